@@ -1,21 +1,28 @@
-"""Batches with an image or a recording for a model of transformers, made from its config and its forward's arguments.
+"""Batches with an image or a recording for a model of transformers, made by the type's own processor.
 
-No processor is needed. Layouts of the media are tried until one is found on which plain transformers trains: the loss
-is finite, has gradients, and differs between two draws of the media.
+Sizes of the processor are those of the config. Types without a processor, and those whose processor does not fit, get
+layouts made from the config and the arguments of the forward. Layouts are tried until one is found on which plain
+transformers trains: the loss is finite, has gradients, and differs between two draws of the media.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
+import transformers
+from PIL import Image
 from sweeps.interface import names_of, number_of
 from torch import Tensor
 
 TEXT_TOKENS = 12
 Batch = dict[str, Any]
+Draw = Callable[[int], Batch]
+"""Function from a seed to media, with the arrays that describe them."""
 _ARRAYS = {
     "image": ("pixel_values", "image_pixel_values", "flattened_patches", "image_patches"),
     "audio": ("input_features", "audio_input_features", "input_values", "audio_input_ids"),
@@ -32,6 +39,11 @@ _STARTS = {
 _OF_PIXELS = {"image_sizes", "pixel_attention_mask"}
 """Arrays that describe images of pixels as well as images of patches."""
 _PATCHES = {"image_patches", "flattened_patches"}
+_MASKS = {
+    *("feature_attention_mask", "input_features_mask", "audio_attention_mask", "padding_mask"),
+    *("input_values_mask", "flattened_attention_mask", "image_attention_mask"),
+}
+"""Names in forwards of the `attention_mask` of a processor of media."""
 _TYPES = {"image": 1, "audio": 3}
 """Values of `mm_token_type_ids`, as processors give them."""
 
@@ -41,6 +53,13 @@ def name_placeholders(config: Any) -> None:
     for name in (*_PLACEHOLDERS["image"], *_PLACEHOLDERS["audio"]):
         if getattr(config, name, 0) is None:
             setattr(config, name, 301)
+    if getattr(config, "image_grid_pinpoints", None):
+        side = number_of(_part(config, ("vision",)), ("image_size",), 16)
+        config.image_grid_pinpoints = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side]]
+    published = {"vision_start_token_id": 318} if "omni_thinker" in config.model_type else {}
+    for name, value in {**published, "ignore_index": -100}.items():
+        if not hasattr(config, name):
+            setattr(config, name, value)
 
 
 def kinds(model: Any) -> list[str]:
@@ -52,16 +71,16 @@ def kinds(model: Any) -> list[str]:
 def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
     """Return two batches of one sequence with media of a kind, or None, and the first reason of plain transformers."""
     reason = best = ""
-    for form, companions in _forms(model, kind):
+    for draw in (*_processed(model, kind), *_forms(model, kind)):
         try:
-            counts = _counts(model, kind, {**form, **companions})
+            counts = _counts(model, kind, {**_sequence(model, kind, draw, 1, 1), **draw(1)})
         except Exception as error:  # another layout
             reason = reason or f"get_{kind}_features: {_first_line(error)}"
             continue
         for count in counts:
-            batches = [_sequence(model, kind, form, companions, count, seed) for seed in (1, 2)]
+            batches = [_sequence(model, kind, draw, count, seed) for seed in (1, 2)]
             try:
-                if _trains(model, batches[0], form):
+                if _trains(model, batches[0], draw):
                     return batches, ""
                 best = best or "the media do not change the loss, or a gradient is not finite"
             except Exception as error:  # another layout
@@ -81,10 +100,10 @@ def accepted(model: Any, batch: Batch) -> Batch:
     return {k: v for k, v in batch.items() if k in names}
 
 
-def _trains(model: Any, batch: Batch, form: Batch) -> bool:
+def _trains(model: Any, batch: Batch, draw: Draw) -> bool:
     """Return whether a step gives finite gradients, and another loss with other media."""
     losses = []
-    for media in (form, _redrawn(form, 5)):
+    for media in (draw(1), draw(5)):
         torch.manual_seed(0)
         loss = model(**accepted(model, {**batch, **media}), use_cache=False).loss
         losses.append(float(loss.detach()))
@@ -94,23 +113,25 @@ def _trains(model: Any, batch: Batch, form: Batch) -> bool:
     return finite and all(map(math.isfinite, losses)) and abs(losses[0] - losses[1]) > 1e-12
 
 
-def _redrawn(form: Batch, seed: int) -> Batch:
+def _drawn(form: Batch, described: Batch, seed: int) -> Batch:
+    """Return random values in arrays of media, and the arrays that describe them."""
     generator = torch.Generator().manual_seed(seed)
-    return {
+    drawn = {
         n: torch.randn(v.shape, generator=generator, dtype=torch.float64)
         if v.is_floating_point()
         else torch.randint(0, 4, v.shape, generator=generator)
         for n, v in form.items()
     }
+    return {**described, **drawn}
 
 
 def _counts(model: Any, kind: str, inputs: Batch) -> list[int]:
     """Return candidates for the number of placeholder tokens of the media; raise if the encoder raises."""
     method = f"get_{kind}_features"
-    owner = next((m for m in model.modules() if hasattr(m, method)), None)
-    if owner is None:
-        return [0, 16, 4, 1]
-    function = getattr(owner, method)
+    functions = [getattr(m, method) for m in model.modules() if hasattr(m, method)]
+    if not functions:
+        return [0, 16, 4, 1, number_of(model.config, ("latent_query_num",), 2)]
+    function = max(functions, key=lambda f: len(names_of(f)))  # others pass all arguments on
     with torch.no_grad():
         features = function(**{k: v for k, v in inputs.items() if k in names_of(function)})
     width = model.get_input_embeddings().weight.shape[1]
@@ -124,18 +145,19 @@ def _counts(model: Any, kind: str, inputs: Batch) -> list[int]:
     return [exact] if exact <= 600 else []
 
 
-def _sequence(
-    model: Any, kind: str, form: Batch, companions: Batch, count: int, seed: int
-) -> Batch:
+def _sequence(model: Any, kind: str, draw: Draw, count: int, seed: int) -> Batch:
     """Return a batch of one sequence with `count` placeholders and text on both sides."""
     config, placeholder = model.config, _placeholder(model, kind)
     start = number_of(config, _STARTS[kind], -1)
+    if placeholder is None and "image_embeds_position_mask" in names_of(model.forward):
+        placeholder = 4  # any token: the mask gives the places
     media = [] if placeholder is None else [placeholder] * count
     head = [1, 5 + seed] + ([start] if start >= 0 and media else [])
     words = [(7 * i + 11 * seed) % 200 + 5 for i in range(TEXT_TOKENS)]
     ids = torch.tensor([head + media + words])
     labels = ids.clone()
     labels[0, : len(head) + len(media)] = -100
+    tiles = number_of(_part(config, ("vision",)), ("max_num_tiles",), 2)
     types = torch.zeros_like(ids)
     types[0, len(head) : len(head) + len(media)] = 1
     more: Batch = {
@@ -145,21 +167,113 @@ def _sequence(
         "token_type_ids": types,
         "image_embeds_position_mask": types.bool(),
         "image_attention_mask": torch.ones(1, ids.shape[1], 1, dtype=torch.long),
-        "cross_attention_mask": torch.ones(1, ids.shape[1], 1, 2, dtype=torch.long),
+        "cross_attention_mask": torch.ones(1, ids.shape[1], 1, tiles, dtype=torch.long),
         "decoder_input_ids": ids,
         "qformer_input_ids": ids[:, -TEXT_TOKENS:],
     }
-    media_inputs = {**companions, **_redrawn(form, seed)}
-    return accepted(model, {"input_ids": ids, "labels": labels, **more, **media_inputs})
+    return accepted(model, {"input_ids": ids, "labels": labels, **more, **draw(seed)})
 
 
 def _placeholder(model: Any, kind: str) -> int | None:
-    number = number_of(model.config, _PLACEHOLDERS[kind], -1)
+    words = ("vision", "image") if kind == "image" else ("audio",)
+    part = number_of(_part(model.config, words), _PLACEHOLDERS[kind], -1)
+    number = number_of(model.config, _PLACEHOLDERS[kind], part)
     return None if number < 0 else number
 
 
-def _forms(model: Any, kind: str) -> Iterator[tuple[Batch, Batch]]:
-    """Yield arrays of media and the arrays that describe them."""
+def _processed(model: Any, kind: str) -> Iterator[Draw]:
+    """Yield draws of the output of the type's own processor of images or recordings, in several sizes."""
+    from transformers.models.auto import feature_extraction_auto, image_processing_auto
+
+    listed: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    if kind == "audio":
+        listed = feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES
+    model_type = model.config.model_type
+    name = listed.get(model_type) or listed.get(model_type.removesuffix("_thinker"))
+    name = name.get("torchvision", name.get("pil")) if isinstance(name, dict) else name
+    if name is None:
+        return
+    cls = getattr(transformers, name)
+    names = names_of(model.forward)
+    make = _image_output if kind == "image" else _audio_output
+    for scale in (1, 2, 4):
+        try:
+            draw = functools.partial(make, cls, model.config, scale, names)
+            draw(1)
+        except Exception:  # the processor needs other arguments
+            continue
+        yield draw
+
+
+def _image_output(cls: Any, config: Any, scale: int, names: set[str], seed: int) -> Batch:
+    """Return the output of an image processor for a random image."""
+    vision = _part(config, ("vision", "image", "vq", "encoder"))
+    patch = number_of(vision, ("patch_size",), 4)
+    if flat := number_of(vision, ("patch_embed_hidden_size",), 0):
+        patch = math.isqrt(flat // 3)
+    merge = number_of(vision, ("spatial_merge_size", "merge_size", "merge_kernel_size"), 2)
+    side = number_of(vision, ("image_size", "max_image_size"), 4 * patch)
+    own: Batch = {
+        "patch_size": patch,
+        "merge_size": merge,
+        "temporal_patch_size": number_of(vision, ("temporal_patch_size",), 2),
+        "pooling_kernel_size": number_of(vision, ("pooling_kernel_size",), 2),
+        "max_image_tiles": number_of(vision, ("max_num_tiles",), 2),
+        "image_grid_pinpoints": getattr(config, "image_grid_pinpoints", None),
+        "scale_resolution": side,
+        "max_patches": 16,
+        "max_soft_tokens": 16 * scale,
+        "dynamic_hd": 1,
+        "max_crops": 1,
+        "min_pixels": (2 * merge * patch) ** 2,
+        "max_pixels": (2 * merge * patch * scale) ** 2,
+    }
+    default = cls()
+    options = {k: v for k, v in own.items() if getattr(default, k, None) is not None}
+    if isinstance(getattr(default, "patch_size", None), dict):
+        options["patch_size"] = {"height": patch, "width": patch}
+    for key in ("size", "crop_size"):
+        given = {k: v for k, v in dict(getattr(default, key, None) or {}).items() if v}
+        if max(given.values(), default=0) > 10_000:  # numbers of pixels
+            given = dict.fromkeys(given, (2 * merge * patch * scale) ** 2)
+        if given:
+            options[key] = {k: v if v > 10_000 else side for k, v in given.items()}
+            if max(given.values()) == (2 * merge * patch * scale) ** 2:
+                options[key] = given
+    pixels = numpy.random.default_rng(seed).integers(0, 255, (side * scale,) * 2 + (3,))
+    image = Image.fromarray(pixels.astype(numpy.uint8))
+    return _as_inputs(cls(**options)(images=[image], return_tensors="pt"), names)
+
+
+def _audio_output(cls: Any, config: Any, scale: int, names: set[str], seed: int) -> Batch:
+    """Return the output of a feature extractor for a random recording."""
+    audio = _part(config, ("audio", "encoder", "speech"))
+    default = cls()
+    rate = getattr(default, "sampling_rate", 16_000)
+    hop = getattr(default, "hop_length", 160)
+    frames = 2 * number_of(audio, ("max_source_positions",), 32) * scale
+    mels = number_of(audio, ("num_mel_bins", "input_feat_size", "n_mels", "mel_bins"), 0)
+    options: Batch = {"feature_size": mels} if mels and hasattr(default, "feature_size") else {}
+    if hasattr(default, "chunk_length") and default.chunk_length:
+        options["chunk_length"] = frames * hop / rate
+    wave = numpy.random.default_rng(seed).standard_normal(frames * hop).astype(numpy.float32)
+    extra = {"return_attention_mask": True} if hasattr(default, "return_attention_mask") else {}
+    output = cls(**options)(wave, sampling_rate=rate, return_tensors="pt", **extra)
+    return _as_inputs(output, names)
+
+
+def _as_inputs(output: Any, names: set[str]) -> Batch:
+    """Return the output of a processor under the names of a forward, numbers in float64."""
+    inputs: Batch = {}
+    for name, value in dict(output).items():
+        masks = _MASKS & names if name == "attention_mask" else {name}
+        value = value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        inputs |= dict.fromkeys(masks, value)
+    return inputs
+
+
+def _forms(model: Any, kind: str) -> Iterator[Draw]:
+    """Yield draws of arrays of media with the arrays that describe them."""
     known = names_of(model.forward)
     name = next(n for n in _ARRAYS[kind] if n in known)
     forms = _image_forms(model) if kind == "image" else _audio_forms(model)
@@ -170,7 +284,8 @@ def _forms(model: Any, kind: str) -> Iterator[tuple[Batch, Batch]]:
         for further in ("pixel_values_local", "high_res_pixel_values"):
             if further in known:
                 arrays[further] = torch.empty(companions.pop(further, shape), dtype=torch.float64)
-        yield _redrawn(arrays, 1), {k: v for k, v in companions.items() if k in known}
+        described = {k: v for k, v in companions.items() if k in known}
+        yield functools.partial(_drawn, arrays, described)
 
 
 def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
@@ -254,4 +369,9 @@ def _part(config: Any, words: tuple[str, ...]) -> Any:
     """Return the first part of a config whose key has one of the words; else the config."""
     keys = [k for k in getattr(config, "sub_configs", {}) if getattr(config, k, None) is not None]
     found = next((k for word in words for k in keys if word in k), None)
-    return config if found is None else getattr(config, found)
+    if found is not None:
+        return getattr(config, found)
+    inner = (_part(getattr(config, key), words) for key in keys)
+    return next(
+        (p for key, p in zip(keys, inner, strict=True) if p is not getattr(config, key)), config
+    )

@@ -54,6 +54,28 @@ def test_a_tower_on_its_own_rank_repeats_one_rank(place: Path) -> None:
 
 
 @pytest.mark.slow
+def test_parts_that_share_ranks_repeat_one_rank(place: Path) -> None:
+    train(place, place / "single", "parallel.dp_shard=1", "checkpoint.export=true")
+    shared = "parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {tp_x: 2}}"
+    train(place, place / "shared", shared, "training.steps=1", "checkpoint.every=1")
+    partly = "parallel.submodels={vision: {dp_shard: 2, ranks: [1, 2]}, language: {tp_x: 2}}"
+    train(place, place / "shared", partly, "checkpoint.export=true", report=True)
+    assert_same_curve(curve(place / "shared"), curve(place / "single"))
+    expected = _weights(place / "single")
+    for name, weight in _weights(place / "shared").items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_a_language_part_with_pipeline_stages_continues_a_run_of_one_rank(place: Path) -> None:
+    train(place, place / "whole", "parallel.dp_shard=1")
+    train(place, place / "staged", "parallel.dp_shard=1", "training.steps=1", "checkpoint.every=1")
+    stages = "parallel.submodels={vision: {dp_shard: 1}, language: {pp: 2}}"
+    train(place, place / "staged", stages, report=True)
+    assert_same_curve(curve(place / "staged"), curve(place / "whole"))
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
     frozen = "training.freeze=['model.vision_tower.*', 'model.multi_modal_projector.*']"
     shared = "parallel.submodels={vision: {dp_shard: 2}, language: {dp_shard: 2}}"
@@ -70,6 +92,21 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
         ((SPLIT, "lora.r=2"), Contradiction, "HP104[\\s\\S]*lora=null"),
         ((SPLIT, "parallel.dp_shard=2"), Contradiction, "HP104[\\s\\S]*parallel.dp_shard=1"),
         (("parallel.submodels={language: {tp_x: 2}}",), Contradiction, "HP104[\\s\\S]*vision"),
+        (
+            ("parallel.submodels={vision: {ranks: [0, 1]}, language: {tp_x: 2}}",),
+            Contradiction,
+            "HP104[\\s\\S]*vision.ranks=null",
+        ),
+        (
+            ("parallel.submodels={vision: {ranks: [3]}, language: {tp_x: 2}}",),
+            Contradiction,
+            "HP104[\\s\\S]*rank 2 of 4",
+        ),
+        (
+            ("parallel.submodels={vision: {ranks: [0]}, language: {pp: 2}}",),
+            Contradiction,
+            "HP104[\\s\\S]*language.pp=1",
+        ),
         (("parallel.submodels={visoin: {}, language: {tp_x: 2}}",), HyperParallelError, "HP10"),
         (("parallel.submodels={vision: {tp_x: 2}, language: {tp_x: 2}}",), UnknownKey, "HP101"),
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 import hyper_parallel as hp
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, DegreesMismatch, UnsupportedSharding
+from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import submodel_strategies
 from hyper_parallel.trainer.data import Batches, Order, prepare
 from tests.media.records import write_data
@@ -30,6 +31,7 @@ FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "qwen2_audi
 STEPS = ("itti", "tttt", "iiti", "tiit")
 """Rows of each step with media (i) or text only (t); each row is a microbatch."""
 Layouts = Mapping[str, str]
+Placement = Mapping[str, Sequence[int]]
 Results = list[tuple[float, float, dict[str, Tensor | None]]]
 
 
@@ -106,10 +108,31 @@ DISJOINT = (
 )
 
 
+OVERLAPPING: tuple[tuple[Layouts, Placement], ...] = (
+    ({"vision": "dp_shard=2", "language": "tp=2"}, {"vision": (0, 1), "language": (0, 1)}),
+    ({"vision": "dp_shard=2", "language": "tp=2"}, {"vision": (0, 1), "language": (1, 2)}),
+    ({"vision": "dp_shard=2", "language": "dp_shard=2"}, {"vision": (1, 0), "language": (0, 1)}),
+    ({"language": "dp_replicate=2", "vision": ""}, {"vision": (1,), "language": (0, 1)}),
+    ({"vision": "", "language": ""}, {"vision": (0,), "language": (0,)}),
+)
+
+
+PIPELINES: tuple[Layouts, ...] = (
+    {"vision": "", "language": "pp=2"},
+    {"language": "pp=2 dp_shard=2", "vision": "dp_shard=2"},
+    {"language": "pp=2 schedule=zb-h1", "vision": ""},
+)
+
+
+def _named(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {kind if name == "vision" else name: value for name, value in values.items()}
+
+
 def _ranks(layouts: Layouts) -> int:
-    return sum(2 if layout else 1 for layout in layouts.values())
+    return sum(parse_strategy(layout).world_size for layout in layouts.values())
 
 
+@pytest.mark.timeout(600)  # up to 13 launches
 @slow_cells(
     "qwen2_5_vl",
     "qwen3_vl",
@@ -131,18 +154,26 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
     expected = _run(single, batches, 1)
     kind = "audio" if family == "qwen2_audio" else "vision"
 
-    def rank(layouts: Layouts) -> set[str]:
+    def rank(layouts: Layouts, ranks: Placement | None) -> set[str]:
         with hp.World.join("cpu") as world:
-            part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world)
+            part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world, ranks=ranks)
             _assert_equal(_run(part, batches, 2 if "dp" in layouts["language"] else 1), expected)
             return {name for name, _ in part.named_parameters()}
 
-    for layouts in DISJOINT if family == "llava" else DISJOINT[:2]:
-        layouts = {kind if name == "vision" else name: v for name, v in layouts.items()}
-        owned = hp.launch(lambda _, given=layouts: rank(given), _ranks(layouts), timeout_s=200)
-        first, last = owned[0], owned[-1]
-        assert first.isdisjoint(last)
-        assert first | last == {name for name, _ in single.named_parameters()}
+    every = {name for name, _ in single.named_parameters()}
+    pipelines = PIPELINES if family == "llava" else PIPELINES[: family != "qwen3_vl"]
+    for layouts in (*(DISJOINT if family == "llava" else DISJOINT[:2]), *pipelines):
+        layouts = _named(layouts, kind)
+        owned = hp.launch(lambda _, g=layouts: rank(g, None), _ranks(layouts), timeout_s=200)
+        assert owned[0].isdisjoint(owned[-1])
+        assert set.union(*owned) == every
+    for layouts, ranks in OVERLAPPING if family == "llava" else OVERLAPPING[:2]:
+        given = _named(layouts, kind), _named(ranks, kind)
+        size = len({r for members in ranks.values() for r in members})
+        owned = hp.launch(lambda _, given=given: rank(*given), size, timeout_s=200)
+        assert set.union(*owned) == every
+        both = {*ranks["vision"]} & {*ranks["language"]}
+        assert all(owned[r] == every for r in both)
 
 
 def test_tower_ranks_without_a_microbatch_and_replicas_repeat_one_rank(tmp_path: Path) -> None:
@@ -164,6 +195,46 @@ def test_tower_ranks_without_a_microbatch_and_replicas_repeat_one_rank(tmp_path:
         hp.launch(lambda _, given=(layouts, *cut): rank(*given), ranks, timeout_s=200)
 
 
+@slow_cells("None", "ranks2")
+@pytest.mark.parametrize("ranks", [None, ((0, 1), (0, 1)), ((1, 2), (0, 1))])
+def test_steps_with_and_without_media_alternate(
+    tmp_path: Path, ranks: tuple[tuple[int, ...], ...] | None
+) -> None:
+    """Mixed, text-only and image-only microbatches on either rank, 64 steps, with losses of one rank."""
+    batches = _batches(tmp_path, "llava")
+    single = _model(tmp_path, frozen=False)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+
+    def train(model: Any, shares: int) -> list[float]:
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
+        for step in range(64):
+            sources = hp.microbatch_sources(model, 4 // shares)
+            cut = [
+                [*batches.microbatches(step % len(STEPS), share, shares, 1, 4 // shares)]
+                for share in range(shares)
+            ]
+            parts = [s and _inputs(cut[s[0]][s[1]]) for s in sources]
+            losses.append(float(hp.forward_backward(model, parts)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    expected = train(single, 1)
+
+    def rank(_: int) -> list[float]:
+        with hp.World.join("cpu") as world:
+            layouts = {"vision": "dp_shard=2", "language": "dp_shard=2"}
+            places = None if ranks is None else dict(zip(layouts, ranks, strict=True))
+            part = hp.parallelize_submodels(
+                _model(tmp_path, frozen=False), layouts, world, ranks=places
+            )
+            return train(part, 2)
+
+    size = 4 if ranks is None else len({r for members in ranks for r in members})
+    for losses in hp.launch(rank, size, timeout_s=200):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.torch
 def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write_model("llava", tmp_path / "model")
@@ -171,14 +242,40 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for layouts, ranks, error in (
         ({"vision": "", "language": "tp=2"}, 2, DegreesMismatch),
         ({"vision": "tp=2", "language": ""}, 3, UnsupportedSharding),
-        ({"vision": "", "language": "pp=2"}, 3, UnsupportedSharding),
+        ({"vision": "", "language": "cp=2"}, 3, UnsupportedSharding),
+        (
+            {"vision": "", "language": "pp=2 schedule=interleaved virtual_stages=2"},
+            3,
+            UnsupportedSharding,
+        ),
         ({"audio": "", "language": ""}, 2, BadValue),
         ({"language": "tp=2"}, 2, BadValue),
     ):
         with pytest.raises(error):
             submodel_strategies(model, layouts, ranks)
+    shared = {"vision": (0,), "language": (0, 1)}
+    with pytest.raises(UnsupportedSharding, match="cannot share ranks"):
+        submodel_strategies(model, {"vision": "", "language": "pp=2"}, 2, shared)
+    layouts = {"vision": "", "language": "tp=2"}
+    for ranks, error in (
+        ({"vision": (0, 1), "language": (0, 1)}, BadValue),
+        ({"vision": (0,), "language": (1, 1)}, BadValue),
+        ({"language": (0, 1)}, BadValue),
+        ({"vision": (3,), "language": (0, 1)}, DegreesMismatch),
+    ):
+        with pytest.raises(error):
+            submodel_strategies(model, layouts, 2, ranks)
     with pytest.raises(UnsupportedSharding, match="has no tower"):
         submodel_strategies(Case().build(), {"vision": "", "language": ""}, 2)
+
+
+@pytest.mark.torch
+def test_stages_after_the_first_do_not_read_features(tmp_path: Path) -> None:
+    needs_torchvision("qwen3_vl")
+    write_model("qwen3_vl", tmp_path / "deepstack")
+    deepstack = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "deepstack")
+    with pytest.raises(UnsupportedSharding, match="features enter layers"):
+        submodel_strategies(deepstack, {"vision": "", "language": "pp=2"}, 3)
 
 
 def test_weights_are_read_saved_and_exported_as_those_of_one_model(tmp_path: Path) -> None:

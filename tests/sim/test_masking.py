@@ -23,9 +23,17 @@ def test_masking_by_hand() -> None:
     assert result["masking_wait"] == pytest.approx(1 - 3 / 5)
 
 
+def test_waits_for_other_ranks_do_not_exceed_the_collectives() -> None:
+    gather = Flight(Purpose.SEQUENCE_GATHER, ("all_gather", 8), 0.0, 0.5, 1.0, 1.0)
+    parts = Flight(Purpose.SUBMODELS_SUM, ("all_reduce", 8), 2.0, 2.0, 9.0, 9.0)
+    result = masking([gather, parts], {gather.work: 1.0, parts.work: 1.0})
+    assert result["exposed_s"] == {"tp": 0.5, "submodels": 7.0}
+    assert result["masking_wait"] == 0.25
+
+
 def test_every_purpose_belongs_to_a_kind_of_parallelism() -> None:
     kinds = {purpose: purpose.parallelism for purpose in Purpose}
-    assert {*kinds.values()} == {"dp", "tp", "cp", "ep", "pp", "step"}
+    assert {*kinds.values()} == {"dp", "tp", "cp", "ep", "pp", "step", "submodels"}
     assert kinds[Purpose.EXPERT_GRADIENTS] == "dp"
     assert kinds[Purpose.KEY_VALUE_GATHER] == "tp"
     assert kinds[Purpose.KEY_VALUE_GRADIENTS] == "cp"

@@ -96,8 +96,9 @@ def plain_model(model_type: str, config: dict[str, Any] | None = None, seed: int
 
 
 def names_of(function: Any) -> set[str]:
-    """Return the names of the parameters of a function."""
-    return set(inspect.signature(function).parameters)
+    """Return the names of the parameters of a function, without those that take any argument."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def number_of(config: Any, names: tuple[str, ...], default: int) -> int:

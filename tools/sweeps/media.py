@@ -12,8 +12,9 @@ from sweeps.interface import one_line, refusal_or_failure
 TITLE = "Training on images and audio"
 TEXT = """
 All types that transformers maps to models of images, audio and text (`AutoModelForMultimodalLM`), shrunk, in float64.
-Two sequences, each with its own random image or recording, are made from the config and the arguments of the forward,
-without a processor; their layout is found by trial. Loss and all gradients of one step of `forward_backward` equal
+Two sequences, each with its own random image or recording, are made by the type's own processor in the sizes of the
+config, or from the config and the arguments of the forward; their layout is found by trial.
+Loss and all gradients of one step of `forward_backward` equal
 those of plain transformers to 1e-10 (of the largest gradient). Column `plain`: plain transformers trains the type,
 that is, a step gives finite gradients and other media give another loss; else the first reason for which it does not.
 Column `one rank` and the columns of layouts on two ranks cover every kind of media that plain transformers trains.
@@ -22,7 +23,7 @@ COLUMNS = ("plain", "one rank", "dp_shard 2", "tp 2", "pp 2")
 SECONDS = 300
 LAYOUTS = {"dp_shard 2": "dp_shard=2", "tp 2": "tp=2", "pp 2": "pp=2"}
 LIMIT = 1e-10
-MOST_PARAMETERS = 8_000_000
+MOST_PARAMETERS = 11_000_000
 
 
 def model_types() -> list[str]:

@@ -10,6 +10,7 @@ from hyper_parallel.config._maxima import MOST_RANKS, MOST_SEQUENCES
 from hyper_parallel.config._preference_checks import check_preference_stages
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
 from hyper_parallel.config._recipe import Recipe
+from hyper_parallel.config._sections import Submodels
 from hyper_parallel.config.schedules import check_schedule
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
 
@@ -441,6 +442,7 @@ def _check_submodels(recipe: Recipe, conflict: _Conflict) -> None:
             "set `parallel.submodels.vision.dp_shard=1`, or `parallel.submodels=null`",
             "language and vision, or language and audio",
         )
+    _check_members(p.submodels, conflict)
     language = p.submodels.language
     for axis in ("dp_replicate", "dp_shard", "tp_x", "tp_y", "pp", "cp", "ep"):
         degree = getattr(language, axis, 1)
@@ -474,6 +476,36 @@ def _check_submodels(recipe: Recipe, conflict: _Conflict) -> None:
                 "parallel.submodels",
                 f"set `{hint}`, or `parallel.submodels=null`",
             )
+
+
+def _check_members(submodels: Submodels, conflict: _Conflict) -> None:
+    """Check that every part has as many ranks as its degrees multiply to, and that the parts use all ranks."""
+    for name, part in {"language": submodels.language, **submodels.towers}.items():
+        if part.ranks is not None and len({*part.ranks}) != part.num_ranks:
+            conflict(
+                f"parallel.submodels.{name}.ranks",
+                f"the degrees of `{name}` do not multiply to its number of ranks",
+                f"{part.num_ranks} ranks, {name}.ranks={[*part.ranks]}",
+                f"set `parallel.submodels.{name}.ranks=null`",
+                f"{part.num_ranks} different ranks",
+            )
+            return
+    used = {rank for ranks in submodels.members.values() for rank in ranks}
+    if submodels.language.pp > 1 and len(used) < sum(map(len, submodels.members.values())):
+        conflict(
+            "parallel.submodels.language.pp",
+            "a language part with pipeline stages cannot share ranks with an encoder",
+            f"pp={submodels.language.pp}, {submodels.members}",
+            "set `parallel.submodels.language.pp=1`",
+        )
+    if missing := sorted({*range(max(used) + 1)} - used):
+        conflict(
+            "parallel.submodels",
+            "a rank has no part of the model",
+            f"rank {missing[0]} of {max(used) + 1}",
+            " ".join(f"set `parallel.submodels.{name}.ranks=null`" for name in submodels.members),
+            "ranks from 0, each with at least one part",
+        )
 
 
 _CHECKS: Final = (

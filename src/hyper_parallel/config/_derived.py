@@ -66,7 +66,7 @@ def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     parallel = recipe.parallel
     if parallel.submodels is None:
         return recipe
-    degrees = parallel.submodels.language.model_dump()
+    degrees = parallel.submodels.language.model_dump(exclude={"ranks"})
     update = {name: d for name, d in degrees.items() if name not in parallel.model_fields_set}
     origins |= dict.fromkeys(
         (f"parallel.{name}" for name in update), "derived: parallel.submodels.language"

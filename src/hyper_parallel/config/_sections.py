@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from itertools import count, islice
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -338,11 +340,17 @@ class TowerDegrees(Section):
     """Like `parallel.dp_replicate`."""
     dp_shard: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.dp_shard`."""
+    ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(
+        default=None, max_length=MOST_RANKS
+    )
+    """Ranks of this part, in the order of its mesh. Parts may share ranks. None: as many ranks as its degrees multiply
+    to, the first ones for `language`, and the next ones that no other part has for an encoder."""
 
     @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return self.dp_replicate * self.dp_shard
+    def num_ranks(self) -> int:
+        """Product of the degrees."""
+        degrees = self.model_dump(exclude={"ranks"})
+        return math.prod(degrees.values())
 
 
 class LanguageDegrees(TowerDegrees):
@@ -352,15 +360,17 @@ class LanguageDegrees(TowerDegrees):
     """Like `parallel.tp_x`."""
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_y`."""
+    pp: int = Field(default=1, ge=1, le=MOST_STAGES)
+    """Like `parallel.pp`. The first stage reads the features; only on ranks without an encoder."""
 
 
 class Submodels(Section):
     """Parts of a multimodal model on ranks of their own: `language`, and `vision` or `audio`."""
 
     language: LanguageDegrees = Field(default_factory=LanguageDegrees)
-    """Ranks of the language part, the first ranks of the run."""
+    """Ranks of the language part."""
     vision: TowerDegrees | None = None
-    """Ranks of the encoder of images and videos with its projector, after those of the language part."""
+    """Ranks of the encoder of images and videos with its projector."""
     audio: TowerDegrees | None = None
     """Like `vision`, for an encoder of audio."""
 
@@ -369,6 +379,17 @@ class Submodels(Section):
         """Encoders that are given, by name."""
         given = {"vision": self.vision, "audio": self.audio}
         return {name: degrees for name, degrees in given.items() if degrees is not None}
+
+    @property
+    def members(self) -> dict[str, tuple[int, ...]]:
+        """Ranks of each part by name, the language part first."""
+        parts = {"language": self.language, **self.towers}
+        members = {name: part.ranks for name, part in parts.items() if part.ranks is not None}
+        for name, part in parts.items():
+            used = {rank for ranks in members.values() for rank in ranks}
+            free = count() if name == "language" else (r for r in count() if r not in used)
+            members.setdefault(name, tuple(islice(free, min(part.num_ranks, MOST_RANKS))))
+        return {name: members[name] for name in parts}
 
 
 class Parallel(Section):
@@ -435,9 +456,10 @@ class Parallel(Section):
 
     @property
     def tower_ranks(self) -> int:
-        """Number of ranks of encoders with ranks of their own."""
-        towers = {} if self.submodels is None else self.submodels.towers
-        return sum(degrees.ranks for degrees in towers.values())
+        """Number of ranks of encoders without the language part."""
+        members = {} if self.submodels is None else self.submodels.members
+        towers = {rank for name, ranks in members.items() for rank in ranks}
+        return len(towers - {*members.get("language", ())})
 
     @model_validator(mode="before")
     @classmethod

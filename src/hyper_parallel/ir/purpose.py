@@ -61,6 +61,8 @@ class Purpose(StrEnum):
     PIPELINE_GRADIENTS = "pipeline gradients"
     SHARED_WEIGHT = "shared weight"
 
+    SUBMODELS_SUM = "sum over sub-models"
+
     # Once a step
     GRADIENT_NORM = "gradient norm"
     STEP_LOG = "loss and memory of all ranks"
@@ -73,7 +75,7 @@ class Purpose(StrEnum):
 
     @property
     def parallelism(self) -> str:
-        """Kind of parallelism that needs the collective: dp, tp, cp, ep, pp, or step for those once per step."""
+        """Kind that needs the collective: dp, tp, cp, ep, pp, submodels, or step for those once per step."""
         name = self.name
         if name in ("EXPERT_ROW_COUNTS", "EXPERT_ROWS", "EXPERT_LOAD", "BALANCE_LOSS"):
             return "ep"
@@ -85,6 +87,7 @@ class Purpose(StrEnum):
 _PARALLELISMS = (
     *((start, "dp") for start in ("FSDP_", "EXPERT_", "REPLICA_", "UNIT_")),
     *((start, "cp") for start in ("KEYS_", "KEY_VALUE_GRADIENTS", "HEADS_FOR", "TOKENS_FOR")),
+    ("SUBMODELS_", "submodels"),
     *((start, "pp") for start in ("PIPELINE_", "SHARED_")),
 )
 """Starts of names, and the kind of parallelism; all others belong to tensor parallelism."""

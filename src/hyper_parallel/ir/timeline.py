@@ -104,7 +104,8 @@ def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float])
     Returns:
         `exposed_s`: seconds of waiting by `Purpose.parallelism`. `masking_timeline`: of the time with a collective in
             flight, the part in which the rank computes. `masking_wait`: 1 - seconds of waiting / seconds of all
-            collectives alone. None for a step without communication.
+            collectives alone; a wait counts up to the seconds of its collective, the rest is for another rank. None
+            for a step without communication.
     """
     exposed_s: dict[str, float] = {}
     for flight in flights:
@@ -117,10 +118,11 @@ def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float])
         *((f.wait_s, f.resume_s) for f in flights),
     ])  # fmt: skip
     total_s = sum(alone_s[f.work] for f in flights)
+    waiting_s = sum(min(f.blocked_s, alone_s[f.work]) for f in flights)
     return {
         "exposed_s": exposed_s,
         "masking_timeline": 1.0 - both_s / in_flight if in_flight else None,
-        "masking_wait": 1.0 - sum(exposed_s.values()) / total_s if total_s else None,
+        "masking_wait": 1.0 - waiting_s / total_s if total_s else None,
     }
 
 

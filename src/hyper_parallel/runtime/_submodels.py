@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -11,24 +11,35 @@ from torch import nn
 
 from hyper_parallel.backends.torch import Routing, attach, handle
 from hyper_parallel.backends.torch.submodels.channel import Channel
-from hyper_parallel.backends.torch.submodels.exchange import Border, Reader, Tower
+from hyper_parallel.backends.torch.submodels.exchange import (
+    Border,
+    Reader,
+    Role,
+    Submodels,
+    Tower,
+)
 from hyper_parallel.backends.torch.submodels.parts import (
     LANGUAGE,
     Division,
     TowerModel,
     divide,
+    join_parts,
     keep_language,
+    twin_of,
 )
 from hyper_parallel.errors import BadValue, DegreesMismatch, UnsupportedSharding
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
+from hyper_parallel.runtime._save_method import attach_save_pretrained
 from hyper_parallel.runtime._world import World
 
+_ALL: Final = 2**31
+"""Microbatches ahead under schedules that may run all forward passes first."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
-_LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y")
-_AXES: Final = (*_LANGUAGE_AXES, "pp", "cp", "ep")
+_LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
+_AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 
 
 def parallelize_submodels(
@@ -37,9 +48,10 @@ def parallelize_submodels(
     world: World,
     workload: Workload | None = None,
     *,
+    ranks: Mapping[str, Sequence[int]] | None = None,
     routing: Routing | None = None,
 ) -> nn.Module:
-    """Apply one layout to the tower of a multimodal model and one to its language part, on disjoint ranks.
+    """Apply one layout to the tower of a multimodal model and one to its language part, each on ranks of its own.
 
     The ranks of the tower compute the results of the model's own `get_image_features`, `get_video_features` or
     `get_audio_features` and send them to the ranks of the language part, which send the gradients back unless the tower
@@ -49,49 +61,70 @@ def parallelize_submodels(
     Args:
         model: Hugging Face model of text and images, videos or audio, unmodified, with equal values on every rank or on
             the meta device. It loses the parameters of the other part.
-        layouts: `plan_of` strategies of the tower, `vision` or `audio`, and of `language`. The first one has the first
-            ranks. The ranks of both add up to all ranks.
+        layouts: `plan_of` strategies of the tower, `vision` or `audio`, and of `language`.
         world: Ranks to use.
         workload: Workload of the plans of both parts; None: see `plan_of`.
+        ranks: Ranks of each part, in the order of its mesh; parts may share ranks. None: the first part has the first
+            ranks, and no rank has two parts.
         routing: Options of expert routing in the language part; None: the model's own behavior.
 
     Returns:
-        The part of this rank. Its parameters have the names of the model.
+        The part of this rank, or a module with both parts. Its parameters have the names of the model.
 
     Raises:
-        BadValue: HP102 for other names of sub-models.
+        BadValue: HP102 for other names of sub-models, and for ranks that do not fit.
         DegreesMismatch: HP301 when the degrees do not add up to the number of ranks.
         UnsupportedSharding: HP205 for a model without a tower of its own, and for axes that a sub-model does not
             support.
     """
     division = divide(model)
-    strategies = _checked(division, layouts, world.world_size)
-    members = _members(strategies)
-    for name, ranks in members.items():  # every rank creates the groups of both
-        world.mesh(strategies[name], ranks)
-    name = next(name for name, ranks in members.items() if world.rank in ranks)
-    side = _side(strategies, members, division, world)
-    part = (
-        TowerModel(model, division)
-        if isinstance(side, Tower)
-        else keep_language(model, division, side)
-    )
-    plan = plan_of(part, strategies[name])
-    if workload is not None:  # the tower's ranks need not divide its batch
-        plan = replace(plan, workload=workload)
-    routing = routing if name == LANGUAGE else None
-    parallelize(part, plan, world, members[name], routing=routing)
-    attached = handle(part)
-    attach(part, replace(attached, submodel=side))
-    if isinstance(side, Reader):
-        tp = attached.tp
-        # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
-        side.watch(part, None if tp is None or tp.replicated_activations else tp.group)
-    return part
+    strategies = _checked(division, layouts, world.world_size, ranks)
+    members = _members(strategies, ranks)
+    for name, strategy in strategies.items():  # every rank creates the groups of both
+        world.mesh(strategy, members[name])
+    sides = _sides(strategies, members, division, world)
+    twin = twin_of(model) if len(sides) > 1 else model
+    roles = []
+    for name, side in sides.items():
+        if isinstance(side, Tower):
+            part: nn.Module = TowerModel(model, division)
+        else:
+            part = keep_language(twin, division, side)
+        plan = plan_of(part, strategies[name])
+        if workload is not None:  # the tower's ranks need not divide its batch
+            plan = replace(plan, workload=workload)
+        own = routing if name == LANGUAGE else None
+        parallelize(part, plan, world, members[name], routing=own)
+        if isinstance(side, Reader):
+            tp, pipeline = handle(part).tp, handle(part).pipeline
+            # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
+            group = None if tp is None or tp.replicated_activations else tp.group
+            side.watch(part, group, None if pipeline is None else pipeline.stages.running)
+        roles.append(Role(part, side, world.rank == _first_rank(side)))
+    return _whole(roles, division)
 
 
-def _members(strategies: Mapping[str, Strategy]) -> dict[str, tuple[int, ...]]:
+def _whole(roles: Sequence[Role], division: Division) -> nn.Module:
+    """Return the module of this rank, with the state of all of its parts."""
+    group = dist.group.WORLD
+    assert group is not None
+    attached, whole = handle(roles[0].part), roles[0].part
+    for role in roles[1:]:
+        assert isinstance(role.part, TowerModel)
+        tower, whole = handle(role.part), join_parts(whole, role.part, division)
+        attach_save_pretrained(whole)
+        layouts, shapes = attached.layouts | tower.layouts, attached.shapes | tower.shapes
+        attached = replace(attached, layouts=layouts, shapes=shapes)
+    attach(whole, replace(attached, submodels=Submodels(group, tuple(roles))))
+    return whole
+
+
+def _members(
+    strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]] | None
+) -> dict[str, tuple[int, ...]]:
     """Return the ranks of the world of each sub-model."""
+    if ranks is not None:
+        return {name: tuple(ranks[name]) for name in strategies}
     members: dict[str, tuple[int, ...]] = {}
     for name, strategy in strategies.items():
         start = sum(map(len, members.values()))
@@ -99,42 +132,59 @@ def _members(strategies: Mapping[str, Strategy]) -> dict[str, tuple[int, ...]]:
     return members
 
 
-def _side(
+def _first_rank(side: Tower | Reader) -> int:
+    return side.border.tower[0] if isinstance(side, Tower) else side.border.readers[0][0]
+
+
+def _sides(
     strategies: Mapping[str, Strategy],
     members: Mapping[str, tuple[int, ...]],
     division: Division,
     world: World,
-) -> Tower | Reader:
-    """Return this rank's side of the exchange; collective over all ranks."""
+) -> dict[str, Tower | Reader]:
+    """Return this rank's sides of the exchange by sub-model, the language part first; collective over all ranks."""
     # One process group per direction: messages of both directions may wait for each other.
     everyone = list(range(world.world_size))
     features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))
     language = strategies[LANGUAGE]
     readers: list[list[int]] = [[] for _ in range(language.dp)]
+    shares: dict[int, int] = {}
     for position, rank in enumerate(members[LANGUAGE]):
         coordinate = language.mesh().coordinate(position)
-        share = coordinate["dp_replicate"] * language.dp_shard + coordinate["dp_shard"]
-        readers[share].append(rank)
-    border, group = Border(members[division.kind], tuple(map(tuple, readers))), dist.group.WORLD
-    assert group is not None
-    if world.rank in members[LANGUAGE]:
-        return Reader(border, group, world.rank, features, gradients)
-    return Tower(border, group, border.tower.index(world.rank), features, gradients)
+        shares[rank] = coordinate["dp_replicate"] * language.dp_shard + coordinate["dp_shard"]
+        if coordinate["pp"] == 0:
+            readers[shares[rank]].append(rank)
+    known = language.schedule == "1f1b" and not language.schedule_file
+    ahead = language.pp if known else _ALL
+    border = Border(members[division.kind], tuple(map(tuple, readers)), ahead)
+    sides: dict[str, Tower | Reader] = {}
+    if world.rank in shares:
+        sides[LANGUAGE] = Reader(border, shares[world.rank], world.rank, features, gradients)
+    if world.rank in border.tower:
+        tower_rank = border.tower.index(world.rank)
+        sides[division.kind] = Tower(border, tower_rank, features, gradients)
+    return sides
 
 
 def submodel_strategies(
-    model: nn.Module, layouts: Mapping[str, str | Strategy], world_size: int
+    model: nn.Module,
+    layouts: Mapping[str, str | Strategy],
+    world_size: int,
+    ranks: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Strategy]:
     """Return the strategy of each sub-model of a model, in the order of `layouts`; needs no other ranks.
 
     Raises:
         BadValue: HP102, DegreesMismatch: HP301, UnsupportedSharding: HP205; see `parallelize_submodels`.
     """
-    return _checked(divide(model), layouts, world_size)
+    return _checked(divide(model), layouts, world_size, ranks)
 
 
 def _checked(
-    division: Division, layouts: Mapping[str, str | Strategy], world_size: int
+    division: Division,
+    layouts: Mapping[str, str | Strategy],
+    world_size: int,
+    ranks: Mapping[str, Sequence[int]] | None,
 ) -> dict[str, Strategy]:
     """Return the strategies by name; arguments and errors as for `submodel_strategies`."""
     names = {division.kind, LANGUAGE}
@@ -164,6 +214,10 @@ def _checked(
                     allowed=", ".join(allowed),
                     hint=f"leave out `{axis}` of `{name}`",
                 )
+    _check_stages(strategies[LANGUAGE], division)
+    if ranks is not None:
+        _check_ranks(strategies, ranks, world_size)
+        return strategies
     needed = sum(strategy.world_size for strategy in strategies.values())
     if needed != world_size:
         raise DegreesMismatch(
@@ -174,3 +228,49 @@ def _checked(
             hint=f"start {needed} ranks",
         )
     return strategies
+
+
+def _check_stages(language: Strategy, division: Division) -> None:
+    """Raise for pipeline stages after the first that read features, and for several stages on a rank."""
+    if language.pp > 1 and (division.layers_with_features or language.virtual_stages > 1):
+        raise UnsupportedSharding(
+            "features enter layers after the first pipeline stage"
+            if division.layers_with_features
+            else "a rank has several pipeline stages of the language part",
+            where="parallel.submodels.language.pp",
+            got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
+            allowed="pp=1, or one stage per rank and a model that reads features in its first layer",
+            hint="parallel.submodels.language.pp=1",
+        )
+
+
+def _check_ranks(
+    strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int
+) -> None:
+    """Raise for ranks that do not fit the degrees of their sub-model, or that leave a rank without one."""
+    for name, strategy in strategies.items():
+        if len({*ranks.get(name, ())}) != strategy.world_size:
+            first = ", ".join(map(str, range(strategy.world_size)))
+            raise BadValue(
+                f"the ranks of `{name}` are not as many as its degrees multiply to",
+                where=f"parallel.submodels.{name}.ranks",
+                got=f"{[*ranks.get(name, ())]} for {strategy.world_size} ranks",
+                allowed=f"{strategy.world_size} different ranks",
+                hint=f"parallel.submodels.{name}.ranks=[{first}]",
+            )
+    used = {rank for name in strategies for rank in ranks[name]}
+    if strategies[LANGUAGE].pp > 1 and len(used) < sum(s.world_size for s in strategies.values()):
+        raise UnsupportedSharding(
+            "sub-models with pipeline stages cannot share ranks",
+            where="parallel.submodels.language.pp",
+            got=f"pp={strategies[LANGUAGE].pp} and shared ranks",
+            hint="parallel.submodels.language.pp=1",
+        )
+    if used != {*range(world_size)}:
+        raise DegreesMismatch(
+            "the sub-models do not use exactly the ranks of the run",
+            where="parallel.submodels",
+            got=f"ranks {sorted(used)} of {world_size}",
+            allowed=f"ranks from 0 to {world_size - 1}, each with at least one sub-model",
+            hint=f"start {max(used) + 1} ranks" if used == {*range(len(used))} else None,
+        )

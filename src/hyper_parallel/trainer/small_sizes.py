@@ -168,6 +168,9 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hy_v4_vl": {"vision_config": {"max_image_size": 16}},
     "hunyuan_vl": {"vision_config": {"max_image_size": 16}, **_MROPE},
+    "kimi_k25": {"projection_hidden_size": HIDDEN},
+    "glmasr": {"audio_config": {"intermediate_size": 4 * HIDDEN}},
+    "llama4": {"vision_config": {"intermediate_size": 4 * HIDDEN}},
     "inkling2": {"text_config": {"unpadded_vocab_size": SIZES["vocab_size"]}},
     "inkling2_text": {"unpadded_vocab_size": SIZES["vocab_size"]},
     "inkling2_loop": {"text_config": {"unpadded_vocab_size": SIZES["vocab_size"]}},
@@ -189,8 +192,12 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
         "adapter_config": {"vision_feature_layer": [3, 1]},
     },
-    "muse_glimmer": {"projector_hidden_size": HIDDEN},
+    "mllama": {
+        "vision_config": {"intermediate_layers_indices": [1, 2], "vision_output_dim": 3 * HIDDEN}
+    },
+    "muse_glimmer": {"projector_hidden_size": HIDDEN, "out_hidden_size": 4 * HIDDEN},
     "muse_spark": {
+        "out_hidden_size": 4 * HIDDEN,
         "projector_hidden_size": HIDDEN,
         "text_config": {"moe_hidden_size": HIDDEN},
         "audio_config": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},

@@ -24,7 +24,7 @@ from hyper_parallel.backends.torch.experts.routing import (
 from hyper_parallel.backends.torch.parallel_handle import Handle, handle
 from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
 from hyper_parallel.backends.torch.pipeline.apply import Microbatch, Span
-from hyper_parallel.backends.torch.submodels.exchange import Source, Tower
+from hyper_parallel.backends.torch.submodels.exchange import Source, rounds_of
 from hyper_parallel.backends.torch.user_objective import (
     Objective,
     Over,
@@ -103,19 +103,31 @@ def _run(
 ) -> Tensor:
     """Run all microbatches, with backward if `train`, and return the loss or this rank's summand of it."""
     attached = handle(model)
-    submodel = attached.submodel
-    if isinstance(submodel, Tower):
-        submodel.serve(model, microbatches, span, train, accumulate)
-        total = torch.zeros((), dtype=torch.float64, device=attached.device)
-    else:
-        parts = [part for part in microbatches if part is not None]
-        with nullcontext() if submodel is None else submodel.step():
+    submodels = attached.submodels
+    given = (num_tokens, span, objective, over, train, scale)
+    if submodels is None:
+        return _run_losses(model, attached, [p for p in microbatches if p is not None], *given)
+    own, served = submodels.divided(microbatches)
+    towers = zip(submodels.towers, served, strict=True)
+    rounds = rounds_of(
+        tower.serve(part, batches, span, train, accumulate) for (part, tower), batches in towers
+    )
+    total = torch.zeros((), dtype=torch.float64, device=attached.device)
+    if submodels.language is not None:
+        part, reader = submodels.language
+        inputs = [p for p in own if p is not None]
+        with reader.step():
             total = _run_losses(
-                model, attached, parts, num_tokens, span, objective, over, train, scale
+                part, handle(part), inputs, *given, before=lambda: next(rounds, None)
             )
-    if submodel is None or num_tokens is not None:
+    for _ in rounds:
+        continue
+    for role in submodels.roles:
+        role.side.flush()
+    if num_tokens is not None:
         return total
-    return submodel.sum_over_parts(total, Purpose.LOSS)
+    totals = [total, *(torch.zeros_like(total) for _ in submodels.roles[1:])]
+    return submodels.sum_over_parts(totals)
 
 
 def _run_losses(
@@ -128,8 +140,9 @@ def _run_losses(
     over: Over | None,
     train: bool,
     scale: float,
+    before: Callable[[], object] = lambda: None,
 ) -> Tensor:
-    """Run microbatches on a rank that computes losses; see `_run`."""
+    """Run microbatches on a rank that computes losses, each after a call of `before`; see `_run`."""
     axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
     for part in microbatches:
         refuse_other_inputs(model, axes, stage_inputs(model, part, objective))
@@ -163,7 +176,7 @@ def _run_losses(
         parts = [stage_inputs(model, p, objective) for p in microbatches]
         total = attached.pipeline.run(model, parts, loss_of, span, train, scale)
     else:
-        total = _run_in_turn(model, attached, len(microbatches), loss_of, span, train)
+        total = _run_in_turn(model, attached, len(microbatches), loss_of, span, train, before)
     # Ranks with the same tokens all compute the loss; one of them reports it.
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     reports = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
@@ -188,10 +201,12 @@ def _run_in_turn(
     loss_of: Callable[[int], Tensor],
     span: Span,
     train: bool,
+    before: Callable[[], object],
 ) -> Tensor:
     """Run forward, and backward if `train`, of each microbatch in turn, and return the sum of the losses."""
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
     for i in range(count):
+        before()
         with accumulate(model) if train and i < count - 1 else nullcontext():
             with span("forward", "compute"):
                 loss = loss_of(i)
@@ -240,12 +255,12 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
         count: Number of microbatches of each data-parallel rank in the step.
 
     Returns:
-        Data-parallel rank and index of each microbatch; None: pass None, so that all ranks of a tower run equally
-        often.
+        Data-parallel rank and index of each microbatch: the rank's own ones if it has the language part, then those for
+        which its tower computes features. None: pass None, so that all ranks of a tower run equally often.
     """
-    submodel = handle(model).submodel
-    if isinstance(submodel, Tower):
-        return submodel.border.sources(submodel.rank, count)
+    submodels = handle(model).submodels
+    if submodels is not None:
+        return submodels.sources(count)
     share = data_share(model)[0]
     return [(share, index) for index in range(count)]
 
@@ -284,6 +299,23 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     Returns:
         The norm before scaling, a plain scalar tensor, equal on every rank.
     """
+    submodels = handle(model).submodels
+    grads: list[Tensor] = []
+    if submodels is None:
+        total = _square_sum(model, grads)
+    else:
+        sums = [_square_sum(role.part, grads) for role in submodels.roles]
+        total = submodels.sum_over_parts(sums)
+    norm = total.sqrt()
+    if max_norm is not None and math.isfinite(max_norm):
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            torch._foreach_mul_([g for g in grads if g.dtype == dtype], scale.to(dtype))
+    return norm
+
+
+def _square_sum(model: nn.Module, found: list[Tensor]) -> Tensor:
+    """Return the sum of squares of all gradients of a model, equal on its ranks, and add the local ones to `found`."""
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     wide = torch.float32  # equal on all ranks, also on a rank without gradients
@@ -295,20 +327,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
         wide = torch.promote_types(wide, grad.dtype)
         if grad.numel():
             by_copies.setdefault((attached.copies(name), grad.dtype), []).append(grad)
+            found.append(grad)
     total = torch.zeros((), dtype=wide, device=attached.device)
     for (copies, dtype), grads in by_copies.items():
         norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
         total = total + torch.stack(norms).square().sum() / copies
     if attached.ranks.world_group is not None:
         total = all_reduce(total, attached.ranks.world_group, Purpose.GRADIENT_NORM)
-    if attached.submodel is not None:
-        total = attached.submodel.sum_over_parts(total, Purpose.GRADIENT_NORM)
-    norm = total.sqrt()
-    if max_norm is not None and math.isfinite(max_norm):
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for (_, dtype), grads in by_copies.items():
-            torch._foreach_mul_(grads, scale.to(dtype))
-    return norm
+    return total
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.experts.routing import ExpertState
 from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
-from hyper_parallel.backends.torch.submodels.exchange import Reader, Tower
+from hyper_parallel.backends.torch.submodels.exchange import Submodels
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.weights.pretrained import HANDLE
 from hyper_parallel.ir import Layout, Plan
@@ -59,7 +59,7 @@ class Handle:
         loss: Loss function of a causal language model that can pass the logits to an objective; or None.
         halves: Runs layers on half-batches, or None.
         average: Average the gradients of a plain backward pass over data-parallel ranks instead of summing them.
-        submodel: Exchange with the ranks of the other part of the model; None for a whole model.
+        submodels: Parts of the model on this rank, and their exchange with other parts; None for a whole model.
     """
 
     plan: Plan
@@ -75,7 +75,7 @@ class Handle:
     loss: LogitsHook | None
     halves: HalfBatch | None
     average: bool = False
-    submodel: Tower | Reader | None = None
+    submodels: Submodels | None = None
 
     @property
     def device(self) -> torch.device:

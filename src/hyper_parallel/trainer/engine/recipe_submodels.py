@@ -20,6 +20,9 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
         BadValue: HP102, UnsupportedSharding: HP205, Contradiction: HP104.
     """
     layouts = submodel_layouts(loaded.recipe, plan)
-    submodel_strategies(model, layouts, sum(s.world_size for s in layouts.values()))
+    assert loaded.recipe.parallel.submodels is not None
+    members = loaded.recipe.parallel.submodels.members
+    size = len({rank for ranks in members.values() for rank in ranks})
+    submodel_strategies(model, layouts, size, members)
     for strategy in layouts.values():
         check_optimizer(loaded.recipe, replace(plan, strategy=strategy), loaded.where, model)

@@ -253,7 +253,7 @@ class Loop:
 
     def _locate(self, inputs: StepInputs, step: int) -> str | None:
         """Return the name of the first value of a step that is not finite."""
-        if handle(self.model).submodel is not None:
+        if handle(self.model).submodels is not None:
             return None
         self.seed(step)
         stage = self.plan.mesh.coordinate(self.world.rank)["pp"]

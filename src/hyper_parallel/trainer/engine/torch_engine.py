@@ -339,9 +339,13 @@ class TorchEngine:
         if recipe.parallel.submodels is None:
             model = parallelize(build_model(recipe), plan, self._world, routing=routing)
         else:
-            layouts = submodel_layouts(recipe, plan)
             model = parallelize_submodels(
-                build_model(recipe), layouts, self._world, plan.workload, routing=routing
+                build_model(recipe),
+                submodel_layouts(recipe, plan),
+                self._world,
+                plan.workload,
+                ranks=recipe.parallel.submodels.members,
+                routing=routing,
             )
         if directory is None:
             materialize(model, seed=recipe.training.seed, device=self._world.device)

@@ -6,7 +6,7 @@ the layer index come from the model. Only values at stage boundaries are replace
 
     layers          layers before the running stage return the received activations; the output of its last layer is the
                     output of the stage, returned by all later layers
-    media           images and recordings are inputs of the first stage, and of others by exception, see `_media`
+    media           images and recordings are inputs of the first stage, and of others by exception, see `media`
     other modules   outside of the layer list, modules with parameters run on the stages where `LayerFlow` records a use
                     of their result: an embedding on the first stage, norm and head on the last, some on several; on
                     other stages they return zeros of the shape of their result, which are unused, or their input
@@ -32,7 +32,7 @@ from hyper_parallel.backends.torch.layer_flow import LayerFlow, flow_error, trac
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch.module_spec import read_model
 from hyper_parallel.backends.torch.partial_use import encoder_inputs
-from hyper_parallel.backends.torch.pipeline._media import (
+from hyper_parallel.backends.torch.pipeline.media import (
     MediaTrace,
     layers_with_media,
     without_media,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -53,9 +54,13 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
+        self._to_itself: deque[tuple[bytes, Sequence[Tensor]]] = deque()
 
     def send(self, structure: bytes, tensors: Sequence[Tensor], target: int) -> None:
         """Start to send a packed value to a rank of the world."""
+        if target == dist.get_rank():
+            self._to_itself.append((structure, tensors))
+            return
         described = [(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors]
         head = torch.frombuffer(bytearray(pickle.dumps((structure, described))), dtype=torch.uint8)
         data = [_bytes(t.detach()) for t in tensors]
@@ -68,6 +73,9 @@ class Channel:
 
     def receive(self, source: int) -> Any:
         """Return the next value from a rank of the world; tensors that require gradients are leaves."""
+        if source == dist.get_rank():
+            structure, sent = self._to_itself.popleft()
+            return _unpack(structure, [_leaf(t.detach(), t.requires_grad) for t in sent])
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, source, group=self._group)
         head = torch.empty(int(sizes[0]), dtype=torch.uint8)
@@ -80,7 +88,7 @@ class Channel:
         for dtype, shape, requires_grad in described:
             size = dtype.itemsize * torch.Size(shape).numel()
             tensor = body[start : start + size].view(dtype).view(shape)
-            tensors.append(tensor.requires_grad_(requires_grad and torch.is_grad_enabled()))
+            tensors.append(_leaf(tensor, requires_grad))
             start += size + -size % _ALIGNMENT
         return _unpack(structure, tensors)
 
@@ -90,6 +98,10 @@ class Channel:
             if work is not None:
                 work.wait()
         self._pending.clear()
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.requires_grad_(requires_grad and torch.is_grad_enabled())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

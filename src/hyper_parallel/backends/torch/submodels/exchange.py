@@ -4,18 +4,17 @@
     language   forward with the features received     <- send    gradients of the features
 
 Every microbatch of the language part has one message of features, empty without media, and one message of gradients if
-its features require them. Both sides derive the sender and the order of messages from the number of ranks, so no
-schedule is exchanged, and a tower rank runs ahead of its backward passes by enough rounds that no rank waits in a
-circle.
+its features require them. A rank may be on both sides. All ranks derive one order of the passes of a step, of which
+each runs its own: every pass comes after those whose results it needs, so no rank waits in a circle.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +23,14 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.collectives import all_reduce
+from hyper_parallel.backends.torch.pipeline.stages import StageLayers
 from hyper_parallel.backends.torch.submodels.channel import Channel, pack
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Purpose
 
 Span = Callable[[str, str], AbstractContextManager[Any]]
+_T = TypeVar("_T")
+Pass = Literal["forward", "language", "backward"]
 Source = tuple[int, int] | None
 """Data-parallel rank of the language part and index of its microbatch; None: no microbatch."""
 
@@ -39,20 +41,14 @@ class Border:
 
     Attributes:
         tower: Rank of the world by data-parallel rank of the tower.
-        readers: Ranks of the world with the data of each data-parallel rank of the language part; the first sends the
-            gradients.
+        readers: Ranks of the world that read the features of each data-parallel rank of the language part, those of its
+            first pipeline stage; the first sends the gradients.
+        ahead: Microbatches whose forward passes the readers may run before a backward pass.
     """
 
     tower: tuple[int, ...]
     readers: tuple[tuple[int, ...], ...]
-
-    @property
-    def rounds_ahead(self) -> int:
-        """Rounds of forward passes before the first backward pass.
-
-        The backward pass of a microbatch begins once all readers have its features.
-        """
-        return -(-len(self.readers) // len(self.tower))
+    ahead: int = 1
 
     def owner(self, share: int, index: int) -> int:
         """Return the tower rank, in the world, that computes the features of a microbatch."""
@@ -69,30 +65,29 @@ class Border:
         sources = [self.source(tower_rank, number) for number in rounds]
         return [source if source[1] < count else None for source in sources]
 
+    def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
+        """Yield the passes of a step in their order: rounds of the tower, and indices of microbatches of the readers.
 
-class Submodel:
-    """State of one rank of a model whose parts are on different ranks.
-
-    Args:
-        border: Ranks of both parts.
-        group: All of these ranks.
-        is_first: Whether this rank is the first of its part.
-    """
-
-    def __init__(self, border: Border, group: dist.ProcessGroup, is_first: bool) -> None:
-        self.border, self._group, self._is_first = border, group, is_first
-
-    def sum_over_parts(self, value: Tensor, name: Purpose) -> Tensor:
-        """Return the sum over the parts of a value that is equal on all ranks of a part."""
-        return all_reduce(value if self._is_first else torch.zeros_like(value), self._group, name)
+        The tower is `ahead` microbatches of each reader ahead.
+        """
+        shares, towers = len(self.readers), len(self.tower)
+        forward = backward = 0
+        for index in range(rounds * towers // shares):
+            ahead = min(rounds, -(-(index + 1 + self.ahead) * shares // towers))
+            yield from (("forward", number) for number in range(forward, ahead))
+            yield "language", index
+            done = (index + 1) * shares // towers
+            yield from (("backward", number) for number in range(backward, done))
+            forward, backward = ahead, done
+        yield from (("forward", number) for number in range(forward, rounds))
+        yield from (("backward", number) for number in range(backward, rounds))
 
 
-class Tower(Submodel):
+class Tower:
     """Service of a tower rank.
 
     Args:
-        border: See `Submodel`.
-        group: See `Submodel`.
+        border: Ranks of both sides.
         rank: Data-parallel rank in the tower.
         features: Messages to the readers.
         gradients: Messages from the readers.
@@ -101,12 +96,11 @@ class Tower(Submodel):
     def __init__(
         self,
         border: Border,
-        group: dist.ProcessGroup,
         rank: int,
         features: Channel,
         gradients: Channel,
     ) -> None:
-        super().__init__(border, group, rank == 0)
+        self.border = border
         self.rank, self._features, self._gradients = rank, features, gradients
 
     def serve(
@@ -116,8 +110,10 @@ class Tower(Submodel):
         span: Span,
         train: bool,
         deferred: Callable[[nn.Module], AbstractContextManager[None]],
-    ) -> None:
+    ) -> Iterator[int]:
         """Compute the features of the microbatches of a step, and the gradients of the tower if `train`.
+
+        Yields the index of each microbatch of the language part at the moment at which a rank with both parts runs it.
 
         Args:
             model: `TowerModel` that passed through `parallelize`.
@@ -127,24 +123,33 @@ class Tower(Submodel):
             deferred: Context of the backward passes of all microbatches but the last.
         """
         trained = train and any(p.requires_grad for p in model.parameters())
-        running: deque[tuple[Source, list[Tensor], Tensor]] = deque()
-        for number, batch in enumerate(microbatches):
-            with span("forward", "compute"), torch.set_grad_enabled(trained):
-                structure, tensors, start = model(**(batch or {}))
-            source = None if batch is None else self.border.source(self.rank, number)
-            if source is not None:
-                for reader in self.border.readers[source[0]]:
-                    self._features.send(structure, tensors, reader)
-            if trained:
-                running.append((source, tensors, start))
-            if len(running) > self.border.rounds_ahead:
-                with deferred(model):
-                    self._backward(*running.popleft(), span)
-        while running:
-            last = len(running) == 1
-            with nullcontext() if last else deferred(model):
-                self._backward(*running.popleft(), span)
+        running: dict[int, tuple[Source, list[Tensor], Tensor]] = {}
+        for kind, number in self.border.passes(len(microbatches)):
+            if kind == "language":
+                yield number
+            elif kind == "forward":
+                with torch.set_grad_enabled(trained):
+                    results = self._forward(model, microbatches[number], number, span)
+                if trained:
+                    running[number] = results
+            elif trained:
+                with nullcontext() if number + 1 == len(microbatches) else deferred(model):
+                    self._backward(*running.pop(number), span)
+
+    def flush(self) -> None:
+        """Wait until every message is sent."""
         self._features.flush()
+
+    def _forward(
+        self, model: nn.Module, batch: Mapping[str, Any] | None, number: int, span: Span
+    ) -> tuple[Source, list[Tensor], Tensor]:
+        with span("forward", "compute"):
+            structure, tensors, start = model(**(batch or {}))
+        source = None if batch is None else self.border.source(self.rank, number)
+        if source is not None:
+            for reader in self.border.readers[source[0]]:
+                self._features.send(structure, tensors, reader)
+        return source, tensors, start
 
     def _backward(self, source: Source, tensors: list[Tensor], start: Tensor, span: Span) -> None:
         outputs = [t for t in tensors if t.requires_grad]
@@ -161,12 +166,12 @@ class Tower(Submodel):
             )
 
 
-class Reader(Submodel):
+class Reader:
     """Features on a rank of the language part.
 
     Args:
-        border: See `Submodel`.
-        group: See `Submodel`.
+        border: Ranks of both sides.
+        share: Data-parallel rank in the language part.
         rank: Rank of this process in the world.
         features: Messages from the tower.
         gradients: Messages to the tower.
@@ -175,28 +180,37 @@ class Reader(Submodel):
     def __init__(
         self,
         border: Border,
-        group: dist.ProcessGroup,
+        share: int,
         rank: int,
         features: Channel,
         gradients: Channel,
     ) -> None:
-        super().__init__(border, group, rank == border.readers[0][0])
-        self.share = next(i for i, ranks in enumerate(border.readers) if rank in ranks)
-        self._sends = border.readers[self.share][0] == rank
+        self.border, self.share = border, share
+        self._reads = rank in border.readers[share]
+        self._sends = border.readers[share][0] == rank
         self._features, self._gradients = features, gradients
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
         self._received: deque[tuple[str, Any]] | None = None
         self._leaves: list[Tensor] = []
+        self._stages: StageLayers | None = None
 
-    def watch(self, model: nn.Module, summed_over: dist.ProcessGroup | None) -> None:
-        """Read features in the forward passes of a model.
+    def watch(
+        self,
+        model: nn.Module,
+        summed_over: dist.ProcessGroup | None,
+        stages: StageLayers | None = None,
+    ) -> None:
+        """Read features in the forward passes of a model, except on later pipeline stages.
 
         Args:
             model: Language part that passed through `parallelize`.
             summed_over: Ranks whose gradients of one feature are summands; None: every rank has complete gradients.
+            stages: Pipeline stages of this rank, if any.
         """
-        self._summed_over = summed_over
+        if not self._reads:
+            return
+        self._summed_over, self._stages = summed_over, stages
         model.register_forward_pre_hook(self._begin)
         model.register_forward_hook(self._end)
 
@@ -208,6 +222,9 @@ class Reader(Submodel):
             yield
         finally:
             self._index = None
+
+    def flush(self) -> None:
+        """Wait until every message is sent."""
         self._gradients.flush()
 
     def receive(self, label: str) -> Any:
@@ -215,15 +232,18 @@ class Reader(Submodel):
         received = self._message()
         found, output = received.popleft() if received else ("no further features", None)
         if found != label:
-            raise self._mismatch(f"the model calls `{label}`, the tower sent {found}")
+            raise mismatch(f"the model calls `{label}`, the tower sent {found}")
         return output
 
     def _message(self) -> deque[tuple[str, Any]]:
         if self._received is None:
             if self._index is None:
-                raise self._mismatch("a forward pass outside of a step")
+                raise mismatch("a forward pass outside of a step")
             message = self._features.receive(self.border.owner(self.share, self._index))
-            self._leaves = [t for t in _tensors(message) if t.requires_grad]
+            tensors = _tensors(message)
+            self._leaves = [t for t in tensors if t.requires_grad]
+            if self._stages is not None and self._stages.trace is not None:
+                self._stages.trace.mark(tensors)
             self._received = deque(message)
         return self._received
 
@@ -232,12 +252,14 @@ class Reader(Submodel):
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if rest := self._message():
-            raise self._mismatch(f"the tower sent `{rest[0][0]}`, which the model does not call")
+            raise mismatch(f"the tower sent `{rest[0][0]}`, which the model does not call")
         assert self._index is not None
         target, leaves = self.border.owner(self.share, self._index), self._leaves
         self._index += 1
         if not leaves:
             return
+        if self._stages is not None:
+            output = self._stages.output
         queued: list[bool] = []
 
         def begin_backward(_: Tensor) -> None:
@@ -261,13 +283,91 @@ class Reader(Submodel):
         if self._sends:
             self._gradients.send(*pack(grads), target)
 
-    def _mismatch(self, got: str) -> CollectiveMismatch:
-        return CollectiveMismatch(
-            "the ranks of the tower and of the language part run different microbatches",
-            where=f"rank {dist.get_rank()}",
-            got=got,
-            hint="pass the microbatches of `hp.microbatch_sources` to `hp.forward_backward` on every rank",
-        )
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Part of a model on this rank.
+
+    Attributes:
+        part: `TowerModel`, or the language part, that passed through `parallelize`.
+        side: Its side of the exchange.
+        reports: Whether this rank is the first of the part.
+    """
+
+    part: nn.Module
+    side: Tower | Reader
+    reports: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Submodels:
+    """State of one rank of a model whose parts have ranks of their own.
+
+    Attributes:
+        group: Ranks of all parts.
+        roles: Parts of this rank, the language part first.
+    """
+
+    group: dist.ProcessGroup
+    roles: tuple[Role, ...]
+
+    @property
+    def language(self) -> tuple[nn.Module, Reader] | None:
+        """Language part and its side of the exchange; None on a rank without it."""
+        role = self.roles[0]
+        return (role.part, role.side) if isinstance(role.side, Reader) else None
+
+    @property
+    def towers(self) -> list[tuple[nn.Module, Tower]]:
+        """Towers and their sides of the exchange."""
+        return [(role.part, role.side) for role in self.roles if isinstance(role.side, Tower)]
+
+    def sources(self, count: int) -> list[Source]:
+        """Return the microbatches of this rank: those of the language part, then those of the towers."""
+        own: list[Source] = []
+        if self.language is not None:
+            own = [(self.language[1].share, index) for index in range(count)]
+        served = (tower.border.sources(tower.rank, count) for _, tower in self.towers)
+        return [*own, *(source for sources in served for source in sources)]
+
+    def divided(self, microbatches: Sequence[_T]) -> tuple[Sequence[_T], list[Sequence[_T]]]:
+        """Return the microbatches of the language part and those of each tower, in the order of `sources`."""
+        given = len(microbatches)
+        most = given * max((len(tower.border.tower) for _, tower in self.towers), default=1)
+        count = next((c for c in range(most + 1) if len(self.sources(c)) == given), None)
+        if count is None:
+            raise mismatch(f"{given} microbatches")
+        start = 0 if self.language is None else count
+        served = []
+        for _, tower in self.towers:
+            end = start + len(tower.border.sources(tower.rank, count))
+            served.append(microbatches[start:end])
+            start = end
+        return microbatches[: 0 if self.language is None else count], served
+
+    def sum_over_parts(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the sum over all parts of a value, given for each part of this rank and equal on all of its ranks."""
+        pairs = zip(values, self.roles, strict=True)
+        reported = [value if role.reports else torch.zeros_like(value) for value, role in pairs]
+        return all_reduce(torch.stack(reported).sum(0), self.group, Purpose.SUBMODELS_SUM)
+
+
+def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
+    """Run services of several towers in turn, up to their next microbatch of the language part."""
+    running = [*services]
+    while running:
+        running = [service for service in running if next(service, None) is not None]
+        yield
+
+
+def mismatch(got: str) -> CollectiveMismatch:
+    """Return the error of ranks that run different microbatches."""
+    return CollectiveMismatch(
+        "the ranks of the tower and of the language part run different microbatches",
+        where=f"rank {dist.get_rank()}",
+        got=got,
+        hint="pass the microbatches of `hp.microbatch_sources` to `hp.forward_backward` on every rank",
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

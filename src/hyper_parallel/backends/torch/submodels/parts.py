@@ -8,6 +8,7 @@ are replaced on the instance. These calls are the model's own `get_image_feature
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import decoder_of
+from hyper_parallel.backends.torch.pipeline.media import layers_with_media
 from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
 from hyper_parallel.backends.torch.weights.huggingface import COMPLETE, model_of_part
@@ -41,11 +43,13 @@ class Division:
         kind: Name of the tower: vision or audio.
         tower: Names of its parameters.
         modules: Names of its outermost modules.
+        layers_with_features: Decoder layers that features enter besides the first one.
     """
 
     kind: str
     tower: frozenset[str]
     modules: tuple[str, ...]
+    layers_with_features: frozenset[int] = frozenset()
 
 
 class _ParameterUses(FlowTracer):
@@ -93,7 +97,8 @@ def divide(model: nn.Module) -> Division:
         inside = any(name.startswith(f"{outer}.") for outer in modules)
         if parameters and not inside and owned.issuperset(parameters):
             modules.append(name)
-    return Division(kinds[0], frozenset(tower), tuple(modules))
+    layers = frozenset(layers_with_media(model))
+    return Division(kinds[0], frozenset(tower), tuple(modules), layers)
 
 
 def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
@@ -154,6 +159,47 @@ def _answer_for(module: nn.Module, model: nn.Module) -> None:
         if hasattr(type(module), name)
     }
     module.__class__ = type(type(module).__name__, (type(module),), answers)
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its parameters and buffers, for a rank with both parts."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def join_parts(language: nn.Module, tower: TowerModel, division: Division) -> nn.Module:
+    """Return one module with the parameters of both parts of this rank, for optimizers and checkpoints.
+
+    Modules above both parts are copies, because each part is complete in itself: FSDP of one must not find the other.
+    """
+    joined = _joined(language, tower, "", division)
+
+    def train(mode: bool = True) -> nn.Module:
+        joined.training = mode
+        language.train(mode)
+        tower.train(mode)
+        return joined
+
+    object.__setattr__(joined, "train", train)
+    return joined
+
+
+def _joined(language: nn.Module, tower: nn.Module, name: str, division: Division) -> nn.Module:
+    if name in division.modules:
+        return tower
+    joined: nn.Module = object.__new__(
+        type(language)
+    )  # `FSDPModule.__new__` would run the constructor
+    joined.__dict__.update(language.__dict__)
+    joined._modules = {**language._modules}
+    tower._buffers = language._buffers  # one table, as storage may replace its entries
+    if any(parameter is not None for parameter in tower._parameters.values()):
+        joined._parameters = tower._parameters
+    for key, child in tower._modules.items():
+        inner = f"{name}.{key}".lstrip(".")
+        if any(f"{module}.".startswith(f"{inner}.") for module in division.modules):
+            joined._modules[key] = _joined(language._modules[key], child, inner, division)
+    return joined
 
 
 class _DecoderReached(BaseException):

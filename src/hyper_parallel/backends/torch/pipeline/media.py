@@ -35,7 +35,7 @@ class MediaTrace(TorchDispatchMode):
         # The values keep storages alive, so that no address is used again
         self._dependent: dict[int, Any] = {}
         self._layers: list[int] = []
-        self._mark([*media.values()])
+        self.mark([*media.values()])
 
     def record_arguments(self, layer: int, arguments: Any) -> None:
         """Record a layer of another stage if its arguments depend on media."""
@@ -58,13 +58,14 @@ class MediaTrace(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket not in FILL_OPS and self._depends((args, kwargs)):
             written = args[:1] if func._schema.is_mutable else ()
-            self._mark((out, written))
+            self.mark((out, written))
         return out
 
     def _depends(self, value: Any) -> bool:
         return any(key in self._dependent for key in map(_storage_key, _tensors(value)))
 
-    def _mark(self, value: Any) -> None:
+    def mark(self, value: Any) -> None:
+        """Count the tensors of a value as media."""
         for tensor in _tensors(value):
             self._dependent[_storage_key(tensor)] = tensor
 
