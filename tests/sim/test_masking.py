@@ -23,12 +23,15 @@ def test_masking_by_hand() -> None:
     assert result["masking_wait"] == pytest.approx(1 - 3 / 5)
 
 
-def test_waits_for_other_ranks_do_not_exceed_the_collectives() -> None:
+def test_waits_of_sub_models_for_each_other_are_no_communication() -> None:
     gather = Flight(Purpose.SEQUENCE_GATHER, ("all_gather", 8), 0.0, 0.5, 1.0, 1.0)
     parts = Flight(Purpose.SUBMODELS_SUM, ("all_reduce", 8), 2.0, 2.0, 9.0, 9.0)
-    result = masking([gather, parts], {gather.work: 1.0, parts.work: 1.0})
-    assert result["exposed_s"] == {"tp": 0.5, "submodels": 7.0}
-    assert result["masking_wait"] == 0.25
+    alone_s = {gather.work: 1.0, parts.work: 0.5}
+    both, one = masking([gather, parts], alone_s), masking([gather], alone_s)
+    assert both["exposed_s"] == {"tp": 0.5, "submodels": 7.0}
+    assert both["masking_wait"] == one["masking_wait"] == 0.5
+    assert both["masking_timeline"] == one["masking_timeline"] == 0.5
+    assert masking([parts], alone_s)["masking_wait"] is None
 
 
 def test_every_purpose_belongs_to_a_kind_of_parallelism() -> None:

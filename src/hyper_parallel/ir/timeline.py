@@ -104,13 +104,14 @@ def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float])
     Returns:
         `exposed_s`: seconds of waiting by `Purpose.parallelism`. `masking_timeline`: of the time with a collective in
             flight, the part in which the rank computes. `masking_wait`: 1 - seconds of waiting / seconds of all
-            collectives alone; a wait counts up to the seconds of its collective, the rest is for another rank. None
-            for a step without communication.
+            collectives alone. Both without sums over sub-models, in which a part waits for the work of another one.
+            None for a step without communication.
     """
     exposed_s: dict[str, float] = {}
     for flight in flights:
         kind = flight.purpose.parallelism
         exposed_s[kind] = exposed_s.get(kind, 0.0) + flight.blocked_s
+    flights = [f for f in flights if f.purpose.parallelism != "submodels"]
     in_flight = _union((f.start_s, max(f.end_s, f.start_s)) for f in flights)
     waits = _union((f.wait_s, f.resume_s) for f in flights)
     both_s = in_flight + waits - _union([
@@ -118,11 +119,10 @@ def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float])
         *((f.wait_s, f.resume_s) for f in flights),
     ])  # fmt: skip
     total_s = sum(alone_s[f.work] for f in flights)
-    waiting_s = sum(min(f.blocked_s, alone_s[f.work]) for f in flights)
     return {
         "exposed_s": exposed_s,
         "masking_timeline": 1.0 - both_s / in_flight if in_flight else None,
-        "masking_wait": 1.0 - waiting_s / total_s if total_s else None,
+        "masking_wait": 1.0 - sum(f.blocked_s for f in flights) / total_s if total_s else None,
     }
 
 
