@@ -52,7 +52,7 @@ oracles: setup
 
 test-slow: setup
 	$(bin)/python tools/test_in_parallel.py -m slow
-	$(bin)/pytest tests/config tests/cli -q --paste-commands
+	$(bin)/pytest tests/config tests/cli tests/received -q --paste-commands
 
 test-accelerator: setup
 	$(bin)/pytest tests/accelerator -m accelerator -q

@@ -106,7 +106,7 @@ def _collect_hints() -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Paste the hints that the test has seen: a key, value, command or option that does not exist fails it."""
     SEEN_HINTS.clear()
-    PASTING.problems.clear()
+    PASTING.begin_test()
     result = yield
     if folder := item.funcargs.get("tmp_path"):
         SEEN_HINTS.update(hints_of_ranks(folder))

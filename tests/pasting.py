@@ -21,6 +21,8 @@ from tests.hints import corrected_recipe, pasted, read_only
 
 _RUN: Final = ("train", "data", "plan", "config", "predict")
 """Commands that write nothing; `train` is run as a dry run."""
+_MOST_CORRECTIONS: Final = 20
+"""Hints of a test, from its first one, that are looked at for a line of a recipe without `--paste-commands`."""
 
 
 class Pasting:
@@ -38,6 +40,7 @@ class Pasting:
         self.problems: list[str] = []
         self.num_pasted = 0
         self.unpasted: dict[str, Counter[str]] = {}
+        self._num_hints = 0
         self._seen: HyperParallelError | None = None
         self._load, self._invoke = hyper_parallel.config.load_recipe, CliRunner.invoke
 
@@ -69,12 +72,19 @@ class Pasting:
         hyper_parallel.config.load_recipe = load
         CliRunner.invoke = invoke  # type: ignore[method-assign]
 
+    def begin_test(self) -> None:
+        """Forget the problems of the former test."""
+        self.problems.clear()
+        self._num_hints = 0
+
     def paste(self, words: list[str], error: HyperParallelError, head: str | None = None) -> None:
         """Paste the hint of an error that a command raised, or printed with the text `head` before the hint."""
         if error is self._seen or not error.hint:
             return
         self._seen = error
-        if (correction := corrected_recipe(error)) is not None:
+        self._num_hints += 1
+        looks = self.runs or self._num_hints <= _MOST_CORRECTIONS  # at the recipe, which is parsed
+        if looks and (correction := corrected_recipe(error)) is not None:
             return self._paste_into_recipe(words, error, *correction)
         try:
             again = pasted(words, error)

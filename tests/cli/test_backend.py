@@ -96,6 +96,7 @@ def test_programs_of_sharded_parameters_have_the_shapes_of_a_rank(recipe, instal
         assert any(op.startswith("_c10d_functional.") for op in program.operators())
 
 
+@pytest.mark.slow
 def test_each_tensor_parallel_rank_has_programs(recipe, installed, tmp_path):
     job = _prepare(recipe, "parallel.tp=2", "parallel.dp_replicate=2")
     for programs in job.programs:
@@ -108,7 +109,7 @@ def test_each_tensor_parallel_rank_has_programs(recipe, installed, tmp_path):
     assert (tmp_path / "run/programs/tp_rank1/update/program.json").is_file()
 
 
-@slow_cells("training.dtype=bfloat16", *REFUSED[2:])
+@slow_cells(*REFUSED[1:])
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused[0][0])
 def test_features_without_programs_are_refused(recipe, installed, refused):
     overrides, code = refused

@@ -330,6 +330,7 @@ def test_an_export_is_replaced_as_it_was_written_and_not_with_other_files(run, t
     assert listing(out) == before
 
 
+@pytest.mark.slow
 def test_a_report_of_a_run_is_written_again_and_the_pages_of_others_are_not(run):
     for _ in range(2):
         command("report", str(run))

@@ -176,6 +176,7 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
         assert all(owned[r] == every for r in both)
 
 
+@pytest.mark.slow
 def test_tower_ranks_without_a_microbatch_and_replicas_repeat_one_rank(tmp_path: Path) -> None:
     batches = _batches(tmp_path, "llava")
     single = _model(tmp_path, frozen=False)
@@ -195,19 +196,26 @@ def test_tower_ranks_without_a_microbatch_and_replicas_repeat_one_rank(tmp_path:
         hp.launch(lambda _, given=(layouts, *cut): rank(*given), ranks, timeout_s=200)
 
 
-@slow_cells("None", "ranks2")
-@pytest.mark.parametrize("ranks", [None, ((0, 1), (0, 1)), ((1, 2), (0, 1))])
+EQUAL_RANKS = ((0, 1), (0, 1))
+
+
+@slow_cells("disjoint", "equal", "overlapping")
+@pytest.mark.parametrize(
+    ("ranks", "steps"),
+    [(None, 64), (EQUAL_RANKS, 64), (((1, 2), (0, 1)), 64), (EQUAL_RANKS, 8)],
+    ids=["disjoint", "equal", "overlapping", "few steps on equal ranks"],
+)
 def test_steps_with_and_without_media_alternate(
-    tmp_path: Path, ranks: tuple[tuple[int, ...], ...] | None
+    tmp_path: Path, ranks: tuple[tuple[int, ...], ...] | None, steps: int
 ) -> None:
-    """Mixed, text-only and image-only microbatches on either rank, 64 steps, with losses of one rank."""
+    """Mixed, text-only and image-only microbatches on either rank, with losses of one rank."""
     batches = _batches(tmp_path, "llava")
     single = _model(tmp_path, frozen=False)
     hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
 
     def train(model: Any, shares: int) -> list[float]:
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
-        for step in range(64):
+        for step in range(steps):
             sources = hp.microbatch_sources(model, 4 // shares)
             cut = [
                 [*batches.microbatches(step % len(STEPS), share, shares, 1, 4 // shares)]

@@ -22,6 +22,7 @@ from hyper_parallel.mpmd import (
     verify,
 )
 from hyper_parallel.sim import simulate
+from tests.slow import slow_cells
 
 pytestmark = pytest.mark.unit
 
@@ -107,6 +108,7 @@ def test_incomplete_sub_models_are_refused(change, what):
         assign_submodels([vision], _language(4), Devices(2, 80 * GIB, 50e9))
 
 
+@slow_cells(*range(2, 10))
 @pytest.mark.parametrize("part", range(10))
 def test_no_pinned_sub_space_is_better(part):
     compared = 0

@@ -199,6 +199,7 @@ def test_pins_exclusions_and_choices():
         plan("llama-3-8b", machine(), pins={"cp": 2}, exclude=("cp",))
 
 
+@pytest.mark.slow
 def test_objectives():
     model, supernode, workload = small_model(), machine(), Workload(512, 512 * 64)
     fast = plan(model, supernode, workload, num_devices=16)
@@ -273,7 +274,7 @@ def test_choices_that_are_pinned_have_their_own_price(pins):
     assert plan("llama-3-8b", "dgx-h100", workload, strategy=other).step_s != again.step_s
 
 
-@slow_cells("8-4-pins0-head")
+@slow_cells("8-4-pins0-head", "6-2-pins2-token")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "pins", "scatter"),
     [

@@ -141,6 +141,7 @@ def test_each_part_of_a_resumed_run_is_beside_its_own_prediction(run_dir: Path) 
     assert "[40.5]" in (run_dir / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_medians_say_how_many_steps_are_left_out(run_dir: Path) -> None:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert "medians of all steps without the first 3." in " ".join(page_of(run_dir).text)
@@ -321,6 +322,7 @@ def test_simulated_lanes_stand_beside_the_measured_ones(run_dir: Path) -> None:
     assert [e["ts"] for e in drawn] == pytest.approx(sorted({e["ts"] for e in measured}))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
 def test_a_phone_shows_the_whole_width(run_dir: Path) -> None:
     write_report(run_dir)
@@ -387,6 +389,7 @@ def test_a_model_that_a_run_has_exported_is_named_with_that_run(run_dir: Path) -
     assert "sft/export on " in "".join(page_of(run_dir).text)
 
 
+@pytest.mark.slow
 def test_rewards_and_lengths_of_completions_have_curves(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text("stage: grpo\n")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

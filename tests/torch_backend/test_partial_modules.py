@@ -202,6 +202,7 @@ def test_one_rank_with_an_image_and_one_without_repeat_one_rank() -> None:
     hp.launch(rank, 2, timeout_s=100)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_stages_that_both_need_an_encoder_repeat_one_rank() -> None:
