@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +238,25 @@ def test_words_that_are_markers_of_the_tokenizer_are_counted_in_a_note(tmp_path)
     assert note.startswith("2 conversations with special tokens of the tokenizer in their words")
     train(place, tmp_path / "run")
     assert note in json.loads((tmp_path / "run" / "data.json").read_text())["notes"]
+
+
+def test_a_tokenizer_that_is_there_needs_no_torch(tmp_path):
+    """Importing torch would take longer than encoding a thousand records."""
+    place = make_stage_place(
+        tmp_path, "sft", [{"messages": TALK}] * 6, data={"cache_dir": f"{tmp_path}/cache"}
+    )
+    saved = sample(place)["tokenizer"]
+    words = ["data", str(place / "recipe.yaml"), f"data.tokenizer={saved}", "--json"]
+    code = f"""
+import sys
+sys.argv = ["hyper-parallel", *{words!r}]
+from hyper_parallel.cli import main
+try:
+    main()
+finally:
+    sys.stderr.write("torch imported" * ("torch" in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    here = sample(place, f"data.tokenizer={saved}")
+    assert json.loads(done.stdout) == here

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +18,7 @@ from hyper_parallel.errors import console as printing_console
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hyper_parallel.config import Recipe
     from hyper_parallel.trainer.data.preview import Example, LengthHistogram
     from hyper_parallel.trainer.data_sample import DataSample
 
@@ -48,11 +52,33 @@ def data(
     loaded = load_any_recipe(recipe, overrides or [], no_code, "data")
     permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
     progress = sys.stderr.isatty() and not is_quiet()
-    sample = sample_data(loaded, max_records, examples, progress=progress)
+    with _without_torch(loaded.recipe):
+        sample = sample_data(loaded, max_records, examples, progress=progress)
     if as_json:
         say(json.dumps(sample.as_dict(), indent=1))
         return
     _print(sample, max_records)
+
+
+@contextmanager
+def _without_torch(recipe: Recipe) -> Iterator[None]:
+    """Block the import of torch, which transformers runs for a tokenizer although it needs none; it takes seconds.
+
+    Code of a model directory, processors of images and recordings, and files to be downloaded may need torch.
+    """
+    from hyper_parallel.trainer.data.saved_tokenizer import media_of_processor
+
+    directory = Path(recipe.data.tokenizer or recipe.model.path).expanduser()
+    may_need = recipe.model.trust_remote_code or media_of_processor(directory)
+    if may_need or not directory.exists() or "torch" in sys.modules:
+        yield
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that torch is absent
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def _print(sample: DataSample, max_records: int) -> None:
