@@ -95,6 +95,7 @@ main()
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.sanity
 def test_the_package_is_typed_and_the_shell_completes_its_commands(environ):
     def run(code, **more):

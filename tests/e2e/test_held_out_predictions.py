@@ -70,7 +70,7 @@ def test_answers_that_nobody_can_give_are_refused(place, override, hint):
     assert caught.value.hint == hint
 
 
-@slow_cells("parallel.pp=2", "parallel.dp_shard=2")
+@slow_cells("parallel.cp=2", "parallel.pp=2", "parallel.dp_shard=2")
 @pytest.mark.parametrize(
     "layout",
     ["parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.dp_shard=2"],
@@ -86,6 +86,7 @@ def test_every_layout_counts_what_one_rank_does(place, one, layout):
     assert mine.get("answer_accuracy") == expected
 
 
+@pytest.mark.slow
 def test_rows_of_text_have_no_answers(place):
     (place / "text.txt").write_text("a line of text\n" * 400)
     text = ("stage=pt", f"data.source={place / 'text.txt'}", "data.validation=null")

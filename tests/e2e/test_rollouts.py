@@ -264,6 +264,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_in_both_roles(place):
     assert flat(out) == pytest.approx(flat(place / "same size"), rel=1e-10, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_tokens_that_have_moved_too_far_leave_the_loss_and_its_count(place):
     """The third step in plain transformers, from its completions and the weights after two."""
     cap, words = 1.03, (*ASYNC, "training.lr_schedule=constant", EXPORT, "training.lr=0.001")

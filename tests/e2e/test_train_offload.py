@@ -110,6 +110,7 @@ def assert_same_run(mine, reference, last=STEPS):
     return row["memory_bytes"]
 
 
+@pytest.mark.slow
 def test_one_rank_through_three_tiers(place, train):
     flash = place / "flash"
     mine = train("one-off", *THREE_TIERS, f"offload.flash_dir={flash}", report=True)

@@ -76,6 +76,7 @@ def test_what_cannot_run_is_refused_with_the_nearest_that_can(
         check_pipeline(replace(fixed, virtual_stages=int(value)), layers, microbatches)
 
 
+@pytest.mark.slow
 def test_what_is_checked_can_be_made():
     for strategy in STRATEGIES:
         for microbatches in range(1, 20):

@@ -101,7 +101,12 @@ def _results(case: str, size: int) -> dict[Strategy, list[Run]]:
     return {s: [r[i] for r in ranks] for i, s in enumerate(wanted)}
 
 
-@slow_cells("llama-tied-uneven-tp_x=2", "qwen3-tied-accumulated-tp_x=2", "qwen3-uneven-tp_x=2")
+@slow_cells(
+    "llama-tied-uneven-tp_x=2",
+    "qwen3-tied-accumulated-tp_x=2",
+    "qwen3-uneven-tp_x=2",
+    "qwen3-tied-accumulated-dp_shard=2",
+)
 @pytest.mark.parametrize(
     ("case", "size", "strategy"),
     [pytest.param(*c, marks=pytest.mark.slow if c[:2] in SLOW else ()) for c in MATRIX],

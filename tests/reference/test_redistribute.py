@@ -32,6 +32,7 @@ def run(mesh, shape, src, dst, seed=0):
     return full, steps, local, sent
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(cases())
 def test_every_rank_ends_with_its_slice_and_sends_the_counted_bytes(case):

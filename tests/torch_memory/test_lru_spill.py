@@ -23,11 +23,13 @@ def calls_of(function):
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.disable()  # a collection would call finalizers of other tests
     sys.setprofile(seen)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 
