@@ -70,7 +70,7 @@ class Peak:
 
 
 _LISTED = 12
-"""Largest tensors of a peak that are listed."""
+"""Largest tensors of a peak that are listed: as many lines as half a terminal holds."""
 
 
 def peak_of(recording: Recording) -> Peak:
