@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from hyper_parallel.errors import LossNotFinite, OutputNotWritable, RunDirectoryLost
+from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.engine import step_loop
 from tests.e2e.runs import command, make_place, published, rows, start, train, wait_for_steps
 from tests.slow import slow_cells
@@ -204,6 +206,21 @@ def test_a_folder_of_checkpoints_that_was_removed_is_filled_again(place, tmp_pat
     )
     train(place, Path("out"), *FEW, *words)
     assert published(tmp_path / "out") == ["step_00000004"]
+
+
+def test_no_checkpoint_is_written_to_a_directory_that_replaced_the_run(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    model = torch.nn.Linear(2, 2)
+    saver = Checkpointer(run / "checkpoints", keep=1, asynchronous=False, fingerprint={})
+    saver.save(1, model, None, {})
+    run.rename(tmp_path / "moved")
+    run.mkdir()
+    with pytest.raises(OutputNotWritable, match="replaced by another one"):
+        saver.save(2, model, None, {})
+    saver.close()
+    assert not list(run.iterdir())
+    assert published(tmp_path / "moved") == ["step_00000001"]
 
 
 def test_a_folder_of_checkpoints_that_was_replaced_is_not_pruned(place, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -308,7 +309,7 @@ def _sync(directory: Path) -> None:
 
 
 class CheckpointDirectory:
-    """Folder of checkpoints, created on demand; detects that it was removed or replaced.
+    """Folder of checkpoints, created on demand; detects that it or its parent was removed or replaced.
 
     Args:
         path: The folder. A missing parent is created only if it is missing from the start, so that a run directory that
@@ -316,26 +317,30 @@ class CheckpointDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._parents = path, not path.parent.is_dir()
-        self._identity: tuple[int, int] | None = None
+        self._path = path
+        self._identities: dict[Path, tuple[int, int]] = {}
+        if path.parent.is_dir():
+            self._identities[path.parent] = _identity(path.parent)
 
     def prepare(self, step: int) -> Path:
         """Create and return the hidden folder for writing a checkpoint, after removing leftovers of killed processes.
 
         Raises:
-            OutputNotWritable: HP105 when the folder was replaced by another one, whose checkpoints would be pruned, or
-                when the checkpoint would replace files that are not part of a checkpoint.
+            OutputNotWritable: HP105 when the folder or its parent was replaced by another one, whose files would be
+                mixed with the checkpoints or pruned, or when the checkpoint would replace files that are not part of a
+                checkpoint.
         """
-        if self._identity is not None and not self._path.exists():
-            _log.warning("%s was removed with its checkpoints; it is created again", self._path)
-        elif self._identity is not None and self._current_identity() != self._identity:
-            raise OutputNotWritable(
-                "the directory of the checkpoints was replaced by another one",
-                where=str(self._path),
-                hint=f"ls -ld {self._path}",
-            )
-        self._path.mkdir(parents=self._parents, exist_ok=True)
-        self._identity = self._current_identity()
+        for folder, identity in self._identities.items():
+            if folder == self._path and not folder.exists():
+                _log.warning("%s was removed with its checkpoints; it is created again", folder)
+            elif _identity(folder) != identity:
+                raise OutputNotWritable(
+                    "the directory of the checkpoints was replaced by another one",
+                    where=str(folder),
+                    hint=f"ls -ld {shlex.quote(str(folder))}",
+                )
+        self._path.mkdir(parents=self._path.parent not in self._identities, exist_ok=True)
+        self._identities = {folder: _identity(folder) for folder in (self._path.parent, self._path)}
         clean(self._path)
         check_own(self._path / step_name(step))
         hidden = temporary(self._path, step)
@@ -347,6 +352,7 @@ class CheckpointDirectory:
         newest = max(steps(self._path), default=None)
         return "no checkpoint was saved" if newest is None else f"newest checkpoint: step {newest}"
 
-    def _current_identity(self) -> tuple[int, int]:
-        status = self._path.stat()
-        return status.st_dev, status.st_ino
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
