@@ -629,7 +629,7 @@ CASES = (
         rollout_scene,
         text("records.jsonl", lambda t: t.replace('"bonus": 1', '"bonus": 7')),
         SAID,
-        "columns of records",
+        "record columns",
     ),
     Case(
         "rollouts: reward model", rollout_scene, weights("reward/model.safetensors", 3.0), REFUSED
