@@ -106,7 +106,11 @@ def cases() -> dict[str, Case]:
         ),
         "tensor": Case(
             dense, 4, 256,
-            {"serial": tensor, "half-batch": replaced(tensor, half_batch=True)},
+            {
+                "serial": tensor,
+                "half-batch": replaced(tensor, half_batch=True),
+                **{f"chunks {n}": replaced(tensor, tp_chunks=n) for n in (2, 4)},
+            },
             1600, 1.25,
         ),
     }  # fmt: skip

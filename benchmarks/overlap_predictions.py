@@ -8,7 +8,6 @@ scored. A prediction is the time without overlap over that with it; only the exp
 
     strategy           overlap of our own strategies, as the planner prices it; of decoding, layers without a step's end
     share              the same program of a layer, from the published share of communication alone
-    chunked-tp         a gather under the matmul that consumes it, chunk by chunk, or a scatter under its producer
     two-microbatches   exchanges of one microbatch under the computation of another
 
 A collective slows computation down by `collective_share` of the device card, copies between devices included. Runs on a
@@ -43,7 +42,6 @@ from hyper_parallel.cost import (
 )
 from hyper_parallel.ir import Overlap, Strategy, Workload
 from hyper_parallel.model import ModelSpec, load_model
-from hyper_parallel.sim import LaneProgram
 from hyper_parallel.topology import load_topology
 
 PAIRS = Path(__file__).with_name("data") / "overlap_pairs.json"
@@ -57,7 +55,6 @@ OUTSIDE_OF_LAYERS = (
     "gradient accumulation",
 )
 """Terms of a training step that a decoding step lacks."""
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def published_ratio(pair: dict[str, Any]) -> float | None:
@@ -147,42 +144,6 @@ def cpu_demand(pairs: list[dict[str, Any]]) -> float:
     return float(brentq(lambda demand: share_ratio(pair, demand) - published_ratio(pair), 0.0, 1.0))
 
 
-def chunked_matmul_s(traffic: Array, matmul: Array, ranks: int, demand: float) -> Array:
-    """Seconds of a gather under the matmul that consumes it; the own chunk needs no message."""
-    lanes = [0]
-    deps: list[tuple[int, ...]] = [()]
-    rows = [0]
-    for _ in range(ranks - 1):
-        lanes += [1, 0]
-        deps += [(), (len(rows),)]
-        rows += [1, 0]
-    program = LaneProgram(tuple(lanes), tuple(deps), tuple(rows))
-    return program.contended_span([matmul / ranks, traffic / (ranks - 1)], demand)
-
-
-def chunked_tp_ratio(pair: dict[str, Any]) -> float:
-    """Speed-up of chunked gathers and scatters of tensor parallelism, four in each pass through a layer."""
-    case = case_of(pair)
-    ranks = int(pair["strategy"]["tp_x"])
-    small = case.with_columns(microbatch=case.c.microbatch / ranks)
-    prices, chunk = LayerPrices.of(case), LayerPrices.of(small)
-    whole_s, chunks_s = prices.work.matmul, ranks * chunk.work.matmul
-    passes = 2.0 + (case.c.recompute > 1)
-    traffic = prices.comm.tp_whole / (4.0 * passes)
-    chunk_traffic = np.maximum(traffic, ranks * chunk.comm.tp_whole / (4.0 * passes))
-    # Attention and the feed-forward part have half of the four matmuls each, in proportion to their weights.
-    attention = case.n.attention_weights / (case.n.attention_weights + case.n.mlp_weights)
-    exposed: Array = np.zeros(1)
-    for share in (attention / 2.0, (1.0 - attention) / 2.0):
-        demand = case.machine.card.collective_share
-        span = chunked_matmul_s(chunk_traffic, chunks_s * share, ranks, demand)
-        exposed = exposed + 2.0 * passes * (span - whole_s * share)
-    terms = terms_of(case)
-    step = sum(terms.values())
-    tp = terms["tp communication"]
-    return step / (step - tp + tp * float((exposed / prices.comm.tp_whole)[0]))
-
-
 def two_microbatches_ratio(pair: dict[str, Any]) -> float:
     """Speed-up of exchanges under the computation of another microbatch, with the same passes for both.
 
@@ -207,7 +168,6 @@ def two_microbatches_ratio(pair: dict[str, Any]) -> float:
 
 PREDICT = {
     "strategy": strategy_ratio,
-    "chunked-tp": chunked_tp_ratio,
     "two-microbatches": two_microbatches_ratio,
 }
 

@@ -46,6 +46,11 @@ def planned(recipe: Path, overrides: list[str]) -> Overlap:
             ["parallel.tp=2", "parallel.ep=2", "overlap={tp: half-batch, ep: chunks, chunks: 2}"],
             Overlap(half_batch=True, ep_chunks=2),
         ),
+        (["parallel.tp=2", "overlap.tp=chunks"], Overlap(tp_chunks=4)),
+        (
+            ["parallel.tp=2", "parallel.ep=2", "overlap={tp: chunks, ep: chunks, chunks: 2}"],
+            Overlap(ep_chunks=2, tp_chunks=2),
+        ),
         (["parallel.tp=2", "overlap=none"], Overlap()),
         (["parallel.tp=2", "overlap=none", "overlap.tp=half-batch"], Overlap(half_batch=True)),
         (["parallel.tp=2", "overlap=auto", "overlap={tp: half-batch}"], Overlap(half_batch=True)),
@@ -76,6 +81,11 @@ def test_a_recipe_sets_the_overlap_of_its_plan(
         ("HP205", ["parallel.tp=2", "overlap.tp=half-batch", "training.microbatch=1"]),
         ("HP205", ["parallel.dp_shard=2", "overlap.tp=half-batch"]),
         ("HP205", ["parallel.dp_shard=2", "overlap.ep=chunks"]),
+        ("HP205", ["parallel.dp_shard=2", "overlap.tp=chunks"]),
+        ("HP205", ["parallel.tp=2", "overlap.tp=chunks", "overlap.chunks=3"]),
+        ("HP205", ["parallel.tp_x=2", "parallel.tp_y=2", "parallel.ep=4", "overlap.tp=chunks"]),
+        ("HP205", ["parallel.tp=2", "parallel.ep=2", "overlap={tp: chunks, ep: half-batch}"]),
+        ("HP205", ["parallel.tp=2", "parallel.gathered_inputs=re-gather", "overlap.tp=chunks"]),
         ("HP205", ["parallel.dp_shard=4", "parallel.ep=2", "overlap.ep=half-batch"]),
         (
             "HP205",
@@ -110,7 +120,7 @@ def test_the_planner_chooses_the_overlap_of_given_degrees(recipe: Path) -> None:
     assert planned(recipe, fixed) == Overlap(half_batch=True)
     loaded = load_recipe(recipe, fixed)
     known = plan_recipe(loaded.recipe, half_batches=False)
-    assert known.strategy.overlap == Overlap()
+    assert known.strategy.overlap == Overlap(tp_chunks=4)
     with pytest.raises(HyperParallelError) as caught:
         load_recipe(recipe, ["overlap={auto: true, tp: half-batch}"])
     assert caught.value.code == "HP102"

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from hyper_parallel.cost import PassSeconds, layer_program, pass_span
+from hyper_parallel.cost import BlockSeconds, PassSeconds, layer_program, pass_span
 from hyper_parallel.ir import Overlap, Strategy, Task, TaskGraph, Workload
 from hyper_parallel.planner import plan
 from hyper_parallel.sim import simulate
@@ -53,6 +53,17 @@ def test_closed_forms_of_exposed_communication():
     assert pass_span(half, 2, 1, np.ones(1), 0.0)[0] == 11.0
     # A collective that needs all compute units hides nothing.
     assert pass_span(half, 2, 1, np.ones(1), 1.0)[0] == 10.0 + 4.0
+
+
+def test_chunks_expose_the_first_gather_and_the_last_scatter():
+    one, two, half = (np.array([x]) for x in (1.0, 2.0, 0.5))
+    hidden = BlockSeconds(column=two, core=one, row=one, collective=half)
+    # 4 x (2 + 1) + 1 seconds of computation, the first gather and the last scatter.
+    assert hidden.span(4, 0.0)[0] == 13.0 + 2 * 0.5
+    # Collectives that take longer than products: computation hides behind them, but for the last product of each kind.
+    late = BlockSeconds(column=half, core=one, row=half, collective=two)
+    assert late.span(4, 0.0)[0] == 4 * 2.0 + 0.5 + 1.0 + 0.5 + 4 * 2.0
+    assert BlockSeconds(column=two, core=one, row=one, collective=half).span(1, 0.0)[0] == 5.0
 
 
 def ratio(model, topology, workload, strategy, overlap):

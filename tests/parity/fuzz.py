@@ -111,6 +111,7 @@ def cases(draw: st.DrawFn, twos: int = 3, grid: bool = False) -> Case:
         overlap=Overlap(
             half_batch=draw(st.sampled_from((False, False, True))),
             ep_chunks=draw(st.sampled_from((1, 3))) if size["ep"] > 1 else 1,
+            tp_chunks=draw(st.sampled_from((1, 1, 2))) if size["tp_x"] > 1 else 1,
         ),
     )
     layers = size["pp"] * virtual + draw(st.integers(0, 1))

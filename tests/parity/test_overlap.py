@@ -19,6 +19,7 @@ QWEN, DEEPSEEK = Setup("qwen3_moe", sequences=4), Setup("deepseek_v3", sequences
 GPT_OSS = Setup("gpt_oss", sequences=4)
 ODD = Setup("llama", sequences=3)
 """Cannot be halved: runs whole."""
+TOKEN_CHUNKS = Overlap(tp_chunks=4)
 FEW_TOKENS = Setup("qwen3_moe", sequences=2, seq_len=3)
 """Three tokens on a rank in five chunks, so that some are empty."""
 
@@ -31,9 +32,13 @@ TWO: dict[Setup, tuple[Strategy, ...]] = {
     ),
     DEEPSEEK: (S(dp_shard=2, ep=2, overlap=BOTH),),
     GPT_OSS: (S(tp_x=2, ep=2, overlap=BOTH),),
+    Setup("gemma3_text", sequences=2): (S(tp_x=2, overlap=TOKEN_CHUNKS),),
     FEW_TOKENS: (S(dp_shard=2, ep=2, overlap=Overlap(ep_chunks=5)),),
     ODD: (S(tp_x=2, overlap=HALVES),),
-    Setup("llama", sequences=4, tied=True): (S(tp_x=2, recompute="full", overlap=HALVES),),
+    Setup("llama", sequences=4, tied=True): (
+        S(tp_x=2, recompute="full", overlap=HALVES),
+        S(tp_x=2, recompute="full", overlap=TOKEN_CHUNKS),
+    ),
     Setup("llama", sequences=8, accumulation=2): (S(tp_x=2, overlap=HALVES),),
     Setup("llama", sequences=4, seq_len=15): (S(tp_x=2, overlap=HALVES),),
     **{
@@ -47,6 +52,24 @@ DENSE = {
     if family not in ("qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "glm4")
 }
 """Families whose layers run on halves as those of llama, gemma3_text (four norms, two masks) and glm4 (packed)."""
+TOKENS = {
+    **{
+        Setup(family, sequences=4): (S(tp_x=2, overlap=TOKEN_CHUNKS),)
+        for family in FAMILIES
+        if family != "gemma3_text"
+    },
+    QWEN: (S(tp_x=2, ep=2, overlap=Overlap(tp_chunks=2, ep_chunks=3)),),
+    Setup("llama", sequences=3, seq_len=15): (S(tp_x=2, overlap=Overlap(tp_chunks=23)),),
+}
+"""Chunks of tokens in every family; the last batch has 23 tokens on each rank, of which one is padding."""
+TOKENS_ON_FOUR = {
+    Setup("llama", sequences=8, accumulation=2): (
+        S(pp=2, tp_x=2, overlap=TOKEN_CHUNKS, schedule="zb-h1"),
+        S(tp_x=2, dp_shard=2, overlap=TOKEN_CHUNKS, recompute="selective"),
+        S(tp_x=2, cp=2, overlap=TOKEN_CHUNKS),
+        S(tp_x=4, overlap=TOKEN_CHUNKS),
+    ),
+}
 FOUR = {
     Setup("qwen3_moe", sequences=8): (S(tp_x=2, dp_shard=2, ep=4, overlap=BOTH),),
     Setup("qwen3_moe", sequences=8, accumulation=2): (
@@ -68,6 +91,8 @@ MORE = {
         (2, TWO),
         (4, FOUR),
         pytest.param(2, DENSE, marks=pytest.mark.slow),
+        pytest.param(2, TOKENS, marks=pytest.mark.slow),
+        pytest.param(4, TOKENS_ON_FOUR, marks=pytest.mark.slow),
         pytest.param(4, MORE, marks=pytest.mark.slow),
     ],
 )

@@ -16,7 +16,7 @@ from hyper_parallel.planner.strategy_space import Space
 COLUMNS = (
     "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "attention_shape", "mlp_shape", "ep", "etp",
     "cp_ulysses", "microbatch", "accumulation", "schedule", "vpp", "zero", "offload", "order", "attention_tokens",
-    "cp_gather", "regather", "halves", "ep_chunks",
+    "cp_gather", "regather", "halves", "ep_chunks", "tp_chunks",
 )  # fmt: skip
 TWO = SHAPES.index("2d")
 
@@ -58,11 +58,10 @@ def every_strategy(request):
                                 pp, replicate, shard, cp, x, y, att, mlp, ep, etp, u, micro, steps, schedule, vpp,
                                 zero, moved, order, tokens, gathered, again,
                             )  # fmt: skip
-                            for halves, chunks in space.overlaps_of(
-                                pp, shard, cp, x, y, ep, zero, micro
-                            ):
-                                if halves == 1 or space.halves_run_with(moved, again):
-                                    yield (*row, halves, chunks)
+                            for overlap in space.overlaps_of(pp, shard, cp, x, y, ep, zero, micro):
+                                halves, _, chunks = overlap
+                                if max(halves, chunks) == 1 or space.overlaps_with(moved, again):
+                                    yield (*row, *overlap)
 
 
 def regathers(request, tp):

@@ -84,10 +84,14 @@ def test_a_pin_fixes_the_overlap_and_unknown_half_batches_are_left_out():
 
 
 def test_overlap_does_not_pay_on_ranks_that_share_cores():
-    model, strategy = moe_model(), Strategy(dp_shard=2, ep=2, zero=0)
-    workload = Workload(512, microbatch=4, accumulation_steps=1)
-    plans = [
-        plan(model, "local", workload, strategy=dataclasses.replace(strategy, overlap=o))
-        for o in OVERLAPS
-    ]
-    assert all(p.step_s >= plans[0].step_s * (1 - 1e-12) for p in plans)
+    model, workload = moe_model(), Workload(512, microbatch=4, accumulation_steps=1)
+    experts, tensor = Strategy(dp_shard=2, ep=2, zero=0), Strategy(tp_x=2)
+    for strategy, overlaps in (
+        (experts, [o for o in OVERLAPS if o.tp_chunks == 1]),
+        (tensor, [o for o in OVERLAPS if o.ep_chunks == 1]),
+    ):
+        plans = [
+            plan(model, "local", workload, strategy=dataclasses.replace(strategy, overlap=o))
+            for o in overlaps
+        ]
+        assert all(p.step_s >= plans[0].step_s * (1 - 1e-12) for p in plans)

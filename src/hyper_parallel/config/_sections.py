@@ -494,14 +494,15 @@ class Overlap(Section):
 
     auto: bool = False
     """Let the planner choose, by predicted time. The other keys are then not allowed."""
-    tp: Literal["none", "half-batch"] = "none"
-    """Collectives of tensor parallelism. half-batch: layers run on two halves of the sequences of a microbatch, and one
+    tp: Literal["none", "chunks", "half-batch"] = "none"
+    """Collectives of tensor parallelism. chunks: one chunk of tokens is multiplied with the weights of a block while
+    others are gathered or scattered. half-batch: layers run on two halves of the sequences of a microbatch, and one
     half computes while a collective of the other is in flight."""
     ep: Literal["none", "chunks", "half-batch"] = "none"
     """Exchange of tokens between experts. chunks: rows of one chunk of tokens travel while those of another are
     computed. half-batch: as for `tp`; one setting covers both."""
     chunks: int = Field(default=4, ge=2, le=MOST_CHUNKS)
-    """Chunks of tokens, for `ep: chunks`."""
+    """Chunks of tokens, for `tp: chunks` and `ep: chunks`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -39,7 +39,7 @@ from hyper_parallel.cost._offload_copies import (
     move_to_host,
 )
 from hyper_parallel.cost._offload_demand import offloaded_bytes
-from hyper_parallel.cost._overlap import PassSeconds, layer_program, pass_span
+from hyper_parallel.cost._overlap import BlockSeconds, PassSeconds, layer_program, pass_span
 from hyper_parallel.cost._own_cards import (
     LOCAL_CARD,
     cards_for_ranks,
@@ -63,6 +63,7 @@ __all__ = [
     "SHAPES",
     "UNFITTED_HALF_WIDTH",
     "BlockPrices",
+    "BlockSeconds",
     "Candidates",
     "DeviceCard",
     "LayerPrices",

@@ -85,6 +85,7 @@ class Candidates:
     # lower bound
     halves: Array
     ep_chunks: Array  # chunks of the experts' tokens; negative as for `halves`
+    tp_chunks: Array  # chunks of the tokens of a block; negative as for `halves`
 
     @classmethod
     def of_columns(cls, **columns: ArrayLike) -> Candidates:
@@ -116,7 +117,7 @@ class Candidates:
         collapse = ("recompute", "order", "offload", "regather", "attention_tokens", "cp_gather")
         for name in collapse:
             row[name] = column(name, 0.0)
-        for name in ("halves", "ep_chunks"):
+        for name in ("halves", "ep_chunks", "tp_chunks"):
             row[name] = column(name, 1.0)
         for name in ("attention_shape", "mlp_shape"):
             row[name] = column(name, SHAPES.index("2d"))
@@ -140,7 +141,7 @@ class Candidates:
             order=ORDERS.index(s.order), offload=int(s.offload),
             regather=int(s.gathered_inputs == "re-gather"), attention_tokens=int(s.attention_scatter == "token"),
             cp_gather=int(s.cp_kind == "all_gather"), halves=1 + int(s.overlap.half_batch),
-            ep_chunks=s.overlap.ep_chunks,
+            ep_chunks=s.overlap.ep_chunks, tp_chunks=s.overlap.tp_chunks,
         )  # fmt: skip
 
     @property
@@ -161,7 +162,7 @@ class Candidates:
     @property
     def any_overlap(self) -> bool:
         """True if a candidate overlaps communication inside of layers, or may do so."""
-        return bool((self.halves != 1).any() or (self.ep_chunks != 1).any())
+        return any(bool((x != 1).any()) for x in (self.halves, self.ep_chunks, self.tp_chunks))
 
     def __len__(self) -> int:
         return len(self.pp)
@@ -199,7 +200,9 @@ class Candidates:
             recompute=RECOMPUTE[row["recompute"]], reshard_after_forward=row["zero"] != 2,
             zero=(0, 1, None, None)[row["zero"]], etp=None if row["etp"] == folded else row["etp"],
             order=ORDERS[row["order"]], offload=bool(row["offload"]),
-            overlap=Overlap(row["halves"] == 2, max(1, row["ep_chunks"])),
+            overlap=Overlap(
+                row["halves"] == 2, max(1, row["ep_chunks"]), max(1, row["tp_chunks"])
+            ),
         )  # fmt: skip
         if strategy.pp == 1:  # without a pipeline its choices have defaults
             default = Strategy()

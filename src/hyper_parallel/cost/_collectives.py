@@ -235,8 +235,10 @@ class _Step:
             layers = block.count * self.parts
             yield layers, recomputed, norm_boundaries(self.part_cut, self.norms(block))
             # Recomputation ends with the last tensor that backward needs, which is one of the last part.
-            yield layers - block.count, recomputed, self.layer(block, may_end=False)
-            yield block.count, recomputed, self.layer(block)
+            for times, may_end in ((layers - block.count, False), (block.count, True)):
+                table = self.layer(block, may_end)
+                stream = Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER
+                yield times, recomputed, _in_chunks(table, self.token_chunks, *stream)
         elements: dict[tuple[str, ...], int] = {}
         for block in self.model.blocks:
             for p in self.params(block):
@@ -290,6 +292,12 @@ class _Step:
                 widths, shape if s.tp_y > 1 else "1d", self.part_cut, token_scatter=s.attention_scatter == "token",
                 hidden_cut=self.hidden_cut, ends_layer=may_end and name == last and not attention and not followed,
             )  # fmt: skip
+
+    @property
+    def token_chunks(self) -> int:
+        """Number of chunks in which blocks gather and scatter their tokens."""
+        chunks = self.strategy.overlap.tp_chunks
+        return 1 if self.part_cut.piece % chunks else chunks
 
     def projections(self) -> Iterator[Entries]:
         """Yield exchanges of packed projections, and norms over all heads."""
@@ -348,7 +356,7 @@ class _Step:
                 moved = Fraction(sent, calls), Fraction(received, calls)
             hidden, experts = self.model.hidden_size, block.mlp.num_experts
             table = expert_boundaries(hidden, experts * chunks, s.ep, routed_rows, *moved)
-            yield block.count * parts, recomputed, _in_chunks(table, chunks)
+            yield block.count * parts, recomputed, _in_chunks(table, chunks, Purpose.EXPERT_ROWS)
 
     def pipeline(self, whole: ModelSpec, pp_rank: int) -> Iterator[Entries]:
         """Yield messages to other stages, and the gradient of a weight shared by the first and the last stage."""
@@ -378,13 +386,16 @@ class _Step:
         yield _once_per_step("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")
 
 
-def _in_chunks(table: Iterable[Boundary], chunks: int) -> Iterator[Boundary]:
-    """Yield boundaries with every exchange of expert rows in equal chunks; row counts are exchanged once."""
+def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> Iterator[Boundary]:
+    """Yield boundaries with every exchange for one of the purposes in equal chunks."""
     for b in table:
-        if b.purpose is not Purpose.EXPERT_ROWS or chunks == 1:
+        if b.purpose not in purposes or chunks == 1:
             yield b
             continue
         calls = {n: getattr(b, n) * chunks for n in ("forward", "backward", "recomputed")}
+        if b.forward and b.purpose is Purpose.SEQUENCE_SCATTER and not b.recomputed:
+            # Recomputation stops in the product of the last chunk, behind the scatters of the others.
+            calls["recomputed"] = chunks - 1
         sent = None if b.sent is None else Fraction(b.sent) / chunks
         yield replace(b, elements=b.elements / chunks, sent=sent, **calls)
 

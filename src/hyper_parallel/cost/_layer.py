@@ -118,13 +118,19 @@ def _exposed_launches(machine: Machine, seconds: Array, kernels: float) -> Array
     return np.maximum(0.0, launches - seconds) if machine.card.launch_hidden else launches
 
 
-def matmuls(s: PricingCase, visited_experts: Array | None = None, part: str | None = None) -> Array:
+def matmuls(
+    s: PricingCase,
+    visited_experts: Array | None = None,
+    part: str | None = None,
+    row: bool | None = None,
+) -> Array:
     """Return seconds of the projections of one mean layer, forward.
 
     Args:
         s: Pricing case.
         visited_experts: Experts per rank that receive tokens; None: all.
         part: Part of the layer, as in `Matmul`; None: all.
+        row: True for row-parallel projections alone, False for column-parallel ones; None: all.
     """
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
     visited = n.experts_per_token / max(n.moe_share, 1e-9)
@@ -133,7 +139,7 @@ def matmuls(s: PricingCase, visited_experts: Array | None = None, part: str | No
     x = {"attention": c.attention_shape, "mlp": c.mlp_shape}
     uncut = {"attention": s.uncut.attention, "mlp": s.uncut.mlp}
     for m in n.matmuls:
-        if part not in (None, m.part):
+        if part not in (None, m.part) or row not in (None, m.row):
             continue
         if m.part == "expert":
             # Routing is uniform over the experts of the ranks that share them.

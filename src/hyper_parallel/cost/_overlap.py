@@ -5,6 +5,8 @@ Half-batches are two such chains that share the lanes; chunks repeat the last th
 of smaller microbatches: a part has its own launches and latencies, and smaller matmuls. Backward is the same program in
 reverse, so its length is that of the forward program with the durations of backward.
 
+Chunks of tokens divide the collectives of a block, its first products and its last products; see `block_program`.
+
     meeting   halves meet after every layer that FSDP or recomputation wraps: a layer costs its own span
     else      halves go on: a layer costs what one more layer adds to the span
 """
@@ -47,6 +49,43 @@ class PassSeconds:
             self.attention, self.mlp, self.experts, self.attention_collective, self.mlp_collective,
             self.exchange,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSeconds:
+    """Seconds of one block of a layer in one pass, with its tokens in chunks."""
+
+    column: Array  # column-parallel products of one chunk
+    core: Array  # all other computation of the block
+    row: Array  # row-parallel product of one chunk
+    collective: Array  # gather or scatter of one chunk
+
+    def span(self, chunks: int, demand: float) -> Array:
+        """Return the seconds of the block; `demand` as in `pass_span`."""
+        durations = (self.column, self.core, self.row, self.collective)
+        return block_program(chunks).contended_span(durations, demand)
+
+
+@lru_cache(maxsize=64)
+def block_program(chunks: int) -> LaneProgram:
+    """Return the forward program of a block: all gathers, products of chunks as they arrive, a scatter per product.
+
+    Rows of durations are those of `BlockSeconds`.
+    """
+    column, core, row, collective = range(4)
+    gathers = [(_LINK, (), collective)] * chunks
+    columns = [(_COMPUTE, (n,), column) for n in range(chunks)]
+    middle = [(_COMPUTE, tuple(range(chunks, 2 * chunks)), core)]
+    ends = [
+        task
+        for n in range(chunks)
+        for task in (
+            (_COMPUTE, (2 * chunks,), row),
+            (_LINK, (2 * chunks + 1 + 2 * n,), collective),
+        )
+    ]
+    lanes, deps, rows = zip(*gathers, *columns, *middle, *ends, strict=True)
+    return LaneProgram(lanes, deps, rows)
 
 
 @lru_cache(maxsize=256)
@@ -139,8 +178,9 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
     if not c.any_overlap:
         return comm
     shape = shape_of(c)
-    tp, ep, halves, chunks = (
-        np.broadcast_to(x, shape).copy() for x in (comm.tp, comm.ep, c.halves, c.ep_chunks)
+    tp, ep, halves, chunks, tokens = (
+        np.broadcast_to(x, shape).copy()
+        for x in (comm.tp, comm.ep, c.halves, c.ep_chunks, c.tp_chunks)
     )
     compute_s, tp_whole = (
         np.broadcast_to(x, shape)
@@ -149,10 +189,16 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
     demand = min(1.0, s.machine.card.collective_share)
     # Programs differ in their parts and in the tasks that they have.
     tasks = (np.broadcast_to(degree > 1, shape).astype(np.float64) for degree in (c.tp, c.ep))
-    first, kind = distinct((halves, chunks, *tasks))
+    first, kind = distinct((halves, chunks, tokens, *tasks))
     for index, row in enumerate(first):
-        half, chunk = int(halves[row]), int(chunks[row])
+        half, chunk, token = int(halves[row]), int(chunks[row]), int(tokens[row])
         mask = kind == index
+        if half == 1 and token > 1:
+            tp[mask] = _exposed_stream(replace(s, c=c.take(mask)), token)
+        elif half == 1 and token < 0:
+            # The first gather and the last scatter of a block are exposed.
+            rest = np.maximum(tp_whole[mask] - compute_s[mask], tp_whole[mask] / -token)
+            tp[mask] = _least_exposed(tp_whole[mask], rest, demand)
         if (half, chunk) == (1, 1):
             continue
         if half < 0:
@@ -198,6 +244,29 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
         span = pass_span(alone, 1, chunks, np.ones(1), s.machine.card.collective_share)
         total = total + times * (span - whole.experts)
     return np.maximum(total, 0.0)
+
+
+def _exposed_stream(s: PricingCase, chunks: int) -> Array:
+    """Return the exposed collectives of tensor parallelism with chunks of tokens; blocks follow one another."""
+    redone = 1.0 + _repeats_forward(s)
+    parts = s.with_columns(microbatch=s.c.microbatch / chunks)
+    total: Array = np.zeros(1)
+    whole_passes, parts_passes = _passes(s, 1, 1), _passes(parts, 1, 1)
+    for whole, part, times, repeats in zip(
+        whole_passes, parts_passes, (1.0, 2.0), (redone, np.ones(1)), strict=True
+    ):
+        for name in ("attention", "mlp"):
+            compute, collective = getattr(whole, name), getattr(part, f"{name}_collective")
+            column, row = (times * matmuls(s, part=name, row=is_row) for is_row in (False, True))
+            chunk = [
+                np.maximum(times * matmuls(parts, part=name, row=is_row), products / chunks)
+                for is_row, products in ((False, column), (True, row))
+            ]
+            core = np.maximum(compute - column - row, 0.0)
+            block = BlockSeconds(chunk[0], core, chunk[1], collective)
+            span = block.span(chunks, s.machine.card.collective_share)
+            total = total + repeats * np.maximum(span - compute, 0.0)
+    return total
 
 
 def _exposed_halves(

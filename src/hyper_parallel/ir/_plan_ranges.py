@@ -47,8 +47,9 @@ def _of_strategy(path: str, strategy: Strategy) -> Iterator[str]:
         degree = getattr(strategy, name)
         if degree is not None and not 1 <= degree <= _MOST_RANKS:
             yield f"{path}.{name}: {degree}, not 1 to {_MOST_RANKS}"
-    if not 1 <= strategy.overlap.ep_chunks <= _MOST_CHUNKS:
-        yield f"{path}.overlap.ep_chunks: {strategy.overlap.ep_chunks}, not 1 to {_MOST_CHUNKS}"
+    for name in ("ep_chunks", "tp_chunks"):
+        if not 1 <= (chunks := getattr(strategy.overlap, name)) <= _MOST_CHUNKS:
+            yield f"{path}.overlap.{name}: {chunks}, not 1 to {_MOST_CHUNKS}"
     if strategy.world_size > _MOST_RANKS:
         yield f"{path}: degrees of {strategy.world_size} ranks, more than {_MOST_RANKS}"
     if strategy.stages > _MOST_STAGES:

@@ -42,10 +42,13 @@ class Overlap:
         half_batch: Decoder layers run on two halves of the sequences of a microbatch, which take turns: one computes
             while the collectives of the other are in flight.
         ep_chunks: Chunks of tokens of the experts: one is computed while the rows of another are exchanged.
+        tp_chunks: Chunks of tokens of attention and MLP blocks: one is multiplied while another is gathered or
+            scattered over the tensor-parallel ranks.
     """
 
     half_batch: bool = False
     ep_chunks: int = 1
+    tp_chunks: int = 1
 
     def parts(self, sequences: int, length: int) -> int:
         """Return the number of parts that layers run a microbatch of [sequences, length] tokens in.
@@ -55,7 +58,11 @@ class Overlap:
         return 2 if self.half_batch and sequences % 2 == 0 and sequences != length else 1
 
     def __str__(self) -> str:
-        shown = {"half-batch": self.half_batch, f"chunks:{self.ep_chunks}": self.ep_chunks > 1}
+        shown = {
+            "half-batch": self.half_batch,
+            f"chunks:{self.ep_chunks}": self.ep_chunks > 1,
+            f"tp-chunks:{self.tp_chunks}": self.tp_chunks > 1,
+        }
         return ",".join(text for text, is_on in shown.items() if is_on) or "none"
 
 

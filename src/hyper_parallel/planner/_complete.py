@@ -150,14 +150,16 @@ class Completer:
         feasible = (peaks <= pricer.capacity) & pricer.selectable[:, None]
         best, cut_by_tp = np.full(len(kinds), np.inf), columns["tp_x"] * columns["tp_y"] > 1.0
         seconds = _ChoiceSeconds(pricer, columns, least).seconds
-        has_halves = "halves" in columns and bool((columns["halves"] == 2.0).any())
+        overlaps = np.zeros(len(kinds), dtype=bool)
+        if "halves" in columns:
+            overlaps = (columns["halves"] == 2.0) | (columns["tp_chunks"] > 1.0)
         options: list[tuple[NDArray[np.intp], Array]] = []
         for number, choice in enumerate(pricer.choices):
             offload, regather, kind = choice
             # A choice that adds no time is not improved by a later one.
             improvable = feasible[number] & (best > least * (1 + TIE))
-            if has_halves and not pricer.space.halves_run_with(offload, regather):
-                improvable &= columns["halves"] < 2.0
+            if overlaps.any() and not pricer.space.overlaps_with(offload, regather):
+                improvable &= ~overlaps
             indices = np.flatnonzero(
                 improvable & (cut_by_tp | (regather == pricer.fastest_choice[1]))
             )

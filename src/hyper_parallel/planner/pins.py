@@ -51,6 +51,7 @@ OVERLAPS: Final = (
     Overlap(),
     Overlap(half_batch=True),
     *(Overlap(ep_chunks=chunks) for chunks in (2, 4, 8)),
+    *(Overlap(tp_chunks=chunks) for chunks in (2, 4)),
 )
 """Overlap that a search tries, the plainest first."""
 AUTO_OVERLAP: Final = len(OVERLAPS)

@@ -45,7 +45,13 @@ from hyper_parallel.planner.bounds import (
     select,
     tuples,
 )
-from hyper_parallel.planner.strategy_space import BLOCKS, OVERLAP_KEY, Columns, Space
+from hyper_parallel.planner.strategy_space import (
+    BLOCKS,
+    OVERLAP_COLUMNS,
+    OVERLAP_KEY,
+    Columns,
+    Space,
+)
 
 Array = NDArray[np.float64]
 
@@ -269,13 +275,12 @@ class BranchAndBound:
         keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
         expanded = self._expand(_drop_columns(columns, "block"), ("order",), self._orders_of, *keys)
         if self._is_plain:
-            ones = np.ones(count(expanded))
-            self._complete(expanded | {"halves": ones, "ep_chunks": ones})
+            self._complete(expanded | dict.fromkeys(OVERLAP_COLUMNS, np.ones(count(expanded))))
         if self.space.overlaps != (Overlap(),):
             # The plainest overlap lowers the threshold first, which prunes most rows by their bound.
             fast = self.completer.promising(expanded)
             overlaps = self._expand(
-                fast, ("halves", "ep_chunks"), self._overlaps_of, *(fast[n] for n in OVERLAP_KEY)
+                fast, OVERLAP_COLUMNS, self._overlaps_of, *(fast[n] for n in OVERLAP_KEY)
             )
             self._complete(overlaps)
         return columns, bound
@@ -285,9 +290,9 @@ class BranchAndBound:
         if count(rows):
             self._record(self.completer.complete(rows))
 
-    def _overlaps_of(self, *key: int) -> list[tuple[int, int]]:
+    def _overlaps_of(self, *key: int) -> list[tuple[int, int, int]]:
         """Return the overlaps to try for a key, without the plain one, which is priced before."""
-        return [o for o in self.space.overlaps_of(*key) if not self._is_plain or o != (1, 1)]
+        return [o for o in self.space.overlaps_of(*key) if not self._is_plain or max(o) > 1]
 
     def _orders_of(self, *key: int) -> list[int]:
         """Return the orders to try for the degrees and the `inner` flag in a key."""

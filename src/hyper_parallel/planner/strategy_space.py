@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
-from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import AXES, Overlap, Strategy, Workload
 from hyper_parallel.planner.pins import AUTO_OVERLAP, OVERLAPS, PINNABLE
 from hyper_parallel.planner.request import PlanRequest, unimplemented
@@ -73,6 +73,8 @@ BLOCKS: Final = (
 """Columns of a row of `Space.blocks`."""
 OVERLAP_KEY: Final = ("pp", "dp_shard", "cp", "tp_x", "tp_y", "ep", "zero", "microbatch")
 """Columns that decide which overlap is legal."""
+OVERLAP_COLUMNS: Final = ("halves", "ep_chunks", "tp_chunks")
+"""Columns of an overlap."""
 _ONE, _TWO, _MOVED = (SHAPES.index(shape) for shape in ("1d", "2d", "weight"))
 
 Columns: TypeAlias = dict[str, NDArray[np.float64]]
@@ -122,6 +124,7 @@ class Space:
         self._tp = {t for t in legal if not runs or request.refusal(Strategy(tp_x=t)) is None}
         self._ep: dict[int, bool] = {1: True}
         self._refusals: dict[tuple[int, ...], str | None] = {}
+        self._whole_streams: dict[int, bool] = {}
 
     def _allowed(self, name: str, values: Sequence[int]) -> list[int]:
         """Return the values of a column that the pins allow."""
@@ -362,31 +365,46 @@ class Space:
             o.half_batch for o in self.overlaps
         )
         chunked = (columns["ep"] > 1) & (chunks > 1)
+        tokens = max(o.tp_chunks for o in self.overlaps)
+        divided = (columns["tp_x"] > 1) & (columns["tp_y"] == 1) & (tokens > 1)
         return {
             "halves": np.where(halved, -2.0, 1.0),
             "ep_chunks": np.where(chunked, -float(chunks), 1.0),
+            "tp_chunks": np.where(divided, -float(tokens), 1.0),
         }
 
-    def overlaps_of(self, *key: int) -> list[tuple[int, int]]:
-        """Return level six: (halves, ep_chunks) that are legal, and not without effect, for `OVERLAP_KEY`."""
+    def overlaps_of(self, *key: int) -> list[tuple[int, int, int]]:
+        """Return level six: legal values of `OVERLAP_COLUMNS` that have an effect, for `OVERLAP_KEY`."""
         named: dict[str, Any] = dict(zip(OVERLAP_KEY, key, strict=True))
         micro, zero = named.pop("microbatch"), named.pop("zero")
         plain = Strategy(**named, zero=zero if zero < 2 else None)
         workload = Workload(self.request.workload.seq_len, microbatch=micro)
         if self.overlaps == (Overlap(),):
-            return [(1, 1)]
+            return [(1, 1, 1)]
         options = []
         for overlap in self.overlaps:
+            if overlap.tp_chunks > 1 and self._holds_all_tokens(named["tp_x"]):
+                continue
             try:
                 check_overlap(replace(plain, overlap=overlap), workload)
             except UnsupportedSharding as error:
                 self.rule_out(error.what)
             else:
-                options.append((1 + overlap.half_batch, overlap.ep_chunks))
+                options.append((1 + overlap.half_batch, overlap.ep_chunks, overlap.tp_chunks))
         return options
 
-    def halves_run_with(self, offload: int, regather: int) -> bool:
-        """Return whether half-batches are legal with a choice that frees memory."""
+    def _holds_all_tokens(self, tp: int) -> bool:
+        """Return whether tensor-parallel ranks hold all tokens, or cannot shard the model."""
+        if tp not in self._whole_streams:
+            try:
+                whole = tp > 1 and self.request.shard(Strategy(tp_x=tp)).whole_stream
+            except HyperParallelError:
+                whole = True
+            self._whole_streams[tp] = whole
+        return self._whole_streams[tp]
+
+    def overlaps_with(self, offload: int, regather: int) -> bool:
+        """Return whether overlap of tensor parallelism is legal with a choice that frees memory."""
         strategy = Strategy(
             tp_x=2,
             offload=bool(offload),

@@ -129,6 +129,12 @@ def plan_layouts(
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str]) -> list[Param]:
     """Return the parameters with final styles under tensor parallelism; raise where no exact form exists."""
     if whole_stream:
+        if sizes.strategy.overlap.tp_chunks > 1:
+            raise UnsupportedSharding(
+                "blocks of a model whose ranks hold all tokens gather nothing, so nothing travels in chunks",
+                got=f"overlap={sizes.strategy.overlap}",
+                changes={"overlap.tp": "none"},
+            )
         assigned = keep_whole(assigned, sizes, notes)
     refuse_shapes(assigned, sizes)
     assigned = fit_sizes(fit_vocabulary(assigned, sizes, notes), sizes, notes)

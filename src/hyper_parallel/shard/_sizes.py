@@ -24,6 +24,7 @@ from hyper_parallel.ir import (
     gate_up_parts,
     qkv_parts,
 )
+from hyper_parallel.shard._boundary import TokenCut
 from hyper_parallel.shard._fit import Param, Sizes, divisors, rule_hint
 from hyper_parallel.shard._grid import block_shape, exchanges_rows
 
@@ -64,6 +65,8 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
 
     if overlap.ep_chunks > 1 and s.ep == 1:
         refuse("`overlap.ep=chunks` needs expert parallelism", f"ep={s.ep}", overlap__ep="none")
+    if overlap.tp_chunks > 1:
+        _check_token_chunks(strategy, workload)
     if not overlap.half_batch:
         return
     if s.tp == 1 and s.ep == 1:
@@ -102,6 +105,35 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
             training__microbatch=2 * sequences
             if 2 * sequences != workload.seq_len
             else sequences + 2,
+        )
+
+
+def _check_token_chunks(strategy: Strategy, workload: Workload) -> None:
+    """Raise HP205 if blocks cannot gather and scatter their tokens in chunks."""
+    s, chunks = strategy, strategy.overlap.tp_chunks
+    features = {
+        "one rank": (s.tp == 1, f"tp={s.tp}"),
+        "half-batches": (s.overlap.half_batch, "overlap.ep=half-batch"),
+        "a second tensor-parallel axis": (s.tp_y > 1, f"tp_y={s.tp_y}"),
+        "re-gathered inputs": (s.gathered_inputs == "re-gather", "gathered_inputs=re-gather"),
+        "a memory plan": (s.offload, "offload"),
+    }
+    for feature, (is_used, got) in features.items():
+        if is_used:
+            raise UnsupportedSharding(
+                f"`overlap.tp=chunks` does not work with {feature}",
+                where="overlap",
+                got=got,
+                changes={"overlap.tp": "none"},
+            )
+    tokens = TokenCut.of(s, workload).piece
+    if tokens % chunks:
+        fitting = [n for n in range(chunks - 1, 1, -1) if tokens % n == 0]
+        raise UnsupportedSharding(
+            f"the tokens of a rank cannot be divided into {chunks} chunks",
+            where="overlap",
+            got=f"{tokens} tokens of a microbatch per tensor-parallel rank",
+            changes={"overlap.chunks": fitting[0]} if fitting else {"overlap.tp": "none"},
         )
 
 

@@ -419,7 +419,12 @@ def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
 
 def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:
     """Check the model with recipe and plan; return the plan with measured properties, and the router loss in words."""
-    from hyper_parallel.backends.torch import check_flow, check_half_batches, check_routing
+    from hyper_parallel.backends.torch import (
+        check_flow,
+        check_half_batches,
+        check_routing,
+        check_token_chunks,
+    )
     from hyper_parallel.trainer.engine.offload_machine import check_offload
     from hyper_parallel.trainer.engine.optimizer import check_optimizer
     from hyper_parallel.trainer.engine.recipe_model import (
@@ -444,6 +449,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded, plan))
     check_half_batches(model, plan.strategy, router_loss is not None)
+    check_token_chunks(model, plan.strategy)
     check_flow(model, plan)
     if recipe.stage in PREFERENCE_STAGES:
         check_rows(loaded, plan)

@@ -43,9 +43,10 @@ from hyper_parallel.backends.torch.parallel_handle import (
     Handle,
     Ranks,
     attach,
-    half_batch_counts,
     handle,
+    overlap_counts,
 )
+from hyper_parallel.backends.torch.tensor.chunked_tokens import check_token_chunks
 from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.backends.torch.user_objective import token_logprobs
 from hyper_parallel.backends.torch.weights.initialization import allocate, materialize
@@ -70,6 +71,7 @@ __all__ = [
     "check_half_batches",
     "check_pretrained",
     "check_routing",
+    "check_token_chunks",
     "clip_grad_norm_",
     "count_routing",
     "cpu_workspace",
@@ -79,7 +81,6 @@ __all__ = [
     "flights_to",
     "forward_backward",
     "forward_loss",
-    "half_batch_counts",
     "handle",
     "load_pretrained",
     "local",
@@ -87,6 +88,7 @@ __all__ = [
     "measure_kept",
     "measure_rates",
     "microbatch_sources",
+    "overlap_counts",
     "purpose",
     "read_model",
     "resolve_layouts",

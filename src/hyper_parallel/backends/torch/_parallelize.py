@@ -25,6 +25,7 @@ from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
 from hyper_parallel.backends.torch.pipeline.stages import split_model
 from hyper_parallel.backends.torch.tensor.apply import tensor_mesh, watch_gradients
+from hyper_parallel.backends.torch.tensor.chunked_tokens import check_token_chunks
 from hyper_parallel.ir import Plan
 
 
@@ -95,6 +96,7 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
         model, routing, strategy, mesh, ranks.world_group, ranks.device
     )
     check_half_batches(model, strategy, balance is not None)
+    check_token_chunks(model, strategy)
     disable_model_router_loss(model, routing, strategy)
     trials = try_axes(model, shard_plan, strategy)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from hyper_parallel.errors import UnsupportedSharding
-
-_ATTRIBUTES: Final = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad)
-_METHODS: Final = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point)
+from hyper_parallel.backends.torch.stand_in import StandIn
 
 
-class HalvedTensor(Tensor):
+class HalvedTensor(StandIn):
     """Output of two half-batches; shape and dtype are known before the second half is complete."""
 
     _first: Tensor
@@ -38,17 +33,8 @@ class HalvedTensor(Tensor):
         """
         shape = list(first.shape)
         shape[dim] *= 2
-        x: HalvedTensor = Tensor._make_wrapper_subclass(
-            HalvedTensor,
-            shape,
-            dtype=first.dtype,
-            device=first.device,
-            requires_grad=first.requires_grad,
-        )
+        x = HalvedTensor.like(first, tuple(shape))
         x._first, x._second, x._dim, x._finish, x._whole = first, second, dim, finish, None
-        if first.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
-                x.register_hook(_refuse_gradient)
         return x
 
     def take_half(self, index: int) -> Tensor:
@@ -66,28 +52,3 @@ class HalvedTensor(Tensor):
             with torch.set_grad_enabled(self._first.requires_grad):
                 self._whole = torch.cat((self._first, second), self._dim)
         return self._whole
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _METHODS or getattr(func, "__self__", None) in _ATTRIBUTES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(HalvedTensor, HalvedTensor.whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(HalvedTensor, HalvedTensor.whole, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _refuse_gradient(grad: Tensor) -> None:
-    raise UnsupportedSharding(
-        "code between two layers gives the layers' output to an autograd function of its own",
-        where="overlap",
-        hint="overlap=none",
-    )

@@ -134,7 +134,11 @@ def handle(model: nn.Module) -> Handle:
     return attached_handle
 
 
-def half_batch_counts(model: nn.Module) -> dict[str, int] | None:
-    """Return the layers run on half-batches and on whole batches since the last call; None without half-batches."""
+def overlap_counts(model: nn.Module) -> dict[str, int]:
+    """Return the layers run on half-batches and whole, and the blocks run in chunks and whole, since the last call.
+
+    Empty without such an overlap.
+    """
     known = attached(model)
-    return None if known is None or known.halves is None else known.halves.take_counts()
+    counted = () if known is None else (known.halves, known.tp)
+    return {k: v for owner in counted if owner is not None for k, v in owner.take_counts().items()}

@@ -26,10 +26,10 @@ from hyper_parallel.backends.torch import (
     count_routing,
     forward_backward,
     forward_loss,
-    half_batch_counts,
     handle,
     local,
     microbatch_sources,
+    overlap_counts,
     purpose,
     routing_statistics,
 )
@@ -239,7 +239,7 @@ class Loop:
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
         result = output.result(int(inputs.valid_tokens), seconds, routing)
-        overlap = (half_batch_counts(self.model) or {}) | self.recorder.overlap()
+        overlap = overlap_counts(self.model) | self.recorder.overlap()
         result = replace(result, overlap=overlap or None)
         if self.stage is not None:
             result = replace(result, **self.stage.record())

@@ -31,6 +31,11 @@ from hyper_parallel.backends.torch.collectives import all_to_all, paired
 from hyper_parallel.backends.torch.in_flight import half_index, offer_turn, sum_both, sum_forward
 from hyper_parallel.backends.torch.regather import RegatherScope
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
+from hyper_parallel.backends.torch.tensor.chunked_tokens import (
+    ChunkedTokens,
+    Product,
+    scatter_products,
+)
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, reshard, scatter
 from hyper_parallel.backends.torch.tensor.state import TpState, Y
 from hyper_parallel.backends.torch.weights.initialization import LORA_A
@@ -52,6 +57,7 @@ class RegionPass:
         block_input: With replicated activations: the input of the column-parallel projections.
         block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
         padded_rows: Rows of the gathered tokens, padding included.
+        num_chunks: Chunks in which tokens are gathered and scattered; 1: tokens are gathered and scattered whole.
     """
 
     scope: RegatherScope | None = None
@@ -59,6 +65,7 @@ class RegionPass:
     block_input: Tensor | None = None
     block_input_summed_grad: Tensor | None = None
     padded_rows: int = 0
+    num_chunks: int = 1
 
 
 @dataclass(slots=True)
@@ -73,6 +80,8 @@ class Region:
         kv_heads: Key and value heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
         last_column: Last column-parallel projection; with a half of its computation done, the module offers a turn.
+        chunk_products: For every column-parallel projection, a function that reads the weight of a pass and returns the
+            product of a chunk of tokens.
         passes: Values of the running forward, per half-batch.
     """
 
@@ -83,6 +92,7 @@ class Region:
     kv_heads: int = 0
     spans: SpanAttention | None = None
     last_column: nn.Module | None = None
+    chunk_products: dict[nn.Module, Callable[[], Product]] = field(default_factory=dict)
     passes: tuple[RegionPass, RegionPass] = field(
         default_factory=lambda: (RegionPass(), RegionPass())
     )
@@ -122,6 +132,13 @@ class Region:
             (part,) = reshard((part,), 2, 1, self.group(Purpose.RELAYOUT), Purpose.RELAYOUT)
         gathers_weights = Purpose.WEIGHT_GATHER in self.program and not state.recomputed
         current = self.current
+        current.num_chunks = self._num_chunks(part)
+        if current.num_chunks > 1:
+            group = self.group(Purpose.SEQUENCE_GATHER)
+            current.padded_rows = group.size() * part.shape[1]
+            batch = state.batch[0], state.batch[1]
+            out = run(ChunkedTokens.gather(part, current.num_chunks, group, batch))
+            return out.squeeze(0) if flat else out
         current.scope = RegatherScope() if state.regathers or gathers_weights else None
         with nullcontext() if current.scope is None else current.scope.open():
             out = state.with_gathered(self._gather, part, run, self.input_scope)
@@ -132,6 +149,32 @@ class Region:
     def input_scope(self) -> RegatherScope | None:
         """Scope of gathered inputs; None: they are saved for backward."""
         return self.current.scope if self.state.regathers else None
+
+    def _num_chunks(self, part: Tensor) -> int:
+        """Return the number of chunks of this rank's tokens [1, n, D]; 1 if they cannot be divided."""
+        num_chunks = self.state.num_chunks
+        divides = num_chunks > 1 and part.shape[1] % num_chunks == 0
+        if num_chunks > 1:
+            self.state.count_block(divides)
+        return num_chunks if divides else 1
+
+    def take_chunks(self, module: nn.Module, tokens: ChunkedTokens) -> Tensor:
+        """Return the product of a column-parallel projection with the module's input.
+
+        The first projection that is called multiplies each chunk for all others too, so that more is computed while the
+        next chunk travels. Left out are projections of other widths, and those with hooks, which expect a call. If the
+        model gives one of the others another input, its product is not used.
+        """
+        if module not in tokens.products:
+            width = tokens.shape[-1]
+            products = {
+                m: product()
+                for m, product in self.chunk_products.items()
+                if m is module
+                or not (tokens.is_multiplied or m.weight.shape[1] != width or _has_hooks(m))
+            }
+            tokens.multiply(products)
+        return tokens.products.pop(module)
 
     def _gather(self, part: Tensor) -> Tensor:
         """Gather tokens as [B, S, .] sequences or spans; an MLP on two axes gets them as one unordered list."""
@@ -207,6 +250,11 @@ class Region:
         return out, None if bias is None else bias.chunk(heads)[head]
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_pre_hooks, module._forward_hooks)
+    return any(hooks) or any((module._backward_pre_hooks, module._backward_hooks))
+
+
 def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = None) -> None:
     """Replace the forward of a column-parallel projection.
 
@@ -222,7 +270,20 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     is_adapted = LORA_A in module._parameters
     region.last_column = module
 
+    def chunk_product() -> Product:
+        weight, bias = (state.local(p, rows) for p in (module.weight, module.bias))
+
+        def product(chunk: Tensor) -> Tensor:
+            out = F.linear(chunk, weight, bias)
+            return out + region.adapter(module, chunk, rows) if is_adapted else out
+
+        return product
+
+    region.chunk_products[module] = chunk_product
+
     def forward(x: Tensor) -> Tensor:
+        if isinstance(x, ChunkedTokens):
+            return region.take_chunks(module, x)
         gathered = None if region.spans is None else region.current.gathered
         x = x if gathered is None else gathered
         bias = state.local(module.bias, rows)
@@ -252,9 +313,22 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     gathers_over_y = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
     is_adapted = LORA_A in module._parameters
 
+    def in_chunks(x: Tensor) -> Tensor:
+        weight, current = state.local(module.weight), region.current
+
+        def product(chunk: Tensor) -> Tensor:
+            out = F.linear(chunk, weight)
+            return out + region.adapter(module, chunk, is_part=True) if is_adapted else out
+
+        group = region.group(Purpose.SEQUENCE_SCATTER)
+        out = scatter_products(x, product, current.num_chunks, group, current.padded_rows)
+        return out if module.bias is None else out + state.local(module.bias)
+
     def forward(x: Tensor) -> Tensor:
         if not program:
             region.current.block_input = region.current.block_input_summed_grad = None
+        if region.current.num_chunks > 1:
+            return in_chunks(x)
 
         def product(weight: Tensor) -> Tensor:
             def linear(columns: Tensor) -> Tensor:

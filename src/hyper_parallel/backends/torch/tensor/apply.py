@@ -81,7 +81,12 @@ def tensor_state(
         groups[TP] = tp_mesh._flatten("_".join(TP)).get_group()
     regather = strategy.gathered_inputs == "re-gather"
     return TpState(
-        groups, shard_hidden_over_y, shard_sequences_over_y, replicated_activations, regather
+        groups,
+        shard_hidden_over_y,
+        shard_sequences_over_y,
+        replicated_activations,
+        regather,
+        num_chunks=strategy.overlap.tp_chunks,
     )
 
 

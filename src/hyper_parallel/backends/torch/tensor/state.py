@@ -160,6 +160,9 @@ class TpState:
         head: Sharding of the logits: "whole", "vocabulary" or "tokens".
         recomputed: True if the running layer is recomputed in backward, which gathers its inputs anyway.
         same_random: True if the ranks share their random numbers, required to train with replicated activations.
+        num_chunks: Chunks in which blocks gather and scatter their tokens; 1: no chunks.
+        chunked_blocks: Blocks run in chunks since the last `take_counts`.
+        whole_blocks: Blocks whose tokens could not be divided into chunks since the last `take_counts`.
         streams: Random streams for dropout with replicated activations; None: every rank draws its own numbers.
     """
 
@@ -177,7 +180,21 @@ class TpState:
     head: str = "whole"
     recomputed: bool = False
     same_random: bool = False
+    num_chunks: int = 1
+    chunked_blocks: int = 0
+    whole_blocks: int = 0
     streams: RandomStreams | None = None
+
+    def count_block(self, in_chunks: bool) -> None:
+        """Count a block that runs in chunks, or whole because its tokens cannot be divided."""
+        self.chunked_blocks += in_chunks
+        self.whole_blocks += not in_chunks
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the blocks run in chunks and whole since the last call, recomputation included."""
+        counts = {"chunked_blocks": self.chunked_blocks, "whole_blocks": self.whole_blocks}
+        self.chunked_blocks = self.whole_blocks = 0
+        return counts if self.num_chunks > 1 else {}
 
     @property
     def batch(self) -> tuple[int, ...]:

@@ -1,0 +1,63 @@
+"""Tensor that stands for a result which is not complete yet; its shape and dtype are known."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from hyper_parallel.errors import UnsupportedSharding
+
+_ATTRIBUTES: Final = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad)
+_METHODS: Final = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point)
+_T = TypeVar("_T", bound="StandIn")
+
+
+class StandIn(Tensor):
+    """Stand-in of a tensor; any use but of its shape, dtype and device completes the tensor and uses that."""
+
+    @classmethod
+    def like(cls: type[_T], part: Tensor, shape: tuple[int, ...]) -> _T:
+        """Return a stand-in of a tensor of this shape, with the dtype, device and `requires_grad` of a part of it."""
+        stand_in: _T = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+        )
+        if part.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                stand_in.register_hook(_refuse_gradient)
+        return stand_in
+
+    def whole(self) -> Tensor:
+        """Complete the tensor and return it; always the same one."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _METHODS or getattr(func, "__self__", None) in _ATTRIBUTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(StandIn, _whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(StandIn, _whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _whole(stand_in: StandIn) -> Tensor:
+    return stand_in.whole()
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise UnsupportedSharding(
+        "code of the model gives a tensor that is still computed to an autograd function of its own",
+        where="overlap",
+        hint="overlap=none",
+    )

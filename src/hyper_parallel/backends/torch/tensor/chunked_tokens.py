@@ -1,0 +1,126 @@
+"""Chunks of tokens: the products of a block run on one chunk while the collectives of other chunks are in flight.
+
+    column-parallel   start all gathers | wait for chunk 0, products of it | wait for chunk 1, products of it | ...
+    row-parallel      product of chunk 0, start its scatter | product of chunk 1, start its scatter | ... | wait for all
+
+Every rank divides its n tokens into C equal chunks; chunk c of a block is chunk c of all ranks. Backward mirrors this,
+because it runs in the reverse order of forward (see `in_flight`).
+
+Sources: Wang et al. 2023, "Overlap communication with dependent computation via decomposition"; torchtitan's
+asynchronous tensor parallelism, which decomposes the same two products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from hyper_parallel.backends.torch.in_flight import PendingCollective, start
+from hyper_parallel.backends.torch.stand_in import StandIn
+from hyper_parallel.backends.torch.tensor.collectives import gather_pair, padded, scatter_pair
+from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.ir import Purpose, Strategy
+
+Product = Callable[[Tensor], Tensor]
+"""Product of a chunk of tokens [1, T, C] with a weight, which is read once for all chunks."""
+
+
+def check_token_chunks(model: nn.Module, strategy: Strategy) -> None:
+    """Refuse dropout on the inputs of adapters, which would draw other numbers for chunks of tokens (HP205)."""
+    adapters = (vars(module).get("adapter") for module in model.modules())
+    if strategy.overlap.tp_chunks > 1 and any(getattr(a, "dropout", 0.0) for a in adapters):
+        raise UnsupportedSharding(
+            "`overlap.tp=chunks` does not work with dropout on the inputs of adapters",
+            where="overlap",
+            got=type(model).__name__,
+            changes={"overlap.tp": "none"},
+        )
+
+
+class ChunkedTokens(StandIn):
+    """Tokens [B, S, D] of a block, whose gathers are in flight chunk by chunk.
+
+    Column-parallel projections take it chunk by chunk; any other use waits for all chunks.
+
+    Attributes:
+        products: Complete products of projections that have not been called yet, [B, S, F].
+        is_multiplied: True after the first call of `multiply`.
+    """
+
+    products: dict[nn.Module, Tensor]
+    is_multiplied: bool
+    _pending: list[PendingCollective]
+    _chunks: list[Tensor]
+    _ranks: int
+    _whole: Tensor | None
+
+    @staticmethod
+    def gather(
+        part: Tensor, num_chunks: int, group: ProcessGroup, batch: tuple[int, int]
+    ) -> ChunkedTokens:
+        """Start to gather the tokens [1, n, D] of every rank.
+
+        Args:
+            part: Tokens of this rank; `num_chunks` divides n.
+            num_chunks: Number of chunks.
+            group: Process group of the ranks.
+            batch: Sequences and their length, (B, S); tokens behind B * S are padding.
+        """
+        x = ChunkedTokens.like(part, (*batch, part.shape[2]))
+        pair = gather_pair(1, group, Purpose.SEQUENCE_GATHER)
+        x._pending = [start(*pair, chunk) for chunk in part.chunk(num_chunks, 1)]
+        x._chunks, x._ranks, x._whole = [], group.size(), None
+        x.products, x.is_multiplied = {}, False
+        return x
+
+    def multiply(self, products: Mapping[nn.Module, Product]) -> None:
+        """Compute the products of projections, chunk by chunk in the order of arrival."""
+        self.is_multiplied = True
+        results: dict[nn.Module, list[Tensor]] = {module: [] for module in products}
+        for index in range(len(self._pending)):
+            chunk = self._chunk(index)
+            for module, product in products.items():
+                results[module].append(product(chunk))
+        self.products.update({module: self._joined(parts) for module, parts in results.items()})
+
+    def whole(self) -> Tensor:
+        """Wait for all chunks and return the tokens; always the same tensor."""
+        if self._whole is None:
+            self._whole = self._joined([self._chunk(n) for n in range(len(self._pending))])
+        return self._whole
+
+    def _chunk(self, index: int) -> Tensor:
+        """Return a chunk [1, P n / C, D] of the tokens of all ranks."""
+        if index == len(self._chunks):
+            self._chunks.append(self._pending[index].finish())
+        return self._chunks[index]
+
+    def _joined(self, chunks: list[Tensor]) -> Tensor:
+        """Return [B, S, F] from chunks [1, P n / C, F], without padding."""
+        by_rank = [chunk.view(self._ranks, -1, chunk.shape[-1]) for chunk in chunks]
+        tokens = torch.cat(by_rank, 1).view(-1, chunks[0].shape[-1])
+        batch = self.shape[:2]
+        return tokens[: math.prod(batch)].view(*batch, -1)
+
+
+def scatter_products(
+    x: Tensor, product: Product, num_chunks: int, group: ProcessGroup, rows: int
+) -> Tensor:
+    """Reduce-scatter the product of tokens, chunk by chunk; return this rank's part [1, n, D].
+
+    Args:
+        x: Tokens [..., F].
+        product: Product of a chunk.
+        num_chunks: Number of chunks; divides n.
+        group: Process group of P ranks.
+        rows: Tokens of all ranks with padding, P * n.
+    """
+    width, ranks = x.shape[-1], group.size()
+    tokens = padded(x.reshape(1, -1, width), rows).view(ranks, num_chunks, -1, width)
+    pair = scatter_pair(1, group, Purpose.SEQUENCE_SCATTER)
+    pending = [start(*pair, product(chunk.reshape(1, -1, width))) for chunk in tokens.unbind(1)]
+    return torch.cat([collective.finish() for collective in pending], 1)
