@@ -209,3 +209,18 @@ def test_what_no_record_can_be_is_named_by_file_and_line(tmp_path):
         path.write_text('{"messages": [{"role": "user", "content": %s}]}\n' % ("[" * n + "]" * n))
         with pytest.raises(NoData, match=r"a\.jsonl:1"):
             documents(path)
+
+
+def test_a_dangling_link_is_refused_as_missing(tmp_path):
+    (tmp_path / "words.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(NoData, match="does not exist"):
+        resolve(Data(source=str(tmp_path / "words.txt"), seq_len=8), "pt")
+
+
+def test_errors_show_no_line_of_a_linked_file(tmp_path):
+    (tmp_path / "private").write_text("a password\n")
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "private")
+    with pytest.raises(NoData, match="not valid JSON") as caught:
+        for _ in resolve(Data(source=str(tmp_path / "rows.jsonl"), seq_len=8), "sft").records():
+            pass
+    assert "password" not in caught.value.render()

@@ -153,7 +153,9 @@ def nearest(
         for entry in itertools.islice(place, _MOST_NAMES):
             names.setdefault(entry.name, entry)
         close = difflib.get_close_matches(path.name, names, n=_MOST_TRIED)
-        near += sorted((names[name] for name in close), key=lambda one: -_similarity(one, path))
+        # A dangling link is as missing as the path.
+        existing = [names[name] for name in close if names[name].exists()]
+        near += sorted(existing, key=lambda one: -_similarity(one, path))
     misspelt = [one for one in near if _similarity(one, path) > _MISSPELT]
     ordered = dict.fromkeys([*misspelt, *near])
     chosen = next((one for one in itertools.islice(ordered, 2 * _MOST_TRIED) if fits(one)), None)

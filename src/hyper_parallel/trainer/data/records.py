@@ -222,7 +222,7 @@ def _over_lines(path: Path, number: int, text: str) -> NoData:
     return NoData(
         "a line ends within a JSON record; a record is one line",
         where=f"{path}:{number}",
-        got=text.strip()[:60],
+        got=_excerpt(path, text),
         allowed="a record in each line",
         hint=over_lines_hint(path),
     )
@@ -236,7 +236,7 @@ def over_lines_hint(path: Path | str) -> str:
 def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoData:
     """Return the error of a text that begins in line `first_line` of a file and is not JSON."""
     begin = error.doc.rfind("\n", 0, error.pos) + 1
-    shown = error.doc[begin : begin + 400].partition("\n")[0].strip()[:60]
+    shown = _excerpt(path, error.doc[begin : begin + 400].partition("\n")[0])
     number, problem = first_line + error.lineno - 1, error.msg.removesuffix(" at")
     return NoData(
         f"a line is not valid JSON: {problem} at column {error.colno}",
@@ -244,6 +244,11 @@ def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoDat
         got=shown or "an empty line",
         hint=line_command(path, number),
     )
+
+
+def _excerpt(path: Path, line: str) -> str:
+    """Return the beginning of a line for an error; of a link, which a received folder may set to a private file, none."""
+    return "a line of the file that it links to" if path.is_symlink() else line.strip()[:60]
 
 
 def _unreadable(error: Exception, where: str) -> NoData:
