@@ -247,7 +247,7 @@ def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoDat
 
 
 def _excerpt(path: Path, line: str) -> str:
-    """Return the beginning of a line for an error; of a link, which a received folder may set to a private file, none."""
+    """Return the beginning of a line for an error; none if the path is a link, maybe to a private file."""
     return "a line of the file that it links to" if path.is_symlink() else line.strip()[:60]
 
 
