@@ -121,6 +121,8 @@ def test_the_planner_chooses_the_overlap_of_given_degrees(recipe: Path) -> None:
     loaded = load_recipe(recipe, fixed)
     known = plan_recipe(loaded.recipe, half_batches=False)
     assert known.strategy.overlap == Overlap(tp_chunks=4)
+    dropout = load_recipe(recipe, [*fixed, "lora={r: 8, lora_dropout: 0.1}"])
+    assert plan_recipe(dropout.recipe, half_batches=False).strategy.overlap == Overlap()
     with pytest.raises(HyperParallelError) as caught:
         load_recipe(recipe, ["overlap={auto: true, tp: half-batch}"])
     assert caught.value.code == "HP102"

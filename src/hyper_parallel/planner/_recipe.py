@@ -101,10 +101,8 @@ def _evaluate_overlaps(
 ) -> Plan:
     """Return the fastest Plan of one strategy over all overlaps that are legal with it; arguments as for `evaluate`."""
     best = evaluate(request, strategy, where, num_devices)
-    for overlap in OVERLAPS:
+    for overlap in filter(request.may_overlap, OVERLAPS):
         candidate = replace(strategy, overlap=overlap)
-        if overlap.half_batch and not request.half_batches:
-            continue
         with suppress(UnsupportedSharding):
             check_overlap(candidate, best.workload)
             plan = evaluate(request, candidate, where, num_devices)
@@ -176,6 +174,10 @@ def _request(
         workload = replace(request.workload, trained=share)
         note = f"{share:.3%} of the parameters are trained; passes are timed as if all were"
         request = replace(request, workload=workload, notes=(*request.notes, note))
+    drops_inputs = (
+        recipe.lora is not None and recipe.lora.lora_dropout > 0 and not t.disable_dropout
+    )
+    request = replace(request, token_chunks=not (t.compile or drops_inputs))
     if recipe.stage == "grpo":
         request = replace(request, group_sequences=recipe.grpo.num_generations)
     if not has_batch and recipe.parallel.auto:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hyper_parallel.cost import Machine, ModelNumbers
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.ir import AXES, ModelRef, Rule, Strategy, Workload
+from hyper_parallel.ir import AXES, ModelRef, Overlap, Rule, Strategy, Workload
 from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.shard import ShardPlan, family_rules, plan_layouts
 from hyper_parallel.topology import Supernode, detect_local, load_topology
@@ -54,11 +54,17 @@ class PlanRequest:
     # Source of the rules and of the layers per stage
     base: Strategy = field(default_factory=Strategy)
     half_batches: bool = True  # whether layers of the model may run on half-batches
+    token_chunks: bool = True  # whether blocks may gather and scatter their tokens in chunks
     group_sequences: int = 1  # sequences of a step that stay on one data-parallel rank
 
     def allows(self, name: str, value: float) -> bool:
         """Return whether the pins allow a value of a column."""
         return self.pins.get(name, value) == value
+
+    def may_overlap(self, overlap: Overlap) -> bool:
+        """Return whether a search may choose an overlap."""
+        half_batches = self.half_batches or not overlap.half_batch
+        return half_batches and (self.token_chunks or overlap.tp_chunks == 1)
 
     @cached_property
     def numbers(self) -> ModelNumbers:

@@ -136,7 +136,7 @@ class Space:
         if pinned is None:
             return (self.request.base.overlap,)
         options = OVERLAPS if pinned == AUTO_OVERLAP else (OVERLAPS[pinned],)
-        return tuple(o for o in options if self.request.half_batches or not o.half_batch)
+        return tuple(o for o in options if self.request.may_overlap(o))
 
     def _divisors(self, axis: str, number: int) -> list[int]:
         """Return the divisors of a number that the pins of an axis allow."""

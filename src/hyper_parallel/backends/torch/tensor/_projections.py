@@ -154,6 +154,7 @@ class Region:
         """Return the number of chunks of this rank's tokens [1, n, D]; 1 if they cannot be divided."""
         num_chunks = self.state.num_chunks
         divides = num_chunks > 1 and part.shape[1] % num_chunks == 0
+        divides = divides and not torch.compiler.is_compiling()
         if num_chunks > 1:
             self.state.count_block(divides)
         return num_chunks if divides else 1
