@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open index range of each dim."""
@@ -30,9 +30,8 @@ _S = TypeVar("_S")
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Box:
-    """Part of a tensor.
+class Box(NamedTuple):
+    """Part of a tensor; a tuple, because ranks gather and compare many.
 
     Attributes:
         name: Name of the tensor.
