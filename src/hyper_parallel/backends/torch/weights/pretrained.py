@@ -70,7 +70,7 @@ def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
     inventory = take_inventory(model, files)
     if inventory.untied:
         _check_untied(model, inventory, files)
-    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
+    remember_carried(model, CarriedWeights.of(inventory, directory))
     return inventory
 
 
@@ -124,7 +124,7 @@ def load_pretrained(
             values = conversion.run(files.read) if converted else {}
             for name, stored in converted.items():
                 copy_full(targets[name], values[stored], name)
-    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
+    remember_carried(model, CarriedWeights.of(inventory, directory))
     _log_inventory(inventory, files)
     return LoadReport(
         len(sources),
