@@ -74,6 +74,8 @@ CONTRADICTIONS = (
     "offload.budget=auto training.dtype=float16",
     "offload.budget=auto training.on_nonfinite=skip",
     "offload.budget=auto training.compile=true",
+    "overlap.tp=half-batch training.compile=true",
+    "overlap.tp=chunks training.compile=true",
     "checkpoint.from_dir=x checkpoint.resume=never",
     "parallel.dp_shard=1048576 parallel.pp=2",
     "launch.nnodes=2",

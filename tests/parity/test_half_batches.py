@@ -299,7 +299,7 @@ def test_an_error_ends_both_halves_and_the_next_pass_is_right() -> None:
     launch(rank, 2, timeout_s=100)
 
 
-def test_what_layers_record_is_whole_or_refused() -> None:
+def test_what_layers_record_is_whole_or_refused_and_compiled_layers_are_refused() -> None:
     setup = Setup("qwen3_moe", sequences=8, config=(("num_hidden_layers", 3),))
     serial = replace(EXPERT_HALVES, overlap=Overlap())
 
@@ -326,6 +326,9 @@ def test_what_layers_record_is_whole_or_refused() -> None:
             model = parallelize(setup.build(), setup.plan(HALVES), world)
             with pytest.raises(UnsupportedSharding, match="output_hidden_states"):
                 model(input_ids=ids, output_hidden_states=True)
+            model.model.layers[1].compile(backend="eager")
+            with pytest.raises(UnsupportedSharding, match="compiled layer"):
+                model(input_ids=ids)
 
     launch(rank, 2, timeout_s=100)
 

@@ -24,11 +24,11 @@ from hyper_parallel.errors import (
     LossNotFinite,
     OutputNotWritable,
 )
+from hyper_parallel.ir import choose_senders
 from hyper_parallel.trainer.checkpoints import manifest as files
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.index import INDEX, encode_index, read_index
 from hyper_parallel.trainer.checkpoints.manifest import steps
-from hyper_parallel.trainer.checkpoints.pieces import owners
 from hyper_parallel.trainer.files import Damaged, FileEntry
 from tests.owned_folder.test_replacement import listing
 from tests.trainer_checkpoint.test_cli import run
@@ -179,7 +179,7 @@ def test_replicas_are_written_once_and_spread_over_ranks():
     held = [
         {("a", (0,)): 40, ("b", (0,)): 30, ("c", (0,)): 30, (f"own{r}", (0,)): r} for r in (0, 9)
     ]
-    assert owners(held) == {
+    assert choose_senders(held) == {
         ("own0", (0,)): 0, ("own9", (0,)): 1, ("a", (0,)): 0, ("b", (0,)): 1, ("c", (0,)): 1,
     }  # fmt: skip
 

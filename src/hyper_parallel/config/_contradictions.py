@@ -119,8 +119,16 @@ def _check_data(recipe: Recipe, conflict: _Conflict) -> None:
 
 
 def _check_overlap(recipe: Recipe, conflict: _Conflict) -> None:
-    """Check overlap against the routing of experts."""
+    """Check overlap against the routing of experts and compiled layers."""
     overlap, capacity = recipe.overlap, recipe.moe.capacity_factor
+    half_batches = "half-batch" in (overlap.tp, overlap.ep)
+    if (half_batches or overlap.tp == "chunks") and recipe.training.compile:
+        conflict(
+            "training.compile",
+            "a compiled layer cannot wait in its middle for collectives in flight",
+            f"training.compile=true, overlap.tp={overlap.tp}, overlap.ep={overlap.ep}",
+            "set `training.compile=false`, or `overlap=none`",
+        )
     if overlap.ep == "chunks" and capacity is not None:
         conflict(
             "overlap.ep",
@@ -128,7 +136,7 @@ def _check_overlap(recipe: Recipe, conflict: _Conflict) -> None:
             f"overlap.ep=chunks, moe.capacity_factor={capacity:g}",
             "set `overlap.ep=none`, or `moe.capacity_factor=null`",
         )
-    elif "half-batch" in (overlap.tp, overlap.ep) and capacity is not None:
+    elif half_batches and capacity is not None:
         conflict(
             "overlap",
             "a capacity counts the rows of all tokens, which half-batches do not see",

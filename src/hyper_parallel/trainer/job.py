@@ -408,6 +408,8 @@ def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
     from hyper_parallel.trainer.engine.recipe_model import routing_of
     from hyper_parallel.trainer.model_properties import recipe_properties
 
+    if loaded.recipe.training.compile:
+        return False
     router_loss = check_routing(model, routing_of(loaded.recipe), loaded.where("moe"))
     halved = Strategy(tp_x=2, overlap=Overlap(half_batch=True))
     try:

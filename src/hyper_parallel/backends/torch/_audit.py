@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
 
 from hyper_parallel.backends.torch.data.fsdp import FLAT
 from hyper_parallel.backends.torch.parallel_handle import handle
-from hyper_parallel.backends.torch.weights.shard_ranges import local_ranges
+from hyper_parallel.backends.torch.weights.shard_ranges import local_runs
 from hyper_parallel.errors import AuditError
-from hyper_parallel.ir import Layout, Mesh
+from hyper_parallel.ir import Layout, Mesh, merge
 
 
 def audit(model: nn.Module) -> None:
@@ -34,8 +33,8 @@ def audit(model: nn.Module) -> None:
         layout, shape = _flat(attached.layouts[name]), attached.shapes[name]
         is_expert = "ep" in layout.sharding_axes
         mesh, coordinate = (experts, experts.coordinate(rank)) if is_expert else main
-        wanted = [_joined(runs) for runs in layout.ranges(shape, mesh, coordinate)]
-        stored = [[(r.start, r.stop) for r in runs] for runs in local_ranges(param, name)]
+        wanted = tuple(merge(runs) for runs in layout.ranges(shape, mesh, coordinate))
+        stored = local_runs(param, name)
         if tuple(param.shape) != shape or stored != wanted:
             raise AuditError(
                 "a parameter does not have its planned layout",
@@ -43,17 +42,6 @@ def audit(model: nn.Module) -> None:
                 got=f"shape {tuple(param.shape)}, index ranges {stored}",
                 allowed=f"shape {shape}, index ranges {wanted}, layout {layout}",
             )
-
-
-def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge adjacent ranges and drop empty ones."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            start, _ = joined.pop()
-        if start < stop:
-            joined.append((start, stop))
-    return joined
 
 
 def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hyper_parallel.ir import Layout
+from hyper_parallel import ir
+from hyper_parallel.backends.torch.weights.shard_ranges import select
+from hyper_parallel.ir import Layout, Mesh, placements
 
 
 def place_parameters(
@@ -51,18 +55,30 @@ def _shard(
     if mesh is None:
         part = data.to(target, wanted)
         return param if part is data else nn.Parameter(part, requires_grad=param.requires_grad)
-    part, placements = data, []
-    for axis in mesh.mesh_dim_names or ():
-        dim = next((i for i, axes in enumerate(layout.axes) if axis in axes), None)
-        if dim is None:
-            placements.append(Replicate())
-            continue
-        size, rank, parts = mesh[axis].size(), mesh.get_local_rank(axis), layout.parts_of(dim)
-        part = torch.cat([p.chunk(size, dim)[rank] for p in part.chunk(parts, dim)], dim)
-        placements.append(_StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim))
+    names = mesh.mesh_dim_names or ()
+    layout = replace(layout, axes=tuple(tuple(a for a in dim if a in names) for dim in layout.axes))
+    degrees = Mesh(tuple((name, mesh[name].size()) for name in names))
+    coordinate = {name: mesh.get_local_rank(name) for name in names}
+    part = select(data, layout.ranges(data.shape, degrees, coordinate))
     # A slice shares the storage of the full tensor: copy it, so that the full tensor can be freed.
     part = part.to(target, wanted, copy=part is not data).contiguous()
     whole = DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=data.shape, stride=data.stride()
+        part,
+        mesh,
+        _dtensor_placements(layout, degrees),
+        run_check=False,
+        shape=data.shape,
+        stride=data.stride(),
     )
     return nn.Parameter(whole, requires_grad=param.requires_grad)
+
+
+def _dtensor_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
+    """Return the placements of a layout without partial sums in the types of DTensor."""
+    entries: list[Placement] = []
+    for entry in placements(layout, mesh):
+        if isinstance(entry, ir.StridedShard):
+            entries.append(_StridedShard(entry.dim, split_factor=entry.split_factor))
+        else:
+            entries.append(Shard(entry.dim) if isinstance(entry, ir.Shard) else Replicate())
+    return entries

@@ -164,10 +164,8 @@ def launch_all_to_all(
     async_op: bool,
 ) -> Callable[[], Tensor]:
     """Issue `all_to_all` and return the function that waits for it and returns `out`."""
-    flight = _recorded()
-    with purpose(name):
-        work = dist.all_to_all_single(out, x, receive, send, group=group, async_op=async_op)
-    return _awaited("all_to_all", work, out, x, group, name, flight)
+    issue = partial(dist.all_to_all_single, out, x, receive, send, group=group, async_op=async_op)
+    return _launch("all_to_all", issue, out, x, group, name)
 
 
 def launch_gather_rows(
@@ -175,21 +173,16 @@ def launch_gather_rows(
 ) -> Callable[[], Tensor]:
     """Issue `gather_rows` and return the function that waits for it and returns its result."""
     out, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
-    flight = _recorded()
-    with purpose(name):
-        work = _all_gather(out, x, group=group, async_op=async_op)
-    stacked = out.view(group.size(), *x.shape)
-    return _awaited("all_gather", work, stacked, x, group, name, flight)
+    issue = partial(_all_gather, out, x, group=group, async_op=async_op)
+    return _launch("all_gather", issue, out.view(group.size(), *x.shape), x, group, name)
 
 
 def launch_reduce_into(
     out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
     """Issue `reduce_into` and return the function that waits for it and returns `out`."""
-    flight = _recorded()
-    with purpose(name):
-        work = _reduce_scatter(out, rows, group=group, async_op=async_op)
-    return _awaited("reduce_scatter", work, out, rows, group, name, flight)
+    issue = partial(_reduce_scatter, out, rows, group=group, async_op=async_op)
+    return _launch("reduce_scatter", issue, out, rows, group, name)
 
 
 def launch_all_reduce(
@@ -197,22 +190,22 @@ def launch_all_reduce(
 ) -> Callable[[], Tensor]:
     """Issue a sum over ranks of a copy and return the function that waits for it and returns the sum."""
     out = x.contiguous().clone()
-    flight = _recorded()
-    with purpose(name):
-        work = dist.all_reduce(out, group=group, async_op=async_op)
-    return _awaited("all_reduce", work, out, out, group, name, flight)
+    issue = partial(dist.all_reduce, out, group=group, async_op=async_op)
+    return _launch("all_reduce", issue, out, out, group, name)
 
 
-def _awaited(
+def _launch(
     kind: str,
-    work: dist.Work | None,
+    issue: Callable[[], dist.Work | None],
     out: Tensor,
     sent: Tensor,
     group: dist.ProcessGroup,
     name: Purpose,
-    flight: _Flight | None,
 ) -> Callable[[], Tensor]:
-    """Return the function that waits for an issued collective."""
+    """Issue a collective and return the function that waits for it and returns `out`."""
+    flight = _recorded()
+    with purpose(name):
+        work = issue()
     if flight is not None:
         flight.watch(work)
     return partial(await_collective, kind, work, out, sent, group, name, flight)

@@ -83,16 +83,18 @@ class HalfBatch:
         if self._tp is not None:
             self._tp.halves = self
         self._turns = Turns()
+        self._layers: list[nn.Module] = []
         self.halved_layers = self.whole_layers = 0
 
     def install(self, layers: Sequence[nn.Module]) -> None:
         """Wrap the forward of decoder layers."""
+        self._layers += layers
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             run = partial(self._forward, layer, following, layer.forward)
             layer.forward = functools.wraps(layer.forward)(run)
 
     def watch(self, model: nn.Module) -> None:
-        """Refuse to record attention weights, and end the halves with each pass of a model."""
+        """Refuse compiled layers and recorded attention weights, and end the halves with each pass of a model."""
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             option = "output_attentions"
@@ -102,6 +104,12 @@ class HalfBatch:
                     f"`{option}` would return two values per layer, one per half-batch",
                     where=type(module).__name__,
                     hint=f"{option}=False",
+                )
+            if any(layer._compiled_call_impl is not None for layer in self._layers):
+                raise UnsupportedSharding(
+                    "a compiled layer cannot be suspended while the collectives of a half-batch are in flight",
+                    where=type(module).__name__,
+                    hint="overlap=none",
                 )
 
         def after(module: nn.Module, args: Any, output: Any) -> None:

@@ -105,7 +105,7 @@ class PendingCollective:
         Args:
             leads_to_start: The next collective starts after little computation, see `offer_turn`.
         """
-        if (half := _half.get()) is not None:
+        if (half := _running_half()) is not None:
             half.turns.suspend(half.index, leads_to_start)
         return _Finish.apply(self._flight, self._transpose, *self._started)
 
@@ -133,7 +133,7 @@ def collective(
 
     It is in flight while another half-batch computes, inside of `Turns`; elsewhere the call blocks.
     """
-    if _half.get() is not None:
+    if _running_half() is not None:
         return start(launch, transpose, *tensors).finish(leads_to_start=leads_to_start)
     return _blocking(launch, transpose, *tensors)
 
@@ -144,7 +144,7 @@ def offer_turn() -> None:
     Without this, a half whose collective is complete would not start the next one before the computation ends, and the
     link would be idle.
     """
-    if (half := _half.get()) is not None:
+    if (half := _running_half()) is not None:
         half.turns.offer(half.index)
 
 
@@ -295,13 +295,18 @@ class Half:
 _half: ContextVar[Half | None] = ContextVar("half", default=None)
 
 
+def _running_half() -> Half | None:
+    """Return the half-batch that computes now; None outside of half-batches, and in compiled code, which has none."""
+    return None if torch.compiler.is_compiling() else _half.get()
+
+
 def half_index() -> int:
     """Return the index of the half-batch that computes now; 0 outside of half-batches."""
-    half = _half.get()
+    half = _running_half()
     return 0 if half is None else half.index
 
 
 def rows_of_half(x: Tensor) -> Tensor:
     """Return the rows of the half-batch that computes now; all rows outside of half-batches."""
-    half = _half.get()
+    half = _running_half()
     return x if half is None else x.chunk(2)[half.index]

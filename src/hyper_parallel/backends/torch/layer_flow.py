@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.backends.torch.flow_tracer import FIRST_FREE_BIT, IDS, TOKENS, FlowTracer
@@ -128,14 +127,10 @@ def count_norm_calls(model: nn.Module, layers: nn.ModuleList, norm: nn.Module) -
         calls[0] += 1
 
     path = next(name for name, module in model.named_modules() if module is layers)
-    hook = norm.register_forward_pre_hook(count)
-    try:
-        with preserve_module_state(model), suppress(UnsupportedSharding):
-            model.set_submodule(path, _FirstLayerOnly(layers))
-            run_on_meta(model, FlowTracer(), "tp")
-    finally:
-        model.set_submodule(path, layers)
-        hook.remove()
+    with preserve_module_state(model), suppress(UnsupportedSharding):
+        norm.register_forward_pre_hook(count)
+        model.set_submodule(path, _FirstLayerOnly(layers))
+        run_on_meta(model, FlowTracer(), "tp")
     return calls[0]
 
 
@@ -178,7 +173,6 @@ class _LayerTrace(SlotList):
         self._bits: dict[int, tuple[str, int]] = {}
         self._slots = [_Slot(layer, i, self) for i, layer in enumerate(layers)]
         object.__setattr__(self, "model", model)
-        object.__setattr__(self, "whole", layers)
 
     def slots(self) -> list[Any]:
         return self._slots
@@ -186,15 +180,10 @@ class _LayerTrace(SlotList):
     def run(self) -> LayerFlow:
         """Run the model once."""
         model, flow, tracer = self.model, self.flow, self.tracer
-        hooks = self._mark_parameters()
-        try:
-            with preserve_module_state(model):
-                model.set_submodule(flow.path, self)
-                loss = run_on_meta(model, tracer, "pp").loss
-        finally:
-            model.set_submodule(flow.path, self.whole)
-            for hook in hooks:
-                hook.remove()
+        with preserve_module_state(model):
+            self._mark_parameters()
+            model.set_submodule(flow.path, self)
+            loss = run_on_meta(model, tracer, "pp").loss
         self.record_uses(tracer.marks_of(loss), flow.layers)
         if tracer.written:
             raise flow_error(model, "activations are modified in place between layers", "pp")
@@ -204,7 +193,7 @@ class _LayerTrace(SlotList):
             )
         return flow
 
-    def _mark_parameters(self) -> list[RemovableHandle]:
+    def _mark_parameters(self) -> None:
         """Mark all parameters and add a hook to every module outside the list that owns parameters."""
         model, flow, tracer = self.model, self.flow, self.tracer
         inside: dict[int, set[int]] = {}
@@ -215,7 +204,6 @@ class _LayerTrace(SlotList):
         if any(len(layers) > 1 for layers in inside.values()):
             raise flow_error(model, "layers share weights with each other", "pp")
         bit = FIRST_FREE_BIT + 2 * flow.layers
-        hooks = []
         for name, module in model.named_modules():
             own = {n: p for n, p in module._parameters.items() if p is not None}
             if not own or all(id(p) in inside for p in own.values()):
@@ -224,7 +212,7 @@ class _LayerTrace(SlotList):
                 continue
             flow.owners[name] = set()
             self._bits[bit] = ("owners", name)
-            hooks.append(module.register_forward_hook(self._hook(name, bit), with_kwargs=True))
+            module.register_forward_hook(self._hook(name, bit), with_kwargs=True)
             bit += 1
         for name, p in model.named_parameters():
             if id(p) not in inside:
@@ -232,7 +220,6 @@ class _LayerTrace(SlotList):
                 self._bits[bit] = ("params", name)
                 tracer.mark(p, 1 << bit)
                 bit += 1
-        return hooks
 
     def record_uses(self, marks: int, layer: int) -> None:
         """Record the modules and parameters behind the inputs of a layer, or of the code after the last layer."""
@@ -323,19 +310,25 @@ class _Slot:
         return trace.detach_origins(i, out)
 
 
+_TABLES: Final = (
+    *("_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+"""Attributes of a module that are dictionaries, which a trial changes in place."""
+
+
 @contextmanager
 def preserve_module_state(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of all modules at the end of the context."""
-    saved = [(m, dict(m.__dict__), dict(m._buffers)) for m in model.modules()]
+    """Restore attributes, buffers, children and hooks of all modules at the end of the context."""
+    tables = [t for m in model.modules() for t in (vars(m), *(vars(m)[name] for name in _TABLES))]
+    saved = [(table, dict(table)) for table in tables]
     experts = _experts_implementation(model)
     try:
         yield
     finally:
-        for module, attributes, buffers in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for table, entries in saved:
+            table.clear()
+            table.update(entries)
         if experts is not None:
             model.set_experts_implementation(experts)
 

@@ -97,17 +97,12 @@ def _modules_run(model: nn.Module, draw: float) -> set[str]:
     run: set[str] = set()
     with preserve_module_state(model), _drawing(draw):
         model.train()
-        hooks = [
+        for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: run.add(name))
-            for name, module in model.named_modules()
-        ]
         try:
             run_on_meta(model, FlowTracer(draw), "pp")
         except UnsupportedSharding:  # the trial of an affected axis reports the reason
             run.clear()
-        finally:
-            for hook in hooks:
-                hook.remove()
     return run
 
 

@@ -65,17 +65,11 @@ def _reads_last_hidden_state(model: nn.Module, base: nn.Module, head: nn.Module)
     """Return whether the input of the head is the tensor that the base returns, in a pass on meta tensors."""
     results: list[Any] = []
     read: list[Any] = []
-    hooks = (
-        base.register_forward_hook(lambda _, __, output: results.append(output[0])),
-        head.register_forward_pre_hook(lambda _, args: read.append(args[0] if args else None)),
-    )
-    try:
-        # The classification loss that follows may fail on meta tensors.
-        with preserve_module_state(model), suppress(UnsupportedSharding):
-            run_on_meta(model, FlowTracer(), "tp")
-    finally:
-        for hook in hooks:
-            hook.remove()
+    # The classification loss that follows may fail on meta tensors.
+    with preserve_module_state(model), suppress(UnsupportedSharding):
+        base.register_forward_hook(lambda _, __, output: results.append(output[0]))
+        head.register_forward_pre_hook(lambda _, args: read.append(args[0] if args else None))
+        run_on_meta(model, FlowTracer(), "tp")
     return len(results) == len(read) == 1 and results[0] is read[0]
 
 

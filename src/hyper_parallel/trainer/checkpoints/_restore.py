@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel.backends.torch.weights.shard_ranges import local, local_ranges
-from hyper_parallel.backends.torch.weights.tensor_files import Stored, copy_overlap, open_tensors
+from hyper_parallel.backends.torch.weights.shard_ranges import copy_parts, local, local_boxes
+from hyper_parallel.backends.torch.weights.tensor_files import Stored, open_tensors
 from hyper_parallel.errors import CheckpointMismatch
+from hyper_parallel.ir import Box
 from hyper_parallel.trainer.checkpoints import manifest as files
 from hyper_parallel.trainer.checkpoints._named_state import groups_of
 from hyper_parallel.trainer.checkpoints.index import (
@@ -199,18 +200,16 @@ def _slot(
 def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
     """Fill this rank's shard of each tensor from the overlapping pieces."""
     opened: dict[str, dict[str, Stored]] = {}
+
+    def read(piece: Piece, box: Box) -> Tensor:
+        if piece.file not in opened:
+            opened[piece.file] = open_tensors(path / piece.file)
+        stored = opened[piece.file][piece_key(box.name, piece.offset)]
+        return stored.read(box.within(piece.box(box.name)))
+
     for name, target in targets.items():
-        ranges, own = local_ranges(target, name), local(target).detach()
-        for piece in index.tensors[name].pieces:
-
-            def read(
-                part: tuple[tuple[int, int], ...], piece: Piece = piece, name: str = name
-            ) -> Tensor:
-                if piece.file not in opened:
-                    opened[piece.file] = open_tensors(path / piece.file)
-                return opened[piece.file][piece_key(name, piece.offset)].read(part)
-
-            copy_overlap(read, piece.offset, piece.shape, own, ranges)
+        stored = [(piece, piece.box(name)) for piece in index.tensors[name].pieces]
+        copy_parts(local(target).detach(), local_boxes(target, name), stored, read)
 
 
 def stored_dtypes(index: Index) -> dict[str, torch.dtype]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.errors import CheckpointCorrupt, LossNotFinite, OutputNotWritable
+from hyper_parallel.ir import Box, choose_senders
 from hyper_parallel.trainer.checkpoints import manifest as files
 from hyper_parallel.trainer.checkpoints._finite import first_not_finite
 from hyper_parallel.trainer.checkpoints._named_state import (
@@ -55,9 +56,8 @@ from hyper_parallel.trainer.checkpoints.index import (
 )
 from hyper_parallel.trainer.checkpoints.manifest import CheckpointDirectory, Manifest
 from hyper_parallel.trainer.checkpoints.pieces import (
-    LocalBox,
     Resident,
-    owners,
+    StatePart,
     parts_of,
     write_pieces,
 )
@@ -283,16 +283,16 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         resident: Resident,
-    ) -> tuple[Index, list[LocalBox]]:
+    ) -> tuple[Index, list[StatePart]]:
         """Return the index, without pieces, and the parts of the state that this rank writes."""
-        parts: list[LocalBox] = []
+        parts: list[StatePart] = []
 
-        def describe() -> tuple[dict[str, Any], dict[Any, int], State, str | None]:
+        def describe() -> tuple[dict[str, Any], dict[Box, int], State, str | None]:
             state = state_of(model, optimizer)
             parts.extend(parts_of(state.tensors, resident))
             boxes = {part.box: part.num_bytes for part in parts}
             trained = trained_tensors(model, state)
-            bad = first_not_finite((p.name, p.read) for p in parts if p.name in trained)
+            bad = first_not_finite((p.box.name, p.read) for p in parts if p.box.name in trained)
             return tensor_facts(state.tensors), boxes, State({}, state.values, state.groups), bad
 
         gathered = self._ranks.everywhere(describe)
@@ -303,7 +303,7 @@ class Checkpointer:
                     where=f"step {step}",
                     got=f"on rank {rank}; {self._place.newest_words()}",
                 )
-        writer = owners([boxes for _, boxes, _, _ in gathered])
+        writer = choose_senders([boxes for _, boxes, _, _ in gathered])
         facts = {k: v for tensors, _, _, _ in gathered for k, v in tensors.items()}
         index = Index(
             {name: StoredTensor(shape, dtype, ()) for name, (shape, dtype) in facts.items()},
@@ -312,7 +312,9 @@ class Checkpointer:
         )
         return index, [part for part in parts if writer[part.box] == self._ranks.rank]
 
-    def _write(self, step: int, index: Index, parts: list[LocalBox], extra: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, index: Index, parts: list[StatePart], extra: dict[str, Any]
+    ) -> None:
         """Write and publish a checkpoint and prune old ones.
 
         A failure is raised on all ranks and leaves no partial checkpoint.

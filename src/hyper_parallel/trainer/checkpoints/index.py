@@ -12,7 +12,6 @@ import json
 import math
 import mmap
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, Final
 import xxhash
 
 from hyper_parallel import serde
-from hyper_parallel.ir import AXES
+from hyper_parallel.ir import AXES, Box, divided_dims, tile
 from hyper_parallel.received import Limits
 from hyper_parallel.trainer.files import Damaged
 from hyper_parallel.units import MiB
@@ -59,6 +58,10 @@ class Piece:
     begin: int
     end: int
     xxh3: str
+
+    def box(self, name: str) -> Box:
+        """Return the box, for the name of its tensor."""
+        return Box.at(name, self.offset, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,44 +229,22 @@ def _problem(tensor: StoredTensor) -> str:
     dims = len(tensor.shape)
     if dims > _MAX_DIMS:
         return f"{dims} dims, more than {_MAX_DIMS}"
+    full, boxes = Box.full("", tensor.shape), list[Box]()
     for piece in tensor.pieces:
-        boxes = zip(piece.offset, piece.shape, tensor.shape, strict=False)
         if len(piece.offset) != dims or len(piece.shape) != dims:
             return f"a piece at {piece.offset} has another number of dims"
-        if any(start < 0 or size < 1 or start + size > whole for start, size, whole in boxes):
+        boxes.append(piece.box(""))
+        if min(piece.shape, default=1) < 1 or not full.contains(boxes[-1]):
             return f"a piece at {piece.offset} of shape {piece.shape} is outside of {tensor.shape}"
     if not tensor.pieces:
         empty = min(tensor.shape, default=1) == 0
         return "" if empty else f"the pieces do not fill {tensor.shape}"
-    if sum(math.prod(p.shape) for p in tensor.pieces) != math.prod(tensor.shape):
+    if sum(box.size for box in boxes) != full.size:
         return f"the pieces do not fill {tensor.shape}"
-    cut = [d for d in range(dims) if any(p.shape[d] != tensor.shape[d] for p in tensor.pieces)]
-    if len(cut) > _MAX_SHARDED_DIMS:
-        return f"pieces divide {len(cut)} dims, more than {_MAX_SHARDED_DIMS}"
-    return "" if _tile(tensor, cut) else f"pieces overlap in {tensor.shape}"
-
-
-def _tile(tensor: StoredTensor, cut: Sequence[int]) -> bool:
-    """Return whether the pieces cover the tensor exactly once, in time linear in their number.
-
-    The mixed derivative of the indicator function of a box is a sum of signed points at its corners. It determines a
-    function of bounded support. So boxes add up to a box exactly if their signed corners do.
-
-    Args:
-        tensor: Tensor whose pieces are inside its bounds.
-        cut: Dims along which some piece is shorter than the tensor.
-    """
-    signs = [(-1) ** sum(bits) for bits in itertools.product((0, 1), repeat=len(cut))]
-    corners: Counter[tuple[int, ...]] = Counter()
-    for piece in tensor.pieces:
-        spans = [(piece.offset[d], piece.offset[d] + piece.shape[d]) for d in cut]
-        for sign, corner in zip(signs, itertools.product(*spans), strict=True):
-            corners[corner] += sign
-    for sign, corner in zip(
-        signs, itertools.product(*((0, tensor.shape[d]) for d in cut)), strict=True
-    ):
-        corners[corner] -= sign
-    return not any(corners.values())
+    divided = len(divided_dims(full, boxes))
+    if divided > _MAX_SHARDED_DIMS:
+        return f"pieces divide {divided} dims, more than {_MAX_SHARDED_DIMS}"
+    return "" if tile(full, boxes) else f"pieces overlap in {tensor.shape}"
 
 
 def _group_problem(index: Index) -> str:

@@ -56,7 +56,7 @@ def load_base(
     gathered = RankGroup("base weights", directory).everywhere(lambda: report.checksums)
     parts = list(itertools.chain.from_iterable(gathered))
     checksum = joint_checksum(parts, lambda name: WeightFiles(directory).read(name))
-    return BaseWeights(checksum, tuple(sorted({part.name for part in parts})))
+    return BaseWeights(checksum, tuple(sorted({part.box.name for part in parts})))
 
 
 def check_base(adapter: Path, base: Path) -> None:

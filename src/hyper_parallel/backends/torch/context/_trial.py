@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE, TRIAL, register
 from hyper_parallel.backends.torch.flow_tracer import POSITIONS, TOKEN_DEPENDENT, TOKENS, FlowTracer
@@ -38,9 +37,7 @@ def probe_attention_calls(
     return tuple(_Probe(model, base, layers, INTERFACE).run())
 
 
-def override_position_ids(
-    base: nn.Module, position_ids: Callable[[], Tensor]
-) -> list[RemovableHandle]:
+def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -> None:
     """Replace positions [S] counted over the local tokens, as BART does, in the input of position embeddings."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -49,11 +46,12 @@ def override_position_ids(
             return None
         return args, {**kwargs, "position_ids": position_ids()}
 
-    return [
-        m.register_forward_pre_hook(before, with_kwargs=True)
-        for m in base.modules()
-        if isinstance(m, nn.Embedding) and "position_ids" in signature(m.forward).parameters
-    ]
+    for module in base.modules():
+        if (
+            isinstance(module, nn.Embedding)
+            and "position_ids" in signature(module.forward).parameters
+        ):
+            module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 class _Probe:
@@ -86,12 +84,8 @@ class _Probe:
             if has_causal_loss(model) or scores_tokens(model):
                 model.loss_function = self._loss
                 use_loss_function(model)
-            hooks = override_position_ids(self.base, lambda: positions[0])
-            try:
-                run_on_meta(model, tracer, "cp", position_ids=positions)
-            finally:
-                for hook in hooks:
-                    hook.remove()
+            override_position_ids(self.base, lambda: positions[0])
+            run_on_meta(model, tracer, "cp", position_ids=positions)
         if not self.losses:
             raise self._refusal("it computes its loss without `loss_function`")
         if tracer.mixes:

@@ -177,19 +177,13 @@ class _SummandTrial:
         for i, name in enumerate(self.names):
             tracer.mark(model.get_parameter(name), 1 << _BITS + i)
         modules = dict(model.named_modules())
-        hooks = [
-            modules[name].register_forward_hook(self._hook(style), with_kwargs=True)
-            for name, style in self.styles.items()
-            if name in modules and style in (*COLUMN_STYLES, *_WHOLE_RESULT_STYLES)
-        ]
-        try:
-            with preserve_module_state(model):
-                if has_causal_loss(model):
-                    model.loss_function = self._loss
-                output = run_on_meta(model, tracer, "tp")
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with preserve_module_state(model):
+            for name, style in self.styles.items():
+                if name in modules and style in (*COLUMN_STYLES, *_WHOLE_RESULT_STYLES):
+                    modules[name].register_forward_hook(self._hook(style), with_kwargs=True)
+            if has_causal_loss(model):
+                model.loss_function = self._loss
+            output = run_on_meta(model, tracer, "tp")
         results = [getattr(output, n, None) for n in ("loss", "logits")]
         tracer.complete |= tracer.marks_of(results) >> _BITS
         if both := tracer.summands & tracer.complete:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.torch.weights.shard_ranges import local
+from hyper_parallel.ir import Box, Ranges, overlap
 
-Ranges = tuple[tuple[int, int], ...]
 _Words = NDArray[np.uint64]
 _WORD: Final = 8  # bytes of a uint64
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -33,17 +33,15 @@ class PartChecksum:
     """Checksum of the elements of a stored tensor within some ranges.
 
     Attributes:
-        name: Name of the tensor.
+        box: The elements, in the tensor as stored.
         dtype: Dtype of the elements.
         shape: Shape of the full tensor.
-        ranges: Start and stop per dim.
         value: The checksum.
     """
 
-    name: str
+    box: Box
     dtype: str
     shape: tuple[int, ...]
-    ranges: Ranges
     value: int
 
     @classmethod
@@ -51,19 +49,9 @@ class PartChecksum:
         cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()
     ) -> PartChecksum:
         """Compute the checksum of a part; dims without a range are complete."""
-        box = (*ranges, *((0, size) for size in shape[len(ranges) :]))
+        box = Box(name, (*ranges, *((0, size) for size in shape[len(ranges) :])))
         dtype = str(part.dtype).removeprefix("torch.")
-        return cls(name, dtype, tuple(shape), box, _checksum(part, [start for start, _ in box]))
-
-    @property
-    def size(self) -> int:
-        """Number of elements in the part."""
-        return math.prod(stop - start for start, stop in self.ranges)
-
-    def overlaps(self, other: PartChecksum) -> bool:
-        """Return whether two parts of one tensor have a common element."""
-        pairs = zip(self.ranges, other.ranges, strict=True)
-        return all(a < d and c < b for (a, b), (c, d) in pairs)
+        return cls(box, dtype, tuple(shape), _checksum(part, list(box.offset)))
 
 
 def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Tensor]) -> str:
@@ -73,17 +61,17 @@ def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Te
         parts: Parts read by all ranks, with repetitions for replicas.
         read_whole: Function that reads a full tensor by name; used if parts overlap without being equal.
     """
-    tensors: dict[str, dict[Ranges, PartChecksum]] = {}
+    tensors: dict[str, dict[Box, PartChecksum]] = {}
     for part in parts:
-        tensors.setdefault(part.name, {})[part.ranges] = part
+        tensors.setdefault(part.box.name, {})[part.box] = part
     lines = []
-    for name, by_ranges in sorted(tensors.items()):
+    for name, by_box in sorted(tensors.items()):
         disjoint: list[PartChecksum] = []
-        for part in sorted(by_ranges.values(), key=lambda p: -p.size):
-            if not any(part.overlaps(other) for other in disjoint):
+        for part in sorted(by_box.values(), key=lambda p: -p.box.size):
+            if not any(overlap(part.box, other.box) for other in disjoint):
                 disjoint.append(part)
         first = disjoint[0]
-        if sum(part.size for part in disjoint) != math.prod(first.shape):
+        if sum(part.box.size for part in disjoint) != math.prod(first.shape):
             disjoint = [PartChecksum.of(name, read_whole(name), first.shape)]
         value = sum(part.value for part in disjoint) & _MASK
         lines.append(f"{name} {first.dtype} {list(first.shape)} {value:016x}")

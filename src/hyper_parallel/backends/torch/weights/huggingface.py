@@ -20,17 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from hyper_parallel.ir import Box, Ranges
+
 COMPLETE: Final = "_hyper_parallel_complete"
 """Attribute of a part of a Hugging Face model that is no Hugging Face model itself: the model."""
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """Stored tensor, by its name in the files, and its location in the parameter."""
+class StoredPart:
+    """Stored tensor, by its name in the files, and the index ranges of the parameter that it fills."""
 
     key: str
-    offset: tuple[int, ...]
-    """First index in the parameter, per dim of the parameter."""
+    ranges: Ranges
     stacked: bool
     """True if the first dim of the parameter is no dim of the stored tensor, which fills one index of it."""
 
@@ -141,13 +142,13 @@ class NameMap:
     """Map from the stored names of a directory to the parameters of a model.
 
     Attributes:
-        boxes: Stored tensors that fill each parameter.
+        parts: Stored tensors that fill each parameter.
         conversions: Conversions that need the code of transformers.
         unknown: Stored names that belong to no parameter.
         gaps: Name, or name pattern, of the first missing stored tensor, by parameter.
     """
 
-    boxes: dict[str, list[Box]]
+    parts: dict[str, list[StoredPart]]
     conversions: list[Conversion]
     unknown: list[str]
     gaps: dict[str, str]
@@ -160,7 +161,10 @@ def map_names(
 
     `reference` is the result of `hf_reference_model`; None: names in the files are parameter names.
     """
-    full = {key: [Box(key, (0,) * len(shape), False)] for key, shape in stored.items()}
+    full = {
+        key: [StoredPart(key, tuple((0, n) for n in shape), stacked=False)]
+        for key, shape in stored.items()
+    }
     if reference is None:
         unknown = [k for k in stored if k not in wanted]
         return NameMap({k: v for k, v in full.items() if k in wanted}, [], unknown, {})
@@ -182,7 +186,7 @@ def map_names(
         if name not in wanted:
             result.unknown.append(key)
         elif pattern is None:
-            result.boxes.setdefault(name, []).extend(full[key])
+            result.parts.setdefault(name, []).extend(full[key])
         else:
             number = _number_of(pattern, rename_source_key(key, renamings, [])[0])
             groups.setdefault(name, {}).setdefault(pattern, []).append((number, key))
@@ -193,7 +197,7 @@ def map_names(
             result.gaps[name] = gap
         parts = _converted(converter, by_source, stored)
         if parts is not None:
-            result.boxes[name] = parts
+            result.parts[name] = parts
         else:
             keys = {p: [key for _, key in numbered] for p, numbered in by_source.items()}
             result.conversions.append(Conversion(name, converter, keys, reference))
@@ -243,8 +247,8 @@ def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
 
 def _converted(
     converter: Any, by_source: _Sources, stored: dict[str, tuple[int, ...]]
-) -> list[Box] | None:
-    """Return the boxes of a parameter built by stacking or concatenation; None for other operations."""
+) -> list[StoredPart] | None:
+    """Return the parts of a parameter built by stacking or concatenation; None for other operations."""
     stack = _stacks(converter)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     rest = operations[1:] if stack else operations
@@ -262,7 +266,7 @@ def _converted(
                 offset[0] = index if number is None else number
             if axis is not None:
                 offset[axis] = start
-            result.append(Box(key, tuple(offset), stack))
+            result.append(StoredPart(key, Box.at(key, offset, shape).ranges, stack))
         start += shape[axis] if shape and axis is not None else 0
     return result
 

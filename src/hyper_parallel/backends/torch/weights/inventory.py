@@ -5,7 +5,6 @@ Loading, errors, exports and reports all derive from one inventory. Each stored 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.token_scores import SCORE, scores_tokens
 from hyper_parallel.backends.torch.weights.huggingface import (
-    Box,
     Conversion,
     NameMap,
+    StoredPart,
     hf_reference_model,
     is_ignored,
     map_names,
@@ -35,9 +34,10 @@ from hyper_parallel.backends.torch.weights.initialization import (
 )
 from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles, same_values
 from hyper_parallel.errors import WeightsUnreadable
+from hyper_parallel.ir import Box
 
-Source = list[Box] | tuple[Conversion, str, tuple[int, ...]]
-"""Boxes of stored tensors, or a conversion with the name and shape of its result."""
+Source = list[StoredPart] | tuple[Conversion, str, tuple[int, ...]]
+"""Stored tensors and their places, or a conversion with the name and shape of its result."""
 
 
 class Fate(StrEnum):
@@ -138,22 +138,24 @@ class _InventoryBuilder:
 
     def _record_known(self, names: NameMap) -> None:
         """Record the source of each parameter, and the fates of the names in it."""
-        for name, boxes in names.boxes.items():
-            first = self._files.tensors[boxes[0].key]
-            if len(boxes) > 1 and all(not b.stacked and not any(b.offset) for b in boxes):
-                for box in boxes[1:]:
-                    if not same_values(first, self._files.tensors[box.key]):
+        for name, parts in names.parts.items():
+            first = self._files.tensors[parts[0].key]
+            if len(parts) > 1 and all(
+                not p.stacked and not any(start for start, _ in p.ranges) for p in parts
+            ):
+                for part in parts[1:]:
+                    if not same_values(first, self._files.tensors[part.key]):
                         raise WeightsUnreadable(
-                            f"`{boxes[0].key}` and `{box.key}` are the same parameter, with different values",
-                            where=str(self._files.tensors[box.key].file),
+                            f"`{parts[0].key}` and `{part.key}` are the same parameter, with different values",
+                            where=str(self._files.tensors[part.key].file),
                             allowed=f"one tensor for `{name}`",
                         )
-                boxes = boxes[:1]
-            self._stored[name] = boxes
-            for box in names.boxes[name]:
-                part = len(boxes) > 1 or box.stacked
-                single = Fate.LOADED if box.key == name else Fate.RENAMED
-                self._inventory.fates[box.key] = Fate.MERGED if part else single
+                parts = parts[:1]
+            self._stored[name] = parts
+            for part in names.parts[name]:
+                merged = len(parts) > 1 or part.stacked
+                single = Fate.LOADED if part.key == name else Fate.RENAMED
+                self._inventory.fates[part.key] = Fate.MERGED if merged else single
         for conversion in names.conversions:
             for name, shape in self._converted(conversion).items():
                 self._stored[name] = (conversion, name, shape)
@@ -328,7 +330,7 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _keys(source: Source) -> list[str]:
     """Return the stored names that fill a parameter."""
     if isinstance(source, list):
-        return [box.key for box in source]
+        return [part.key for part in source]
     return [key for keys in source[0].keys.values() for key in keys]
 
 
@@ -348,24 +350,20 @@ def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: Weigh
                 allowed=f"shape {shape}",
             )
         return
-    filled = 0
-    for box in source:
-        entry = files.tensors[box.key]
-        size = ((1,) if box.stacked else ()) + entry.shape
-        inside = len(size) == len(shape) and all(
-            o + s <= n for o, s, n in zip(box.offset, size, shape, strict=True)
-        )
-        if not inside or (len(source) == 1 and size != shape):
+    full, filled = Box.full(name, shape), 0
+    for part in source:
+        entry, box = files.tensors[part.key], Box(name, part.ranges)
+        if not full.contains(box) or (len(source) == 1 and box != full):
             raise WeightsUnreadable(
-                f"`{box.key}` does not fit the parameter `{name}`",
+                f"`{part.key}` does not fit the parameter `{name}`",
                 where=str(entry.file),
                 got=f"shape {entry.shape}",
                 allowed=f"{'' if len(source) == 1 else f'one of {len(source)} parts of '}shape {shape}",
             )
-        filled += math.prod(size)
-    if filled != math.prod(shape):
+        filled += box.size
+    if filled != full.size:
         raise WeightsUnreadable(
-            f"the files contain {filled} of the {math.prod(shape)} elements of `{name}`",
+            f"the files contain {filled} of the {full.size} elements of `{name}`",
             where=str(files.tensors[source[0].key].file),
-            got=[box.key for box in source],
+            got=[part.key for part in source],
         )

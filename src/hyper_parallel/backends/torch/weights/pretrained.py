@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyper_parallel.backends.torch.weights.checksums import PartChecksum
-from hyper_parallel.backends.torch.weights.huggingface import Box, untied_config
+from hyper_parallel.backends.torch.weights.huggingface import StoredPart, untied_config
 from hyper_parallel.backends.torch.weights.initialization import (
     allocate_and_fill_buffers,
     named_tensors,
@@ -29,10 +30,16 @@ from hyper_parallel.backends.torch.weights.inventory import (
     stored_tensors,
     take_inventory,
 )
-from hyper_parallel.backends.torch.weights.shard_ranges import Run, copy_full, local, local_ranges
-from hyper_parallel.backends.torch.weights.tensor_files import Ranges, WeightFiles, copy_overlap
+from hyper_parallel.backends.torch.weights.shard_ranges import (
+    copy_full,
+    copy_parts,
+    local,
+    local_boxes,
+)
+from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
 from hyper_parallel.backends.torch.weights.unused_tensors import CarriedWeights, remember_carried
 from hyper_parallel.errors import WeightsUnreadable
+from hyper_parallel.ir import Box
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +70,7 @@ def check_pretrained(model: nn.Module, directory: str | Path) -> Inventory:
     inventory = take_inventory(model, files)
     if inventory.untied:
         _check_untied(model, inventory, files)
-    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
+    remember_carried(model, CarriedWeights.of(inventory, directory))
     return inventory
 
 
@@ -102,21 +109,22 @@ def load_pretrained(
         inventory = take_inventory(model, files)
         inventory.fates |= {n: f for n, f in fates.items() if f is Fate.TIED_DIFFERENT}
     sources, targets = inventory.sources, stored_tensors(model)
-    ranges = {name: local_ranges(targets[name], name) for name in sources}
+    own = {name: local_boxes(targets[name], name) for name in sources}
     allocate_and_fill_buffers(model, device=device, fresh=inventory.fresh, seed=seed)
     targets = stored_tensors(model)
     read_before = files.bytes_read
     files.checksums = [] if checksums else None
     with torch.no_grad():
         for name, parts in sources.items():
-            for box in parts if isinstance(parts, list) else ():
-                _read_box(files, box, local(targets[name]).detach(), ranges[name])
+            if isinstance(parts, list):
+                boxes = [(part, Box(name, part.ranges)) for part in parts]
+                copy_parts(local(targets[name]).detach(), own[name], boxes, partial(_read, files))
         for conversion in inventory.conversions:
             converted = {n: p[1] for n, p in sources.items() if p[0] is conversion}
             values = conversion.run(files.read) if converted else {}
             for name, stored in converted.items():
                 copy_full(targets[name], values[stored], name)
-    remember_carried(model, CarriedWeights(Path(directory), tuple(inventory.names(*CARRIED))))
+    remember_carried(model, CarriedWeights.of(inventory, directory))
     _log_inventory(inventory, files)
     return LoadReport(
         len(sources),
@@ -184,14 +192,9 @@ def _untie(model: nn.Module, inventory: Inventory) -> None:
         model.config = untied_config(config)
 
 
-def _read_box(
-    source: WeightFiles, box: Box, target: Tensor, ranges: tuple[tuple[Run, ...], ...]
-) -> None:
-    """Copy the intersection of a stored tensor with this rank's shard of the parameter."""
-
-    def read(part: Ranges) -> Tensor:
-        stored = source.read(box.key, part[1:] if box.stacked else part)
-        return stored.unsqueeze(0) if box.stacked else stored
-
-    size = ((1,) if box.stacked else ()) + source.tensors[box.key].shape
-    copy_overlap(read, box.offset, size, target, ranges)
+def _read(files: WeightFiles, part: StoredPart, box: Box) -> Tensor:
+    """Return the elements of a box of the parameter from the stored tensor that has them."""
+    ranges = box.within(Box(box.name, part.ranges))
+    if part.stacked:
+        return files.read(part.key, ranges[1:]).unsqueeze(0)
+    return files.read(part.key, ranges)

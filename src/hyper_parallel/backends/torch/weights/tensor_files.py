@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,50 +15,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hyper_parallel.backends.torch.weights.checksums import PartChecksum
-from hyper_parallel.backends.torch.weights.shard_ranges import Run
 from hyper_parallel.errors import WeightsUnreadable
+from hyper_parallel.ir import Ranges
 from hyper_parallel.model import INDEX, SINGLE, list_weight_files
 from hyper_parallel.received import check_regular
 
 _CHUNK_ELEMENTS = 1 << 24
 """Elements of two tensors compared at a time."""
-
-Ranges = tuple[tuple[int, int], ...]
-"""Start and stop per dim."""
-
-
-def copy_overlap(
-    read: Callable[[Ranges], Tensor],
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
-    target: Tensor,
-    ranges: tuple[tuple[Run, ...], ...],
-) -> None:
-    """Copy the intersection of a stored box of a tensor with this rank's shard; an empty intersection reads nothing.
-
-    Args:
-        read: Function from ranges in the box to its elements.
-        offset: First index of the box, per dim of the full tensor.
-        shape: Shape of the box.
-        target: Shard of this rank.
-        ranges: Indices of the shard, see `local_ranges`.
-    """
-    source: list[list[tuple[int, int]]] = [[]]
-    write: list[list[slice]] = [[]]
-    for start, length, runs in zip(offset, shape, ranges, strict=True):
-        overlaps = [
-            (max(run.start, start), min(run.stop, start + length), run)
-            for run in runs
-            if run.start < start + length and run.stop > start
-        ]
-        source = [[*r, (a - start, b - start)] for r in source for a, b, _ in overlaps]
-        write = [
-            [*w, slice(run.local_start + a - run.start, run.local_start + b - run.start)]
-            for w in write
-            for a, b, run in overlaps
-        ]
-    for from_, to in zip(source, write, strict=True):
-        target[tuple(to)].copy_(read(tuple(from_)))
 
 
 @dataclass(frozen=True, slots=True)

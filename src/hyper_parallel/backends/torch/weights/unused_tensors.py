@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
-from typing_extensions import TypedDict
 
-from hyper_parallel.backends.torch.weights.inventory import CARRIED, take_inventory
+from hyper_parallel.backends.torch.weights.inventory import CARRIED, Inventory, take_inventory
 from hyper_parallel.backends.torch.weights.tensor_files import Stored, WeightFiles
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.received import Limits
@@ -24,13 +23,6 @@ _ATTRIBUTE: Final = "_carried_weights"
 
 CARRIED_FILE: Final = "carried_weights.json"
 """File next to the config of a run: directory and names of the unused tensors that its exports include."""
-
-
-class _Stored(TypedDict):
-    """Content of `CARRIED_FILE`."""
-
-    directory: str
-    names: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +47,14 @@ class CarriedWeights:
     def read(cls, directory: Path) -> CarriedWeights | None:
         """Read the `CARRIED_FILE` of a directory; return None without a readable file."""
         try:
-            stored = read(_Stored, directory / CARRIED_FILE, Limits())
+            return read(cls, directory / CARRIED_FILE, Limits())
         except (OSError, DecodeError):
             return None
-        return cls(Path(stored["directory"]), tuple(stored["names"]))
+
+    @classmethod
+    def of(cls, inventory: Inventory, directory: str | Path) -> CarriedWeights:
+        """Return the tensors of an inventory that an export writes unchanged."""
+        return cls(Path(directory), tuple(inventory.names(*CARRIED)))
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:
@@ -88,7 +84,7 @@ def carried_of(model: nn.Module, directory: Path) -> CarriedWeights | None:
     except WeightsUnreadable as error:
         logger.warning("unused tensors are not exported: %s (%s)", error.what, error.where)
         return None
-    return CarriedWeights(directory, tuple(inventory.names(*CARRIED)))
+    return CarriedWeights.of(inventory, directory)
 
 
 def open_carried(carried: CarriedWeights | None, exported: Collection[str]) -> dict[str, Stored]:

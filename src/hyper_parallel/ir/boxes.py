@@ -1,0 +1,256 @@
+"""Boxes: parts of tensors, as half-open index ranges, in memory, in files and in messages.
+
+A rank stores, for every dim of a tensor, runs of consecutive indices; its shard is their product, so it consists of
+boxes. A file or a message has boxes too. One intersection therefore gives the elements to copy between any two places,
+independent of the layouts on both sides:
+
+    have  [0:4, 0:6]  [4:8, 0:6]        two pieces in files
+    want  [2:6, 0:3]                    box of a rank
+    ->    [2:4, 0:3]  [4:6, 0:3]        transfers
+
+No framework; arithmetic on integers only.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+Ranges = tuple[tuple[int, int], ...]
+"""Half-open index range of each dim."""
+Runs = tuple[tuple[int, int], ...]
+"""Half-open index ranges of one dim, in the order in which a rank stores them."""
+
+_S = TypeVar("_S")
+_R = TypeVar("_R")
+
+
+class Box(NamedTuple):
+    """Part of a tensor; a tuple, because ranks gather and compare many.
+
+    Attributes:
+        name: Name of the tensor.
+        ranges: Half-open index range per dim of the full tensor.
+    """
+
+    name: str
+    ranges: Ranges
+
+    @classmethod
+    def at(cls, name: str, offset: Sequence[int], shape: Sequence[int]) -> Box:
+        """Return the box of a shape whose first index is `offset`."""
+        return cls(name, tuple((o, o + n) for o, n in zip(offset, shape, strict=True)))
+
+    @classmethod
+    def full(cls, name: str, shape: Sequence[int]) -> Box:
+        """Return the box of all elements of a tensor."""
+        return cls(name, tuple((0, n) for n in shape))
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """First index, per dim of the full tensor."""
+        return tuple(start for start, _ in self.ranges)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of indices per dim."""
+        return tuple(stop - start for start, stop in self.ranges)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def contains(self, other: Box) -> bool:
+        """Return whether all elements of a box of the same tensor, which may have another number of dims, are here."""
+        return len(self.ranges) == len(other.ranges) and all(
+            first <= start and stop <= last
+            for (first, last), (start, stop) in zip(self.ranges, other.ranges, strict=True)
+        )
+
+    def within(self, outer: Box) -> Ranges:
+        """Return the ranges relative to the first index of an enclosing box."""
+        pairs = zip(self.ranges, outer.ranges, strict=True)
+        return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """Box of a rank's shard.
+
+    Attributes:
+        box: Its indices in the full tensor.
+        index: Its indices in the local tensor.
+    """
+
+    box: Box
+    index: tuple[slice, ...]
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """Return the common elements of two boxes; None without any, and for boxes of different tensors."""
+    if a.name != b.name:
+        return None
+    pairs = zip(a.ranges, b.ranges, strict=True)
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in pairs)
+    return Box(a.name, common) if all(start < stop for start, stop in common) else None
+
+
+def merge(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Return runs of a dim with adjacent ones merged and empty ones removed."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if start < stop and merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], stop
+        elif start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def chunk(runs: Iterable[tuple[int, int]], count: int, number: int) -> Runs:
+    """Return one chunk of the indices in some runs by the rule of `torch.chunk`: the last may be shorter or empty."""
+    runs = [*runs]
+    length = -(-sum(stop - start for start, stop in runs) // count)
+    first, chunked = number * length, []
+    for start, stop in runs:
+        begin, end = max(start + first, start), min(start + first + length, stop)
+        chunked.append((begin, max(begin, end)))
+        first -= stop - start
+    return merge(chunked)
+
+
+Split = tuple[int, int, int]
+"""Division of a dim by a mesh axis: its degree, the number of blocks it divides separately, and this rank's index."""
+
+
+def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs | None:
+    """Return the runs of a dim on one rank whose axes divide the dim one after another, as placements of a DTensor.
+
+    Args:
+        size: Size of the dim.
+        splits: Divisions in the order of the mesh.
+
+    Returns:
+        The runs; None if FSDP, applied last to a tensor-parallel shard, stores other indices on some rank.
+    """
+    divided = tuple((degree, blocks) for degree, blocks, _ in splits)
+    return _divide(size, splits) if _is_unambiguous(size, divided) else None
+
+
+def _divide(size: int, splits: Iterable[Split]) -> Runs:
+    runs: Runs = ((0, size),)
+    for degree, blocks, rank in splits:
+        parts = (chunk(chunk(runs, blocks, block), degree, rank) for block in range(blocks))
+        runs = tuple(itertools.chain.from_iterable(parts))
+    return merge(runs)
+
+
+@functools.lru_cache(maxsize=256)  # many parameters of thousands of ranks have few sizes
+def _is_unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether DTensor's order and FSDP applied last to the tensor-parallel shard store equal indices per rank.
+
+    Args:
+        size: Size of the dim.
+        splits: Degree and blocks of each axis that shards the dim.
+    """
+    degrees = [degree for degree, _ in splits]
+    if all(blocks == 1 for _, blocks in splits) or size % math.prod(degrees) == 0:
+        return True
+    inner = [k for k, (_, blocks) in enumerate(splits) if blocks == 1]
+    outer = [k for k, (_, blocks) in enumerate(splits) if blocks > 1]
+    for ranks in itertools.product(*(range(degree) for degree in degrees)):
+        stored: Runs = ((0, size),)
+        for k in inner + outer[::-1]:
+            stored = chunk(stored, degrees[k], ranks[k])
+        if stored != _divide(size, [(d, b, r) for (d, b), r in zip(splits, ranks, strict=True)]):
+            return False
+    return True
+
+
+def boxes(name: str, runs: Sequence[Runs]) -> list[LocalBox]:
+    """Return the boxes of a rank's shard, without empty ones.
+
+    Args:
+        name: Name of the tensor.
+        runs: Runs of each dim, for example `Layout.ranges`; the local tensor stores them one after another.
+    """
+    dims = []
+    for ranges in runs:
+        stops = itertools.accumulate(stop - start for start, stop in ranges)
+        local = [
+            slice(end - (stop - start), end)
+            for end, (start, stop) in zip(stops, ranges, strict=True)
+        ]
+        dims.append([pair for pair in zip(ranges, local, strict=True) if pair[0][0] < pair[0][1]])
+    return [
+        LocalBox(Box(name, tuple(r for r, _ in part)), tuple(index for _, index in part))
+        for part in itertools.product(*dims)
+    ]
+
+
+def transfers(
+    have: Iterable[tuple[_S, Box]], want: Iterable[tuple[_R, Box]]
+) -> Iterator[tuple[_S, _R, Box]]:
+    """Yield sender, receiver and elements of every copy that fills the wanted boxes; senders in their order.
+
+    Args:
+        have: Senders (files, ranks) and their boxes. Elements in several boxes are sent several times; choose one
+            sender for equal boxes by `choose_senders`.
+        want: Receivers and their boxes.
+    """
+    wanted: dict[str, list[tuple[_R, Box]]] = {}
+    for receiver, box in want:
+        wanted.setdefault(box.name, []).append((receiver, box))
+    for sender, box in have:
+        for receiver, target in wanted.get(box.name, ()):
+            if (common := overlap(box, target)) is not None:
+                yield sender, receiver, common
+
+
+def choose_senders(have: Sequence[Mapping[Box, int]]) -> dict[Box, int]:
+    """Return one rank for each box that ranks have, balanced by bytes.
+
+    Args:
+        have: Bytes of every box, per rank; replicas have equal boxes.
+    """
+    candidates: dict[Box, list[int]] = {}
+    for rank, sizes in enumerate(have):
+        for box in sizes:
+            candidates.setdefault(box, []).append(rank)
+    sent, result = [0] * len(have), {}
+    # Boxes of a single rank first, then replicated boxes by decreasing size.
+    order = sorted(
+        candidates, key=lambda b: (len(candidates[b]) > 1, -have[candidates[b][0]][b], b)
+    )
+    for box in order:
+        rank = min(candidates[box], key=lambda r: sent[r])
+        result[box] = rank
+        sent[rank] += have[rank][box]
+    return result
+
+
+def divided_dims(outer: Box, parts: Iterable[Box]) -> list[int]:
+    """Return the dims in which some of the parts differ from `outer`."""
+    different = {d for part in parts for d, r in enumerate(part.ranges) if r != outer.ranges[d]}
+    return sorted(different)
+
+
+def tile(outer: Box, parts: Sequence[Box]) -> bool:
+    """Return whether boxes inside of `outer` cover it exactly once, in time linear in their number.
+
+    The mixed derivative of the indicator function of a box is a sum of signed points at its corners. It determines a
+    function of bounded support. So boxes add up to a box exactly if their signed corners do.
+    """
+    divided = divided_dims(outer, parts)
+    signs = [(-1) ** sum(bits) for bits in itertools.product((0, 1), repeat=len(divided))]
+    corners: Counter[tuple[int, ...]] = Counter()
+    for factor, box in itertools.chain(((1, part) for part in parts), [(-1, outer)]):
+        points = itertools.product(*(box.ranges[d] for d in divided))
+        for sign, corner in zip(signs, points, strict=True):
+            corners[corner] += factor * sign
+    return not any(corners.values())
