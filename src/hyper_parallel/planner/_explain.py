@@ -72,11 +72,11 @@ def memory_reason(
     """Return why a strategy that does not fit lost.
 
     Args:
-        memory_bytes: Its peak without recomputation.
-        least_bytes: Its peak with all allowed sharding and recomputation.
+        memory_bytes: Peak of the strategy without recomputation.
+        least_bytes: Peak of the strategy with all allowed sharding and recomputation.
         capacity_bytes: Memory of a device.
         microbatch: Sequences of a microbatch.
-        fitting: Smaller microbatch with which its degrees fit; None: there is none.
+        fitting: Smaller microbatch with which the degrees fit; None: no microbatch fits.
     """
     least = f" ({format_bytes(least_bytes)} at its leanest)" if least_bytes < memory_bytes else ""
     reason = (

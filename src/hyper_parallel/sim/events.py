@@ -185,8 +185,8 @@ def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
     any more: they are faster where roles share cores.
 
     Args:
-        graph: Of more than twice as many steps as `max_staleness` + 2.
-        max_staleness: As in `role_tasks`.
+        graph: Graph of more than 2 * (`max_staleness` + 2) steps.
+        max_staleness: Steps that sampling runs ahead; None: learners sample between steps.
     """
     ends: dict[str, float] = {}
     for span in simulate(graph).spans:
