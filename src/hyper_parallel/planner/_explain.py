@@ -152,8 +152,9 @@ def sensitivity(
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in cheapest.cost}
     for loser in runners_up:
-        same = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
-        rival = {t.name: t.seconds / same for t in loser.cost}
+        # Steps may differ in tokens: scale the loser's step to the tokens of the winner's.
+        token_ratio = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
+        rival = {t.name: t.seconds / token_ratio for t in loser.cost}
         behind = sum(rival.values()) - cheapest.step_s
         for name, constant in _CONSTANTS.items():
             advantage = terms.get(name, 0.0) - rival.get(name, 0.0)

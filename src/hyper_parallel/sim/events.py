@@ -179,7 +179,7 @@ def peaks(timeline: Timeline) -> dict[str, float]:
 
 
 def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
-    """Seconds per step of a graph of `ir.role_tasks`, between ends of learning.
+    """Return the seconds per step of a graph of `ir.role_tasks`, between ends of learning.
 
     The first steps, whose sampling can begin at once, are excluded. So are the last ones, during which no rank samples
     any more: they are faster where roles share cores.
