@@ -50,7 +50,7 @@ _MARKER_PART: Final = re.compile(rf"{re.escape('.' + MARKER)}\.\d+\.part")
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Content of a marker.
+    """Content of the marker file by which this package recognizes a folder that it wrote.
 
     Attributes:
         kind: Kind of the folder: run, export, adapter, model, cache, scratch.

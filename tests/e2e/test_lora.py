@@ -27,6 +27,7 @@ from tests.e2e.runs import CURVE, assert_same_curve, command, curve, make_place,
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.e2e
 
+TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
 LORA = ("lora.r=4", "lora.lora_alpha=12", "lora.modules_to_save=[q_norm]")
 
 
@@ -43,8 +44,11 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(place):
-    out = place / "one"
-    train(place, out, *LORA, "training.eval_tokens=100")
+    """A run whose tokenizer has a chat template, unlike the one of the base weights."""
+    out, tokenizer = place / "one", place / "tokenizer"
+    shutil.copytree(place / "base" / "export", tokenizer)
+    (tokenizer / "chat_template.jinja").write_text(TEMPLATE)
+    train(place, out, *LORA, f"data.tokenizer={tokenizer}", "training.eval_tokens=100")
     return out
 
 
@@ -106,6 +110,8 @@ def test_peft_reads_the_adapter_and_the_merged_model_has_its_logits(place, one_r
     )
     assert all(torch.equal(again[name], tensor) for name, tensor in mine.items())
     assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["lora_alpha"] == 12
+    for folder in (one_rank / "export", one_rank / "merged", tmp_path / "again"):
+        assert (folder / "chat_template.jinja").read_text() == TEMPLATE
 
     said = [
         command("generate", str(d), "--prompt", "def f", "--max-new-tokens=4", "--temperature=0")

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.errors import HyperParallelError, TokenizerMissing
 from tests.e2e.runs import CONFIG, assert_same_curve, command, curve, rows, train, write_functions
 
 pytestmark = pytest.mark.e2e
@@ -69,6 +69,10 @@ def test_weights_without_a_tokenizer_are_refused(place, tmp_path):
         shutil.copy(place / "published" / name, tmp_path)
     error = refusal(place, f"model.path={tmp_path}", *DRY)
     assert error.code == "HP706"
+    with pytest.raises(TokenizerMissing) as caught:
+        command("data", str(place / "recipe.yaml"), f"model.path={tmp_path}")
+    assert str(caught.value) == str(error)
+    command("data", str(place / "recipe.yaml"), f"model.path={tmp_path}", "model.init=random")
     tokenizer = f"data.tokenizer={place / 'published'}"
     shown = train(place, tmp_path / "run", f"model.path={tmp_path}", tokenizer, *DRY).stderr
     assert "pretrained" in shown

@@ -139,6 +139,12 @@ def test_nothing_fits_names_devices_that_do():
         plan("llama-3-405b", "cloudmatrix384", num_devices=int(devices) // 2)
 
 
+def test_model_too_large_for_this_machine_names_the_option_for_another():
+    with pytest.raises(DoesNotFit) as caught:
+        plan("megatron-310b", "local", num_devices=2)
+    assert caught.value.hint == "a smaller model, or --topology TOPOLOGY"
+
+
 def test_given_strategy_that_does_not_fit_says_so():
     one = plan("llama-3-70b", machine(), Workload(8192, 8192), strategy=Strategy())
     assert any("exceeds the device's" in n for n in one.notes)

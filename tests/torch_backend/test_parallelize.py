@@ -321,8 +321,13 @@ def test_refusals_come_before_any_rank() -> None:
     world = World.join("cpu")
     model = CASE.build()
     plan = CASE.plan(Strategy())
-    with pytest.raises(DegreesMismatch, match="HP301"):
+    with pytest.raises(DegreesMismatch, match="HP301") as caught:
         parallelize(model, CASE.plan(Strategy(tp_x=2)), world)
+    assert caught.value.got == "tp_x=2 on 1 rank"
+    assert caught.value.hint == "torchrun --nproc-per-node 2 SCRIPT"
+    with pytest.raises(DegreesMismatch) as caught:
+        parallelize(model, CASE.plan(Strategy(dp_shard=2)), world)
+    assert caught.value.hint == "torchrun --nproc-per-node 2 SCRIPT, or dp_shard=1"
     layouts = dict(plan.layouts)
     del layouts["model.norm.weight"]
     with pytest.raises(PlanMismatch, match=r"HP307.*model\.norm\.weight"):

@@ -95,6 +95,13 @@ def test_the_prompt_of_a_pair_may_be_in_other_keys(record, wanted):
     assert {one.num_prompt for one in found} == {len(found[1].messages) - 1}
 
 
+@pytest.mark.parametrize("value", [3, "q", {"role": "user", "content": "q"}])
+def test_turns_that_are_no_list_are_named(value):
+    with pytest.raises(NoData, match="`messages` of a record is not a list of turns") as caught:
+        shape_of({"messages": value}, "text", "chat.jsonl:1", "sft")
+    assert caught.value.got.startswith("messages: ")
+
+
 @pytest.mark.parametrize(
     ("record", "match"),
     [

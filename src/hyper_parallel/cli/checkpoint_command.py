@@ -173,6 +173,7 @@ def export(
         raise BadValue("the run has no adapters to merge", where="--merge", got=str(run_dir))
     lora, weights = adapters or (None, None)
     source = model or weights or _recipe_model(directory.parent)
+    tokenizer = tokenizer or _run_tokenizer(directory.parent)
     from hyper_parallel.trainer.checkpoints.checkpoint_export import export_checkpoint
 
     exported_step = export_checkpoint(
@@ -260,6 +261,13 @@ def _recipe_model(run_dir: Path) -> Path:
     if (run_dir / "model" / "config.json").is_file():
         return run_dir / "model"
     return _model_path(run_dir / "config.yaml")
+
+
+def _run_tokenizer(run_dir: Path) -> Path | None:
+    """Return the directory of the tokenizer and chat template that a run stored; None if it stored none."""
+    from hyper_parallel.trainer.data import has_tokenizer
+
+    return run_dir / "model" if has_tokenizer(run_dir / "model") else None
 
 
 def _recipe(path: Path) -> dict[str, Any]:

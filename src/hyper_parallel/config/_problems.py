@@ -561,4 +561,4 @@ def raise_all(errors: Sequence[HyperParallelError]) -> None:
         + (f"; {e.hint}" if e.hint is not None else "")
         for e in errors[1:]
     )
-    raise first
+    raise first from None

@@ -122,7 +122,7 @@ def _interval(plan: Plan, half_width: float | None) -> str:
 
 
 def _tokens_per_second(plan: Plan) -> float:
-    """Tokens per second and device."""
+    """Return the tokens per second and device."""
     per_step = (plan.workload.tokens_per_step or 0) / plan.strategy.world_size
     return per_step / plan.whole_step_s if plan.whole_step_s else 0.0
 
@@ -172,7 +172,7 @@ def explain(plan: Plan, width: int | None = None) -> str:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Lines of a text, long ones continued further in."""
+    """Return the lines of a text; long ones are wrapped and indented further."""
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         yield from textwrap.wrap(

@@ -50,7 +50,7 @@ class HostBuffers:
 
 
 def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
-    """Slabs for so many buffers of every size.
+    """Return the slabs for a number of buffers of every size.
 
     Returns:
         Bytes of every slab, a power of two, and how many buffers of every size are cut from it, one after the other.
@@ -73,5 +73,5 @@ def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
 
 
 def slab_bytes(buffers: Mapping[int, int]) -> int:
-    """Bytes of the slabs for so many buffers of every size."""
+    """Return the bytes of the slabs for a number of buffers of every size."""
     return sum(slab for slab, _ in slabs(buffers))

@@ -76,7 +76,7 @@ class Layout:
         return (*(a for dim in self.axes for a in dim), *self.one_of)
 
     def parts_of(self, dim: int) -> int:
-        """Equal parts that a dim stacks; 1 for a dim that no axis cuts, where parts make no difference."""
+        """Return the number of equal parts that a dim stacks; 1 for a dim that no axis shards."""
         return self.parts[dim] if self.parts and self.axes[dim] else 1
 
     def stack(self, dim: int, parts: int) -> Layout:

@@ -101,7 +101,7 @@ class Mesh:
         return self.device(position)
 
     def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:
-        """Devices that differ from `device` only on `axes`, ordered by the axes as given, first outermost."""
+        """Return the devices that differ from `device` only on `axes`; the first of the axes is the outermost."""
         group = [self.coordinate(device)]
         for axis in (axes,) if isinstance(axes, str) else axes:
             group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]

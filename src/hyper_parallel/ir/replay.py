@@ -89,12 +89,12 @@ class _Walk:
         return any(tier == to or "dram" in (tier, to) for to in self.in_flight[storage])
 
     def filled(self, storage: int) -> bool:
-        """Other ranks are still writing it."""
+        """Return whether other ranks may still write a storage in a collective."""
         operators = (self.program.operators[i] for i in self.communicating)
         return any(storage in (*op.writes, *op.allocs) for op in operators)
 
     def used(self, storage: int, by: dict[int, None]) -> bool:
-        """Operators that were begun still read or write it."""
+        """Return whether operators in flight still read or write a storage."""
         return any(storage in self.program.touched[i] for i in by)
 
     def illegal(self, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:

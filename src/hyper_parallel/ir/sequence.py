@@ -67,16 +67,16 @@ class SequenceCut:
         )
 
     def positions(self, rank: int) -> list[int]:
-        """Positions that a rank holds, in its order."""
+        """Return the positions that a rank holds, in its order."""
         place, slice_ = divmod(rank, self.ulysses)
         positions = [p for start, stop in self.spans[place] for p in range(start, stop)]
         return positions[slice_ * self.local : (slice_ + 1) * self.local]
 
     def distances(self, window: int | None) -> tuple[int, ...]:
-        """Distances on the ring over which some place sees keys: place j uses those of place j - d.
+        """Return the ring distances d at which some place j attends to keys of place j - d.
 
-        Without a window every place sees something of every other. A sliding window reaches back over few chunks, so
-        that most exchanges are left out.
+        Without a window every place attends to all others. A sliding window covers few chunks, so most exchanges are
+        omitted.
         """
         return tuple(
             d

@@ -153,7 +153,7 @@ class Strategy:
         return self.pp * self.virtual_stages
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Stages a pipeline rank holds: in a loop (r, r + p, ...), for `zbv` and `dualpipev` in a V (r, 2p - 1 - r)."""
+        """Return the stages of a pipeline rank; see `rank_stages`."""
         return rank_stages(self.schedule, pp_rank, self.pp, self.virtual_stages)
 
     def mesh(self) -> Mesh:
@@ -269,12 +269,12 @@ class Strategy:
 
 
 def rank_stages(schedule: str, rank: int, ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Stages that a pipeline rank holds: in a loop (r, r + p, ...), for `V_SHAPED` in a V (r, 2p - 1 - r)."""
+    """Return the stages of a pipeline rank: in a loop (r, r + p, ...), for `V_SHAPED` in a V (r, 2p - 1 - r)."""
     if schedule in V_SHAPED:
         return rank, 2 * ranks - 1 - rank
     return tuple(range(rank, ranks * per_rank, ranks))
 
 
 def ulysses_degree(cp: int, kind: CpKind, cp_ulysses: int) -> int:
-    """Ulysses ranks inside cp: all of them, some, or one."""
+    """Return the number of Ulysses ranks inside cp: all of them, some, or one."""
     return 1 if cp == 1 else {"ulysses": cp, "hybrid": cp_ulysses}.get(kind, 1)

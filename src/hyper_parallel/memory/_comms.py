@@ -100,7 +100,7 @@ def plain_actions(
 ) -> list[MemoryAction]:
     """Return a program that runs every operator once, frees every storage after its last use, and moves none.
 
-    An operator of a group is joined where its results are needed, or as soon as it is done when a release waits for it.
+    A collective is joined before the first use of its results, or once it completes if a `free` is deferred until then.
 
     Args:
         program: Operators and storages.

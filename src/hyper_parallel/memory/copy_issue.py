@@ -42,7 +42,7 @@ class OutgoingCopy:
     Attributes:
         storage: Storage index.
         destination: Tier that it is copied to.
-        detaches: Its source is released at its end; False when the storage was needed again before.
+        detaches: Whether the source is released when the copy ends; False if an operator needs the storage before.
     """
 
     storage: int

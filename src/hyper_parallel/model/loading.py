@@ -93,12 +93,12 @@ FAMILIES_READ = (*sorted(FAMILIES), "gpt2")
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Config of a named model.
+    """Config of a model that was named by path, hub id or preset.
 
     Attributes:
-        values: Its keys.
+        values: Content of config.json.
         name: Display name of the model.
-        where: The file, or the preset.
+        where: Path of the file, or name of the preset.
         directory: Directory that may contain weights; None for a preset and a standalone config.
     """
 

@@ -47,8 +47,8 @@ class ModelProperties:
         half_batches: Decoder layers that run on two halves of the rows give the output of the whole batch.
         history_independent: The output does not depend on earlier forward passes.
         growing_cache: Decoding token by token with the model's cache gives the logits of the full text.
-        fixed_cache: The same with a cache of fixed length, one text.
-        slot_cache: The same with a cache of fixed length for several texts of different lengths.
+        fixed_cache: As `growing_cache`, with a cache of fixed length and one text.
+        slot_cache: As `growing_cache`, with a cache of fixed length and several texts of different lengths.
         idle_modules: Outermost modules with parameters that a text batch does not run.
         measured_on: Sizes and construction of the copy.
     """

@@ -258,9 +258,10 @@ class _Builder:
 
 
 def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
-    """Return the graph for ranks that share the cores, caches and memory of one device.
+    """Return a copy of the graph whose compute tasks share the cores, caches and memory of one device.
 
-    Costs hold while all ranks are busy. While some are idle, the others run faster. Links keep their times.
+    Durations in the graph hold while all ranks are busy. While some are idle, the others run faster. Transfer times do
+    not change.
 
     Args:
         graph: Graph of a schedule, on lanes `rank r/compute`, `rank r/communication`, ...

@@ -72,11 +72,11 @@ def memory_reason(
     """Return why a strategy that does not fit lost.
 
     Args:
-        memory_bytes: Its peak without recomputation.
-        least_bytes: Its peak with all allowed sharding and recomputation.
+        memory_bytes: Peak of the strategy without recomputation.
+        least_bytes: Peak of the strategy with all allowed sharding and recomputation.
         capacity_bytes: Memory of a device.
         microbatch: Sequences of a microbatch.
-        fitting: Smaller microbatch with which its degrees fit; None: there is none.
+        fitting: Smaller microbatch with which the degrees fit; None: no microbatch fits.
     """
     least = f" ({format_bytes(least_bytes)} at its leanest)" if least_bytes < memory_bytes else ""
     reason = (
@@ -152,8 +152,9 @@ def sensitivity(
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in cheapest.cost}
     for loser in runners_up:
-        same = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
-        rival = {t.name: t.seconds / same for t in loser.cost}
+        # Steps may differ in tokens: scale the loser's step to the tokens of the winner's.
+        token_ratio = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
+        rival = {t.name: t.seconds / token_ratio for t in loser.cost}
         behind = sum(rival.values()) - cheapest.step_s
         for name, constant in _CONSTANTS.items():
             advantage = terms.get(name, 0.0) - rival.get(name, 0.0)

@@ -123,7 +123,9 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
     """Return the error for a request without legal degrees, with the smallest change that makes some legal."""
     workload, devices, pins = request.workload, request.num_devices, request.pins
     shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
-    counted = [f"{reason} ({n})" for reason, n in ruled_out.items()]
+    counted = [
+        f"{reason} ({n} combination{'' if n == 1 else 's'})" for reason, n in ruled_out.items()
+    ]
     reasons = ", ".join(list(_impossible_pins(request)) or counted)
     hint = allowed = None
     for name in pins:
@@ -204,11 +206,17 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
-        hint=next(
-            _fitting_changes(request),
-            "take a smaller model, or plan without pins and with a shorter sequence on more devices",
-        ),
+        hint=next(_fitting_changes(request), None) or _changes_together(request),
     )
+
+
+def _changes_together(request: PlanRequest) -> str:
+    """Return the hint for a request that no single change makes fit."""
+    if request.supernode.name == LOCAL:
+        machine = request.hint("--topology ", "a machine with more memory: topology", "TOPOLOGY")
+        return f"a smaller model, or {machine}"
+    pins = ", no pins" if request.pins else ""
+    return f"a smaller model, or together: a shorter sequence, more devices{pins}"
 
 
 def _fitting_changes(request: PlanRequest) -> Iterator[str]:

@@ -66,7 +66,7 @@ class Divergence:
 
     Attributes:
         group: Purpose of the group, as described by torch.
-        ranks: Its members.
+        ranks: Ranks of the group.
         number: Number of the collective in the group.
         kind: missing, operation, shape, dtype, or state (called on all ranks, but not completed on all).
         culprits: Ranks that lack it, differ from the majority, or have not completed it.

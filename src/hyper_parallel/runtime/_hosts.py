@@ -70,5 +70,5 @@ class Hosts:
         return HostLost(
             f"the connection to {', '.join(lost) or where} is lost",
             where=f"rank {self._rank} on {socket.gethostname()}",
-            hint="checkpoint.resume=must goes on from the newest checkpoint",
+            hint="checkpoint.resume=must continues from the newest checkpoint",
         )

@@ -200,12 +200,7 @@ class World:
         """
         members = self._members(ranks)
         if strategy.world_size != len(members):
-            fitting = len(members) // (strategy.world_size // strategy.dp_shard)
-            raise DegreesMismatch(
-                f"the degrees multiply to {strategy.world_size}, not to the number of ranks",
-                got=f"{strategy} on {len(members)} ranks",
-                changes={"parallel.dp_shard": max(1, fitting)},
-            )
+            raise _degrees_mismatch(strategy, len(members), is_subset=ranks is not None)
         if not dist.is_initialized():
             self._open(None)
         mesh = self._mesh(AXES, [getattr(strategy, axis) for axis in AXES], members)
@@ -369,6 +364,18 @@ def launched_rank() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
+def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) -> DegreesMismatch:
+    """Return the error for a strategy on another number of ranks; the hint names that number and a fitting dp_shard."""
+    size = strategy.world_size
+    dp_shard, remainder = divmod(num_ranks, size // strategy.dp_shard)
+    hint = f"ranks=range({size})" if is_subset else f"torchrun --nproc-per-node {size} SCRIPT"
+    return DegreesMismatch(
+        f"the degrees multiply to {size}, not to the number of ranks",
+        got=f"{strategy} on {num_ranks} rank{'' if num_ranks == 1 else 's'}",
+        hint=hint if remainder else f"{hint}, or dp_shard={dp_shard}",
+    )
+
+
 def _variables(*names: str) -> dict[str, str]:
     """Return variables that every launcher sets; raise if one is missing."""
     missing = [name for name in names if name not in os.environ]
@@ -379,7 +386,7 @@ def _variables(*names: str) -> dict[str, str]:
 
 def _incomplete(problem: str, got: str) -> LauncherIncomplete:
     return LauncherIncomplete(
-        f"{problem}, so this rank cannot meet the others",
+        f"{problem}, so this rank cannot connect to the others",
         where="environment of this process",
         got=got,
         allowed="RANK below WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",

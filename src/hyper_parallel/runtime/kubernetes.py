@@ -91,8 +91,8 @@ def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
 
 def _pod(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
     launch, ranks_each = recipe.launch, ranks_per_node(recipe, ranks)
-    meet = f"{name}-{_JOB}-0-0.{name}:{_PORT}"
-    update = {"rdzv_endpoint": launch.rdzv_endpoint or meet}
+    endpoint = f"{name}-{_JOB}-0-0.{name}:{_PORT}"
+    update = {"rdzv_endpoint": launch.rdzv_endpoint or endpoint}
     placed = recipe.model_copy(update={"launch": launch.model_copy(update=update)})
     words = torchrun_words(placed, ranks, ["train", f"{_RECIPE_FOLDER}/recipe.yaml"])
     container: dict[str, Any] = {

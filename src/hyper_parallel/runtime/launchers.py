@@ -78,7 +78,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
         "--time": launch_section.time,
         "--output": output_dir.absolute() / "logs" / "slurm-%j.log",
     }
-    meet = f"$first:$(({_STORE_PORTS} + SLURM_JOB_ID % 10000))"
+    endpoint = f"$first:$(({_STORE_PORTS} + SLURM_JOB_ID % 10000))"
     with_endpoint = launch_section.model_copy(
         update={"rdzv_endpoint": launch_section.rdzv_endpoint or "ENDPOINT"}
     )
@@ -91,7 +91,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
             *(f"#SBATCH {option}" for option in launch_section.sbatch),
             "set -euo pipefail",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "srun " + command.replace("=ENDPOINT", f'="{meet}" --rdzv-id="$SLURM_JOB_ID"', 1),
+            "srun " + command.replace("=ENDPOINT", f'="{endpoint}" --rdzv-id="$SLURM_JOB_ID"', 1),
             "",
         ]
     )

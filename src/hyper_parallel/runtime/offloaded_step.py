@@ -75,7 +75,8 @@ def offload(
         budget: Device bytes (`"24GiB"`); the result is the fastest plan within them.
         max_slowdown: Instead of a budget: minimize bytes at this relative slowdown (0.02 is 2 %).
         model: One or several modules of the step; None: those that the function and its callees refer to.
-        optimizer: Their optimizers; None: likewise. Their state must be in tensors (`AdamW(..., fused=True)`).
+        optimizer: One or several optimizers of these modules; None: those that the function refers to. Their state must
+            be in tensors (`AdamW(..., fused=True)`).
             Learning rates become tensors, which torch's schedulers change in place.
         topology: Name or file; `local`: this machine; on a CPU, the device is simulated.
 

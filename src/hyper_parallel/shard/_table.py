@@ -80,7 +80,7 @@ def block_boundaries(
 
     Args:
         block: Widths of the block.
-        shape: Its use of the two axes; 1d with one axis.
+        shape: How the block uses the two tensor-parallel axes; 1d with one axis.
         cut: Sharding of tokens.
         token_scatter: 2d attention scatters tokens over y, and gathers keys and values, instead of heads.
         hidden_cut: Whether the residual stream is sharded over y; used for 2d blocks.

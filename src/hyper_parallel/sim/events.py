@@ -179,14 +179,14 @@ def peaks(timeline: Timeline) -> dict[str, float]:
 
 
 def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
-    """Seconds per step of a graph of `ir.role_tasks`, between ends of learning.
+    """Return the seconds per step of a graph of `ir.role_tasks`, between ends of learning.
 
     The first steps, whose sampling can begin at once, are excluded. So are the last ones, during which no rank samples
     any more: they are faster where roles share cores.
 
     Args:
-        graph: Of more than twice as many steps as `max_staleness` + 2.
-        max_staleness: As in `role_tasks`.
+        graph: Graph of more than 2 * (`max_staleness` + 2) steps.
+        max_staleness: Steps that sampling runs ahead; None: learners sample between steps.
     """
     ends: dict[str, float] = {}
     for span in simulate(graph).spans:

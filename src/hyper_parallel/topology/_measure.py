@@ -43,7 +43,7 @@ def _rate(amount: float, action: Callable[[], object]) -> float:
 
 
 def measure(cores: int) -> dict[str, float]:
-    """Rates of the whole machine: `float32` and `float64` FLOP/s, `memory` bytes/s (read plus written)."""
+    """Return the rates of the whole machine: `float32` and `float64` FLOP/s, `memory` bytes/s (read plus written)."""
     import numpy as np
 
     def gemm(dtype: str) -> Callable[[], float]:

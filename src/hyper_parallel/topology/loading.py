@@ -37,7 +37,7 @@ MOST_CPU_RANKS: Final = 4096
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of the shipped topologies, without aliases."""
+    """Return the names of the shipped topologies, without aliases."""
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 
@@ -97,7 +97,7 @@ class Accelerator:
 
 
 def parse_nvidia_smi(text: str) -> list[Accelerator]:
-    """Devices in the output of `nvidia-smi --query-gpu=name,memory.total --format=csv`."""
+    """Return the devices in the output of `nvidia-smi --query-gpu=name,memory.total --format=csv`."""
     rows = (
         re.fullmatch(r"\s*(\S.*?)\s*,\s*(\d+)\s*MiB\s*", line) for line in text.splitlines()[1:]
     )
@@ -105,7 +105,7 @@ def parse_nvidia_smi(text: str) -> list[Accelerator]:
 
 
 def parse_npu_smi(text: str) -> list[Accelerator]:
-    """Devices in the output of `npu-smi info -m`: rows of NPU id, chip id, logic id and chip name.
+    """Return the devices in the output of `npu-smi info -m`: rows of NPU id, chip id, logic id and chip name.
 
     Rows without a logic id are controllers, not devices.
     """
@@ -124,7 +124,7 @@ _TOOLS: Final = (
 
 
 def find_accelerators() -> list[Accelerator]:
-    """Accelerators this process may use, in the order of their ids; empty on a machine without any.
+    """Return the accelerators that this process may use, in the order of their ids; empty on a machine without any.
 
     Respects CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES as far as they list plain ids.
     """

@@ -106,11 +106,11 @@ def calibrate_first_run(job: Job) -> str | None:
     try:
         write_local_cards(path, {**known, ranks: cards})
     except OSError as error:
-        logger.warning("the measured rates of this machine are not kept: %s", error)
+        logger.warning("the measured rates of this machine cannot be saved: %s", error)
         return None
     return (
         f"first run with {ranks} ranks on this machine: measured it in {time.perf_counter() - start:.0f} s for the "
-        f"predictions, kept in {path} (--no-calibrate: not at all; `hyper-parallel calibrate`: at length)"
+        f"predictions, saved in {path} (--no-calibrate skips this; `hyper-parallel calibrate` measures longer)"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hyper_parallel.config import LoadedRecipe
-from hyper_parallel.model import read_config
+from hyper_parallel.model import list_weight_files, read_config
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.trainer.data.encoding_helpers import (
@@ -24,7 +24,7 @@ from hyper_parallel.trainer.data.preview import (
     is_used,
     units,
 )
-from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer
+from hyper_parallel.trainer.data.saved_tokenizer import has_tokenizer, require_tokenizer
 from hyper_parallel.trainer.data.sources import Source
 from hyper_parallel.trainer.data.summary import notes, summary_rows
 from hyper_parallel.trainer.data.tokenizer import open_sources
@@ -137,11 +137,16 @@ def sample_data(
 
     Raises:
         NoData, BadValue, Contradiction: See `prepare`.
+        TokenizerMissing: HP706 for pretrained weights without a tokenizer.
     """
     typed = loaded.recipe
     recipe = (loaded := with_hub_models(loaded, weights=False)).recipe
     stage, parts = recipe.stage, recipe.data.parts()
-    values = read_config(recipe.model.path, where=loaded.where("model.path")).values
+    where = loaded.where("model.path")
+    config = read_config(recipe.model.path, where=where)
+    values, directory = config.values, config.directory
+    if recipe.model.init != "random" and directory and list_weight_files(directory).files:
+        require_tokenizer(directory, recipe.data.tokenizer, where)
     tokenizer, sources = open_sources(
         recipe.data,
         stage=stage,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -91,7 +92,11 @@ def find_export(directory: str | Path) -> Path:
             hint=run_hint(root) or "hyper-parallel train RECIPE.yaml checkpoint.export=true",
         )
     if not has_tokenizer(export):
-        raise RunUnreadable("the exported model has no tokenizer", where=str(export))
+        raise RunUnreadable(
+            "the exported model has no tokenizer",
+            where=str(export),
+            hint=f"cp TOKENIZER_DIR/tokenizer* {shlex.quote(str(export))}",
+        )
     return export
 
 

@@ -25,7 +25,6 @@ from hyper_parallel.errors import (
     Contradiction,
     HyperParallelError,
     NotDivisible,
-    TokenizerMissing,
     UnsupportedSharding,
 )
 from hyper_parallel.ir import Plan
@@ -43,7 +42,7 @@ from hyper_parallel.trainer.data import (
     Stream,
     StreamBatches,
     copy_tokenizer,
-    has_tokenizer,
+    require_tokenizer,
 )
 from hyper_parallel.trainer.data_record import write_data_record
 from hyper_parallel.trainer.files import (
@@ -383,16 +382,11 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
 
     recipe, where = loaded.recipe, loaded.where("model.path")
     weights = weights_directory(recipe, where)
-    if weights is not None and not (recipe.data.tokenizer or has_tokenizer(weights)):
-        raise TokenizerMissing(
-            "the pretrained weights come without their tokenizer",
-            where=where,
-            got=str(weights),
-            hint="data.tokenizer=<the directory of the model's tokenizer>",
-        )
+    if weights is not None:
+        require_tokenizer(weights, recipe.data.tokenizer, where)
     if weights is None and recipe.lora is not None and recipe.checkpoint.export:
         raise Contradiction(
-            "an adapter is loaded with the weights it was trained on, and the model starts from random ones",
+            "LoRA adapters need saved base weights, but the model starts from random weights",
             where=where,
             got=f"lora, model.init={recipe.model.init}, checkpoint.export=true",
             allowed="a directory with config.json, weights and tokenizer, such as RUN_DIR/export",

@@ -88,6 +88,8 @@ def replace_forwards(
     # From the innermost forward to the outermost: recomputed code runs on tokens that are already sharded.
     if context is None and decoder is not None:
         mask_documents(decoder[0], compute)
+    # Without sharded activations, tensor parallelism replaces the forwards of single projections, the innermost
+    # wrappers. Else it also wraps layers and the model, the outermost ones, because layers get sharded activations.
     per_module = tp is not None and (decoder is None or tp.replicated_activations)
     by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
     tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context)

@@ -117,8 +117,8 @@ def start(
 
     Args:
         launch: The collective, a linear function of the tensors.
-        transpose: Its transpose, applied to the gradients of the results.
-        tensors: Inputs, of which nothing else may be changed in place before `finish`.
+        transpose: Transposed collective, applied to the gradients of the results.
+        tensors: Inputs; no other code may change them in place before `finish`.
     """
     return PendingCollective(launch, transpose, *tensors)
 

@@ -121,8 +121,8 @@ def capture_update(
     """Return the program of a function from tensors by name to tensors by name.
 
     Args:
-        update: The function; it changes no argument.
-        example: Its arguments; only shapes and types count.
+        update: The function; it must not change its arguments.
+        example: Arguments of `update`; only shapes and dtypes matter.
     """
     outputs: list[str] = []
 

@@ -228,12 +228,12 @@ class StaticSteps:
         self.cache = new_cache(model, length)
 
     def prompt(self, ids: list[int]) -> Tensor:
-        """Logits [V] after the prompt."""
+        """Return the logits [V] after the prompt."""
         self.position = len(ids)
         return run_step(self.model, self.cache, prompt_inputs(self.model, ids))
 
     def next(self, token: int) -> Tensor:
-        """Logits [V] after one more token."""
+        """Return the logits [V] after one more token."""
         inputs = decode_inputs(self.model, token, self.position, self.length)
         self.position += 1
         return run_step(self.model, self.cache, inputs)
@@ -265,12 +265,12 @@ class GrowingSteps:
         self._memory: dict[str, Any] = {}
 
     def prompt(self, ids: list[int]) -> Tensor:
-        """Logits [V] after the prompt."""
+        """Return the logits [V] after the prompt."""
         self._text, self._memory = [], {}
         return self._step(ids)
 
     def next(self, token: int) -> Tensor:
-        """Logits [V] after one more token."""
+        """Return the logits [V] after one more token."""
         return self._step([token])
 
     def _step(self, ids: list[int]) -> Tensor:

@@ -263,7 +263,7 @@ class Role:
             self._fail(error)
         else:
             description = f"{error.what}; the ranks were started {max_restarts + 1} times"
-            hint = error.hint or "Controller(journal=...) goes on from the calls that are answered"
+            hint = error.hint or "Controller(journal=...) continues after the answered calls"
             self._fail(
                 RestartsUsedUp(description, allowed=f"max_restarts={max_restarts}", hint=hint)
             )

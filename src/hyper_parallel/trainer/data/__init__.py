@@ -21,6 +21,7 @@ from hyper_parallel.trainer.data.saved_tokenizer import (
     copy_tokenizer,
     has_tokenizer,
     load_tokenizer,
+    require_tokenizer,
 )
 from hyper_parallel.trainer.data.streaming import Stream, StreamBatches
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
@@ -45,6 +46,7 @@ __all__ = [
     "load_tokenizer",
     "prepare",
     "render",
+    "require_tokenizer",
     "stop_ids",
     "tokenizing",
 ]

@@ -262,7 +262,7 @@ _Reader = Callable[[Values, RecordRules, str], Iterator[Part]]
 _FORMATS: Final[dict[str, tuple[_Reader, str]]] = {
     "sharegpt": (
         _sharegpt,
-        "`conversations` with from and value, or `messages` with role and content",
+        "`conversations`, a list of turns with from and value, or `messages`, with role and content",
     ),
     "alpaca": (_alpaca, "instruction, output; optional: input, system, history"),
     "prompt_completion": (
@@ -374,11 +374,19 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
         columns = {"prompt": question, "completion": answer}
         columns = {name: key for name, key in columns.items() if key not in synonyms[name]}
     if columns or (stage != "pt" and not text):
+        for key in () if columns else TURNS:
+            if key in values:
+                raise NoData(
+                    f"`{key}` of a record is not a list of turns",
+                    where=where,
+                    got=f"{key}: {abbreviated(values[key], 60)}",
+                    allowed=_FORMATS["sharegpt"][1],
+                )
         raise NoData(
             "the keys of a record do not say which of them holds the conversation",
             where=where,
             got=sorted(values),
-            allowed=[words for _, words in _FORMATS.values()],
+            allowed="; or: ".join(words for _, words in _FORMATS.values()),
             hint=" ".join(
                 shlex.quote(f"data.columns.{name}={key}") for name, key in columns.items()
             )

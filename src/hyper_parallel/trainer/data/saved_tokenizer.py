@@ -20,7 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from hyper_parallel.errors import BadValue, HyperParallelError, NoData, abbreviated
+from hyper_parallel.errors import (
+    BadValue,
+    HyperParallelError,
+    NoData,
+    TokenizerMissing,
+    abbreviated,
+)
 from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data.media_kinds import AUDIO, IMAGE, KINDS
 from hyper_parallel.trainer.data.tokenizer_limits import check_files, check_parts, tokenizing
@@ -91,6 +97,27 @@ def tokenizer_files(directory: Path) -> list[str]:
 def has_tokenizer(directory: str | Path | None) -> bool:
     """Return whether a directory holds tokenizer files."""
     return directory is not None and any((Path(directory) / n).is_file() for n in VOCABULARIES)
+
+
+def require_tokenizer(weights: Path, tokenizer: str | None, where: str | None) -> None:
+    """Raise if neither the directory of pretrained weights nor the recipe names a tokenizer.
+
+    Args:
+        weights: Directory of the pretrained weights.
+        tokenizer: `data.tokenizer` of the recipe.
+        where: Origin of `model.path`.
+
+    Raises:
+        TokenizerMissing: HP706.
+    """
+    if not (tokenizer or has_tokenizer(weights)):
+        raise TokenizerMissing(
+            "the directory of the pretrained weights has no tokenizer",
+            where=where,
+            got=str(weights),
+            allowed=f"a directory with one of {', '.join(VOCABULARIES)}",
+            hint="data.tokenizer=TOKENIZER_DIR, or without the weights: model.init=random",
+        )
 
 
 def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def apply_context_parallel(
 
     Args:
         model: The model; changed in place.
-        decoder: Its base and its decoder layers, or None.
+        decoder: Base model and list of decoder layers of `model`; None without such a list.
         strategy: The strategy of the plan.
         mesh: Device mesh with a cp axis.
         stage_layers: Returns the layers of the running pipeline stage; None without pipeline parallelism.

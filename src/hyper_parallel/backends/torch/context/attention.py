@@ -78,14 +78,14 @@ def context_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention of this rank's tokens; implements the attention interface of transformers.
 
-    Masks follow from the positions.
+    The mask is computed from the position ids.
 
     Args:
         module: The attention module.
         query: [B, H, local tokens, D].
         key: [B, G, local tokens, D].
         value: [B, G, local tokens, Dv].
-        attention_mask: Mask of the model; only in a trial.
+        attention_mask: Must be None, except in the trial forward on meta tensors.
         dropout: Must be 0.
         scaling: Factor of the scores; None: 1 / sqrt(D).
         sliding_window: Number of visible tokens per query; None: no window.
@@ -101,7 +101,7 @@ def context_attention(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     options = {"attention_mask": attention_mask, "dropout": dropout, "is_causal": causal, **unused}
     _refuse_attention(module, context, options)
-    if not isinstance(context, ContextState):  # a trial
+    if not isinstance(context, ContextState):  # the trial forward on meta tensors
         out = context.attend(module, query, key, value, attention_mask, sliding_window, causal)
         return out, None
     view = context.view

@@ -78,11 +78,11 @@ def expert_state(
 def apply_to_experts(
     model: nn.Module, state: ExpertState, tokens: Tokens, in_decoder: bool
 ) -> None:
-    """Wrap every module of experts on this rank with dispatch.
+    """Wrap the forward of every module of experts on this rank with token dispatch and combination.
 
     Args:
         model: The model; changed in place.
-        state: Its experts.
+        state: Group, sizes and options of the model's experts; gets the wrapped modules and their routing.
         tokens: This rank's tokens.
         in_decoder: Whether the experts belong to a Hugging Face model with a list of decoder layers.
 

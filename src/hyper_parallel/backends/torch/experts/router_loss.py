@@ -197,10 +197,14 @@ def _run(stubbed: nn.Module, logits: tuple[Tensor, ...], **flag: bool) -> tuple[
 def _measure(
     stubbed: nn.Module, size: int, product_keys: bool
 ) -> tuple[float, bool, int, float] | None:
-    """Return coefficient, requested, top_k (0: unknown definition) and scale; None if there is no such loss."""
+    """Return coefficient, requested, top_k (0: unknown definition) and scale; None if there is no such loss.
+
+    The auxiliary loss is divided by the load-balancing loss of every k, for several random logits. The k whose ratio is
+    the same for all of them is top_k, and this ratio is the scale.
+    """
     generator = torch.Generator().manual_seed(7)
     shape = (2, _TOKENS, size) if product_keys else (_TOKENS, size)
-    losses, ratios = [], []
+    losses, ratios = [], []  # ratios: [k] per draw
     for _ in range(_DRAWS):
         logits = tuple(
             torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
@@ -219,12 +223,12 @@ def _measure(
         by_top_k = _load_balance_by_top_k([expert_logits(x.detach(), product_keys) for x in logits])
         ratios.append(float(aux) / by_top_k)
     coefficient, requested = losses[0]
-    spread = torch.stack(ratios)
-    constant = ((spread - spread[0]).abs() <= 1e-9 * spread[0].abs()).all(0).nonzero().flatten()
-    if len(constant) != 1:
+    by_draw = torch.stack(ratios)  # [draws, k]
+    equal = ((by_draw - by_draw[0]).abs() <= 1e-9 * by_draw[0].abs()).all(0).nonzero().flatten()
+    if len(equal) != 1:
         return coefficient, requested, 0, 0.0
-    top_k = int(constant) + 1
-    ratio = float(spread[0, int(constant)])
+    top_k = int(equal) + 1
+    ratio = float(by_draw[0, int(equal)])
     if not has_aux_output:  # only the weighted loss is measurable
         coefficient, ratio = ratio, 1.0
     scale = float(Fraction(ratio).limit_denominator(_MOST_CHOICES))

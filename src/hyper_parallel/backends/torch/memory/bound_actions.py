@@ -27,10 +27,10 @@ Act = Callable[[], Any]
 
 
 class BoundActions:
-    """Binder of the actions of one plan.
+    """Factory of calls that execute the actions of one memory plan.
 
     Args:
-        state: State of the plan; the parts of it and its hardware that are fixed while it is open are bound.
+        state: State of the plan. Calls hold its storages, streams and files, which do not change while it is open.
     """
 
     def __init__(self, state: ArenaState) -> None:

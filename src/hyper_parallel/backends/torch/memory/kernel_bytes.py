@@ -67,9 +67,9 @@ def run_measured(
 
     Args:
         func: The operator.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        tensors: The tensors among them.
+        args: Positional arguments of the operator.
+        kwargs: Keyword arguments of the operator.
+        tensors: The tensors among the arguments.
 
     Returns:
         Outputs, workspace bytes of the kernel, and on an accelerator the events around it. The allocator's peak is

@@ -133,9 +133,9 @@ class MessageBatch:
 
 
 def without_work(out: Any) -> Any:
-    """Wait for a collective and return its outputs, with completed work handles in place of its own.
+    """Wait for a collective and return its outputs; replace its work handles by completed ones.
 
-    Gloo copies some results when a caller waits for its work; such a wait would be recorded as operators.
+    Waiting for Gloo's own handle makes Gloo copy some results, and these copies would be recorded as operators.
     """
     flat = wait_finished(out)
     future: torch.futures.Future[Any] = torch.futures.Future()
@@ -226,8 +226,8 @@ def draws(
 
     Args:
         func: The operator.
-        args: Its arguments.
-        kwargs: Its named arguments.
+        args: Positional arguments of the operator.
+        kwargs: Keyword arguments of the operator.
         phase: Phase of the call.
         drew: The call was observed to draw random numbers.
 
@@ -321,8 +321,8 @@ def split_lists(
 
     Args:
         func: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments of the operator.
+        kwargs: Keyword arguments of the operator.
         num_results: Fresh storages among its outputs: none, or one per position.
     """
     name = func._opname

@@ -66,13 +66,13 @@ class RelocationPlan:
     Args:
         before: The old plan, between two steps; its persistent storages are matched by name.
         after: The new plan.
-        buffers: Number of existing DRAM buffers by size.
+        dram_buffers: Number of existing DRAM buffers by size in bytes.
         flash_bytes: Capacity of the file tier; None: unlimited.
         input_storages: Storages of the old plan that the caller keeps.
 
     Attributes:
         moves: Moves in order.
-        buffers: Number of required DRAM buffers by size.
+        buffers: Number of required DRAM buffers by size in bytes; at least `dram_buffers`.
 
     Raises:
         TierFull: HP403 when a storage cannot change its tier because both ends are full.
@@ -94,6 +94,8 @@ class RelocationPlan:
         self._free.subtract(Counter(m.size for m in waiting if m.tier == "dram"))
         if self._flash_room is not None:
             self._flash_room -= sum(m.size for m in waiting if m.tier == "flash")
+        # A pass moves every storage that can move. A pass without any move evicts one storage to a free DRAM buffer. If
+        # there is none, the next pass may allocate one buffer (`grow`).
         grow = False
         while waiting:
             num_waiting = len(waiting)
@@ -112,7 +114,13 @@ class RelocationPlan:
                 )
 
     def _move(self, pending: _PendingMove, waiting: list[_PendingMove], grow: bool) -> bool:
-        """Move one storage to its new home; return False when it does not fit yet."""
+        """Move one storage to its new home; return False when it does not fit yet.
+
+        Args:
+            pending: The storage.
+            waiting: All storages that have not moved, `pending` included.
+            grow: Whether to allocate a DRAM buffer if none of the size is free.
+        """
         tier, home, size = pending.tier, pending.home, pending.size
         if home == "device" and any(
             _overlap(m.old_range, pending.new_range)
@@ -120,8 +128,8 @@ class RelocationPlan:
             if m.tier == "device" and not (m is pending and m.old_range == m.new_range)
         ):
             return False
-        # The move needs a DRAM buffer unless the storage has one already or does not change its tier.
-        needs_buffer = tier != home and (home != "device" or tier == "flash") and tier != "dram"
+        # Every change of tier passes through a DRAM buffer; a storage in DRAM already has one.
+        needs_buffer = tier not in (home, "dram")
         flash_room = self._flash_room
         if home == "flash" != tier and flash_room is not None and flash_room < size:
             return False

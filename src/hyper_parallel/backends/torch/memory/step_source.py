@@ -138,7 +138,7 @@ class _IdentityStamp:
 
     Args:
         model: The model.
-        optimizers: Its optimizers.
+        optimizers: Optimizers of the model.
         seen: Other objects that the properties depend on.
     """
 

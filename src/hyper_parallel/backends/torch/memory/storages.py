@@ -90,9 +90,9 @@ class Storages:
         """Assign the next number to a tensor's storage and return it.
 
         Args:
-            tensor: A tensor on it.
-            entry: Its properties; bytes and device are filled in.
-            watch: Its owner may resize it, so `end_resized` compares its size.
+            tensor: A tensor on the storage.
+            entry: Properties of the storage; this method sets bytes and device.
+            watch: The owner may resize the storage, so `end_resized` compares its size.
         """
         base = tensor.untyped_storage()
         key = base._cdata

@@ -147,6 +147,7 @@ class StreamLanes(HostTasks):
             kind: ThreadPoolExecutor(1, f"hyper-{kind}", api.enter_thread)
             for kind in (*_FILES, HOST)
         }
+        # (storage, target tier) -> newest copy: a thread's future, or columns and index of a copy on a stream
         self._running: dict[tuple[int, str], Any] = {}
         self._compute: Any = None
         self._events: list[Any] = []
@@ -167,7 +168,18 @@ class StreamLanes(HostTasks):
         self._first, self._first_host = self.now(), _HostEvent.now()
 
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
-        """Issue a copy; `move` copies the bytes, on the current stream or synchronously."""
+        """Issue a copy.
+
+        A copy between device and DRAM is issued on the stream of its direction at once, unless it depends on a file or
+        on an operator in host memory. Then a thread issues it on that stream. A copy between DRAM and a file runs in a
+        thread.
+
+        Args:
+            storage: Storage index.
+            lane: Direction, a key of `COPIES`.
+            move: Copies the bytes, on the current stream or synchronously.
+            num_bytes: Bytes of the storage.
+        """
         src, dst = COPIES[lane]
         source_copy = self._running.get((storage, src))
         change = self._writers.get(storage) if src == "dram" else None
@@ -177,35 +189,37 @@ class StreamLanes(HostTasks):
             self._running[storage, dst] = copies, len(copies.ends)
             copies.add(storage, issued, end, num_bytes)
             return
-        todo = [move]
+        # The plan may free the buffers once the copy counts as done. So `move` is popped before it runs, and no
+        # reference to the buffers outlives it.
+        pending_move = [move]
 
-        def by_thread() -> Any:
+        def issue_on_stream() -> Any:
+            finish(change)
+            stream = self._streams[lane]
+            if (dependency := _end(source_copy)) is not None:
+                stream.wait_event(dependency)
+            stream.wait_event(issued)
+            start_event = self._mark(stream)
+            end = self._on_stream(lane, pending_move.pop(), start_event)
+            self._thread_copies.append((lane, storage, start_event, end))
+            return end
+
+        def copy_file() -> None:
             finish(change)
             dependency = _end(source_copy)
-            if lane not in _FILES:
-                stream = self._streams[lane]
-                if dependency is not None:
-                    stream.wait_event(dependency)
-                stream.wait_event(issued)
-                start_event = self._mark(stream)
-                end = self._on_stream(lane, todo.pop(), start_event)
-                self._thread_copies.append((lane, storage, start_event, end))
-                return end
             issued.synchronize()
             if dependency is not None:
                 dependency.synchronize()
             begin = _HostEvent.now()
-            # Drop the references to the buffers before the copy counts as done: the plan may free them then.
-            todo.pop()()
+            pending_move.pop()()
             self._thread_copies.append((lane, storage, begin, _HostEvent.now()))
-            return None
 
-        # A copy to the device that depends on a file is issued by the thread that reads the file; a copy that depends
-        # on an operator in host memory, by the thread of that operator.
-        behind = "copy_in" if change is None else HOST
-        self._running[storage, dst] = self._threads[lane if lane in _FILES else behind].submit(
-            by_thread
-        )
+        if lane in _FILES:
+            self._running[storage, dst] = self._threads[lane].submit(copy_file)
+            return
+        # The thread that reads the file, or that of the operator, issues the copy after its own work.
+        thread = self._threads["copy_in" if change is None else HOST]
+        self._running[storage, dst] = thread.submit(issue_on_stream)
 
     def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
         """Begin an operator in host memory, after the copies of its operands and the earlier host operators."""

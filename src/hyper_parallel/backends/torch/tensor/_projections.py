@@ -261,7 +261,7 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
     Args:
         module: The projection.
-        name: Its name.
+        name: Module path of the projection.
         region: Region of its parent module.
         rows: Rows of the heads that this rank's queries use, if the weight is replicated over x; None: all local rows.
     """

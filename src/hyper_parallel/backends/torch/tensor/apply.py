@@ -102,7 +102,7 @@ def apply_tensor_parallel(
 
     Args:
         model: The model; changed in place.
-        decoder: Its base and its decoder layers, or None.
+        decoder: Base model and list of decoder layers of `model`; None without such a list.
         styles: Module or parameter name to its style.
         state: State of its tensor parallelism.
         strategy: The strategy of the plan.
