@@ -29,6 +29,8 @@ SIZES = {
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "n_routed_experts": 4, "moe_num_experts": 4, "num_local_experts": 4, "moe_k": 2, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 0, "moe_layer_start_index": 0,
 }  # fmt: skip
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma2", "phi3", "gpt_neox", "qwen3_moe")
 MOE = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "glm4_moe", "ernie4_5_moe")
@@ -180,10 +182,11 @@ def test_collectives_of_a_part_of_the_ranks_move_its_values(tmp_path):
 
 LAYOUTS = {
     "tp=2": (1, DENSE),
-    "tp=4": (1, DENSE[:2]),
+    "tp=2 of experts": (1, [family for family in MOE if family != "olmoe"]),
+    "tp=4": (1, ("llama", "qwen3", "gemma2", "mistral", "gpt_neox", "olmo2")),
     "tp=2 with dp_shard=2": (2, DENSE),
 }
-"""Layout to the number of data-parallel ranks, and families."""
+"""Layout to the number of data-parallel ranks, and families; olmoe cannot have the heads of this test."""
 
 
 def _loss_of_model(model, input_ids, labels):
@@ -263,9 +266,9 @@ def _write_experts(family, folder):
     Returns:
         Loss of one process, and its gradients as each rank holds them.
     """
-    counts = {"n_routed_experts": 4, "moe_num_experts": 4, "num_local_experts": 4, "moe_k": 2}
-    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "moe_layer_start_index": 0}
-    model = _model(family, n_shared_experts=1, **counts, **groups)
+    model = _model(family)
+    for param in model.parameters():
+        param.data *= 10 if param.dim() == 3 else 1  # experts count
     routing = Routing(capacity_factor=1.0, aux_loss_coef=0.0)
     ids = torch.randint(3, 97, (RANKS, 12))
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,11 +107,11 @@ def capture_programs(
     captured = []
     block = program_block(plan.strategy)
     for position in range(block.world_size):
-        with World.fake(position, block.world_size, TRACED) as world:
+        with _traced_world(recipe, block, position) as world:
             model = build_model(recipe)
             layouts = resolve_layouts(model, plan).layouts
             _use_static_forms(model)
-            if _is_parallelized(recipe, plan.strategy):
+            if world is not None:
                 parallelize(model, _block_plan(plan, block), world, routing=routing_of(recipe))
             materialize(model, seed=recipe.training.seed, device=torch.device("cpu"))
             captured.append(_capture(recipe, plan, model, layouts, where))
@@ -182,8 +183,13 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
     return replace(plan, strategy=block, layouts=layouts)
 
 
-def _is_parallelized(recipe: Recipe, strategy: Strategy) -> bool:
-    return strategy.pp * strategy.tp * strategy.ep > 1 or recipe.moe.capacity_factor is not None
+def _traced_world(
+    recipe: Recipe, block: Strategy, position: int
+) -> AbstractContextManager[World | None]:
+    """Return the world in which a rank of a block is traced; None for a model that is not parallelized."""
+    if block.world_size == 1 and recipe.moe.capacity_factor is None:
+        return nullcontext()
+    return World.fake(position, block.world_size, TRACED)
 
 
 def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
