@@ -150,13 +150,26 @@ _MINDSPORE = """
 
 With `dp_shard`, parameters, gradients and optimizer states are sharded between steps: a program gathers the parameters
 of all layers once per microbatch and scatters the sums of their gradients. On the CPU, MindSpore has no reduce-scatter;
-it is an all-reduce and a slice. Each process registers with a scheduler that rank 0 starts.
+it is an all-reduce and a slice, and an all-to-all is an all-gather and a slice. Its CPU has collectives of all ranks
+only, so a group of fewer ranks gathers the values of all ranks and selects its own. Each process registers with a
+scheduler that rank 0 starts.
+
+MindSpore orders the operators of a graph as it likes, and differently on ranks whose graphs differ. Each collective
+therefore depends on the result of the previous one in the program.
+
+With `ep`, each rank sends the rows of its tokens to the ranks of their experts, in slots of a fixed number: shapes must
+be static, so `moe.capacity_factor` is required. With `tp`, the program of a model whose packed projections are exchanged
+unevenly is refused with HP104; an example is a fused query, key and value projection with fewer key heads than ranks.
+
+With `pp`, each rank has two programs of its stage: one for the activations that it sends, and one for loss and
+gradients, which computes the stage again from the activations that it has received. Ranks run them in the order of the
+schedule, one stage per rank. Activations and their gradients are sent by torch, through the memory of the host.
 
 `memory_bytes` in `metrics.jsonl` is the anonymous memory of the process above its start. Losses agree with torch to
 float32 rounding; the exponential function of MindSpore on the CPU is off by up to 3e-6.
 
-`make test-mindspore` compares each operator and whole runs with torch, and gradients of two and four processes with
-those of one.
+`make test-mindspore` compares each operator and whole runs with torch, and gradients of two and four processes, or of
+two stages, with those of one.
 """
 
 

@@ -21,6 +21,7 @@ IDS = draw.integers(0, 5, (2, 3))
 TABLE = draw.standard_normal((5, 4)).astype(np.float32)
 BIAS = draw.standard_normal(4).astype(np.float32)
 LONG = draw.integers(0, 7, (2, 6))
+REPEATED = draw.integers(-2, 3, 100)
 PERMUTATIONS = np.stack([draw.permutation(3) for _ in range(8)]).reshape(2, 4, 3)
 CHANNELS = draw.standard_normal((3, 1, 3)).astype(np.float32)  # a filter per channel
 MIXED = draw.standard_normal((5, 3, 2)).astype(np.float32)
@@ -117,6 +118,7 @@ CASES = {
     "aten.native_layer_norm.default": [((X, [4], BIAS, BIAS, 1e-5), {}), ((X, [4], None, None, 1e-5), {})],
     "aten.topk.default": [((X, 2, -1), {}), ((X, 1, 1), {})],
     "aten.sort.default": [((X, -1), {}), ((X, 1, True), {})],
+    "aten.sort.stable": [((LONG.reshape(-1),), {"stable": True}), ((REPEATED,), {"stable": True, "dim": 0})],
     "aten.view.default": [((X, [6, 4]), {}), ((X, [-1]), {})],
     "aten._unsafe_view.default": [((X, [2, 12]), {})],
     "aten.reshape.default": [((X, [3, 8]), {})],

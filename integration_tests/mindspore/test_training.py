@@ -96,18 +96,38 @@ def test_sgd_and_its_export_are_those_of_torch(place, sgd_on_torch):
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp_replicate", "dp_shard", "tp", "dp_replicate tp", "dp_replicate dp_shard"]
+    "layout",
+    [
+        "dp_replicate=2",
+        "dp_shard=2",
+        "tp=2",
+        "tp=4",
+        "dp_replicate=2 tp=2",
+        "dp_replicate=2 dp_shard=2",
+        "dp_shard=2 tp=2",
+        "pp=2",
+        "pp=2 schedule=gpipe",
+    ],
 )
 def test_several_processes_train_as_one(place, sgd_on_torch, layout):
-    """Each axis of a layout has two ranks."""
-    degrees = {"dp_replicate": 1} | dict.fromkeys(layout.split(), 2)
-    words = [f"parallel.{axis}={degree}" for axis, degree in degrees.items()]
-    name = layout.replace(" ", "_")
+    words = [f"parallel.{degree}" for degree in ("dp_replicate=1", *layout.split())]
+    name = layout.replace(" ", "_").replace("=", "")
     rows = _train(place, name, "backend=mindspore", *words, *SGD)
     _same(rows, sgd_on_torch, 1e-5, norms=6)
     torch.testing.assert_close(
         _logits(place / name / "export"), _logits(place / "torch" / "export"), rtol=0, atol=1e-5
     )
+
+
+def test_experts_on_two_processes_train_as_on_torch(place):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (place / "experts.json").write_text(json.dumps(MODEL | experts | names))
+    options = "model.path=experts.json", "moe.aux_loss_coef=0", "moe.capacity_factor=1", *SGD
+    words = "parallel.dp_shard=2", "parallel.ep=2"
+    wanted = _train(place, "experts_torch", *options, *words)
+    rows = _train(place, "experts", "backend=mindspore", *options, *words)
+    _same(rows, wanted, 1e-5, norms=6)
 
 
 def test_a_run_changes_the_back_end_twice(place):

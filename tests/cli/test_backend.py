@@ -25,11 +25,11 @@ BASE = [
 
 REFUSED = [
     (("training.dtype=bfloat16",), "HP104"),
-    (("parallel.dp_shard=2", "parallel.tp=2"), "HP205"),
+    (("parallel.pp=2", "parallel.dp_shard=2", "parallel.tp=2"), "HP205"),
     (("training.optimizer=muon",), "HP104"),
     (("training.neftune_noise_alpha=5",), "HP104"),
     (("training.check_ranks_every=2", "training.deterministic=true"), "HP104"),
-    (("parallel.pp=2",), "HP205"),
+    (("parallel.cp=2",), "HP205"),
     (("parallel.tp_x=2", "parallel.tp_y=2"), "HP205"),
 ]
 
@@ -120,3 +120,34 @@ def test_features_without_programs_are_refused(recipe, installed, refused):
     pasted = re.findall(r"[a-z_]+(?:\.[a-z_]+)*=\S+", error.value.hint or "")
     assert pasted
     _prepare(recipe, *overrides, *pasted)
+
+
+@pytest.mark.slow
+def test_experts_on_several_ranks_need_a_capacity(recipe, installed):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (recipe.parent / "model.json").write_text(json.dumps(MODEL | experts | names))
+    words = "parallel.dp_shard=2", "parallel.ep=2", "moe.aux_loss_coef=0"
+    with pytest.raises(HyperParallelError) as error:
+        _prepare(recipe, *words)
+    assert (error.value.code, error.value.hint) == ("HP104", "moe.capacity_factor=2")
+    name = "model.layers.0.mlp.experts.down_proj"
+    for programs in _prepare(recipe, *words, error.value.hint).programs:
+        operators = programs.gradients.operators()
+        assert operators["_c10d_functional.all_to_all_single.default"] == 8  # two layers
+        inputs = programs.gradients.inputs | programs.update.inputs
+        for kind in ("param", "sum", "exp_avg"):
+            assert inputs[f"{kind}.{name}"][1].shape == (2, 32, 16)
+
+
+@pytest.mark.slow
+def test_each_stage_of_a_pipeline_has_programs(recipe, installed, tmp_path):
+    job = _prepare(recipe, "parallel.pp=2")
+    first, last = job.programs
+    assert {*first.loss.outputs} == {"sent"}
+    assert {*last.loss.outputs} == {"loss"}
+    assert "grad.received" in last.gradients.outputs
+    assert "batch.gradient" in first.gradients.inputs
+    (tmp_path / "run").mkdir()
+    job.write(job.plan)
+    assert (tmp_path / "run/programs/pp_rank1/update/program.json").is_file()

@@ -1,5 +1,7 @@
 """Step programs of Hugging Face models: torch runs them operator by operator and gets loss and gradients."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,12 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import hyper_parallel as hp
 from hyper_parallel.backends.mindspore.operators import OPERATORS
 from hyper_parallel.backends.program_runner import unsupported_operators
 from hyper_parallel.backends.step_program import Ref, StepProgram
 from hyper_parallel.backends.torch.program_capture import capture_gradients, capture_update
 from hyper_parallel.backends.torch.program_shards import Shards
+from hyper_parallel.backends.torch.program_stages import capture_stage
+from hyper_parallel.backends.torch.traced_groups import TRACED
 from hyper_parallel.errors import Contradiction
+from hyper_parallel.runtime import World, parallelize
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -205,6 +211,30 @@ def test_a_sharded_program_gathers_parameters_and_scatters_gradients():
     assert counts["_c10d_functional.all_gather_into_tensor.default"] == count
     assert counts["_c10d_functional.reduce_scatter_tensor.default"] == count
     assert not unsupported_operators("mindspore", program)
+
+
+def test_stage_programs_compute_the_gradients_of_the_model():
+    model, batch = _model("qwen3", tie_word_embeddings=True).float(), _batch()
+    programs, values = [], []
+    for rank in range(2):
+        with World.fake(rank, 2, TRACED) as world:
+            own = parallelize(copy.deepcopy(model), hp.plan_of(model, "pp=2"), world)
+            programs.append(capture_stage(own, batch, _loss))
+            values.append(_values(own, batch))
+
+    sent = _run(programs[0][0], values[0])["sent"]
+    received = {"batch.received": sent}
+    last = _run(programs[1][1], values[1] | received)
+    first = _run(programs[0][1], values[0] | {"batch.gradient": last["grad.received"]})
+    loss = _loss(model, **batch)
+    loss.backward()
+    evaluated = _run(programs[1][0], values[1] | received)["loss"]
+    torch.testing.assert_close(last["loss"], loss.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(evaluated, last["loss"], rtol=0, atol=0)
+    for name, param in model.named_parameters():
+        parts = [r[f"sum.{name}"] - 1 for r in (first, last) if f"sum.{name}" in r]
+        assert len(parts) == 1 + ("embed_tokens" in name)  # both stages use the tied embedding
+        torch.testing.assert_close(sum(parts), param.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_writes_in_place_become_new_values():

@@ -89,7 +89,7 @@ class Job:
         trained: Description of adapters and trained parameters; empty when all parameters are trained.
         restarted: Whether this is a restart after lost ranks, which continues from the run's own checkpoints.
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
-        programs: Programs of the step of each tensor-parallel rank, for a back end other than torch; None: torch.
+        programs: Programs of the step of each rank whose programs differ, for a back end other than torch; None: torch.
     """
 
     recipe: Recipe
@@ -208,8 +208,10 @@ class Job:
         write_text(out / "plan.json", plan.to_json() + "\n")
         write_data_record(self)
         _write_prediction(self.plan, out / "predicted_timeline.json")
+        strategy = self.plan.strategy
+        axis = "pp" if strategy.pp > 1 else "ep" if strategy.ep > strategy.tp else "tp"
         for position, programs in enumerate(self.programs or ()):
-            programs.save(out / "programs" / (f"tp_rank{position}" if position else ""))
+            programs.save(out / "programs" / (f"{axis}_rank{position}" if position else ""))
         if keeps_model(self.recipe):
             return
         folder = Replacement(self.model_dir, "model", "the model directory of the run")

@@ -390,6 +390,13 @@ def sort_values(x, dim=-1, descending=False):
     return values, ops.cast(indices, ms.int64)
 
 
+def sort_stable(x, stable=True, dim=-1, descending=False):
+    size = x.shape[0]  # the position decides between equal integers
+    keys = x * size + ops.cast(ops.arange(size), x.dtype)
+    order = ops.cast(ops.sort(keys, dim, descending)[1], ms.int64)
+    return ops.gather(x, order, 0), order
+
+
 # --- shapes ---------------------------------------------------------------------------------------------------------
 
 
@@ -690,9 +697,14 @@ def convolution_backward(
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------
+# Ranks run them in the order of the program, which MindSpore changes unless each one depends on the previous one.
 # A group is the name of the communicator of all ranks, the position of this rank in the group, the number of all ranks,
 # and the ranks of the group. The CPU has kernels for all ranks only: all of them run the same collectives, and those of
 # a smaller group select its part.
+
+
+def after(x, previous):
+    return ops.Depend()(x, previous)
 
 
 def _of_members(x, group):

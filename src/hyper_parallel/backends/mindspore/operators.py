@@ -128,6 +128,7 @@ OPERATORS: Final = {
     "aten.slice_scatter.default": "slice_scatter",
     "aten.softplus.default": "softplus",
     "aten.sort.default": "sort_values",
+    "aten.sort.stable": "sort_stable",
     "aten.split_with_sizes.default": "split_with_sizes",
     "aten.sqrt.default": "sqrt",
     "aten.squeeze.dim": "squeeze",
@@ -159,6 +160,11 @@ def _has_one_dim(node: Node) -> bool:
     return simple and groups in (1, shape[1 if forward else 0])
 
 
+def _sorts_integers(node: Node) -> bool:
+    kind, descending = node.types[0], node.kwargs.get("descending", False)
+    return kind.dtype == "int64" and len(kind.shape) == 1 and not descending
+
+
 _CONVOLUTION: Final = "one dimension, a stride of 1, one group or one per channel", _has_one_dim
 _FLOATS: Final = "numbers of floating point", _of_floats
 LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
@@ -172,6 +178,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
     "aten.max.dim": _FLOATS,
     "aten.min.dim": _FLOATS,
     "aten.sort.default": _FLOATS,
+    "aten.sort.stable": ("one dimension of integers, ascending", _sorts_integers),
     "aten.topk.default": _FLOATS,
 }
 """Operator to the calls that are supported, in words and as a predicate; other operators have no limit."""

@@ -22,7 +22,11 @@ def to_source(
     """
     numbers = [*(i for i, _ in program.inputs.values()), *program.constants]
     parameters = ", ".join(f"v{i}" for i in numbers)
-    lines = [_call(node) for node in program.nodes]
+    lines, previous = [], ""
+    for node in program.nodes:
+        lines.append(_call(node, previous))
+        if node.op.startswith(COLLECTIVES):
+            previous = f"v{node.results[-1]}"
     types = sorted({t for line in lines for t in re.findall(r"\bt_(\w+)", line)})
     outputs = ", ".join(f"v{i}" for i in program.outputs.values())
     return "\n".join(
@@ -43,11 +47,13 @@ def to_source(
     )
 
 
-def _call(node: Node) -> str:
+def _call(node: Node, previous: str) -> str:
+    """Return the line of an operator; a collective waits for the value of the previous one."""
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}
     args = [*map(_text, node.args)]
     if node.op.startswith(COLLECTIVES):
         args[-1] = f"g_{node.args[-1]}"
+        args[0] = f"k.after({args[0]}, {previous})" if previous else args[0]
     words = [*args, *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
     results = ", ".join(f"v{i}" for i in node.results)
     if node.op == "aten.split_with_sizes.default":  # a tuple, also of one part

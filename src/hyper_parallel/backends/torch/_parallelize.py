@@ -63,15 +63,19 @@ def apply_plan(
     if stages is not None:
         stages.install(model)
     # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
-    fsdp = shard_data_parallel(
-        model,
-        [] if is_reversible(model) else layers,
-        sharded.expert_modules,
-        sharded.layouts,
-        plan,
-        ranks.mesh,
-        ranks.expert_mesh,
-        average,
+    fsdp = (
+        ()
+        if ranks.traced
+        else shard_data_parallel(
+            model,
+            [] if is_reversible(model) else layers,
+            sharded.expert_modules,
+            sharded.layouts,
+            plan,
+            ranks.mesh,
+            ranks.expert_mesh,
+            average,
+        )
     )
     if strategy.pp == 1:
         unskippable = sharded.expert_modules if strategy.ep > 1 else ()
@@ -83,7 +87,8 @@ def apply_plan(
         watch_gradients(model, sharded.layouts, tp, sharded.trials.tensor)
     state = (tp, context, experts, balance, pipeline, fsdp, hook, halves)
     attach(model, Handle(plan, ranks, sharded.layouts, sharded.shapes, *state, average))
-    audit(model)
+    if not ranks.traced:
+        audit(model)
     return model
 
 

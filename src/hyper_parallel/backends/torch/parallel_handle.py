@@ -17,6 +17,7 @@ from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
 from hyper_parallel.backends.torch.submodels.exchange import Submodels
 from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.traced_groups import TracedGroup
 from hyper_parallel.backends.torch.weights.pretrained import HANDLE
 from hyper_parallel.ir import Layout, Plan
 from hyper_parallel.model import ModelProperties
@@ -41,6 +42,11 @@ class Ranks:
     device: torch.device
     world_group: dist.ProcessGroup | None = None
     expert_mesh: DeviceMesh | None = None
+
+    @property
+    def traced(self) -> bool:
+        """Whether operators of a rank are traced: the program shards parameters over data-parallel ranks."""
+        return isinstance(self.world_group, TracedGroup)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -58,6 +58,7 @@ def capture_gradients(
     batch: Mapping[str, Tensor],
     loss: Callable[..., Tensor],
     shards: Shards = _WHOLE,
+    differentiated: Sequence[str] = (),
 ) -> StepProgram:
     """Return the program of loss and gradients of one microbatch.
 
@@ -66,10 +67,11 @@ def capture_gradients(
         batch: Arguments of `loss` by name; only shapes and types count.
         loss: Function of the model and the batch, by keyword, that returns a scalar.
         shards: Shards of the parameters, which the program gathers, and of the gradients, which it sums over ranks.
+        differentiated: Names of the batch whose gradients are outputs too.
 
     Returns:
         Program with inputs `param.NAME`, `sum.NAME` (gradients of earlier microbatches) and `batch.NAME`, and outputs
-        `loss` and `sum.NAME`.
+        `loss`, `sum.NAME` and `grad.NAME` of the differentiated names.
 
     Raises:
         Contradiction: HP104 naming the operator and the module whose shapes or branches depend on values.
@@ -80,20 +82,25 @@ def capture_gradients(
 
     def step(values: list[Tensor], sums: list[Tensor], given: list[Tensor]) -> list[Tensor]:
         named = _gathered(model, leaves, values, shards)
-        value = _call_with(model, loss, named, batch, given)
-        grads = torch.autograd.grad(value, [named[name] for name in trained], allow_unused=True)
-        pairs = zip(trained, sums, grads, strict=True)
+        own = dict(zip(batch, given, strict=True))
+        own |= {name: own[name].detach().requires_grad_() for name in differentiated}
+        value = _call_with(model, loss, named, own)
+        sources = [*(named[name] for name in trained), *(own[name] for name in differentiated)]
+        grads = torch.autograd.grad(value, sources, allow_unused=True)
+        pairs = zip(trained, sums, grads[: len(trained)], strict=True)
         added = (
-            s if g is None else s + shards.reduce(_summed(g, axes.get(n))) for n, s, g in pairs
+            s if g is None else s + shards.of(n).reduce(_summed(g, axes.get(n)))
+            for n, s, g in pairs
         )
-        return [value.detach(), *added]
+        return [value.detach(), *added, *grads[len(trained) :]]
 
     parts = _parts(model, leaves, shards)
     sums = [parts[name].detach() for name in trained]
     graph = _trace(step, [*parts.values()], sums, [*batch.values()])
     sum_names = [f"sum.{name}" for name in trained]
     inputs = [*(f"param.{name}" for name in leaves), *sum_names]
-    return _program(graph, [*inputs, *(f"batch.{name}" for name in batch)], ["loss", *sum_names])
+    outputs = ["loss", *sum_names, *(f"grad.{name}" for name in differentiated)]
+    return _program(graph, [*inputs, *(f"batch.{name}" for name in batch)], outputs)
 
 
 def capture_loss(
@@ -101,18 +108,19 @@ def capture_loss(
     batch: Mapping[str, Tensor],
     loss: Callable[..., Tensor],
     shards: Shards = _WHOLE,
+    output: str = "loss",
 ) -> StepProgram:
-    """Return the program of the loss alone, with inputs `param.NAME` and `batch.NAME` and output `loss`."""
+    """Return the program of the loss alone, with inputs `param.NAME` and `batch.NAME` and one output."""
     leaves = _leaves(model)
 
     def step(values: list[Tensor], given: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             named = _gathered(model, leaves, values, shards)
-            return [_call_with(model, loss, named, batch, given)]
+            return [_call_with(model, loss, named, dict(zip(batch, given, strict=True)))]
 
     graph = _trace(step, [*_parts(model, leaves, shards).values()], [*batch.values()])
     inputs = [*(f"param.{name}" for name in leaves), *(f"batch.{name}" for name in batch)]
-    return _program(graph, inputs, ["loss"])
+    return _program(graph, inputs, [output])
 
 
 def capture_update(
@@ -161,9 +169,9 @@ def _summed(grad: Tensor, group: str | None) -> Tensor:
 
 def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
     """Return empty tensors like the shards of the parameters, and the buffers unchanged."""
-    params = {name for name, _ in model.named_parameters()} if shards.ranks > 1 else set()
+    params = {name for name, _ in model.named_parameters()}
     return {
-        name: leaf.new_empty(shards.shape(leaf.shape)).requires_grad_(leaf.requires_grad)
+        name: leaf.new_empty(shards.of(name).shape(leaf.shape)).requires_grad_(leaf.requires_grad)
         if name in params
         else leaf
         for name, leaf in leaves.items()
@@ -175,9 +183,10 @@ def _gathered(
 ) -> dict[str, Tensor]:
     """Return parameters and buffers by name; gradients of gathered parameters are not those of the shards."""
     named = dict(zip(leaves, values, strict=True))
-    if shards.ranks > 1:
-        for name, param in model.named_parameters():
-            whole = shards.gather(named[name].detach(), leaves[name].shape[0])
+    for name, param in model.named_parameters():
+        own = shards.of(name)
+        if own.ranks > 1:
+            whole = own.gather(named[name].detach(), leaves[name].shape[own.dim])
             named[name] = whole.requires_grad_(param.requires_grad)
     return named
 
@@ -186,8 +195,7 @@ def _call_with(
     model: nn.Module,
     loss: Callable[..., Tensor],
     parameters: Mapping[str, Tensor],
-    batch: Mapping[str, Tensor],
-    given: list[Tensor],
+    batch: dict[str, Tensor],
 ) -> Tensor:
     """Return the loss of the model with other parameters."""
 
@@ -204,7 +212,7 @@ def _call_with(
     own = {f"model.{name}": value for name, value in parameters.items()}
     with _module_names(model) as running:
         try:
-            result: Tensor = functional_call(Call(), own, (), dict(zip(batch, given, strict=True)))
+            result: Tensor = functional_call(Call(), own, (), batch)
         except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
             operator = getattr(error, "func", "a branch")
             raise _dynamic(running[-1] if running else "", str(operator)) from error

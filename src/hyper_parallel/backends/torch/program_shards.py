@@ -5,7 +5,8 @@ A collective names a mesh axis as its group. All ranks run one program, so shard
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed._functional_collectives
@@ -23,30 +24,44 @@ def sum_over(x: Tensor, axis: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Shards of parameters along dim 0, padded with zeros to equal sizes.
+    """Shards of parameters along one dim, padded with zeros to equal sizes.
 
     Attributes:
         ranks: Number of shards; 1: parameters are whole.
         axis: Mesh axis of the ranks.
+        dim: Sharded dim.
+        others: Parameter name to its shards, where they differ.
     """
 
     ranks: int = 1
     axis: str = "dp_shard"
+    dim: int = 0
+    others: Mapping[str, Shards] = field(default_factory=dict)
+
+    def of(self, name: str) -> Shards:
+        """Return the shards of a parameter."""
+        return self.others.get(name, self)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a shard."""
-        return whole if self.ranks == 1 else (-(-whole[0] // self.ranks), *whole[1:])
+        if self.ranks == 1:
+            return whole
+        return (*whole[: self.dim], -(-whole[self.dim] // self.ranks), *whole[self.dim + 1 :])
 
-    def gather(self, shard: Tensor, rows: int) -> Tensor:
-        """Return the parameter, which has this number of rows."""
-        rows_of_ranks: Tensor = _OPERATORS.all_gather_into_tensor(shard, self.ranks, self.axis)
-        return rows_of_ranks[:rows]
+    def gather(self, shard: Tensor, size: int) -> Tensor:
+        """Return the parameter, whose sharded dim has this size."""
+        rows = _OPERATORS.all_gather_into_tensor(self._first(shard), self.ranks, self.axis)
+        return self._first(rows[:size])
 
     def reduce(self, grad: Tensor) -> Tensor:
         """Return the shard of the sum of a gradient over the ranks."""
         if self.ranks == 1:
             return grad
-        padding = -grad.shape[0] % self.ranks
-        padded = F.pad(grad, [0, 0] * (grad.dim() - 1) + [0, padding]) if padding else grad
-        shard: Tensor = _OPERATORS.reduce_scatter_tensor(padded, "sum", self.ranks, self.axis)
-        return shard
+        rows = self._first(grad)
+        padding = -rows.shape[0] % self.ranks
+        padded = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, padding]) if padding else rows
+        return self._first(_OPERATORS.reduce_scatter_tensor(padded, "sum", self.ranks, self.axis))
+
+    def _first(self, x: Tensor) -> Tensor:
+        """Exchange the sharded dim with the first one."""
+        return x.transpose(0, self.dim) if self.dim else x

@@ -20,11 +20,13 @@ from torch import Tensor
 from hyper_parallel.backends.program_runner import CompiledProgram, ProgramRunner, join_ranks
 from hyper_parallel.backends.torch import handle, local
 from hyper_parallel.trainer.data import Batches, StreamBatches
+from hyper_parallel.trainer.engine.program_pipeline import PipelinePasses, SerialPasses
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 from hyper_parallel.trainer.engine.step_programs import (
     AXES,
     VALID_TOKENS,
     StepPrograms,
+    program_block,
     state_names,
     update_scalars,
 )
@@ -108,12 +110,14 @@ class ProgramLoop(Loop):
         runner: The framework.
         reports: Whether this rank reports its losses: tensor-parallel ranks compute the same ones.
         state: Weights and optimizer state.
+        passes: Passes over the microbatches of a step.
         programs: Compiled programs by name: loss, gradients, update.
     """
 
     runner: ProgramRunner = field(init=False)
     reports: bool = field(init=False)
     state: FrameworkState = field(init=False)
+    passes: SerialPasses = field(init=False)
     programs: dict[str, CompiledProgram] = field(init=False)
     _pending: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -124,6 +128,11 @@ class ProgramLoop(Loop):
         self.runner, self.programs = runner, compiled
         plan, rank = handle(self.model).plan, handle(self.model).ranks.rank
         self.reports = plan.mesh.coordinate(rank)["tp_x"] == 0
+        self.passes = SerialPasses(runner, compiled)
+        if plan.strategy.pp > 1:
+            message = programs.gradients.inputs.get("batch.received")
+            message = message or programs.gradients.inputs["batch.gradient"]
+            self.passes = PipelinePasses(runner, compiled, plan.strategy, rank, message[1].shape)
         inputs = programs.gradients.inputs | programs.update.inputs
         shapes = {name: kind.shape for name, (_, kind) in inputs.items()}
         self.state = FrameworkState(self.model, self.optimizer, runner, shapes)
@@ -135,13 +144,10 @@ class ProgramLoop(Loop):
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Return this rank's share of the loss and the global gradient norm before clipping; prepare the update."""
-        sums, loss = self._zeros, 0.0
+        count = int(inputs.valid_tokens)
+        batches = [self._batch(part, count) for part in inputs.microbatches]
         with self.recorder.span("forward and backward", "compute"):
-            for part in inputs.microbatches:
-                batch = self._batch(part, int(inputs.valid_tokens))
-                results = self.programs["gradients"](self.state.parameters | sums | batch)
-                loss += float(self.runner.array(results.pop("loss")))
-                sums = results
+            loss, sums = self.passes.train(self.state.parameters, self._zeros, batches)
         grads = {name.replace("sum.", "grad.", 1): value for name, value in sums.items()}
         with self.recorder.span("update", "optimizer"):
             scalars = update_scalars(self.optimizer, self.state.step + 1, float(inputs.lr))
@@ -160,11 +166,8 @@ class ProgramLoop(Loop):
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
         """Return this rank's share of the mean loss."""
-        losses = (
-            self.programs["loss"](self.state.parameters | self._batch(part, count))["loss"]
-            for part in parts
-        )
-        return torch.tensor(sum(float(self.runner.array(loss)) for loss in losses) * self.reports)
+        batches = [self._batch(part, count) for part in parts]
+        return torch.tensor(self.passes.evaluate(self.state.parameters, batches) * self.reports)
 
     def count_routing(self) -> None:
         """Return None: the programs do not count the tokens of experts."""
@@ -197,12 +200,17 @@ class ProgramEngine(TorchEngine):
         self._gauge.state = self._gauge.kinds = None
 
     def __enter__(self) -> ProgramEngine:
-        mesh = self._job.plan.mesh
-        groups = {axis: mesh.group(self.rank, axis) for axis in AXES if mesh.degree(axis) > 1}
-        if mesh.degree("tp_x") > 1:  # programs name positions on the axis
-            ranks = mesh.group(self.rank, "tp_x")
-            positions = self._programs.gradients.groups() | self._programs.update.groups()
-            groups |= {name: [ranks[p] for p in own] for name, own in positions.items()}
+        strategy = self._job.plan.strategy
+        groups = {
+            axis: mesh.group(self.rank, axis)
+            for mesh in (strategy.expert_mesh(), strategy.mesh())
+            for axis in AXES
+            if axis in mesh.names and mesh.degree(axis) > 1
+        }
+        size = program_block(strategy).world_size
+        first = self.rank // size * size
+        positions = self._programs.gradients.groups() | self._programs.update.groups()
+        groups |= {name: [first + p for p in own] for name, own in positions.items()}
         backend = self._recipe.backend
         self._runner = join_ranks(backend, self.rank, self.world_size, self._agree, groups)
         return self
@@ -229,9 +237,9 @@ class ProgramEngine(TorchEngine):
     @property
     def _programs(self) -> StepPrograms:
         """Programs of this rank."""
-        programs, mesh = self._job.programs, self._job.plan.mesh
+        programs = self._job.programs
         assert programs is not None
-        return programs[mesh.coordinate(self.rank)["tp_x"]]
+        return programs[self.rank % len(programs)]
 
     def facts(self) -> dict[str, Any]:
         """Return facts about device and versions for the record of the run."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -15,28 +15,33 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.program_runner import unsupported_operators
 from hyper_parallel.backends.step_program import StepProgram, group_name
-from hyper_parallel.backends.torch import handle, local, materialize
+from hyper_parallel.backends.torch import local, materialize, resolve_layouts
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.parallel_handle import attached
+from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.program_capture import (
     capture_gradients,
     capture_loss,
     capture_update,
 )
 from hyper_parallel.backends.torch.program_shards import Shards, sum_over
+from hyper_parallel.backends.torch.program_stages import capture_stage
 from hyper_parallel.backends.torch.traced_groups import TRACED
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import Contradiction, MissingDependency, UnsupportedSharding
-from hyper_parallel.ir import Plan, Strategy
+from hyper_parallel.ir import Layout, Plan, Strategy
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
-from hyper_parallel.trainer.engine.recipe_model import build_model
+from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
 
 VALID_TOKENS: Final = "valid_tokens"
 """Name of the batch's value by which the loss is divided."""
 
-AXES: Final = ("dp_replicate", "dp_shard")
-"""Mesh axes that collectives name as their group; those of tensor parallelism name positions on the axis."""
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "edp")
+"""Mesh axes that collectives name as their group; those of a parallelized model name ranks of the block."""
+
+_FSDP: Final = ("dp_shard", "edp")
+"""Axes that shard parameters between steps."""
 
 _STATES: Final[dict[type, tuple[str, ...]]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
@@ -50,7 +55,8 @@ class StepPrograms:
     """Programs of a run.
 
     Attributes:
-        loss: Loss of one microbatch of the held-out data.
+        loss: Loss of one microbatch of the held-out data; of a pipeline stage other than the last one, the activations
+            `sent` to the next.
         gradients: Loss and gradients of one microbatch, see `capture_gradients`.
         update: Clipping and optimizer step; inputs `param.NAME`, `grad.NAME`, `STATE.NAME`, `lr` and the scalars of
             `update_scalars`; outputs `grad_norm`, `param.NAME` and `STATE.NAME`.
@@ -88,7 +94,7 @@ def capture_programs(
         where: Origin of a recipe key, for errors.
 
     Returns:
-        Programs of each position on the tensor-parallel axis.
+        Programs of each rank of the block, see `program_block`.
 
     Raises:
         MissingDependency: HP501 when the back end is not installed.
@@ -98,15 +104,17 @@ def capture_programs(
     """
     _check_installed(recipe.backend, where)
     _check_recipe(recipe, plan, router_loss, where)
-    if plan.strategy.tp == 1:
-        model = _model_with_buffers(recipe)
-        captured = [_capture(recipe, plan, model, where)]
-    else:
-        captured = []
-        for position in range(plan.strategy.tp):
-            with World.fake(position, plan.strategy.tp, TRACED) as world:
-                model = _model_with_buffers(recipe, partial(_parallel, plan, world))
-                captured.append(_capture(recipe, plan, model, where))
+    captured = []
+    block = program_block(plan.strategy)
+    for position in range(block.world_size):
+        with _traced_world(recipe, block, position) as world:
+            model = build_model(recipe)
+            layouts = resolve_layouts(model, plan).layouts
+            _use_static_forms(model)
+            if world is not None:
+                parallelize(model, _block_plan(plan, block), world, routing=routing_of(recipe))
+            materialize(model, seed=recipe.training.seed, device=torch.device("cpu"))
+            captured.append(_capture(recipe, plan, model, layouts, where))
     missing: dict[str, str] = {}
     for program in (p for step in captured for p in (step.gradients, step.update, step.loss)):
         missing = unsupported_operators(recipe.backend, program) | missing
@@ -121,9 +129,13 @@ def capture_programs(
 
 
 def _capture(
-    recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
+    recipe: Recipe,
+    plan: Plan,
+    model: nn.Module,
+    layouts: Mapping[str, Layout],
+    where: Callable[[str], str],
 ) -> StepPrograms:
-    """Return the programs of a rank, whose parameters the model has."""
+    """Return the programs of a rank, whose parameters the model has; `layouts` are those of the plan."""
     if has_dropout(model):
         raise _refused(
             "dropout", where("training.disable_dropout"), "training.disable_dropout=true"
@@ -134,28 +146,60 @@ def _capture(
         "input_ids": ids, "shift_labels": ids, "position_ids": ids,
         VALID_TOKENS: torch.ones((), dtype=torch.float32),
     }  # fmt: skip
-    optimizer = build_optimizer(model, recipe.training)
-    shards = Shards(plan.strategy.dp_shard)
-    clip = partial(_clipped, plan.strategy, recipe.training.max_grad_norm, _copies(model))
-    loss = _loss if plan.strategy.tp == 1 else _loss_of_model
+    strategy, max_norm = plan.strategy, recipe.training.max_grad_norm
+    shards = _shards(strategy, layouts)
+    update = _update_program(
+        model,
+        build_optimizer(model, recipe.training),
+        shards,
+        _Clip.from_model(model, strategy, layouts, max_norm),
+    )
+    parallel = attached(model)
+    if parallel is not None and parallel.pipeline is not None:
+        _check_shared(strategy, parallel.pipeline.stages, where("parallel.pp"))
+        return StepPrograms(*capture_stage(model, batch, _loss_of_model), update)
+    loss = _loss if parallel is None else _loss_of_model
     return StepPrograms(
         capture_loss(model, batch, loss, shards),
         capture_gradients(model, batch, loss, shards),
-        _update_program(model, optimizer, shards, clip),
+        update,
     )
 
 
-def _parallel(plan: Plan, world: World, model: nn.Module) -> nn.Module:
-    """Return a model in the tensor-parallel layout of a plan, without its data-parallel ranks."""
-    alone = replace(plan.strategy, dp_replicate=1)
-    return parallelize(model, replace(plan, strategy=alone), world)
+def program_block(strategy: Strategy) -> Strategy:
+    """Return the strategy of the ranks whose programs differ: those of one pipeline, or tensor or expert group."""
+    return replace(strategy, dp_replicate=1, dp_shard=max(1, strategy.ep // strategy.tp))
 
 
-def _copies(model: nn.Module) -> dict[str, int]:
-    """Return the number of tensor-parallel ranks that have the same elements of each parameter."""
-    if attached(model) is None:
-        return {}
-    return {name: handle(model).copies(name) for name, _ in model.named_parameters()}
+def _block_plan(plan: Plan, block: Strategy) -> Plan:
+    """Return the plan of the ranks of a block, which hold their parameters without data-parallel shards."""
+    absent = [a for a in _FSDP if getattr(block, a, 1) == 1]
+    layouts = {
+        name: replace(
+            layout, axes=tuple(tuple(a for a in dim if a not in absent) for dim in layout.axes)
+        )
+        for name, layout in plan.layouts.items()
+    }
+    return replace(plan, strategy=block, layouts=layouts)
+
+
+def _traced_world(
+    recipe: Recipe, block: Strategy, position: int
+) -> AbstractContextManager[World | None]:
+    """Return the world in which a rank of a block is traced; None for a model that is not parallelized."""
+    if block.world_size == 1 and recipe.moe.capacity_factor is None:
+        return nullcontext()
+    return World.fake(position, block.world_size, TRACED)
+
+
+def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
+    """Return the data-parallel shards of the parameters of a strategy."""
+    shards = {}
+    for name, layout in layouts.items():
+        dims = [(d, a) for d, axes in enumerate(layout.axes) for a in axes if a in _FSDP]
+        for dim, axis in dims:
+            shards[name] = Shards(strategy.mesh_of(layout).degree(axis), axis, dim)
+    return Shards(others=shards)
 
 
 def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> dict[str, float]:
@@ -205,20 +249,14 @@ def _loss_of_model(
     return loss
 
 
-def _model_with_buffers(
-    recipe: Recipe, layout: Callable[[nn.Module], nn.Module] = lambda model: model
-) -> nn.Module:
-    """Return the model in a layout, with values of its buffers, in forms that have static shapes."""
-    model = build_model(recipe)
+def _use_static_forms(model: nn.Module) -> None:
+    """Select the forms of attention and experts that have static shapes."""
     for name, form in (
         ("set_attn_implementation", "eager"),
         ("set_experts_implementation", "batched_mm"),
     ):
         if hasattr(model, name):
             getattr(model, name)(form)
-    model = layout(model)
-    materialize(model, seed=recipe.training.seed, device=torch.device("cpu"))
-    return model
 
 
 def _check_recipe(
@@ -243,7 +281,8 @@ def _check_recipe(
             recipe.moe.bias_update_rate != 0, "updates of router biases", "moe.bias_update_rate=0",
         ),
         "moe.capacity_factor": (
-            recipe.moe.capacity_factor is not None, "a capacity of experts", "moe.capacity_factor=null",
+            recipe.moe.capacity_factor is None and plan.strategy.ep > 1,
+            "experts on several ranks without a capacity", "moe.capacity_factor=2",
         ),
         "moe.aux_loss_coef": (router_loss is not None, router_loss or "", "moe.aux_loss_coef=0"),
         "training.check_ranks_every": (
@@ -258,22 +297,37 @@ def _check_recipe(
 
 def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
     """Refuse axes without programs; the hint keeps the number of ranks."""
-    axes = [a for a in ("pp", "cp", "tp_y", "ep") if getattr(strategy, a) > 1]
-    if strategy.tp > 1 and strategy.dp_shard > 1:
-        axes.append("dp_shard")
+    if strategy.pp == strategy.world_size and strategy.stages > strategy.pp:
+        raise UnsupportedSharding(
+            f"the back end {backend} runs one pipeline stage per rank",
+            where=where,
+            got=str(strategy),
+            hint="parallel.schedule=1f1b parallel.virtual_stages=1",
+        )
+    axes = [a for a in ("cp", "tp_y") if getattr(strategy, a) > 1]
+    if 1 < strategy.pp < strategy.world_size:
+        axes.append("pp")
     if not axes:
         return
-    single = {"tp": 1, "dp_shard": 1} | dict.fromkeys(axes, 1)
-    if strategy.tp_y > 1:
-        single |= {"tp_x": 1}
-        del single["tp"]
-    degrees = {"dp_replicate": strategy.world_size} | single
+    replicas = strategy.world_size // (strategy.dp_shard * strategy.tp_x)
+    degrees = {"dp_replicate": replicas} | dict.fromkeys(axes, 1)
     raise UnsupportedSharding(
-        f"the back end {backend} runs the axes {', '.join(AXES)}, and tp with dp_replicate",
+        f"the back end {backend} runs pp alone, or the axes dp_replicate, dp_shard, tp and ep",
         where=where,
         got=str(strategy),
         hint=" ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items()),
     )
+
+
+def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
+    """Refuse parameters that some stages share and others do not have."""
+    if stages.shared and strategy.pp > 2:
+        raise UnsupportedSharding(
+            "stages share parameters, such as tied embeddings, so the programs run two of them",
+            where=where,
+            got=f"pp={strategy.pp}, {stages.shared[0]}",
+            hint=f"parallel.pp=1 parallel.dp_replicate={strategy.pp}",
+        )
 
 
 def _refused(text: str, where: str, hint: str) -> Contradiction:
@@ -285,28 +339,65 @@ def _refused(text: str, where: str, hint: str) -> Contradiction:
     )
 
 
-def _clipped(
-    strategy: Strategy,
-    max_norm: float | None,
-    copies: Mapping[str, int],
-    grads: Mapping[str, Tensor],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the norm of the gradients, summed over replicas, and the clipped gradients."""
-    if strategy.dp_replicate > 1:
-        grads = {name: sum_over(grad, "dp_replicate") for name, grad in grads.items()}
-    squares = torch.stack(
-        [g.float().square().sum() / copies.get(n, 1) for n, g in grads.items()]
-    ).sum()
-    for axis, ranks in (
-        ("dp_shard", strategy.dp_shard),
-        (group_name(range(strategy.tp)), strategy.tp),
-    ):
-        squares = sum_over(squares, axis) if ranks > 1 else squares
-    norm = squares.sqrt()
-    if max_norm is None:
-        return norm, dict(grads)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return norm, {name: grad * scale for name, grad in grads.items()}
+@dataclass(frozen=True, slots=True)
+class _Clip:
+    """Norm and clipping of the gradients of a rank.
+
+    Attributes:
+        strategy: The strategy.
+        tp_group: Name of the rank's tensor-parallel group.
+        max_norm: Maximum norm; None: no clipping.
+        copies: Parameter name to the number of ranks of a replica with the same elements.
+        shared: Names of parameters that all pipeline ranks have.
+    """
+
+    strategy: Strategy
+    tp_group: str
+    max_norm: float | None
+    copies: Mapping[str, int]
+    shared: tuple[str, ...]
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        strategy: Strategy,
+        layouts: Mapping[str, Layout],
+        max_norm: float | None,
+    ) -> _Clip:
+        """Return the clipping of a model, which may be parallelized; `layouts` are those of the plan."""
+        parallel, tp = attached(model), strategy.tp
+        first = 0 if parallel is None else parallel.ranks.rank // tp * tp
+        pipeline = None if parallel is None else parallel.pipeline
+        shared = () if pipeline is None else pipeline.stages.shared
+        copies = {}
+        for name, layout in layouts.items():
+            mesh = strategy.mesh_of(layout)
+            ranks = mesh.size // strategy.pp // strategy.dp_replicate
+            stages = strategy.pp if name in shared else 1
+            copies[name] = ranks * stages // mesh.degree(layout.sharding_axes)
+        return cls(strategy, group_name(range(first, first + tp)), max_norm, copies, shared)
+
+    def __call__(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the norm of the gradients, summed over replicas, and the clipped gradients."""
+        grads = dict(grads)
+        grads |= {name: sum_over(grads[name], "pp") for name in self.shared if name in grads}
+        if self.strategy.dp_replicate > 1:
+            grads = {name: sum_over(grad, "dp_replicate") for name, grad in grads.items()}
+        squares = torch.stack(
+            [g.float().square().sum() / self.copies[n] for n, g in grads.items()]
+        ).sum()
+        for axis, ranks in (
+            ("pp", self.strategy.pp),
+            ("dp_shard", self.strategy.dp_shard),
+            (self.tp_group, self.strategy.tp),
+        ):
+            squares = sum_over(squares, axis) if ranks > 1 else squares
+        norm = squares.sqrt()
+        if self.max_norm is None:
+            return norm, grads
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm, {name: grad * scale for name, grad in grads.items()}
 
 
 def _update_program(
@@ -318,7 +409,7 @@ def _update_program(
     names = {p: n for n, p in model.named_parameters()}
     groups = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
     shapes = {
-        name: torch.empty(shards.shape(local(p).shape), dtype=p.dtype)
+        name: torch.empty(shards.of(name).shape(local(p).shape), dtype=p.dtype)
         for p, name in names.items()
         if name in groups
     }

@@ -32,7 +32,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch.collectives import all_to_all, launch_all_to_all, paired
-from hyper_parallel.backends.torch.experts.routing import LayerRouting, is_first_forward
+from hyper_parallel.backends.torch.experts.routing import (
+    LayerRouting,
+    count_rows,
+    is_first_forward,
+)
 from hyper_parallel.backends.torch.in_flight import CollectiveLauncher, collective, start
 from hyper_parallel.ir import Purpose
 
@@ -190,7 +194,7 @@ class _SortedRows:
             skipped = ~computed.unsqueeze(1).expand_as(index).reshape(-1)
             expert = expert.masked_fill(skipped, num_experts)
         order = torch.argsort(expert, stable=True)
-        counts = torch.bincount(expert, minlength=num_experts + 1)[:num_experts]
+        counts = count_rows(expert.unsqueeze(1), num_experts + 1, None)[:num_experts]
         return cls(expert, order, counts)
 
     def slots(self, sorted_slot: Tensor) -> Tensor:

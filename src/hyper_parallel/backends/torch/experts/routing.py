@@ -204,10 +204,12 @@ def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> Ro
 
 def count_rows(index: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
     """Return the rows of each expert [E] in `index` [N, k], counting real tokens [N] only; None: all tokens."""
+    rows = index.reshape(-1)
     if real is None:
-        return torch.bincount(index.reshape(-1), minlength=num_experts)
-    counted = real.unsqueeze(1).expand_as(index).reshape(-1).long()
-    return counted.new_zeros(num_experts).index_add_(0, index.reshape(-1), counted)
+        counted = torch.ones_like(rows, dtype=torch.long)
+    else:
+        counted = real.unsqueeze(1).expand_as(index).reshape(-1).long()
+    return counted.new_zeros(num_experts).index_add_(0, rows, counted)
 
 
 def collect_routing(model: nn.Module, state: ExpertState) -> Tensor | None:

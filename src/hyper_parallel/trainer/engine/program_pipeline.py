@@ -1,0 +1,148 @@
+"""Passes over the microbatches of a step by step programs: one after the other, or in the order of a pipeline schedule.
+
+A pipeline rank has one stage. Its program `loss` computes the activations `sent` to the next stage, and the loss on the
+last one. Its program `gradients` repeats this forward, so only the input of a stage is kept for its backward: on stages
+other than the last one it reads the gradient of the activations as `batch.gradient`, and on stages other than the first
+one it returns that of `batch.received`. Messages pass through the memory of the host, by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyper_parallel.backends.program_runner import CompiledProgram, ProgramRunner
+from hyper_parallel.ir import Schedule, Strategy
+from hyper_parallel.mpmd import forward_schedule, one_by_one, step_schedule
+
+Values = Mapping[str, Any]
+"""Values of the framework by name."""
+
+
+class SerialPasses:
+    """Microbatches one after the other.
+
+    Args:
+        runner: The framework.
+        programs: Compiled programs `loss` and `gradients`.
+    """
+
+    def __init__(self, runner: ProgramRunner, programs: Mapping[str, CompiledProgram]) -> None:
+        self._runner, self._programs = runner, programs
+
+    def train(
+        self, parameters: Values, sums: Values, batches: Sequence[Values]
+    ) -> tuple[float, Values]:
+        """Return the loss of all microbatches, and the sums of their gradients, from `sums` on."""
+        loss = 0.0
+        for batch in batches:
+            results = self._programs["gradients"]({**parameters, **sums, **batch})
+            loss += float(self._runner.array(results.pop("loss")))
+            sums = results
+        return loss, sums
+
+    def evaluate(self, parameters: Values, batches: Sequence[Values]) -> float:
+        """Return the loss of all microbatches."""
+        losses = (self._programs["loss"]({**parameters, **batch})["loss"] for batch in batches)
+        return sum(float(self._runner.array(loss)) for loss in losses)
+
+
+class PipelinePasses(SerialPasses):
+    """Microbatches on the stage of one pipeline rank; the loss is that of the last stage, and 0 on others.
+
+    Args:
+        runner: The framework.
+        programs: Compiled programs `loss` and `gradients` of the stage.
+        strategy: Strategy without other axes than pp, with one stage per rank.
+        rank: Rank of this process, its stage.
+        shape: Shape of a message.
+    """
+
+    def __init__(
+        self,
+        runner: ProgramRunner,
+        programs: Mapping[str, CompiledProgram],
+        strategy: Strategy,
+        rank: int,
+        shape: tuple[int, ...],
+    ) -> None:
+        super().__init__(runner, programs)
+        self._strategy, self._rank, self._shape = strategy, rank, shape
+        self._is_first, self._is_last = rank == 0, rank == strategy.pp - 1
+
+    def train(
+        self, parameters: Values, sums: Values, batches: Sequence[Values]
+    ) -> tuple[float, Values]:
+        """Return the loss of all microbatches, and the sums of their gradients, from `sums` on."""
+        schedule = one_by_one(step_schedule(self._strategy, len(batches)))
+        inputs: dict[int, Values] = {}
+        loss = 0.0
+
+        def forward(i: int, received: Any) -> Any:
+            inputs[i] = batches[i] if self._is_first else {**batches[i], "batch.received": received}
+            if self._is_last:
+                return None
+            return self._programs["loss"]({**parameters, **inputs[i]})["sent"]
+
+        def backward(i: int, gradient: Any) -> Any:
+            nonlocal loss, sums
+            own = {} if self._is_last else {"batch.gradient": gradient}
+            results = self._programs["gradients"]({**parameters, **sums, **inputs.pop(i), **own})
+            value = results.pop("loss")
+            loss += float(self._runner.array(value)) if self._is_last else 0.0
+            message = results.pop("grad.received", None)
+            sums = results
+            return message
+
+        self._run(schedule, {"F": forward, "B": backward, "I": backward})
+        return loss, sums
+
+    def evaluate(self, parameters: Values, batches: Sequence[Values]) -> float:
+        """Return the loss of all microbatches."""
+        losses = []
+
+        def forward(i: int, received: Any) -> Any:
+            own = {} if self._is_first else {"batch.received": received}
+            results = self._programs["loss"]({**parameters, **batches[i], **own})
+            if self._is_last:
+                losses.append(float(self._runner.array(results["loss"])))
+            return results.get("sent")
+
+        self._run(forward_schedule(self._strategy, len(batches)), {"F": forward})
+        return sum(losses)
+
+    def _run(self, schedule: Schedule, compute: Mapping[str, Any]) -> None:
+        """Run this rank's actions; a message is waited for when it is used."""
+        arriving: dict[tuple[str, int], tuple[Tensor, Any]] = {}
+        results: dict[tuple[str, int], Any] = {}
+        sending: list[tuple[Tensor, Any]] = []
+        for leaf in (leaf for a in schedule.ranks[self._rank] for leaf in a.leaves):
+            kind, i = leaf.kind, leaf.microbatch
+            if i is None or kind == "W":  # the gradients of inputs and weights are one program
+                continue
+            step = 1 if kind[-1] == "F" else -1
+            if kind.startswith("RECV"):
+                buffer = torch.empty(self._shape)
+                arriving[kind[-1], i] = buffer, dist.irecv(buffer, self._rank - step)
+            elif kind.startswith("SEND"):
+                tensor = torch.from_numpy(self._runner.array(results.pop((kind[-1], i))))
+                sending.append((tensor, dist.isend(tensor, self._rank + step)))
+            else:
+                direction = "F" if kind == "F" else "B"
+                results[direction, i] = compute[kind](i, self._take(arriving, (direction, i)))
+        for _, work in sending:
+            work.wait()
+
+    def _take(
+        self, arriving: dict[tuple[str, int], tuple[Tensor, Any]], key: tuple[str, int]
+    ) -> Any:
+        """Return a received message as a value of the framework; None where none was sent."""
+        if key not in arriving:
+            return None
+        buffer, work = arriving.pop(key)
+        work.wait()
+        return self._runner.value(buffer.numpy())
