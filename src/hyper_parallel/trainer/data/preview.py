@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -252,12 +252,12 @@ def _small_images(document: Document) -> tuple[str, ...]:
     return tuple(small_copy(image, document.where) for image in images[:_IMAGES])
 
 
-def shortened(example: Example, most: int = _MOST_CHARACTERS) -> Example:
+def shortened(example: Example) -> Example:
     """Return an example with the middle of long segments left out."""
     texts = []
     for text in example.texts:
         shown = text.segments[:_MOST_SEGMENTS]
-        segments = [replace(s, text=without_middle(s.text, most)) for s in shown]
+        segments = [replace(s, text=without_middle(s.text, _MOST_CHARACTERS)) for s in shown]
         if left := len(text.segments) - len(shown):
             segments.append(Segment(f" [... {left} segments ...]", trained=False))
         texts.append(replace(text, segments=tuple(segments)))
@@ -269,8 +269,3 @@ def without_middle(text: str, most: int) -> str:
     if len(text) <= most + 40:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most // 2) :]}"
-
-
-def marked_text(segments: Iterable[Segment], opening: str = "[[", closing: str = "]]") -> str:
-    """Return the text of segments with marks around the targets."""
-    return "".join(f"{opening}{s.text}{closing}" if s.trained else s.text for s in segments)

@@ -83,7 +83,6 @@ class TemplateProperties:
         self.source = source
         self._special = dict(tokenizer.special_tokens_map)
         self.added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
-        self.added_ids = frozenset(self.added.values())
         stops = {tokenizer.eos_token_id, *generation_stops(tokenizer)}
         self._stop_names = {name for name, i in self.added.items() if i in stops}
         names = sorted((name for name in self.added if name), key=len, reverse=True)
