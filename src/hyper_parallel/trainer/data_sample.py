@@ -90,11 +90,8 @@ class DataSample:
     @property
     def rows(self) -> dict[str, str]:
         """Summary by the names of its rows."""
-        rows = summary_rows(self.stage, self.counts, sampled=not self.complete)
-        total = sum(one.weight for one in self.sources)
-        if len(self.sources) > 1:
-            parts = (f"{s.weight / total:.4g} of {s.counts.source}" for s in self.sources)
-            rows["source"] = " + ".join(parts)
+        weights = [one.weight for one in self.sources]
+        rows = summary_rows(self.stage, self.counts, weights, sampled=not self.complete)
         return rows | {"tokenizer": self.tokenizer_name or f"trained on the data: {self.tokenizer}"}
 
     @property
@@ -186,8 +183,9 @@ def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
         source = replace(source, max_bytes=most)
     records = units(source, stage)
     num_bytes, seen = 0, 0
-    number, unknown = _num_helpers(stage), counts.unknown_id
-    with EncodingHelpers(hf, stage, counts.seq_len, number, unknown) as helpers:
+    # Texts are encoded by threads of the tokenizer.
+    number = 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1
+    with EncodingHelpers(hf, stage, counts.seq_len, number, counts.unknown_id) as helpers:
         while batch := list(_batch(records, min(_BATCH, limits.records - seen))):
             # The first records are encoded in this process, which selects examples from them.
             if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.submit(batch):
@@ -216,8 +214,3 @@ def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Docume
         remaining -= sum(document.num_bytes for document in unit)
         if remaining <= 0:
             return
-
-
-def _num_helpers(stage: str) -> int:
-    """Return the number of additional encoding processes; texts are encoded by threads of the tokenizer."""
-    return 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1

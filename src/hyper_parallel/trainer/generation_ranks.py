@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
@@ -25,6 +24,7 @@ from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import (
     World,
     check_rank_count,
+    gather_objects,
     launch,
     local_capacity,
     parallelize,
@@ -97,18 +97,11 @@ def generate_on_ranks(
             parallelized = parallelize(model, plan, world)
             load_pretrained(parallelized, export, device=world.device)
             sequences = _decode_share(parallelized, batch, slots, stop)
-            return _gather(sequences, world) if under_torchrun() else [sequences]
+            return gather_objects(sequences) if under_torchrun() else [sequences]
 
     for part in rank() if under_torchrun() else _launch(rank, strategy.world_size):
         batch.sequences.update(part)
     return batch.generations()
-
-
-def _gather(sequences: _Sequences, world: World) -> list[_Sequences]:
-    """Return the sequences of every rank; collective."""
-    gathered: list[_Sequences] = [{}] * world.world_size
-    dist.all_gather_object(gathered, sequences)
-    return gathered
 
 
 def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequences]:

@@ -21,9 +21,9 @@ from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError,
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer._shrink import MAX_POSITIONS, small_configs
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
+from hyper_parallel.trainer.small_configs import MAX_POSITIONS, small_configs
 
 logger = logging.getLogger(__name__)
 

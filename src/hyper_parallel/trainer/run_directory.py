@@ -122,17 +122,14 @@ def write_editable(path: Path, text: str) -> None:
     """Write a text file of a run that users may edit; an edited file is kept under another name."""
     place = path.parent
     known = _known(place)
-    if path.is_file() and file_facts(path) != known.get(path.name) and not _holds(path, text):
+    is_edited = path.is_file() and file_facts(path) != known.get(path.name)
+    if is_edited and path.read_bytes() != text.encode():
         names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
         edited = next(name for name in names if not os.path.lexists(name))
         path.rename(edited)
         _log.warning("%s is not as the run wrote it; it is kept as %s", path, edited.name)
     write_text(path, text)
     write_marker(place, Marker(RUN, {**known, path.name: file_facts(path)}))
-
-
-def _holds(path: Path, text: str) -> bool:
-    return path.read_bytes() == text.encode()
 
 
 def _known(place: Path) -> Mapping[str, tuple[int, str]]:

@@ -66,16 +66,6 @@ class StepPrograms:
             getattr(self, name).save(folder / name)
 
 
-def _check_installed(backend: str, where: Callable[[str], str]) -> None:
-    if find_spec(backend) is None:
-        raise MissingDependency(
-            f"the back end {backend} needs the package `{backend}`",
-            where=where("backend"),
-            got=f"backend={backend}",
-            hint="make setup-mindspore",
-        )
-
-
 def capture_programs(
     recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
 ) -> tuple[StepPrograms, ...]:
@@ -96,7 +86,13 @@ def capture_programs(
             does not have.
         UnsupportedSharding: HP205 for a layout with other axes.
     """
-    _check_installed(recipe.backend, where)
+    if find_spec(recipe.backend) is None:
+        raise MissingDependency(
+            f"the back end {recipe.backend} needs the package `{recipe.backend}`",
+            where=where("backend"),
+            got=f"backend={recipe.backend}",
+            hint="make setup-mindspore",
+        )
     _check_recipe(recipe, plan, router_loss, where)
     if plan.strategy.tp == 1:
         model = _model_with_buffers(recipe)

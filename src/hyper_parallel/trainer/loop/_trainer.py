@@ -74,6 +74,11 @@ class StepResult:
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
 
+    @property
+    def finite(self) -> bool:
+        """True if loss and gradient norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 class EvalResult(NamedTuple):
     """Measurements of an evaluation; equal on every rank."""

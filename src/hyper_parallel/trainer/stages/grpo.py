@@ -34,8 +34,8 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data.batches import IGNORE_INDEX
 from hyper_parallel.trainer.input_checksums import RunInputs
 from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
-from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages.model_reward import ModelReward
+from hyper_parallel.trainer.stages.reference import ReferenceWeights
 from hyper_parallel.trainer.stages.rewards import reward_functions, score, short_name
 from hyper_parallel.trainer.stages.rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages.sampling import (

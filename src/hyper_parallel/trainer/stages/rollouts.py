@@ -44,8 +44,8 @@ from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, 
 from hyper_parallel.trainer.engine.step_gauges import SpanRecorder
 from hyper_parallel.trainer.files import write_timeline
 from hyper_parallel.trainer.input_checksums import RunInputs
-from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages.environments import WHERE, Environments
+from hyper_parallel.trainer.stages.reference import ReferenceWeights
 from hyper_parallel.trainer.stages.rollout_folder import RolloutFolder
 from hyper_parallel.trainer.stages.sampling import (
     Completions,
