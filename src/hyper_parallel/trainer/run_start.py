@@ -154,7 +154,7 @@ def _train(
         training = job.recipe.training
         RolloutFolder(job.output_dir / "rollouts").reset()
         results = launch(
-            lambda rank: _rank(job, rank, flash, stop, snapshots),
+            lambda rank: train_rank(job, rank, flash, stop, snapshots),
             job.ranks,
             log_dir=logs,
             threads=rank_threads(job.ranks),
@@ -172,10 +172,10 @@ def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary |
     rank = launched_rank()[0]
     if rank == 0:  # before any rank joins its world
         RolloutFolder(job.output_dir / "rollouts").reset()
-    return _rank(job, rank, flash, stop)
+    return train_rank(job, rank, flash, stop)
 
 
-def _rank(
+def train_rank(
     job: Job, rank: int, flash: Path | None, stop: StopRequest, snapshots: Path | None = None
 ) -> Summary | None:
     """Join the world and train, or only sample; return the summary on rank 0, None on other ranks.

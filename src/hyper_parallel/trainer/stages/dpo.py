@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyper_parallel.config import Dpo
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.stages import Rows
 from hyper_parallel.trainer.stages.pair_scores import PairScores, PairStage, rounding_of
 from hyper_parallel.trainer.stages.reference import Reference

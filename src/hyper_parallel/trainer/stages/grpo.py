@@ -31,7 +31,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch import TOKEN_MASK
 from hyper_parallel.backends.torch.decode_slots import slot_cache_refusal
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.input_checksums import RunInputs
 from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.model_reward import ModelReward

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.config import Kto
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.reference import Reference
 from hyper_parallel.trainer.stages.sampling import all_reduce_sum
