@@ -40,10 +40,14 @@ from hyper_parallel.ir import Collective, Plan, Purpose
 from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.topology import Supernode, load_topology
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
-from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec, refuse_submodels
+from hyper_parallel.trainer.engine.recipe_model import (
+    build_model,
+    read_spec,
+    refuse_submodels,
+    trained_of,
+)
 from hyper_parallel.trainer.engine.step_gauges import PhaseSpans
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
-from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
 _ALLOCATOR_BLOCK = 512
 """Granularity in bytes of allocations in the caching allocators of accelerators."""

@@ -66,11 +66,12 @@ SPANS: Final[dict[str, int]] = {
 """Token spans at which the behaviour of a layer changes, small enough to matter in a short text."""
 
 _PAIRS = ["linear_attention", "hybrid"] * 2
+_SPARSE = ["dense", "sparse"] * 2
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _DOTS3 = {
     "head_dim": 16,
     "layer_types": ["indexed_attention", "sliding_attention"] * 2,
-    "mlp_layer_types": ["dense", "sparse"] * 2,
+    "mlp_layer_types": _SPARSE,
     "per_layer_config": {i: {"num_attention_heads": 2, "num_key_value_heads": 2} for i in (1, 3)},
 }
 _QWEN4 = {
@@ -80,47 +81,30 @@ _QWEN4 = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
-_MROPE = {
-    "text_config": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [2, 1, 1],
-        }
-    }
-}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_FULL_ROPE = {"rope_parameters": {"full_attention": _ROPE}}
+_MROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}}
+_CODES = {"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1}
+_SAM = {"sam_config": {"output_channels": 8, "downsample_channels": [16, 32]}}
+_VOCAB = {"unpadded_vocab_size": SIZES["vocab_size"]}
 FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga"), _MROPE),
     "glm4v_moe": {
         "text_config": {
-            "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]},
-                "partial_rotary_factor": 0.5,
-            }
+            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
         }
     },
     "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
     "paddleocr_vl": _MROPE,
     "step3p7": {"text_config": {"sliding_window": 8}},
-    "cohere_compass": {
-        "text_config": {
-            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-        }
-    },
+    "cohere_compass": {"text_config": _FULL_ROPE},
+    "cohere_compass_text": _FULL_ROPE,
     "apertus1p5": {
         **{"image_token_offset": 64, "audio_token_offset": 192},
-        "vision_config": {
-            **{"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
-            "codebook_size": 128,
-        },
+        "vision_config": {**_CODES, "codebook_size": 128},
         "audio_config": {
-            **{
-                "codebook_size": 128,
-                "codebook_dim": HIDDEN,
-                "decoder_hidden_size": 32,
-                "decoder_num_layers": 2,
-            },
-            **{"decoder_intermediate_size": 48, "num_filters": 2},
+            **{"codebook_size": 128, "codebook_dim": HIDDEN, "decoder_hidden_size": 32},
+            **{"decoder_num_layers": 2, "decoder_intermediate_size": 48, "num_filters": 2},
         },
     },
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
@@ -131,28 +115,20 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "chameleon": {
         "vocabulary_map": {"<image>": 303},
-        "vq_config": {"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+        "vq_config": _CODES,
     },
     "cohere2_vision": {"alignment_intermediate_size": 48},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
-    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
     },
-    "deepseek_ocr2": {
-        "vision_config": {
-            "sam_config": {"output_channels": 8, "downsample_channels": [16, 32]},
-        },
-        "text_config": {"mlp_layer_types": ["dense", "sparse"] * 2},
-    },
+    "deepseek_ocr2": {"vision_config": _SAM, "text_config": {"mlp_layer_types": _SPARSE}},
     "deepseek_vl_hybrid": {"high_res_vision_config": {"output_channels": 8}},
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
     "dots3_note": {
         "text_config": _DOTS3,
         "vision_config": {
-            **{"mlp_layer_types": ["dense", "sparse"] * 2, "adapter_in_dim": HIDDEN},
+            **{"mlp_layer_types": _SPARSE, "adapter_in_dim": HIDDEN},
             "adapter_out_dim": HIDDEN,
         },
         "audio_config": {"adapter_input_size": HIDDEN, "adapter_output_size": HIDDEN},
@@ -161,9 +137,7 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "ernie4_5_vl_moe": {
         "text_config": {
             **{"moe_num_experts": 4, "moe_k": 2},
-            "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
-            },
+            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
         }
     },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
@@ -174,15 +148,13 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "kimi_k25": {"projection_hidden_size": HIDDEN},
     "glmasr": {"audio_config": {"intermediate_size": 4 * HIDDEN}},
     "llama4": {"vision_config": {"intermediate_size": 4 * HIDDEN}},
-    "inkling2": {"text_config": {"unpadded_vocab_size": SIZES["vocab_size"]}},
-    "inkling2_text": {"unpadded_vocab_size": SIZES["vocab_size"]},
-    "inkling2_loop": {"text_config": {"unpadded_vocab_size": SIZES["vocab_size"]}},
-    "inkling2_loop_text": {"unpadded_vocab_size": SIZES["vocab_size"]},
+    **{name: {"text_config": _VOCAB} for name in ("inkling2", "inkling2_loop")},
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), _VOCAB),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {
         "vision_config": {"projection_dim": HIDDEN},
         "vq_config": {
-            **{"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+            **_CODES,
             **{"num_embeddings": 64, "projection_dim": HIDDEN, "image_token_embed_dim": HIDDEN},
         },
     },
@@ -240,9 +212,7 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         **{"pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32},
         **{"shape_embed_dim": 16, "shape_vocab_size": 32},
     },
-    "unlimited_ocr": {
-        "vision_config": {"sam_config": {"output_channels": 8, "downsample_channels": [16, 32]}},
-    },
+    "unlimited_ocr": {"vision_config": _SAM},
     "xlstm": {"num_blocks": LAYERS},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": _PAIRS, "attention_hidden_size": 64, "attention_head_dim": 16},

@@ -24,6 +24,8 @@ from hyper_parallel.trainer.engine.optimizer_names import NAMED_OPTIMIZERS, chec
 from hyper_parallel.trainer.engine.optimizer_trial import check_trial_step, resumed_failure
 from hyper_parallel.trainer.user_code import load_class
 
+logger = logging.getLogger(__name__)
+
 
 class Adafactor(torch.optim.Adafactor):
     """Adafactor of torch, applied to the local shards of parameters and states.
@@ -39,8 +41,6 @@ class Adafactor(torch.optim.Adafactor):
             collected[:] = [None if tensor is None else local(tensor) for tensor in collected]
         return has_complex
 
-
-logger = logging.getLogger(__name__)
 
 _NEED_FULL_MATRICES: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
 """Optimizers, with subclasses, that need full matrices: their update of a shard differs from the full update."""

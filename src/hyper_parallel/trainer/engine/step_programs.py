@@ -169,36 +169,19 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return _STATES[type(optimizer)]
 
 
-def _loss(
-    model: nn.Module,
-    input_ids: Tensor,
-    shift_labels: Tensor,
-    position_ids: Tensor,
-    valid_tokens: Tensor,
-) -> Tensor:
+def _loss(model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor) -> Tensor:
     """Return the cross entropy over the tokens of one microbatch, divided by the tokens of the step."""
-    output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    logits = output.logits.float().flatten(0, 1)
+    logits = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     return F.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / valid_tokens
 
 
 def _loss_of_model(
-    model: nn.Module,
-    input_ids: Tensor,
-    shift_labels: Tensor,
-    position_ids: Tensor,
-    valid_tokens: Tensor,
+    model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor
 ) -> Tensor:
     """Return the same loss, computed from logits that tensor-parallel ranks share."""
-    loss: Tensor = model(
-        input_ids=input_ids,
-        labels=shift_labels,
-        shift_labels=shift_labels,
-        position_ids=position_ids,
-        num_items_in_batch=valid_tokens,
-        use_cache=False,
-    ).loss
-    return loss
+    labels = {"labels": shift_labels, "shift_labels": shift_labels}
+    output = model(**inputs, **labels, num_items_in_batch=valid_tokens, use_cache=False)
+    return output.loss
 
 
 def _model_with_buffers(
