@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hyper_parallel.trainer.small_sizes import FAMILY_SIZES, HEADS, HIDDEN, SIZES
+from hyper_parallel.trainer.small_configs import FAMILY_SIZES, HEADS, HIDDEN, SIZES
 
 SEQ_LEN = 32
 """Tokens of a sequence of the census."""

@@ -14,8 +14,7 @@ import hyper_parallel as hp
 from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.config import Rm, load_recipe
 from hyper_parallel.errors import Contradiction, ModelUnreadable
-from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer
 from hyper_parallel.trainer.job import prepare_job
 from hyper_parallel.trainer.stages.pair_scores import PairScores
 from hyper_parallel.trainer.stages.reward_model import RewardModelStage

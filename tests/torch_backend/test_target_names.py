@@ -16,7 +16,7 @@ from hyper_parallel.backends.torch.weights.lora import adapted_modules, merge_ad
 from hyper_parallel.config import Lora, Recipe
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.planner.trained_share import trained_share
-from hyper_parallel.trainer.engine.trained_parameters import trained_of
+from hyper_parallel.trainer.engine.recipe_model import trained_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.torch

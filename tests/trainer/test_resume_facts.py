@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.errors import CheckpointMismatch
-from hyper_parallel.trainer.loop.resume import changes_line, check_resume
+from hyper_parallel.trainer.loop.run_facts import changes_line, check_resume
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import pytest
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
 from hyper_parallel.trainer.data import IGNORE_INDEX, Batches, Order
-from hyper_parallel.trainer.data.batches import JoinedSequences
+from hyper_parallel.trainer.data.sequences import JoinedSequences
 
 pytestmark = pytest.mark.torch
 

@@ -7,8 +7,8 @@ import pytest
 
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data import load_tokenizer
-from hyper_parallel.trainer.data.batches import JoinedSequences
 from hyper_parallel.trainer.data.conversations import conversations_of, num_context, shape_of
+from hyper_parallel.trainer.data.sequences import JoinedSequences
 
 pytestmark = pytest.mark.unit
 

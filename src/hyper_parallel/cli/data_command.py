@@ -134,7 +134,7 @@ def _print_lengths(shown: Console, lengths: LengthHistogram) -> None:
 def _print_example(shown: Console, example: Example, title: str, coloured: bool) -> None:
     from rich.text import Text
 
-    from hyper_parallel.trainer.data_panel import highlighted
+    from hyper_parallel.trainer.data_record import highlighted
 
     for text in example.texts:
         cut = f", the last {text.num_cut:,} cut" if text.num_cut else ""

@@ -207,7 +207,9 @@ def _train(
         console.print(line, soft_wrap=True)
         job = prepare_job(loaded, progress=progress, **checks)
     if main:
-        _print_start(job, loaded, console)
+        from hyper_parallel.trainer import startup_panel
+
+        console.print(startup_panel(job))
     if dry_run:
         if main:
             say(f"{job.plan.explain()}\n\n{describe_submit(launcher, job, words)}")
@@ -228,17 +230,6 @@ def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int],
             check_local_start(recipe, ranks, words)
 
     return check_ranks
-
-
-def _print_start(job: Job, loaded: LoadedRecipe, console: Console) -> None:
-    """Print the plan of a job and the source of its weights."""
-    from hyper_parallel.trainer import panel_rows, startup_panel
-
-    weights = f"pretrained, {job.weights}"
-    if job.weights is None:
-        weights = f"from scratch, drawn with training.seed={loaded.recipe.training.seed}"
-    about = (panel_rows(job), str(job.output_dir), weights, job.on_topology)
-    console.print(startup_panel(job.plan, *about, job.trained, job.router_loss))
 
 
 def _run(job: Job, loaded: LoadedRecipe, launcher: str, console: Console) -> None:

@@ -9,18 +9,13 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    "_calibrate": ("calibrate_first_run", "calibrate_local"),
-    "_dryrun": ("DryRun", "dry_run"),
-    "held_out_answers": ("answer_held_out", "write_answers"),
+    "_calibrate": ("calibrate_first_run", "calibrate_local", "short_step"),
+    "_dryrun": ("DryRun", "TracedRank", "differences", "dry_run", "trace_rank"),
     "job": ("Job", "prepare_job", "under_torchrun"),
     "_parity": ("Parity", "parity"),
-    "_probe": ("short_step",),
-    "run_sample": ("make_sample", "write_sample"),
+    "run_samples": ("answer_held_out", "make_sample", "write_answers", "write_sample"),
     "run_start": ("run_job", "run_on_ray"),
-    "_trace": ("TracedRank", "differences", "trace_rank"),
     "checkpoints._own_loop": ("load", "save", "save_pretrained"),
-    "data_panel": ("panel_rows",),
-    "engine.train_rank": ("train_rank",),
     "engine.optimizer": ("build_optimizer", "parameter_groups"),
     "loop": ("Callback", "LrSchedule", "Summary", "startup_panel"),
 }

@@ -1,24 +1,223 @@
-"""Dry run: trace of a recipe's ranks for any machine, rank by rank in this process."""
+"""Dry run: trace of a recipe's ranks for any machine, rank by rank in this process, with fake tensors.
+
+The traced program is the training program: the model's code, `parallelize`, the loop's forward, backward, clipping,
+loss reduction and optimizer step. Only other ranks and values are missing: collectives return at once, and tensors have
+sizes but no bytes. A `Recorder` records the step; peak and collectives are computed from the recording.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from hyper_parallel.backends.torch import cpu_workspace, device_workspace
-from hyper_parallel.config import LoadedRecipe
+from hyper_parallel.backends.torch import (
+    FusedAttention,
+    allocate,
+    cpu_workspace,
+    device_workspace,
+    local,
+)
+from hyper_parallel.backends.torch.memory import (
+    FakeKernels,
+    Peak,
+    Recorder,
+    Workspace,
+    collectives_of,
+    peak_of,
+)
+from hyper_parallel.config import LoadedRecipe, Training
 from hyper_parallel.errors import BadValue, Contradiction
-from hyper_parallel.ir import Plan
+from hyper_parallel.ir import Collective, Plan, Purpose
+from hyper_parallel.runtime import World, parallelize
 from hyper_parallel.topology import Supernode, load_topology
-from hyper_parallel.trainer._trace import TracedRank, trace_rank
-from hyper_parallel.trainer.engine.recipe_model import build_model, read_spec, refuse_submodels
-from hyper_parallel.trainer.engine.trained_parameters import trained_of
+from hyper_parallel.trainer.engine.optimizer import build_optimizer
+from hyper_parallel.trainer.engine.recipe_model import (
+    build_model,
+    read_spec,
+    refuse_submodels,
+    trained_of,
+)
+from hyper_parallel.trainer.engine.step_gauges import PhaseSpans
+from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs
 
 _ALLOCATOR_BLOCK = 512
 """Granularity in bytes of allocations in the caching allocators of accelerators."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRank:
+    """Traced step of one rank.
+
+    Attributes:
+        rank: The rank.
+        coordinate: Coordinate on the mesh.
+        peaks: Peak of a step in the steady state, by memory tier.
+        collectives: Collectives of one step.
+        operators: Number of operators of one step.
+        seconds: Duration of the trace.
+    """
+
+    rank: int
+    coordinate: dict[str, int]
+    peaks: dict[str, Peak]
+    collectives: tuple[Collective, ...]
+    operators: int
+    seconds: float
+
+
+def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
+    """Return the differences between a traced rank's collectives and the plan's formulas, one sentence each.
+
+    The formulas are for the rank at coordinate 0 of every axis.
+    """
+    totals: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for i, items in enumerate((rank.collectives, plan.collectives)):
+        for c in items:
+            if c.purpose != Purpose.STEP_LOG:
+                both = totals.setdefault((c.kind, c.axes), [0, 0, 0, 0])
+                both[2 * i] += c.count
+                both[2 * i + 1] += c.sent_bytes
+    return tuple(
+        f"{kind} over {' '.join(axes)}: traced {calls:,} calls, {sent:,} bytes; "
+        f"by formula {planned_calls:,} calls, {planned:,} bytes"
+        for (kind, axes), (calls, sent, planned_calls, planned) in totals.items()
+        if (calls, sent) != (planned_calls, planned)
+    )
+
+
+class _NoGauge:
+    """Substitute for the loop's memory gauge."""
+
+    def peak_bytes(self) -> int:
+        return 0
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Run attention with values narrower than keys as accelerators do; the CPU kernel requires equal widths.
+
+    The function itself is replaced. A `TorchFunctionMode` is inactive during a backward pass, so attention recomputed
+    there would use another kernel than in forward.
+    """
+    original = F.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.shape[-1] == value.shape[-1]:
+            return original(query, key, value, *args, **kwargs)
+        return FusedAttention.apply(query, key, value)
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def trace_rank(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    training: Training,
+    rank: int,
+    *,
+    alignment_bytes: int = 1,
+    workspace: Workspace | None = None,
+    accelerator: bool = False,
+) -> TracedRank:
+    """Trace one rank of a plan.
+
+    Args:
+        build: Returns the model on the meta device.
+        plan: Plan, for any number of ranks.
+        training: Optimizer and clipping.
+        rank: Rank to trace.
+        alignment_bytes: Alignment of every allocation.
+        workspace: Workspace bytes of operators; None: not counted.
+        accelerator: Use fused attention for all widths of keys and values.
+    """
+    start = time.perf_counter()
+    strategy = plan.strategy
+    recorder = Recorder(alignment_bytes, FakeKernels(workspace))
+    with World.fake(rank, strategy.world_size) as world:
+        # Meshes and FSDP's groups read values of index tensors, so they are created before fake tensors.
+        model = parallelize(build(), plan, world)
+        attention = _fused_attention() if accelerator else nullcontext()
+        with FakeTensorMode(allow_non_fake_inputs=True), recorder, attention:
+            allocate(model, device=world.device)
+            optimizer = build_optimizer(model, training)
+            _create_state(optimizer)
+            _name_state(recorder, model, optimizer)
+
+            def begin(piece: str) -> None:
+                recorder.enter(piece)
+                if piece == "gradient norm":  # backward has finished, so all gradients exist
+                    for name, parameter in model.named_parameters():
+                        if parameter.grad is not None:
+                            recorder.name(local(parameter.grad), name, "gradient")
+
+            spans, norm = PhaseSpans(begin), training.max_grad_norm
+            loop = Loop(model, optimizer, plan, world, spans, _NoGauge(), norm)
+            recorder.restart("setup")
+            _step(loop, recorder, plan, training)
+            recorder.enter("after the step")
+            # FSDP pads uneven parameters in its first run, which changes their bytes.
+            _name_state(recorder, model, optimizer)
+            recording = recorder.recording(f"{plan.model.name} rank {rank}")
+    meshes = plan.mesh, strategy.expert_mesh()
+    return TracedRank(
+        rank,
+        plan.mesh.coordinate(rank),
+        {"hbm": peak_of(recording)},
+        collectives_of(recording, rank, *meshes, fsdp_axes=strategy.fsdp_axes),
+        recording.num_operators,
+        time.perf_counter() - start,
+    )
+
+
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's states, so that the traced step equals every step but the first."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> None:
+    """Run one step of the loop without reading a value."""
+    work = plan.workload
+    shape = (work.microbatch or 1, work.seq_len)
+    inputs = []
+    for _ in range(work.accumulation_steps or 1):
+        with unset_fake_temporarily():  # token ids are real tensors, as model code may read them
+            batch = {
+                n: torch.zeros(shape, dtype=torch.int64) for n in ("input_ids", "shift_labels")
+            }
+        for name, tensor in batch.items():
+            recorder.name(tensor, name, "input")
+        inputs.append(batch)
+    loss, _ = loop.gradients(StepInputs(inputs, work.tokens_per_step or 1))
+    recorder.enter("loss")
+    loop.reduce_step_log(loss, 0)
+    loop.update(training.lr)
+
+
+def _name_state(recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        recorder.name(local(tensor), name, "weight")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                recorder.name(local(value), f"{names[parameter]} {key}", "optimizer")
 
 
 @dataclass(frozen=True, slots=True)

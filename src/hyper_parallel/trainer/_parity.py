@@ -29,13 +29,13 @@ from hyper_parallel.model import read_config
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.runtime import World, launch, scratch_folder
 from hyper_parallel.topology import rank_threads
-from hyper_parallel.trainer._shrink import SIZES, shrink_config
 from hyper_parallel.trainer.data import has_tokenizer
 from hyper_parallel.trainer.engine.recipe_model import read_recipe_spec, read_spec, refuse_submodels
 from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
 from hyper_parallel.trainer.loop import Display, LrSchedule
+from hyper_parallel.trainer.small_configs import SIZES, shrink_config
 
 LIMIT: Final = 1e-10
 """Maximum relative difference of equal numbers in float64 runs."""

@@ -14,7 +14,7 @@ from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.trainer.data.encoding_helpers import (
     EncodingHelpers,
-    count_unit,
+    Tally,
     encoded_units,
 )
 from hyper_parallel.trainer.data.preview import (
@@ -90,11 +90,8 @@ class DataSample:
     @property
     def rows(self) -> dict[str, str]:
         """Summary by the names of its rows."""
-        rows = summary_rows(self.stage, self.counts, sampled=not self.complete)
-        total = sum(one.weight for one in self.sources)
-        if len(self.sources) > 1:
-            parts = (f"{s.weight / total:.4g} of {s.counts.source}" for s in self.sources)
-            rows["source"] = " + ".join(parts)
+        weights = [one.weight for one in self.sources]
+        rows = summary_rows(self.stage, self.counts, weights, sampled=not self.complete)
         return rows | {"tokenizer": self.tokenizer_name or f"trained on the data: {self.tokenizer}"}
 
     @property
@@ -155,9 +152,9 @@ def sample_data(
         vocab_limit=_vocabulary(values),
         model_config=values,
     )
-    limits = _Limits(max(1, max_records // len(sources)), MAX_BYTES // len(sources), num_examples)
+    limits = max(1, max_records // len(sources)), MAX_BYTES // len(sources), num_examples
     samples = [
-        replace(_sample(source, tokenizer.hf, limits), weight=weight)
+        replace(_sample(source, tokenizer.hf, *limits), weight=weight)
         for (_, source), (_, weight) in zip(sources, parts, strict=True)
     ]
     own = typed.model.path if has_tokenizer(recipe.model.path) else None
@@ -172,42 +169,36 @@ def _vocabulary(values: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """Maximum records, bytes of text and examples of one source."""
-
-    records: int
-    num_bytes: int
-    examples: int
-
-
-def _sample(source: Source, hf: Any, limits: _Limits) -> SourceSample:
-    """Encode and count the first records of a source."""
+def _sample(
+    source: Source, hf: Any, max_records: int, max_bytes: int, num_examples: int
+) -> SourceSample:
+    """Encode and count the first records of a source, up to a number of records and bytes of text."""
     stage, counts = source.stage, source.counts
-    lengths, examples = LengthHistogram(), list[Example]()
+    tally, examples = Tally(counts), list[Example]()
     is_text = source.shape == "text"
     if is_text:  # a file is one record, of any length
-        most = min(source.max_bytes or limits.num_bytes, limits.num_bytes)
+        most = min(source.max_bytes or max_bytes, max_bytes)
         source = replace(source, max_bytes=most)
     records = units(source, stage)
     num_bytes, seen = 0, 0
-    number, unknown = _num_helpers(stage), counts.unknown_id
-    with EncodingHelpers(hf, stage, counts.seq_len, number, unknown) as helpers:
-        while batch := list(_batch(records, min(_BATCH, limits.records - seen))):
+    # Texts are encoded by threads of the tokenizer.
+    number = 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1
+    with EncodingHelpers(hf, stage, counts, number) as helpers:
+        while batch := list(_batch(records, min(_BATCH, max_records - seen))):
             # The first records are encoded in this process, which selects examples from them.
-            if seen < _OWN_RECORDS or len(examples) < limits.examples or not helpers.submit(batch):
+            if seen < _OWN_RECORDS or len(examples) < num_examples or not helpers.submit(batch):
                 for unit, encoded in encoded_units(batch, hf, stage):
-                    count_unit(unit, encoded, stage, counts, lengths)
-                    if len(examples) < limits.examples and is_used(encoded, stage, counts):
+                    tally.add(unit, encoded, stage)
+                    if len(examples) < num_examples and is_used(encoded, stage, counts):
                         examples.append(example_of(hf, unit, encoded, stage, counts))
             seen += len(batch)
             num_bytes += sum(document.num_bytes for unit in batch for document in unit)
-            if seen >= limits.records or num_bytes >= limits.num_bytes:
+            if seen >= max_records or num_bytes >= max_bytes:
                 break
-        helpers.add_to(counts, lengths)
+        helpers.add_to(tally)
     counts = copy.deepcopy(counts)  # before the next record is read
-    complete = next(records, None) is None and not (is_text and num_bytes >= limits.num_bytes)
-    return SourceSample(counts, lengths, tuple(examples), complete)
+    complete = next(records, None) is None and not (is_text and num_bytes >= max_bytes)
+    return SourceSample(counts, tally.lengths, tuple(examples), complete)
 
 
 def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Document]]:
@@ -221,8 +212,3 @@ def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Docume
         remaining -= sum(document.num_bytes for document in unit)
         if remaining <= 0:
             return
-
-
-def _num_helpers(stage: str) -> int:
-    """Return the number of additional encoding processes; texts are encoded by threads of the tokenizer."""
-    return 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1

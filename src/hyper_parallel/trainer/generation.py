@@ -11,6 +11,7 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,24 +35,30 @@ from hyper_parallel.backends.torch.static_cache import (
     why_no_static_cache,
 )
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
+from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
 from hyper_parallel.config import run_hint
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
+    DeviceUnavailable,
     HyperParallelError,
     ModelUnreadable,
     RunUnreadable,
     WeightsUnreadable,
 )
 from hyper_parallel.hub import fetch, parse_name
-from hyper_parallel.model import ConfigFile
-from hyper_parallel.trainer._pick_device import pick_device
+from hyper_parallel.model import ConfigFile, list_weight_files, read_config
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.data.prompt_media import PromptMedia
 from hyper_parallel.trainer.decoding import SLOTS, Decoder, DecodingSequence, Sampling, make_decoder
+from hyper_parallel.trainer.engine.auto_model import (
+    class_of_config,
+    complete_outputs,
+    model_from_config,
+)
 from hyper_parallel.trainer.engine.base_weights import check_base
-from hyper_parallel.trainer.exported_model import from_pretrained
+from hyper_parallel.trainer.engine.recipe_model import GENERATION
 from hyper_parallel.trainer.generation_memory import DeviceMemory
 from hyper_parallel.trainer.model_properties import properties_of
 from hyper_parallel.trainer.text_codec import (
@@ -65,6 +72,33 @@ from hyper_parallel.trainer.text_codec import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the device of a name; `auto` is the accelerator if there is one, else the CPU.
+
+    Raises:
+        BadValue: HP102 for a name that is not a device.
+        DeviceUnavailable: HP502 when the machine does not have the device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise BadValue("not the name of a device", got=device, allowed="auto, cpu, cuda") from error
+    present = accelerator is not None and accelerator.type == chosen.type
+    if chosen.type != "cpu" and (
+        not present or (chosen.index or 0) >= torch.accelerator.device_count()
+    ):
+        raise DeviceUnavailable(
+            "this machine does not have the device",
+            got=device,
+            allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
+            hint="--device auto",
+        )
+    return chosen
 
 
 def find_export(directory: str | Path) -> Path:
@@ -410,3 +444,40 @@ class Generator:
                 steps.close()
 
         return sequence, planned()
+
+
+def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple[Any, Any]:
+    """Return the model that transformers loads from a directory or hub id, and its report.
+
+    Shards without an index are read here, as transformers does not find them.
+    """
+    from transformers import GenerationConfig
+
+    report: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    directory = Path(base)
+    listing = list_weight_files(directory)
+    if listing.index is not None or len(listing.files) < 2:
+        loaded: tuple[Any, Any] = _auto_class(base).from_pretrained(
+            base, local_files_only=True, trust_remote_code=trusted, **report
+        )
+        complete_outputs(loaded[0])
+        return loaded
+    empty: Any = model_from_config(read_config(base), torch.float32, trusted=trusted)
+    state = {name: t.slices for name, t in WeightFiles(directory).tensors.items()}
+    model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **report)
+    complete_outputs(model)
+    if (directory / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model, info
+
+
+def _auto_class(base: str) -> Any:
+    """Return the transformers class for a directory, or a name on the Hub."""
+    from transformers import AutoModelForCausalLM
+
+    if not (Path(base) / "config.json").is_file():  # a name of the Hub
+        return AutoModelForCausalLM
+    file = read_config(base)
+    with suppress(HyperParallelError):  # a type left to transformers or custom code
+        return class_of_config(file)
+    return AutoModelForCausalLM

@@ -7,13 +7,12 @@ pp   every rank has the cache of its stages' layers; the last stage chooses and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.backends.torch import check_flow, check_pretrained, data_share, load_pretrained
@@ -25,6 +24,7 @@ from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import (
     World,
     check_rank_count,
+    gather_objects,
     launch,
     local_capacity,
     parallelize,
@@ -97,24 +97,17 @@ def generate_on_ranks(
             parallelized = parallelize(model, plan, world)
             load_pretrained(parallelized, export, device=world.device)
             sequences = _decode_share(parallelized, batch, slots, stop)
-            return _gather(sequences, world) if under_torchrun() else [sequences]
+            return gather_objects(sequences) if under_torchrun() else [sequences]
 
-    for part in rank() if under_torchrun() else _launch(rank, strategy.world_size):
+    if under_torchrun():
+        parts = rank()
+    else:
+        count = strategy.world_size
+        results = launch(rank, count, threads=rank_threads(count), echo_rank=0)
+        parts = [part for own in results for part in own]
+    for part in parts:
         batch.sequences.update(part)
     return batch.generations()
-
-
-def _gather(sequences: _Sequences, world: World) -> list[_Sequences]:
-    """Return the sequences of every rank; collective."""
-    gathered: list[_Sequences] = [{}] * world.world_size
-    dist.all_gather_object(gathered, sequences)
-    return gathered
-
-
-def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequences]:
-    """Start local ranks and return their sequences."""
-    results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
-    return [part for parts in results for part in parts]
 
 
 def _decode_share(

@@ -54,8 +54,7 @@ from hyper_parallel.trainer.files import (
 from hyper_parallel.trainer.hub_models import with_hub_models
 from hyper_parallel.trainer.loop.callback import Callback
 from hyper_parallel.trainer.loop.preference_rows import check_rewards, check_rows
-from hyper_parallel.trainer.loop.resume import check_resume
-from hyper_parallel.trainer.loop.run_facts import run_facts
+from hyper_parallel.trainer.loop.run_facts import check_resume, run_facts
 from hyper_parallel.trainer.loop.trackers import check_trackers
 from hyper_parallel.trainer.run_directory import (
     check_run_directory,
@@ -280,8 +279,8 @@ def prepare_job(
         build_model,
         model_files,
         read_recipe_spec,
+        trained_of,
     )
-    from hyper_parallel.trainer.engine.trained_parameters import trained_of
 
     spec = read_recipe_spec(loaded)
     weights = _check_weights(loaded)
@@ -436,7 +435,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where, model)
     if recipe.parallel.submodels is not None:
-        from hyper_parallel.trainer.engine.recipe_submodels import check_submodels
+        from hyper_parallel.trainer.engine.recipe_model import check_submodels
 
         check_submodels(loaded, plan, model)
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))
@@ -469,7 +468,7 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
     """Return the prepared data of a recipe after checks with its rewards, the model and the plan."""
     from hyper_parallel.backends.torch.dropout import original_config
     from hyper_parallel.trainer.data import prepare
-    from hyper_parallel.trainer.engine.media_inputs import check_media_inputs
+    from hyper_parallel.trainer.engine.recipe_model import check_media_inputs
 
     recipe = loaded.recipe
     packed = prepare(

@@ -21,9 +21,9 @@ from hyper_parallel.errors import Contradiction, ForkUnsafe, HyperParallelError,
 from hyper_parallel.ir import Plan
 from hyper_parallel.model import ConfigFile, ModelProperties, read_config
 from hyper_parallel.runtime import launch
-from hyper_parallel.trainer._shrink import MAX_POSITIONS, small_configs
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
+from hyper_parallel.trainer.small_configs import MAX_POSITIONS, small_configs
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,14 @@ def properties_of(
     path = cache_file("properties", file, (measuring,), attention, scores)
     if (cached := load_cached(path, ModelProperties)) is not None:
         return cached
-    try:
-        measured = _measure_in_child(file, attention, trusted, scores)
+
+    def measure(_: int) -> ModelProperties:
+        return measure_config(file, attention, trusted=trusted, scores=scores)
+
+    try:  # in a forked process, as code of a model may crash, hang or print
+        measured = launch(measure, 1, timeout_s=_TIMEOUT_S)[0]
+    except ForkUnsafe:  # a rank that has joined a process group
+        measured = measure(0)
     except RankFailed as error:  # crashing code or a busy machine: the next run measures again
         logger.warning("the properties of the model could not be measured: %s", error.what)
         return _unmeasured(str(file.values.get("model_type")), error.what)
@@ -147,25 +153,6 @@ def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
             if properties_of(changed, trusted=trusted).causal.holds:
                 return f'"{key}": {json.dumps(value)}'
     return None
-
-
-def _measure_in_child(
-    file: ConfigFile, attention: str | None, trusted: bool, scores: bool
-) -> ModelProperties:
-    """Measure in a forked process, as code of a model may crash, hang or print.
-
-    Raises:
-        RankFailed: HP601 when the process crashed or did not end.
-    """
-
-    def measure(_: int) -> ModelProperties:
-        return measure_config(file, attention, trusted=trusted, scores=scores)
-
-    try:
-        measured: ModelProperties = launch(measure, 1, timeout_s=_TIMEOUT_S)[0]
-    except ForkUnsafe:  # a rank that has joined a process group
-        measured = measure_config(file, attention, trusted=trusted, scores=scores)
-    return measured
 
 
 def _unmeasured(model_class: str, why: str) -> ModelProperties:

@@ -3,18 +3,26 @@
 A missing or empty directory is created and marked. A directory with other files and without a marker is rejected before
 data is prepared or a rank starts; only log files of launchers and shells may be in it. In a marked directory the names
 below belong to the run; all other files are kept.
+
+A part of a run is the steps trained by one process with one recipe and one plan:
+
+  RUN_DIR/parts/step_00000000/    config.yaml, plan.json, part.json of the steps after step 0
+  RUN_DIR/parts/step_00000120/    the same files of a process that resumed from the checkpoint of step 120
+
+The files of the same name in RUN_DIR belong to the last part.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hyper_parallel.config import LoadedRecipe, Recipe, paths_read
 from hyper_parallel.errors import Contradiction, OutputNotWritable
@@ -31,6 +39,7 @@ from hyper_parallel.owned_folder import (
 )
 from hyper_parallel.serde import write_text
 from hyper_parallel.trainer.checkpoints import manifest as checkpoints
+from hyper_parallel.trainer.files import copy_files
 
 _log = logging.getLogger(__name__)
 
@@ -122,17 +131,14 @@ def write_editable(path: Path, text: str) -> None:
     """Write a text file of a run that users may edit; an edited file is kept under another name."""
     place = path.parent
     known = _known(place)
-    if path.is_file() and file_facts(path) != known.get(path.name) and not _holds(path, text):
+    is_edited = path.is_file() and file_facts(path) != known.get(path.name)
+    if is_edited and path.read_bytes() != text.encode():
         names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
         edited = next(name for name in names if not os.path.lexists(name))
         path.rename(edited)
         _log.warning("%s is not as the run wrote it; it is kept as %s", path, edited.name)
     write_text(path, text)
     write_marker(place, Marker(RUN, {**known, path.name: file_facts(path)}))
-
-
-def _holds(path: Path, text: str) -> bool:
-    return path.read_bytes() == text.encode()
 
 
 def _known(place: Path) -> Mapping[str, tuple[int, str]]:
@@ -352,3 +358,41 @@ def _identity(path: Path) -> tuple[int, int] | None:
         return None
     status = path.stat()
     return status.st_dev, status.st_ino
+
+
+_PARTS: Final = "parts"
+_PART_FILES: Final = ("config.yaml", "plan.json")
+_PART_FOLDER: Final = re.compile(r"step_(\d{8,15})")
+
+
+class RunPart:
+    """Part of a run that begins after a step.
+
+    Args:
+        directory: Run directory.
+        step: Number of steps before the part.
+        changed: Changes since the checkpoint from which it resumes.
+
+    Attributes:
+        is_late: Whether the run's files describe an earlier part and must stay until this part has trained a step.
+    """
+
+    def __init__(self, directory: Path, step: int, changed: dict[str, Any]) -> None:
+        self._directory, self._step, self._changed = directory, step, changed
+        self.is_late = step > 0 and (directory / _PART_FILES[0]).is_file()
+
+    def keep(self) -> None:
+        """Copy recipe and plan of the run into the folder of this part, and remove parts that it replaces."""
+        parts = self._directory / _PARTS
+        parts.mkdir(exist_ok=True)
+        for path in parts.iterdir():
+            match = _PART_FOLDER.fullmatch(path.name)
+            if match and int(match[1]) > self._step:
+                remove_finished(path)
+        folder = Replacement(parts / f"step_{self._step:08d}", "part", "the record of this part")
+        partial = folder.open()
+        with folder.discarded_on_error():
+            copy_files(self._directory, partial, _PART_FILES)
+            facts = {"step": self._step, "changed": self._changed}
+            write_text(partial / "part.json", json.dumps(facts, indent=1) + "\n")
+            folder.publish()

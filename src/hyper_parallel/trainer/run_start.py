@@ -1,4 +1,4 @@
-"""Start of a prepared run: fork local ranks, or run as one rank of torchrun."""
+"""Start of a prepared run: fork local ranks, or run as one rank of torchrun, and train on this rank."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hyper_parallel.config import LoadedRecipe, with_absolute_paths
 from hyper_parallel.errors import RankHung, written
 from hyper_parallel.runtime import (
     Deadlines,
+    World,
     check_local_start,
     launch,
     launch_on_ray,
@@ -24,10 +25,10 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._elastic import replan_up_to
-from hyper_parallel.trainer.engine.train_rank import train_rank
+from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 from hyper_parallel.trainer.files import run_lock
 from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
-from hyper_parallel.trainer.loop import Summary
+from hyper_parallel.trainer.loop import Display, Summary, Trainer
 from hyper_parallel.trainer.run_directory import claim_run_directory
 from hyper_parallel.trainer.signals import Interrupted, StopRequest
 from hyper_parallel.trainer.snapshots import newest_saved, snapshot_folder
@@ -153,7 +154,7 @@ def _train(
         training = job.recipe.training
         RolloutFolder(job.output_dir / "rollouts").reset()
         results = launch(
-            lambda rank: _rank(job, rank, flash, stop, snapshots),
+            lambda rank: train_rank(job, rank, flash, stop, snapshots),
             job.ranks,
             log_dir=logs,
             threads=rank_threads(job.ranks),
@@ -171,18 +172,38 @@ def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary |
     rank = launched_rank()[0]
     if rank == 0:  # before any rank joins its world
         RolloutFolder(job.output_dir / "rollouts").reset()
-    return _rank(job, rank, flash, stop)
+    return train_rank(job, rank, flash, stop)
 
 
-def _rank(
+def train_rank(
     job: Job, rank: int, flash: Path | None, stop: StopRequest, snapshots: Path | None = None
 ) -> Summary | None:
-    """Train, or only sample; arguments as in `train_rank`."""
-    train = job.worlds[0]
-    if rank < train:
-        return train_rank(job, flash, stop, snapshots)
-    sample_rank(job, (rank - train) // job.recipe.grpo.copy_ranks)
-    return None
+    """Join the world and train, or only sample; return the summary on rank 0, None on other ranks.
+
+    Args:
+        job: The run.
+        rank: Rank among the ranks of all worlds.
+        flash: Folder for files of all ranks started by this process; required with `offload.flash_dir`.
+        stop: Source of requests to end before the last step.
+        snapshots: Folder for snapshots; required with `checkpoint.snapshot_every`.
+    """
+    if rank >= (train := job.worlds[0]):
+        sample_rank(job, (rank - train) // job.recipe.grpo.copy_ranks)
+        return None
+    training, engine_type = job.recipe.training, TorchEngine
+    if job.programs is not None:
+        from hyper_parallel.trainer.engine.program_engine import ProgramEngine
+
+        engine_type = ProgramEngine
+    with World.join(
+        deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s),
+        debug=training.debug_collectives,
+        worlds=job.worlds,
+        ending=stop.received,
+    ) as world:
+        display = Display(training.steps, world.rank == 0)
+        with engine_type(job, world, display, flash, snapshots) as engine:
+            return Trainer(job, engine, display, stop).train()
 
 
 def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:

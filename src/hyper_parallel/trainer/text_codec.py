@@ -58,6 +58,10 @@ class Generation:
     number: int = 0
     finish: str | None = None
 
+    def has_ended(self, sampling: Sampling) -> bool:
+        """Return whether the continuation is finished under a rule for choosing tokens."""
+        return self.finish == "stop" or len(self.token_ids) >= sampling.max_new_tokens
+
 
 class TextCodec:
     """Text codec of one model.
@@ -201,7 +205,7 @@ class PromptBatch:
         self.sequences = {
             place: texts.begin(source, place, sampling, chat=chat)
             for place, source in enumerate(prompts)
-            if not (isinstance(source, Generation) and _has_ended(source, sampling))
+            if not (isinstance(source, Generation) and source.has_ended(sampling))
         }
         """Unfinished sequences by index of their prompt."""
         if any(sequence.media for sequence in self.sequences.values()):
@@ -227,11 +231,6 @@ class PromptBatch:
 def draws_of(sampling: Sampling, number: int) -> NDArray[np.float64]:
     """Return the draws of a sequence, one number in [0, 1) per token."""
     return numbers(sampling.seed, _STREAM, number, length=sampling.max_new_tokens)
-
-
-def _has_ended(generation: Generation, sampling: Sampling) -> bool:
-    """Return whether a continuation is finished."""
-    return generation.finish == "stop" or len(generation.token_ids) >= sampling.max_new_tokens
 
 
 def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:

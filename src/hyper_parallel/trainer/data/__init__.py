@@ -6,14 +6,7 @@
 No collective waits for tokenization: `prepare` returns before ranks start, and ranks only map files.
 """
 
-from hyper_parallel.trainer.data.batches import (
-    IGNORE_INDEX,
-    Batch,
-    Batches,
-    Order,
-    PackedSequences,
-    StepRows,
-)
+from hyper_parallel.trainer.data.batches import Batch, Batches, Order, StepRows
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data.preparation import PackedData, prepare
 from hyper_parallel.trainer.data.prompt_media import PromptMedia, encode_parts, has_parts
@@ -23,6 +16,7 @@ from hyper_parallel.trainer.data.saved_tokenizer import (
     load_tokenizer,
     require_tokenizer,
 )
+from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, PackedSequences
 from hyper_parallel.trainer.data.streaming import Stream, StreamBatches
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 

@@ -59,11 +59,11 @@ def digest(value: Any) -> str:
 
 
 def entry(
-    root: Path, key: str, build: Callable[[Path], dict[str, Any]]
+    root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]
 ) -> tuple[Path, dict[str, Any]]:
     """Return the directory `root/key` and its metadata with `cached`; build the entry if it is absent or damaged.
 
-    The key is the hash of everything that decides the content. `build` fills a directory and returns its metadata.
+    The key is the hash of everything that decides the content. `build` fills a directory and may return metadata.
     """
     from filelock import FileLock
 
@@ -80,7 +80,7 @@ def entry(
         partial.mkdir()
         try:
             write_marker(partial, Marker(_KIND))
-            meta = build(partial)
+            meta = build(partial) or {}
             files = sorted(p for p in partial.iterdir() if p.name != MARKER)
             meta["files"] = encode({p.name: FileEntry.of(p) for p in files})
             write_text(partial / _META, json.dumps(meta, indent=1))

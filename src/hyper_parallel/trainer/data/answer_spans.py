@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from hyper_parallel.errors import BadValue, abbreviated
 from hyper_parallel.trainer.data.document import Conversation, Message
@@ -117,10 +117,6 @@ class _Renderer:
         except BadValue:
             return None
 
-    def without_tools(self) -> str:
-        """Return the text of all turns without the list of tools."""
-        return self._render(self._forms, tools=False)[0]
-
     def _render(
         self, forms: Sequence[Message], *, prompt: bool = False, marks: bool = False, tools: bool = True
     ) -> tuple[str, list[tuple[int, int]]]:  # fmt: skip
@@ -173,7 +169,7 @@ class _Renderer:
         if not self._conversation.tools:
             return
         names = [tool.get("function", tool).get("name", "") for tool in self._conversation.tools]
-        without = self.without_tools()
+        without = self._render(self._forms, tools=False)[0]
         missing = [name for name in names if text.count(name) <= without.count(name)]
         if missing or text == without:
             raise self.error(
@@ -216,108 +212,14 @@ def locate_answers(
     renderer.check_values()
     text, marks = renderer.marked()
     renderer.check_tools(text)
-    shape, places = _find_words(renderer, conversation, text)
-    _check_words(renderer, conversation, shape, places, text, set(trained))
-    search = _Search(renderer, conversation, shape, places, text)
+    search = _Search(renderer, conversation.messages, text)
+    search.check_words(set(trained))
     spans = [search.span(i) for i in trained]
     if search.appended:
         text += search.appended
     if renderer.template.has_marks:
-        pairs = zip(trained, spans, strict=True)
-        spans = [_narrowed(renderer, i, span, marks, search) for i, span in pairs]
+        spans = [search.narrowed(i, span, marks) for i, span in zip(trained, spans, strict=True)]
     return Rendering(text, tuple(spans), tuple(trained))
-
-
-def _find_words(
-    renderer: _Renderer, conversation: Conversation, text: str
-) -> tuple[Placeholders, list[WordsPlace]]:
-    """Return the placeholders that reproduce the text, and the places of all words in it."""
-    collision = PLACEHOLDER.search(text)
-    if collision:
-        raise renderer.error(
-            "a conversation contains a text that is reserved as a placeholder",
-            got=collision.group(),
-            hint=None,
-        )
-    tags = renderer.template.tags
-    shapes = [
-        Placeholders(None),
-        Placeholders(tags),
-        Placeholders(tags, False),
-        Placeholders(tags, False, False),
-    ]
-    first: BadValue | None = None
-    for shape in shapes:
-        try:
-            shaped = renderer.shaped(shape)
-        except BadValue as error:
-            first = first or error
-            continue
-        places = places_of(shaped, text, shape.words)
-        if places is not None:
-            return shape, places
-    if first is not None:
-        raise first
-    _raise_changed(renderer, conversation, text)
-    raise AssertionError
-
-
-def _raise_changed(renderer: _Renderer, conversation: Conversation, text: str) -> None:
-    """Raise for a conversation whose words the template changes; name the first turn with missing words."""
-    for i, message in enumerate(conversation.messages):
-        for words in pieces_of(message):
-            if not any(form in text for form in forms_of(words)):
-                raise renderer.error(_DROPPED["content"], i, got=abbreviated(words))
-    raise renderer.error(
-        "the chat template writes other text around the turns when their words change, so the assistant's "
-        "tokens cannot be identified",
-        got=abbreviated(text[-80:]),
-        allowed="a text with the words of all turns that is otherwise the same for other words",
-    )
-
-
-def _check_words(
-    renderer: _Renderer,
-    conversation: Conversation,
-    shape: Placeholders,
-    places: Sequence[WordsPlace],
-    text: str,
-    trained: AbstractSet[int],
-) -> None:
-    """Raise for a conversation whose words the template drops, repeats or reorders."""
-    counts = Counter(place.number for place in places)
-    for number, words in enumerate(shape.words):
-        count, i = counts[number], words.turn
-        is_answer = conversation.messages[i]["role"] == "assistant"
-        if not count and (words.kind != "reasoning" or i in trained):
-            if words.kind == "name" and renderer.template.writes_call_ids:
-                raise renderer.error(
-                    "the chat template writes the `id` of a tool call instead of its name, but the `id` of the call "
-                    "does not contain the name",
-                    i,
-                    got=abbreviated(words.text),
-                    allowed=f'calls with an id such as "functions.{words.text[:60]}:0", and the same `tool_call_id` in '
-                    "the turn of the tool",
-                    hint=None,
-                )
-            raise renderer.error(_DROPPED[words.kind], i, got=abbreviated(words.text))
-        if count > 1 and is_answer and words.kind != "name":
-            raise renderer.error(
-                "the chat template writes the words of an answer more than once",
-                i,
-                got=abbreviated(words.text),
-            )
-    if not shape.all_turns:
-        for i, message in enumerate(conversation.messages):
-            for core in pieces_of(message) if message["role"] != "assistant" else ():
-                if not any(form in text for form in forms_of(core)):
-                    raise renderer.error(_DROPPED["content"], i, got=abbreviated(core))
-    turns = [
-        turn for p in places if (turn := shape.words[p.number].turn) in trained
-        and shape.words[p.number].kind != "name"
-    ]  # fmt: skip
-    if turns != sorted(turns):
-        raise renderer.error("the chat template writes the answers in another order")
 
 
 _DROPPED: Final = {
@@ -331,25 +233,98 @@ _DROPPED: Final = {
 class _Search:
     """Search for the answers of one conversation in its rendered text."""
 
-    def __init__(
-        self,
-        renderer: _Renderer,
-        conversation: Conversation,
-        shape: Placeholders,
-        places: Sequence[WordsPlace],
-        text: str,
-    ) -> None:
-        self._renderer, self._messages = renderer, conversation.messages
-        self._shape, self._places, self._text = shape, places, text
+    def __init__(self, renderer: _Renderer, messages: Sequence[Message], text: str) -> None:
+        self._renderer, self._messages, self._text = renderer, messages, text
         self._template: TemplateProperties = renderer.template
+        self._shape, self._places = self._find_words()
         self._of_turn: dict[int, list[int]] = {}
-        for index, place in enumerate(places):
-            words = shape.words[place.number]
+        for index, place in enumerate(self._places):
+            words = self._shape.words[place.number]
             own = self._of_turn.setdefault(words.turn, [])
-            if words.kind != "name" or not any(places[o].number == place.number for o in own):
+            if words.kind != "name" or not any(self._places[o].number == place.number for o in own):
                 own.append(index)
         self.appended = ""
         """End marker of the last answer, if only a following turn would write it."""
+
+    def _find_words(self) -> tuple[Placeholders, list[WordsPlace]]:
+        """Return the placeholders that reproduce the text, and the places of all words in it."""
+        collision = PLACEHOLDER.search(self._text)
+        if collision:
+            raise self._renderer.error(
+                "a conversation contains a text that is reserved as a placeholder",
+                got=collision.group(),
+                hint=None,
+            )
+        tags = self._template.tags
+        shapes = [
+            Placeholders(None),
+            Placeholders(tags),
+            Placeholders(tags, False),
+            Placeholders(tags, False, False),
+        ]
+        first: BadValue | None = None
+        for shape in shapes:
+            try:
+                shaped = self._renderer.shaped(shape)
+            except BadValue as error:
+                first = first or error
+                continue
+            places = places_of(shaped, self._text, shape.words)
+            if places is not None:
+                return shape, places
+        if first is not None:
+            raise first
+        self._raise_changed()
+
+    def _raise_changed(self) -> NoReturn:
+        """Raise for a conversation whose words the template changes; name the first turn with missing words."""
+        for i, message in enumerate(self._messages):
+            for words in pieces_of(message):
+                if not any(form in self._text for form in forms_of(words)):
+                    raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(words))
+        raise self._renderer.error(
+            "the chat template writes other text around the turns when their words change, so the assistant's "
+            "tokens cannot be identified",
+            got=abbreviated(self._text[-80:]),
+            allowed="a text with the words of all turns that is otherwise the same for other words",
+        )
+
+    def check_words(self, trained: AbstractSet[int]) -> None:
+        """Raise for a conversation whose words the template drops, repeats or reorders."""
+        shape, places = self._shape, self._places
+        counts = Counter(place.number for place in places)
+        for number, words in enumerate(shape.words):
+            count, i = counts[number], words.turn
+            is_answer = self._messages[i]["role"] == "assistant"
+            if not count and (words.kind != "reasoning" or i in trained):
+                if words.kind == "name" and self._template.writes_call_ids:
+                    raise self._renderer.error(
+                        "the chat template writes the `id` of a tool call instead of its name, but the `id` of the "
+                        "call does not contain the name",
+                        i,
+                        got=abbreviated(words.text),
+                        allowed=f'calls with an id such as "functions.{words.text[:60]}:0", and the same '
+                        "`tool_call_id` in the turn of the tool",
+                        hint=None,
+                    )
+                raise self._renderer.error(_DROPPED[words.kind], i, got=abbreviated(words.text))
+            if count > 1 and is_answer and words.kind != "name":
+                raise self._renderer.error(
+                    "the chat template writes the words of an answer more than once",
+                    i,
+                    got=abbreviated(words.text),
+                )
+        if not shape.all_turns:
+            for i, message in enumerate(self._messages):
+                for core in pieces_of(message) if message["role"] != "assistant" else ():
+                    if not any(form in self._text for form in forms_of(core)):
+                        raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(core))
+        turns = [
+            turn for p in places if (turn := shape.words[p.number].turn) in trained
+            and shape.words[p.number].kind != "name"
+        ]  # fmt: skip
+        if turns != sorted(turns):
+            raise self._renderer.error("the chat template writes the answers in another order")
 
     def words_of(self, i: int) -> list[WordsPlace]:
         """Return the places of the words of a turn."""
@@ -525,6 +500,21 @@ class _Search:
         self.appended = end.text.lstrip() if rest != rest.rstrip() else end.text
         return len(rest) + len(self.appended)
 
+    def narrowed(
+        self, i: int, span: tuple[int, int], marks: Sequence[tuple[int, int]]
+    ) -> tuple[int, int]:
+        """Return a span cut at the template's marks, which must contain all words of the turn."""
+        inside = [
+            (max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]
+        ]
+        own = self.words_of(i)
+        if not inside or (own and (inside[0][0] > own[0].start or inside[-1][1] < own[-1].end)):
+            raise self._renderer.error(
+                "the marks of the chat template (`generation`) leave out words of an answer", i
+            )
+        # Some templates leave the marker at which generation stops out of their marks; the span includes it.
+        return inside[0][0], span[1]
+
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of each leaf within objects and lists."""
@@ -536,21 +526,3 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, key)
     else:
         yield key, value
-
-
-def _narrowed(
-    renderer: _Renderer,
-    i: int,
-    span: tuple[int, int],
-    marks: Sequence[tuple[int, int]],
-    search: _Search,
-) -> tuple[int, int]:
-    """Return a span cut at the template's marks, which must contain all words of the turn."""
-    inside = [(max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]]
-    own = search.words_of(i)
-    if not inside or (own and (inside[0][0] > own[0].start or inside[-1][1] < own[-1].end)):
-        raise renderer.error(
-            "the marks of the chat template (`generation`) leave out words of an answer", i
-        )
-    # Some templates leave the marker at which generation stops out of their marks; the span includes it.
-    return inside[0][0], span[1]

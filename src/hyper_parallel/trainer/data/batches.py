@@ -19,24 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
-from hyper_parallel.trainer.data._sequences import (
-    IGNORE_INDEX,
-    Int64,
-    JoinedSequences,
-    PackedSequences,
-)
 from hyper_parallel.trainer.data.media_arrays import media_arrays
-
-__all__ = [
-    "IGNORE_INDEX",
-    "Batch",
-    "Batches",
-    "Int64",
-    "JoinedSequences",
-    "Order",
-    "PackedSequences",
-    "StepRows",
-]
+from hyper_parallel.trainer.data.sequences import Int64, JoinedSequences, PackedSequences
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from hyper_parallel.trainer.data.records import over_lines_hint, several_lists, 
 from hyper_parallel.trainer.data.turns import (
     conversation_of,
     flag_names,
-    read_json_text,
+    parsed,
     read_template_values,
     read_tools,
     read_turns,
@@ -306,7 +306,7 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
     for key in TURNS:
         text = values.get(key)
         if isinstance(text, str) and text.lstrip().startswith(("[", "{")):
-            values[key] = read_json_text(text, key, where)
+            values[key] = parsed(text, key, where)
     absent = {rules.columns.get(key, key) for key, value in record.items() if value is None}
     if absent and stage not in ("pt", "grpo") and values.keys().isdisjoint(TURNS):
         pair = absent & {"chosen", "rejected"}
@@ -485,15 +485,13 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 
 
 def _with_system(
-    turns: list[Message], count: int | None, system: str | None, rules: RecordRules, where: str
+    turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str
 ) -> Part:
     """Return a conversation with the record's `system` text as first turn, unless it already has that turn.
 
     Raises:
         NoData: HP602 for a system turn with another text.
     """
-    if not system:
-        return turns, count
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
     if any(_same(turn, first) for turn in own):

@@ -8,10 +8,12 @@ ends of a pipe never write at the same time.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Final, Self
@@ -36,13 +38,26 @@ def encoded_units(
         yield unit, [next(encoded) for _ in unit]
 
 
-def count_unit(
-    unit: Unit, encoded: list[Encoded], stage: str, counts: DataCounts, lengths: LengthHistogram
-) -> None:
-    """Count a record, and the lengths of its documents."""
-    counts.add(unit, encoded, stage)
-    for ids, _ in encoded:
-        lengths.add(len(ids))
+@dataclass
+class Tally:
+    """Counts of encoded records, and the lengths of their documents."""
+
+    counts: DataCounts
+    lengths: LengthHistogram = field(default_factory=LengthHistogram)
+
+    def add(self, unit: Unit, encoded: list[Encoded], stage: str) -> None:
+        """Count a record."""
+        self.counts.add(unit, encoded, stage)
+        for ids, _ in encoded:
+            self.lengths.add(len(ids))
+
+    def merge(self, other: Tally) -> None:
+        """Add other counts, except those of records read and of ignored keys, which only the reader counts."""
+        for name in _SUMS:
+            setattr(self.counts, name, getattr(self.counts, name) + getattr(other.counts, name))
+        self.counts.dropped.update(other.counts.dropped)
+        self.counts.remarks.update(other.counts.remarks)
+        self.lengths.counts.update(other.lengths.counts)
 
 
 class EncodingHelpers:
@@ -51,20 +66,17 @@ class EncodingHelpers:
     Args:
         hf: Tokenizer of transformers.
         stage: Stage of the recipe.
-        seq_len: `data.seq_len`.
+        counts: Counts of the source, whose settings the workers share.
         number: Number of processes.
-        unknown_id: Unknown token of the tokenizer; None: it has none.
     """
 
-    def __init__(
-        self, hf: Any, stage: str, seq_len: int, number: int, unknown_id: int | None = None
-    ) -> None:
-        self._unknown_id = unknown_id
-        self._hf, self._stage, self._seq_len, self._number = hf, stage, seq_len, number
+    def __init__(self, hf: Any, stage: str, counts: DataCounts, number: int) -> None:
+        self._hf, self._stage, self._number = hf, stage, number
+        self._empty = DataCounts(seq_len=counts.seq_len, unknown_id=counts.unknown_id)
         self._idle: list[Connection] = []
         self._busy: list[Connection] = []
         self._processes: list[Any] = []
-        self._counts, self._lengths = DataCounts(), LengthHistogram()
+        self._tally = Tally(DataCounts())
 
     def __enter__(self) -> Self:
         return self
@@ -91,11 +103,11 @@ class EncodingHelpers:
         self._busy.append(connection)
         return True
 
-    def add_to(self, counts: DataCounts, lengths: LengthHistogram) -> None:
+    def add_to(self, tally: Tally) -> None:
         """Wait for all workers and add their counts."""
         for connection in tuple(self._busy):
             self._receive(connection)
-        _merge(counts, lengths, self._counts, self._lengths)
+        tally.merge(self._tally)
 
     def _receive(self, connection: Connection) -> None:
         result = connection.recv()
@@ -103,7 +115,7 @@ class EncodingHelpers:
         self._idle.append(connection)
         if isinstance(result, Exception):
             raise result
-        _merge(self._counts, self._lengths, *result)
+        self._tally.merge(result)
 
     def _start(self) -> None:
         # Threads of the tokenizer do not survive a fork; the library warns unless this variable is set.
@@ -127,25 +139,10 @@ class EncodingHelpers:
                 batch = connection.recv()
             except EOFError:
                 return
-            counts = DataCounts(seq_len=self._seq_len, unknown_id=self._unknown_id)
-            lengths = LengthHistogram()
+            tally = Tally(copy.deepcopy(self._empty))
             try:
                 for unit, encoded in encoded_units(batch, self._hf, self._stage):
-                    count_unit(unit, encoded, self._stage, counts, lengths)
-                connection.send((counts, lengths))
+                    tally.add(unit, encoded, self._stage)
+                connection.send(tally)
             except Exception as error:  # the reader raises it
                 connection.send(error)
-
-
-def _merge(
-    counts: DataCounts,
-    lengths: LengthHistogram,
-    other_counts: DataCounts,
-    other_lengths: LengthHistogram,
-) -> None:
-    """Add other counts to `counts` and `lengths`; records and keys are counted by the reader alone."""
-    for name in _SUMS:
-        setattr(counts, name, getattr(counts, name) + getattr(other_counts, name))
-    counts.dropped.update(other_counts.dropped)
-    counts.remarks.update(other_counts.remarks)
-    lengths.counts.update(other_lengths.counts)

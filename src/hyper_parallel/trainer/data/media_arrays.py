@@ -91,14 +91,13 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
     Raises:
         NoData: HP602 when the processor returns other tokens than those of the prepared data.
     """
-    return {_MASK: np.ones(input_ids.shape, np.int64), **_media_arrays(rows, input_ids)}
-
-
-def _media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArray[Any]]:
+    mask = {_MASK: np.ones(input_ids.shape, np.int64)}
     filled = [i for i, row in enumerate(rows) if row.row]
+    processor = _processor(rows[filled[0] if filled else 0].processor)
     if not filled:
-        return _blank(rows[0].processor, input_ids)
-    chosen, processor = [rows[i] for i in filled], _processor(rows[filled[0]].processor)
+        names = per_token_names(processor)
+        return mask | {name: np.zeros(input_ids.shape, np.int64) for name in names}
+    chosen = [rows[i] for i in filled]
     media = [row.decode(rate_of(processor)) for row in chosen]
     arrays = _arrays(processor, [row.row["text"] for row in chosen], media, chosen[0].where)
     ids, lengths = arrays["input_ids"], arrays[_MASK].sum(1) - 1
@@ -112,7 +111,7 @@ def _media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArr
         own = extra[name]
         extra[name] = np.zeros(input_ids.shape, own.dtype)
         extra[name][filled, :width] = own[:, :width]
-    return extra
+    return mask | extra
 
 
 def _arrays(
@@ -130,12 +129,6 @@ def features_of(
     arrays = _arrays(processor, [text], [items], where)
     extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
     return arrays["input_ids"][0].tolist(), extra
-
-
-def _blank(directory: Path, input_ids: Int64) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a batch without media: zeros for those with one number for each token."""
-    names = per_token_names(_processor(directory))
-    return {name: np.zeros(input_ids.shape, np.int64) for name in names}
 
 
 _PER_TOKEN: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()

@@ -228,11 +228,6 @@ def _samples(content: bytes, rate: int) -> Any:
     return samples.astype("float32")
 
 
-def small_copy(image: MediaFile, where: str) -> str:
-    """Return `thumbnail` of a file."""
-    return thumbnail(decoded(image.kind, content_of(image, where), image.name, where))
-
-
 def thumbnail(picture: Any) -> str:
     """Return a small copy of a decoded image for a report, a PNG as base64; the image may be changed."""
     picture.thumbnail(_SMALL)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from hyper_parallel.config import PAIRED_STAGES, Data
 from hyper_parallel.errors import NoData
 from hyper_parallel.trainer.data._cache import byte_bar
-from hyper_parallel.trainer.data._sequences import IGNORE_INDEX, DocumentFacts, PackedSequences
 from hyper_parallel.trainer.data.chat import (
     complete_text,
     encode_conversation,
@@ -36,6 +35,7 @@ from hyper_parallel.trainer.data.counts import (
     missing_target,
 )
 from hyper_parallel.trainer.data.document import MEDIA_BLOB, Conversation, Document
+from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, DocumentFacts, PackedSequences
 from hyper_parallel.trainer.data.sources import Source, with_mismatched
 from hyper_parallel.trainer.data.tokenizer import Tokenizer
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing

@@ -11,10 +11,10 @@ from typing import Any
 from hyper_parallel.config import PAIRED_STAGES, Data
 from hyper_parallel.errors import Contradiction, NoData
 from hyper_parallel.trainer.data._cache import cache_root, digest, entry
-from hyper_parallel.trainer.data._sequences import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import pack, tokenize
 from hyper_parallel.trainer.data.preview import LengthHistogram, SourcePreview, preview_examples
+from hyper_parallel.trainer.data.sequences import JoinedSequences, PackedSequences
 from hyper_parallel.trainer.data.sources import Source, resolve
 from hyper_parallel.trainer.data.streaming import Place, Stream
 from hyper_parallel.trainer.data.tokenizer import Tokenizer, bind_tokenizer, open_sources

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from hyper_parallel.trainer.data.counts import DataCounts, Encoded
 from hyper_parallel.trainer.data.document import Document
 from hyper_parallel.trainer.data.media_kinds import IMAGE
-from hyper_parallel.trainer.data.media_records import small_copy
+from hyper_parallel.trainer.data.media_records import content_of, decoded, thumbnail
 from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.sources import Source
 
@@ -248,16 +248,18 @@ def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]
 
 def _small_images(document: Document) -> tuple[str, ...]:
     media = () if document.conversation is None else document.conversation.media
-    images = [item for item in media if item.kind == IMAGE.name]
-    return tuple(small_copy(image, document.where) for image in images[:_IMAGES])
+    images = [item for item in media if item.kind == IMAGE.name][:_IMAGES]
+    where = document.where
+    pictures = (decoded(i.kind, content_of(i, where), i.name, where) for i in images)
+    return tuple(map(thumbnail, pictures))
 
 
-def shortened(example: Example, most: int = _MOST_CHARACTERS) -> Example:
+def shortened(example: Example) -> Example:
     """Return an example with the middle of long segments left out."""
     texts = []
     for text in example.texts:
         shown = text.segments[:_MOST_SEGMENTS]
-        segments = [replace(s, text=without_middle(s.text, most)) for s in shown]
+        segments = [replace(s, text=without_middle(s.text, _MOST_CHARACTERS)) for s in shown]
         if left := len(text.segments) - len(shown):
             segments.append(Segment(f" [... {left} segments ...]", trained=False))
         texts.append(replace(text, segments=tuple(segments)))
@@ -269,8 +271,3 @@ def without_middle(text: str, most: int) -> str:
     if len(text) <= most + 40:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most // 2) :]}"
-
-
-def marked_text(segments: Iterable[Segment], opening: str = "[[", closing: str = "]]") -> str:
-    """Return the text of segments with marks around the targets."""
-    return "".join(f"{opening}{s.text}{closing}" if s.trained else s.text for s in segments)

@@ -215,7 +215,13 @@ class RecordRules:
             if key in _MEDIA:
                 raise self._unsupported_media(key, where)
             if key in _OF_STAGES:
-                raise self._of_another_stage(key, value, where)
+                raise NoData(
+                    f"the key `{key}` is used only by stage {_OF_STAGES[key]}",
+                    where=where,
+                    got=f"{key}: {abbreviated(value)}",
+                    allowed=f"stage={_OF_STAGES[key]}, or records without this key",
+                    hint=self.ignore_hint([key]),
+                )
             if key in WITHOUT_INFLUENCE:
                 self.counts.ignored_keys[key] += 1
             else:
@@ -228,15 +234,6 @@ class RecordRules:
                 allowed=sorted(known),
                 hint=self.ignore_hint(unknown),
             )
-
-    def _of_another_stage(self, key: str, value: Any, where: str) -> NoData:
-        return NoData(
-            f"the key `{key}` is used only by stage {_OF_STAGES[key]}",
-            where=where,
-            got=f"{key}: {abbreviated(value)}",
-            allowed=f"stage={_OF_STAGES[key]}, or records without this key",
-            hint=self.ignore_hint([key]),
-        )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
         """Raise for columns of images, sounds or videos, and for their placeholders in texts.

@@ -211,21 +211,16 @@ def _parse(text: str, path: Path, number: int) -> Any:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         if not text[error.pos :].strip() or text.strip() in "{[":
-            raise _over_lines(path, number, text) from error
+            raise NoData(
+                "a line ends within a JSON record; a record is one line",
+                where=f"{path}:{number}",
+                got=_excerpt(path, text),
+                allowed="a record in each line",
+                hint=over_lines_hint(path),
+            ) from error
         raise _not_json(error, path, number) from error
     except (RecursionError, ValueError) as error:
         raise _unreadable(error, f"{path}:{number}") from error
-
-
-def _over_lines(path: Path, number: int, text: str) -> NoData:
-    """Return the error of a record that spans several lines or is incomplete."""
-    return NoData(
-        "a line ends within a JSON record; a record is one line",
-        where=f"{path}:{number}",
-        got=_excerpt(path, text),
-        allowed="a record in each line",
-        hint=over_lines_hint(path),
-    )
 
 
 def over_lines_hint(path: Path | str) -> str:

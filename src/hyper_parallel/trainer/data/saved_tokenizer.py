@@ -12,6 +12,7 @@ compares the tokens of probe texts.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,16 +30,11 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.received import Limits, read_json, read_text
 from hyper_parallel.trainer.data.media_kinds import AUDIO, IMAGE, KINDS
-from hyper_parallel.trainer.data.tokenizer_limits import check_files, check_parts, tokenizing
-from hyper_parallel.trainer.data.tokenizer_pipeline import (
-    BACKEND,
-    pipeline,
-    reading_note,
-    without_vocabulary,
-)
+from hyper_parallel.trainer.data.tokenizer_limits import PARTS, check_files, check_parts, tokenizing
 from hyper_parallel.trainer.files import copy_files
 from hyper_parallel.units import MiB
 
+BACKEND: Final = "tokenizer.json"
 VOCABULARIES: Final = (BACKEND, "tokenizer.model", "vocab.json", "tekken.json")
 """Vocabulary files; a tokenizer directory has at least one of them."""
 CONFIG: Final = "tokenizer_config.json"
@@ -292,11 +288,6 @@ def _same_pipeline(one: Any, other: Any) -> bool:
     return other is not None and pipeline(one) == pipeline(other) is not None
 
 
-def note_on_reading(hf: Any, directory: Path, samples: Sequence[str]) -> str | None:
-    """Return a warning if programs that read tokenizer.json without transformers get other tokens; else None."""
-    return reading_note(hf, directory, [*_PROBES, *samples])
-
-
 def required_class(
     hf: Any,
     directory: Path,
@@ -328,10 +319,12 @@ def required_class(
         small = _load(folder)
     if small is not None and type(small) is type(hf):
         for name in names:
-            if all(_pipelines_agree(small, directory, config, name)):
+            folders = _folders(directory, config, name, directory)
+            if all(_same_pipeline(small, _load(folder)) for folder in folders):
                 return name
     for name in names:
-        if not any(_differences(hf, directory, config, samples, name)):
+        folders = _folders(directory, config, name)
+        if not any(_difference(hf, folder, samples) for folder in folders):
             return name
     with _temporary_tokenizer(directory, config, None) as folder:
         exported = load_tokenizer(folder)
@@ -340,7 +333,8 @@ def required_class(
         for wanted in (name, _GENERIC_NAME):
             set_class(folder, wanted)
             other = load_tokenizer(folder)
-            if any(_differences(other, directory, config, samples, wanted)):
+            folders = _folders(directory, config, wanted)
+            if any(_difference(other, other_folder, samples) for other_folder in folders):
                 continue
             if is_own:
                 return wanted
@@ -348,26 +342,13 @@ def required_class(
     raise _refused(hf, directory, None, first_difference(hf, exported, samples))
 
 
-def _pipelines_agree(
-    small: Any, directory: Path, config: Mapping[str, Any] | None, name: str | None
-) -> Iterator[bool]:
-    """Yield whether a tokenizer without vocabulary loads alike next to the model's config, then without a config."""
+def _folders(
+    directory: Path, config: Mapping[str, Any] | None, name: str | None, small: Path | None = None
+) -> Iterator[Path]:
+    """Yield a temporary tokenizer next to the model's config, then without a config; see `_temporary_tokenizer`."""
     for values in (config, None) if config is not None else (None,):
-        with _temporary_tokenizer(directory, values, name, small=directory) as folder:
-            yield _same_pipeline(small, _load(folder))
-
-
-def _differences(
-    hf: Any,
-    directory: Path,
-    config: Mapping[str, Any] | None,
-    samples: Sequence[str],
-    name: str | None,
-) -> Iterator[str | None]:
-    """Yield the difference of the tokenizer loaded next to the model's config, then without a config; None: equal."""
-    for values in (config, None) if config is not None else (None,):
-        with _temporary_tokenizer(directory, values, name) as folder:
-            yield _difference(hf, folder, samples)
+        with _temporary_tokenizer(directory, values, name, small=small) as folder:
+            yield folder
 
 
 def _difference(hf: Any, folder: Path, samples: Sequence[str] = ()) -> str | None:
@@ -416,10 +397,6 @@ def class_name(hf: Any) -> str:
     return _GENERIC_NAME if name in _GENERIC else name
 
 
-def _values(directory: Path) -> dict[str, Any]:
-    return _json_values(directory / CONFIG)
-
-
 def _json_values(path: Path) -> dict[str, Any]:
     """Return the values of a JSON file; empty without the file."""
     if not path.is_file():
@@ -435,14 +412,14 @@ def _json_values(path: Path) -> dict[str, Any]:
 
 def _has_code(directory: Path) -> bool:
     """Return whether a tokenizer names its own Python code, which is never run and never copied."""
-    return "auto_map" in _values(directory)
+    return "auto_map" in _json_values(directory / CONFIG)
 
 
 def set_class(directory: Path, name: str) -> None:
     """Write the class name into the files of a tokenizer."""
-    values = _values(directory) | {"tokenizer_class": name}
-    values.pop("auto_map", None)
     path = directory / CONFIG
+    values = _json_values(path) | {"tokenizer_class": name}
+    values.pop("auto_map", None)
     path.unlink(missing_ok=True)  # may be a link
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -468,4 +445,108 @@ def _refused(
         got=f"{type(hf).__name__} reads the tokenizer of training{read}; they differ in {difference}",
         allowed="a tokenizer that is read with the same tokens next to the model's config.json and without one",
         hint=hint or "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
+    )
+
+
+_MODEL: Final = (
+    "unk_token", "byte_fallback", "ignore_merges", "fuse_unk", "dropout", "continuing_subword_prefix",
+    "end_of_word_suffix", "max_input_chars_per_word",
+)  # fmt: skip
+"""Options of models in the library `tokenizers`."""
+_ENTRIES: Final = 512
+"""Number of vocabulary entries that remain in a shortened file."""
+
+
+def without_vocabulary(directory: Path) -> str | None:
+    """Return tokenizer.json of a directory with few entries and no merges; None if its model is not BPE.
+
+    Raises:
+        NoData: HP602 when the file cannot be read.
+    """
+    path = directory / BACKEND
+    if not path.is_file():
+        return None
+    status = path.stat()
+    return _shortened(str(path.resolve()), status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
+    """Return the text of a file without its vocabulary; cached, because large files take a second."""
+    values = _json_values(Path(path))
+    try:
+        model = values["model"]
+        if model.get("type", "BPE") != "BPE":
+            return None
+        model["vocab"] = {text: i for text, i in model["vocab"].items() if i < _ENTRIES}
+        model["merges"] = []
+        return json.dumps(values)
+    except (KeyError, TypeError, AttributeError):  # not the format of `tokenizers`
+        return None
+
+
+def pipeline(hf: Any) -> tuple[Any, ...] | None:
+    """Return everything except the vocabulary that decides the tokens of a text; None if it is not known."""
+    if not hf.is_fast:
+        return None
+    added = sorted(map(repr, hf.added_tokens_decoder.values()))
+    special = {name: str(value) for name, value in hf.special_tokens_map.items()}
+    return (type(hf), _states(hf.backend_tokenizer, PARTS), added, special, hf.chat_template)
+
+
+def _states(backend: Any, parts: Sequence[str]) -> list[Any]:
+    """Return the serialized parts of a tokenizer of the library, and the options of its model."""
+    states: list[Any] = []
+    for name in parts:
+        part = getattr(backend, name)
+        states.append(None if part is None else json.loads(part.__getstate__()))
+    options = {name: getattr(backend.model, name, None) for name in _MODEL}
+    return [*states, type(backend.model).__name__, options]
+
+
+def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None:
+    """Return a warning if the class of a tokenizer ignores parts of tokenizer.json, so that tokens differ; else None.
+
+    Training and exports agree. Programs that read tokenizer.json with the library `tokenizers` get other tokens.
+
+    Args:
+        hf: The tokenizer as loaded from the directory.
+        directory: Directory of its files.
+        samples: Texts of the data on which the two are compared, in addition to the built-in probes.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    small = without_vocabulary(directory)
+    if small is None or not hf.is_fast:
+        return None
+    parts = ("normalizer", "pre_tokenizer")
+    where = f"tokenizer: {directory}"
+    try:
+        with tokenizing(where):
+            plain = Backend.from_str(small)
+            if _states(plain, parts) == _states(hf.backend_tokenizer, parts):
+                return None
+        check_parts(plain, where)
+        with tokenizing(where):
+            plain = Backend.from_file(str(directory / BACKEND))
+            for text in (*_PROBES, *samples):
+                encoding = plain.encode(text, add_special_tokens=False)
+                ids = hf(text, add_special_tokens=False, verbose=False)["input_ids"]
+                if ids != encoding.ids:
+                    return _sentence(hf, directory / BACKEND, text, ids, encoding)
+    except BadValue as error:
+        name = type(hf).__name__
+        return f"{name} ignores parts of {directory / BACKEND}, which fail in other programs: {error.got}"
+    return None
+
+
+def _sentence(hf: Any, file: Path, text: str, ids: Sequence[int], plain: Any) -> str:
+    """Return the warning with the first token that differs."""
+    pairs = enumerate(zip(ids, plain.ids, strict=False))
+    i = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(plain.ids)))
+    tokens = hf.convert_ids_to_tokens(ids[i : i + 1]), plain.tokens[i : i + 1]
+    first, second = (json.dumps(token[0]) if token else "no token" for token in tokens)
+    return (
+        f"the class {type(hf).__name__} ignores parts of {file}: in {abbreviated(text, 40)}, token {i + 1} is {first} "
+        f"in training and exports, and {second} in programs that read this file without transformers"
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import os
 import re
 import shlex
 import sysconfig
@@ -126,20 +125,17 @@ class Source:
         # A table that `datasets` wrote keeps its fingerprint when its files are replaced.
         files = _sorted_files(folder) if self.table and folder.is_dir() else self.files
         stats = [(str(f), f.stat()) for f in files]
+        in_pieces = self.shape == "text" and any(s.st_size > self.record_bytes for _, s in stats)
         return {
             "shape": self.shape,
             "text_key": self.text_key if self.shape == "records" else "",
             "max_bytes": self.max_bytes,
             **({"max_records": self.max_records} if self.max_records else {}),
             **self.rules.identity,
-            **({"record_bytes": self.record_bytes} if self._in_pieces(stats) else {}),
+            **({"record_bytes": self.record_bytes} if in_pieces else {}),
             "files": [[n, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats],
             **({"table": [self.table.name, self.table.fingerprint]} if self.table else {}),
         }
-
-    def _in_pieces(self, stats: Sequence[tuple[str, os.stat_result]]) -> bool:
-        """Return whether a text file is longer than the largest record."""
-        return self.shape == "text" and any(s.st_size > self.record_bytes for _, s in stats)
 
     def documents(self) -> Iterator[Document]:
         """Yield documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
@@ -375,26 +371,18 @@ def _media_root(data: Data, path: Path) -> Path:
 def _check_stage(source: Source, stage: str) -> None:
     """Raise HP104 if the stage does not train on the source's records."""
     pairs = source.shape == "preference"
-    lacks_turns = stage in ("sft", "kto", "grpo") and not source.is_conversations
-    if (stage in ("dpo", "orpo", "rm")) != pairs or lacks_turns:
+    wants_pairs, wants_turns = stage in ("dpo", "orpo", "rm"), stage in ("sft", "kto", "grpo")
+    if wants_pairs != pairs or (wants_turns and not source.is_conversations):
+        allowed = "preference" if wants_pairs else "any format except preference"
         wanted = {"sft": "the assistant's turns", **PREFERENCE_STAGES}.get(stage, "one text each")
         kind = "pairs" if pairs else "conversations" if source.is_conversations else "plain text"
         raise Contradiction(
             f"`stage: {stage}` trains on {wanted}, but the source holds {kind}",
             where=f"data.source: {source.name}",
             got=f"stage={stage}, records={source.shape}",
-            allowed=_formats_of(stage),
+            allowed="sharegpt, alpaca, prompt_completion" if wants_turns else allowed,
             hint=f"stage={'dpo' if pairs else 'sft' if source.is_conversations else 'pt'}",
         )
-
-
-def _formats_of(stage: str) -> str:
-    """Return the formats of records that a stage trains on."""
-    if stage in ("dpo", "orpo", "rm"):
-        return "preference"
-    if stage in ("sft", "kto", "grpo"):
-        return "sharegpt, alpaca, prompt_completion"
-    return "any format except preference"
 
 
 def _has_empty_answers(document: Document) -> bool:
@@ -452,20 +440,6 @@ def _with_answer_of(one: Document, other: Document) -> Document:
     messages = (*prompt, *answer)
     mixed = replace(one.conversation, messages=messages, untrained=frozenset(untrained))
     return replace(one, conversation=mixed)
-
-
-def with_template(source: Source, data: Data, own_template: bool) -> Source:
-    """Return a source that joins pairs of texts with or without the chat template, as the recipe says.
-
-    Args:
-        source: The source.
-        data: Section `data` of the recipe.
-        own_template: Whether the tokenizer has its own chat template.
-    """
-    plain: PlainText = "all" if data.chat_template == "none" else "never"
-    if data.chat_template == "auto" and not own_template:
-        plain = "pairs"
-    return replace(source, plain=plain if source.is_conversations else "never")
 
 
 def _descriptions(folder: Path, files: Sequence[Path]) -> list[Path]:

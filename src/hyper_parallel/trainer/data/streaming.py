@@ -21,16 +21,11 @@ from xxhash import xxh3_128
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import CheckpointMismatch, NoData
-from hyper_parallel.trainer.data.batches import (
-    IGNORE_INDEX,
-    Batch,
-    Int64,
-    check_cut,
-    check_position,
-)
+from hyper_parallel.trainer.data.batches import Batch, check_cut, check_position
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import encode, fill_row, no_target
 from hyper_parallel.trainer.data.preview import LengthHistogram
+from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, Int64
 from hyper_parallel.trainer.data.sources import Source
 
 logger = logging.getLogger(__name__)

@@ -38,19 +38,24 @@ def records_word(stage: str) -> str:
 
 
 def summary_rows(
-    stage: str, counts: Sequence[DataCounts], *, sampled: bool = False
+    stage: str, counts: Sequence[DataCounts], weights: Sequence[float], *, sampled: bool
 ) -> dict[str, str]:
     """Return the rows of a summary by their names.
 
     Args:
         stage: Stage of the recipe.
         counts: Counts of each source.
+        weights: Share of each source in a mixture.
         sampled: Whether only the beginning of the data was counted.
     """
+    source = counts[0].source
+    if len(counts) > 1:
+        parts = zip(weights, counts, strict=True)
+        source = " + ".join(f"{w / sum(weights):.4g} of {c.source}" for w, c in parts)
     formats = dict.fromkeys(_FORMATS.get(c.format, c.format) for c in counts)
     rows = {
         "stage": f"{stage}: {TARGETS[stage]}",
-        "source": " + ".join(c.source for c in counts),
+        "source": source,
         "format": ", ".join(formats),
         "examples": _examples(stage, counts, sampled),
     }

@@ -83,7 +83,6 @@ class TemplateProperties:
         self.source = source
         self._special = dict(tokenizer.special_tokens_map)
         self.added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
-        self.added_ids = frozenset(self.added.values())
         stops = {tokenizer.eos_token_id, *generation_stops(tokenizer)}
         self._stop_names = {name for name, i in self.added.items() if i in stops}
         names = sorted((name for name in self.added if name), key=len, reverse=True)
@@ -356,12 +355,10 @@ class TemplateProperties:
             added = self._first_added(later[len(shared) :])
             stop = None if added is None else shared + added
         if stop is not None:
-            return EndMarker(self._last_name(stop), is_written=stop in last)
+            name = stop[slice(*self._added_ends(stop)[-1])]
+            return EndMarker(name, is_written=stop in last)
         tags = [match.group() for match in _ANY_TAG.finditer(self._before_opener(shared))]
         return EndMarker(tags[-1] if tags else None)
-
-    def _last_name(self, text: str) -> str:
-        return text[slice(*self._added_ends(text)[-1])]
 
     def end_token(self, end: EndMarker) -> str | None:
         """Return the last added token of a marker; without added tokens, its text."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,13 +27,13 @@ from hyper_parallel.trainer.data.saved_tokenizer import (
     has_tokenizer,
     load_tokenizer,
     media_of_processor,
-    note_on_reading,
+    reading_note,
     required_class,
     samples_of,
     set_class,
     tokenizer_files,
 )
-from hyper_parallel.trainer.data.sources import Source, resolve, with_template
+from hyper_parallel.trainer.data.sources import PlainText, Source, resolve
 from hyper_parallel.trainer.data.template_properties import generation_stops
 from hyper_parallel.trainer.files import FileEntry, copy_files
 from hyper_parallel.units import MiB
@@ -155,8 +155,11 @@ def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
         str(one) for one in tokenizer.hf.added_tokens_decoder.values() if one.special and str(one)
     ]
     special = re.compile("|".join(map(re.escape, sorted(names, key=len)))) if names else None
-    source = replace(source, special=special)
-    return with_template(source, data, own_template=tokenizer.hf.chat_template != PLAIN)
+    plain: PlainText = "all" if data.chat_template == "none" else "never"
+    if data.chat_template == "auto" and tokenizer.hf.chat_template == PLAIN:
+        plain = "pairs"
+    plain = plain if source.is_conversations else "never"
+    return replace(source, special=special, plain=plain)
 
 
 def obtain(
@@ -192,7 +195,9 @@ def obtain(
         texts = [s.identity() for s in sources]
         size = data.vocab_size or min(_ENTRIES, vocab_limit or _ENTRIES)
         key = digest([_VERSION, texts if len(texts) > 1 else texts[0], size, _TRAIN_BYTES])
-        directory = _saved(cache, key, lambda target: _train(target, size, sources, show))
+        directory, _ = entry(
+            cache / "tokenizers", key, lambda target: _train(target, size, sources, show)
+        )
     tokenizer = original = Tokenizer(load_tokenizer(directory), directory)
     if tokenizer.hf.eos_token_id is None:
         raise BadValue(
@@ -245,7 +250,7 @@ def _with_class(
             set_class(target, name)
         note = None
         if original is not None:
-            note = note_on_reading(original.hf, original.directory, samples)
+            note = reading_note(original.hf, original.directory, samples)
         return {"class": name, "note": note}
 
     directory, meta = entry(cache / "tokenizers", digest(inputs), build)
@@ -309,18 +314,8 @@ def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenize
             text = json.dumps({"eos_token_id": stops})
             (target / "generation_config.json").write_text(text, encoding="utf-8")
 
-    directory = _saved(cache, key, save)
+    directory, _ = entry(cache / "tokenizers", key, save)
     return Tokenizer(load_tokenizer(directory), directory)
-
-
-def _saved(cache: Path, key: str, save: Callable[[Path], None]) -> Path:
-    """Return the directory of the cached tokenizer `key`; if it is absent, `save` writes its files first."""
-
-    def build(target: Path) -> dict[str, Any]:
-        save(target)
-        return {}
-
-    return entry(cache / "tokenizers", key, build)[0]
 
 
 def _train(target: Path, vocab_size: int, sources: Sequence[Source], show: bool) -> None:

@@ -32,7 +32,7 @@ _FEW: Final = 3
 """Repetitions of a group with alternatives, and consecutive unbounded repetitions."""
 _MOST_PARTS: Final = 256
 """Parts of a sequence, such as one of normalizers."""
-_PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 class Unbounded(ValueError):
@@ -69,7 +69,7 @@ def check_parts(backend: Any, where: str) -> None:
     Raises:
         BadValue: HP102 naming the part.
     """
-    for name in _PARTS:
+    for name in PARTS:
         part = getattr(backend, name, None)
         if part is None:
             continue

@@ -91,13 +91,13 @@ def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tup
     tools = rules.one_of(values, TOOLS, where)
     if is_empty(tools):
         return ()
-    tools = _parsed(tools, "tools", where)
+    tools = parsed(tools, "tools", where)
     if isinstance(tools, Mapping):
         tools = [tools]
     allowed = 'a list of {"type": "function", "function": {"name": ..., "parameters": ...}}'
     if not isinstance(tools, list | tuple):
         raise _unreadable("`tools` is not a list", where, tools, allowed)
-    return tuple(_tool(_parsed(tool, "tools", where), rules, where, allowed) for tool in tools)
+    return tuple(_tool(parsed(tool, "tools", where), rules, where, allowed) for tool in tools)
 
 
 def _tool(tool: Any, rules: RecordRules, where: str, allowed: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
     """
     if is_empty(value):
         return {}
-    value = _parsed(value, "chat_template_kwargs", where)
+    value = parsed(value, "chat_template_kwargs", where)
     if not isinstance(value, dict):
         problem = "`chat_template_kwargs` of a record is not an object"
         raise _unreadable(problem, where, value, "an object such as {enable_thinking: false}")
@@ -155,7 +155,7 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
     message: Message = {"role": role, "content": ""}
     calls = _calls_of(values, rules, where)
     if word == "function_call":
-        calls = [*calls, *_read_calls(_parsed(content, "function_call", where), rules, where)]
+        calls = [*calls, *_read_calls(parsed(content, "function_call", where), rules, where)]
     else:
         message["content"] = _content(content, message, rules, where)
     _add_reasoning(message, rules.one_of(values, _REASONING, where), where)
@@ -238,7 +238,7 @@ def _calls_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> list
     calls = []
     for key in ("tool_calls", "function_call"):
         if not is_empty(values.get(key)):
-            calls += _read_calls(_parsed(values[key], key, where), rules, where)
+            calls += _read_calls(parsed(values[key], key, where), rules, where)
     return calls
 
 
@@ -250,7 +250,7 @@ def _read_calls(value: Any, rules: RecordRules, where: str) -> list[dict[str, An
         raise _unreadable("a tool call is not an object", where, value, allowed)
     calls = []
     for call in listed:
-        call = _parsed(call, "tool_calls", where)
+        call = parsed(call, "tool_calls", where)
         if not isinstance(call, Mapping):
             raise _unreadable("a tool call is not an object", where, call, allowed)
         call = rules.named(call, {}, where)
@@ -270,7 +270,7 @@ def _call(
     allowed: str,
 ) -> dict[str, Any]:
     name, arguments = function.get("name"), function.get("arguments")
-    arguments = {} if is_empty(arguments) else _parsed(arguments, "arguments", where)
+    arguments = {} if is_empty(arguments) else parsed(arguments, "arguments", where)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise _unreadable("a tool call lacks a name or valid arguments", where, function, allowed)
     if call.get("type", "function") != "function":
@@ -308,15 +308,6 @@ def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None
     return trained
 
 
-def read_json_text(text: str, key: str, where: str) -> Any:
-    """Parse turns that a record has as JSON text.
-
-    Raises:
-        NoData: HP602 for a text that is not JSON.
-    """
-    return _parsed(text, key, where)
-
-
 def flag_names(value: Any) -> set[str]:
     """Return the names of the flags in a record, at any depth."""
     if isinstance(value, Mapping):
@@ -327,8 +318,12 @@ def flag_names(value: Any) -> set[str]:
     return set()
 
 
-def _parsed(value: Any, key: str, where: str) -> Any:
-    """Return a value; a text is parsed as JSON."""
+def parsed(value: Any, key: str, where: str) -> Any:
+    """Return a value; a text is parsed as JSON.
+
+    Raises:
+        NoData: HP602 for a text that is not JSON.
+    """
     if not isinstance(value, str):
         return value
     try:

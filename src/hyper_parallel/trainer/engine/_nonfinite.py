@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch import local
+from hyper_parallel.runtime import gather_objects
 
 
 def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> str | None:
@@ -43,7 +44,7 @@ def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> 
 
     for name, parameter in model.named_parameters():
         note(0, f"parameter `{name}`, before the step,", parameter)
-    if not _any(bool(hits), model):
+    if not any(gather_objects(bool(hits))):
         hooks = [
             m.register_forward_hook(partial(watch, n or "the model"))
             for n, m in model.named_modules()
@@ -59,18 +60,5 @@ def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> 
     rank = dist.get_rank() if dist.is_initialized() else 0
     # Forward starts at the first stage, backward at the last.
     own = [(order, -stage if order > 1 else stage, rank, what) for order, what in hits]
-    gathered: list[Any] = [own]
-    if dist.is_initialized():
-        gathered *= dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-    first = min((one for each in gathered for one in each), default=None)
+    first = min((one for each in gather_objects(own) for one in each), default=None)
     return None if first is None else f"{first[3]} (rank {first[2]})"
-
-
-def _any(flag: bool, model: nn.Module) -> bool:
-    """Return whether the flag is set on any rank."""
-    if not dist.is_initialized():
-        return flag
-    raised = torch.tensor(float(flag), device=local(next(model.parameters())).device)
-    dist.all_reduce(raised, dist.ReduceOp.MAX)
-    return bool(raised.item())

@@ -19,13 +19,28 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.config import Recipe, Training
 from hyper_parallel.errors import BadValue, CheckpointMismatch, Contradiction
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer.engine._adafactor import Adafactor
 from hyper_parallel.trainer.engine.muon import Muon, describe_muon, muon_groups
 from hyper_parallel.trainer.engine.optimizer_names import NAMED_OPTIMIZERS, check_package
 from hyper_parallel.trainer.engine.optimizer_trial import check_trial_step, resumed_failure
 from hyper_parallel.trainer.user_code import load_class
 
 logger = logging.getLogger(__name__)
+
+
+class Adafactor(torch.optim.Adafactor):
+    """Adafactor of torch, applied to the local shards of parameters and states.
+
+    DTensor has no sharding rule for the in-place row and column norms. If no axis shards a parameter, the local tensor
+    of a replica is the full matrix, and every rank computes the same update.
+    """
+
+    def _init_group(self, group: dict[str, Any], *tensors: Any) -> bool:
+        """Collect the tensors of a group with torch's method, and replace them by their local shards."""
+        has_complex: bool = super()._init_group(group, *tensors)  # type: ignore[misc]
+        for collected in tensors:
+            collected[:] = [None if tensor is None else local(tensor) for tensor in collected]
+        return has_complex
+
 
 _NEED_FULL_MATRICES: Final = (torch.optim.Adafactor, torch.optim.Muon, Muon)
 """Optimizers, with subclasses, that need full matrices: their update of a shard differs from the full update."""

@@ -1,13 +1,18 @@
-"""Model of a recipe on the meta device: any Hugging Face model, with unmodified code."""
+"""Model of a recipe on the meta device, any Hugging Face model with unmodified code, and its trained parameters."""
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
+import inspect
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,8 +25,11 @@ from hyper_parallel.backends.torch import (
     unsplit_axes,
 )
 from hyper_parallel.backends.torch.dropout import disable_dropout, original_config
-from hyper_parallel.backends.torch.peft_adapters import add_adapters
-from hyper_parallel.backends.torch.token_scores import scores_tokens
+from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
+from hyper_parallel.backends.torch.peft_adapters import add_adapters, import_peft
+from hyper_parallel.backends.torch.token_scores import SCORE, scores_tokens
+from hyper_parallel.backends.torch.weights.initialization import base_parameters
+from hyper_parallel.backends.torch.weights.lora import adapted_modules
 from hyper_parallel.backends.torch.weights.unused_tensors import CARRIED_FILE, carried_weights
 from hyper_parallel.config import LoadedRecipe, Recipe
 from hyper_parallel.errors import (
@@ -42,10 +50,11 @@ from hyper_parallel.model import (
     load_model,
     read_config,
 )
+from hyper_parallel.runtime import submodel_strategies
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
-from hyper_parallel.trainer.engine.trained_parameters import freeze, lora_config
+from hyper_parallel.trainer.engine.optimizer import check_optimizer
 from hyper_parallel.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -371,3 +380,113 @@ def compile_layers(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ in names:
             module.compile()
+
+
+def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
+    """Raise for a model that has no such sub-models, and for an optimizer that does not support their layouts.
+
+    Raises:
+        BadValue: HP102, UnsupportedSharding: HP205, Contradiction: HP104.
+    """
+    layouts = submodel_layouts(loaded.recipe, plan)
+    assert loaded.recipe.parallel.submodels is not None
+    members = loaded.recipe.parallel.submodels.members
+    size = len({rank for ranks in members.values() for rank in ranks})
+    submodel_strategies(model, layouts, size, members)
+    for strategy in layouts.values():
+        check_optimizer(loaded.recipe, replace(plan, strategy=strategy), loaded.where, model)
+
+
+def lora_config(recipe: Recipe) -> Any:
+    """Return the recipe's `lora` section as a `peft.LoraConfig`."""
+    assert recipe.lora is not None
+    values, path = recipe.lora.model_dump(mode="json"), Path(recipe.model.path).expanduser()
+    scores = recipe.stage == "rm"
+    whole = [*values["modules_to_save"], *([SCORE] if scores else [])]
+    return import_peft().LoraConfig(
+        **values | {"modules_to_save": whole or None},
+        base_model_name_or_path=str(path.resolve()) if path.exists() else recipe.model.path,
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
+    )
+
+
+def trained_of(model: nn.Module) -> tuple[float, str]:
+    """Return the trained share of the parameters without adapters, and a description of adapters and elements."""
+    sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
+    base = sum(p.numel() for _, p in base_parameters(model))
+    adapters, elements = sum(1 for _ in adapted_modules(model)), sum(sizes.values())
+    if elements == base and not adapters:
+        return 1.0, ""
+    text = f"{elements:,} of {base:,} parameters ({elements / base:.3%})"
+    return elements / base, f"{adapters} adapters, {text}" if adapters else text
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match globs.
+
+    Raises:
+        BadValue: HP102 for a pattern without a match, and when no parameter is left to train.
+    """
+    where = "training.freeze"
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        matches = fnmatch.filter(names, pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            raise BadValue(
+                "no parameter has a name like this",
+                where=where,
+                got=pattern,
+                allowed="globs such as model.embed_tokens.* over the names of parameters",
+                hint=f"'training.freeze=[{near[0]}]'",
+            )
+        for name in matches:
+            model.get_parameter(name).requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise BadValue(
+            "all parameters are frozen, and nothing is left to train",
+            where=where,
+            got=list(patterns),
+            hint="training.freeze=[]",
+        )
+
+
+def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Recipe) -> None:
+    """Raise for a model or a layout that does not support the media of the data.
+
+    Args:
+        model: Model of the recipe.
+        plan: Plan of the run.
+        sequences: Training sequences with media.
+        recipe: Recipe of the run.
+
+    Raises:
+        UnsupportedSharding: HP205 for cp, and for pp if the forward cannot run without the media.
+        Contradiction: HP104 for offload and for step programs, whose steps all have the same shapes.
+        ModelUnreadable: HP305 when the model's forward does not read them.
+    """
+    arrays = sequences.first_media()
+    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
+    axes = [axis for axis in ("pp", "cp") if getattr(plan.strategy, axis) > 1]
+    refuse_other_inputs(model, axes, tensors)
+    hints = {
+        "offload": (recipe.offload.on, "offload.budget=null offload.max_slowdown=null"),
+        "backend": (recipe.backend != "torch", "backend=torch"),
+    }
+    for key, (applies, hint) in hints.items():
+        if applies:
+            raise Contradiction(
+                "planned steps repeat one shape, and images and recordings have different sizes",
+                where=key,
+                got=sorted(tensors),
+                hint=hint,
+            )
+    known = inspect.signature(model.forward).parameters
+    unread = [n for n, t in tensors.items() if t.is_floating_point() and n not in known]
+    if unread:
+        raise ModelUnreadable(
+            f"the forward of {type(model).__name__} does not read `{unread[0]}`, so the media would have no effect",
+            where="model.path",
+            got=sorted(tensors),
+            allowed="a model of text and of these media",
+        )

@@ -7,7 +7,6 @@ the number of microbatches or uneven microbatches.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -102,35 +101,6 @@ class StepInputs:
         return {**named, "valid_tokens": self.valid_tokens, "lr": self.lr}
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """Values of a step shared by all ranks."""
-
-    loss: float
-    grad_norm: float
-    memory_bytes: int
-    stop: bool
-    save: bool
-
-    @property
-    def finite(self) -> bool:
-        """True if loss and gradient norm are finite."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
-    def result(
-        self,
-        valid_tokens: int,
-        seconds: float,
-        routing: dict[str, Any] | None,
-        offload: dict[str, Any] | None = None,
-    ) -> StepResult:
-        """Return the result of the step, with further measurements."""
-        return StepResult(
-            self.loss, self.grad_norm, valid_tokens, seconds, self.memory_bytes, routing, offload,
-            stop=self.stop, save=self.save,
-        )  # fmt: skip
-
-
 @dataclass
 class SkipPolicy:
     """Rule for steps to skip; a skipped step changes neither parameters nor optimizer states.
@@ -155,7 +125,7 @@ class SkipPolicy:
         skip = ~torch.isfinite(shared[-2:]).all()
         return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
-    def after(self, output: StepOutput, step: int, rejected: bool = False) -> bool:
+    def after(self, output: StepResult, step: int, rejected: bool = False) -> bool:
         """Count a step and return whether it was skipped, also if its stage rejected it.
 
         Raises:
@@ -232,21 +202,25 @@ class Loop:
             # The device decides; the host reads once, during the update.
             rejected = None if self.stage is None else self.stage.rejects()
             self.update(lr, skip=self.policy.skips(shared) | bool(rejected))
-            output = self.read(
+            result = self.read(
                 shared, step, "the step was not applied", partial(self._locate, inputs, step)
             )
             routing = statistics(self.count_routing())
         self.recorder.memory(self.gauge.samples)
         seconds = time.perf_counter() - start
-        result = output.result(int(inputs.valid_tokens), seconds, routing)
         overlap = overlap_counts(self.model) | self.recorder.overlap()
-        result = replace(result, overlap=overlap or None)
-        if self.stage is not None:
-            result = replace(result, **self.stage.record())
-        skipped = self.policy.after(output, step, bool(rejected))
+        result = replace(
+            result,
+            valid_tokens=int(inputs.valid_tokens),
+            step_s=seconds,
+            routing=routing,
+            overlap=overlap or None,
+            **({} if self.stage is None else self.stage.record()),
+        )
+        skipped = self.policy.after(result, step, bool(rejected))
         if self.scale is not None:
             result = replace(result, loss_scale=self.scale.value)
-            self.scale.after(output.finite)
+            self.scale.after(result.finite)
         elif not self.policy.on and rejected is None:
             return result
         return replace(result, skipped=int(skipped))
@@ -373,8 +347,8 @@ class Loop:
         step: int,
         outcome: str,
         locate: Callable[[], str | None] = lambda: None,
-    ) -> StepOutput:
-        """Read the result of `reduce_step_log` on the host.
+    ) -> StepResult:
+        """Read the result of `reduce_step_log` on the host; the caller adds tokens, seconds and further measurements.
 
         Raises:
             LossNotFinite: HP604, with the outcome of the step and the result of `locate`. Not raised while a loss scale
@@ -382,7 +356,7 @@ class Loop:
         """
         with self.recorder.span("loss", "communication"):
             *peaks, stop, save, loss, norm = shared.tolist()
-        output = StepOutput(loss, norm, int(max(peaks)), stop > 0, save > 0)
+        output = StepResult(loss, norm, 0, 0.0, int(max(peaks)), stop=stop > 0, save=save > 0)
         skips = self.policy.nonfinite or (self.scale is not None and self.scale.value > 1)
         if not output.finite and not skips:
             raise LossNotFinite(

@@ -72,16 +72,6 @@ class StepPrograms:
             getattr(self, name).save(folder / name)
 
 
-def _check_installed(backend: str, where: Callable[[str], str]) -> None:
-    if find_spec(backend) is None:
-        raise MissingDependency(
-            f"the back end {backend} needs the package `{backend}`",
-            where=where("backend"),
-            got=f"backend={backend}",
-            hint="make setup-mindspore",
-        )
-
-
 def capture_programs(
     recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
 ) -> tuple[StepPrograms, ...]:
@@ -102,7 +92,13 @@ def capture_programs(
             does not have.
         UnsupportedSharding: HP205 for a layout with other axes.
     """
-    _check_installed(recipe.backend, where)
+    if find_spec(recipe.backend) is None:
+        raise MissingDependency(
+            f"the back end {recipe.backend} needs the package `{recipe.backend}`",
+            where=where("backend"),
+            got=f"backend={recipe.backend}",
+            hint="make setup-mindspore",
+        )
     _check_recipe(recipe, plan, router_loss, where)
     captured = []
     block = program_block(plan.strategy)
@@ -217,36 +213,19 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return _STATES[type(optimizer)]
 
 
-def _loss(
-    model: nn.Module,
-    input_ids: Tensor,
-    shift_labels: Tensor,
-    position_ids: Tensor,
-    valid_tokens: Tensor,
-) -> Tensor:
+def _loss(model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor) -> Tensor:
     """Return the cross entropy over the tokens of one microbatch, divided by the tokens of the step."""
-    output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    logits = output.logits.float().flatten(0, 1)
+    logits = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     return F.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / valid_tokens
 
 
 def _loss_of_model(
-    model: nn.Module,
-    input_ids: Tensor,
-    shift_labels: Tensor,
-    position_ids: Tensor,
-    valid_tokens: Tensor,
+    model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor
 ) -> Tensor:
     """Return the same loss, computed from logits that tensor-parallel ranks share."""
-    loss: Tensor = model(
-        input_ids=input_ids,
-        labels=shift_labels,
-        shift_labels=shift_labels,
-        position_ids=position_ids,
-        num_items_in_batch=valid_tokens,
-        use_cache=False,
-    ).loss
-    return loss
+    labels = {"labels": shift_labels, "shift_labels": shift_labels}
+    output = model(**inputs, **labels, num_items_in_batch=valid_tokens, use_cache=False)
+    return output.loss
 
 
 def _use_static_forms(model: nn.Module) -> None:

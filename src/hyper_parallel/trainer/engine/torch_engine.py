@@ -118,8 +118,9 @@ class TorchEngine:
         # Offload counts its own bytes, and compiled code is invisible to the counter.
         if not (self._recipe.offload.on or training.compile):
             self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
-            fixed = [*self._parameters, *self._model.buffers()]
-            self._gauge.kinds = self._bytes_by_kind(sum(local(t).nbytes for t in fixed))
+            # The bytes of parameters stay those of before the first step, which may pad local shards.
+            parameters = {"parameters": self._bytes_by_kind()["parameters"]}
+            self._gauge.kinds = lambda: self._bytes_by_kind() | parameters
         self._snapshots = (
             None if snapshots is None else self._checkpointer(snapshots, snapshot=True)
         )
@@ -377,23 +378,12 @@ class TorchEngine:
             "optimizer states": [slot for slot in slots if isinstance(slot, Tensor)],
         }
 
-    def _bytes_by_kind(self, parameters: int) -> Callable[[], dict[str, int]]:
-        """Return a function that sums `_state` by kind, given the bytes of its parameters, which stay."""
-
-        def kinds() -> dict[str, int]:
-            grads = (p.grad for p in self._parameters)
-            return {
-                "parameters": parameters,
-                "gradients": sum(local(grad).nbytes for grad in grads if grad is not None),
-                "optimizer states": sum(
-                    local(slot).nbytes
-                    for state in self._optimizer.state.values()
-                    for slot in state.values()
-                    if isinstance(slot, Tensor)
-                ),
-            }
-
-        return kinds
+    def _bytes_by_kind(self) -> dict[str, int]:
+        """Return the bytes of `_state` by kind."""
+        return {
+            kind: sum(local(tensor).nbytes for tensor in tensors)
+            for kind, tensors in self._state().items()
+        }
 
     def _checkpointer(self, directory: Path, *, snapshot: bool = False) -> Checkpointer:
         choice, plan = self._recipe.checkpoint, self._job.plan

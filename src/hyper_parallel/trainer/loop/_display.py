@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.panel import Panel
 from rich.progress import (
@@ -20,7 +19,11 @@ from rich.table import Table
 from hyper_parallel.cost import LOCAL_CARD
 from hyper_parallel.errors import console
 from hyper_parallel.ir import Plan
+from hyper_parallel.trainer.data_record import panel_rows
 from hyper_parallel.units import format_bytes, format_count, format_seconds, plural
+
+if TYPE_CHECKING:
+    from hyper_parallel.trainer.job import Job
 
 
 class Display:
@@ -74,46 +77,35 @@ class Display:
             self._console.print(text)
 
 
-def startup_panel(
-    plan: Plan,
-    data: Mapping[str, Any],
-    output_dir: str,
-    weights: str,
-    on_topology: bool = True,
-    trained: str = "",
-    router_loss: str | None = None,
-) -> Panel:
-    """Return a panel with topology, model, mesh, plan, prediction and data of a run.
-
-    Args:
-        plan: Plan of the run.
-        data: Rows about the data, by name.
-        output_dir: Directory of the run.
-        weights: Origin of the weights.
-        on_topology: Whether this machine is the topology of the plan.
-        trained: Adapters and trained parameters; empty when all parameters are trained.
-        router_loss: Auxiliary loss of the expert routers; None: no such loss.
-    """
+def startup_panel(job: Job) -> Panel:
+    """Return a panel with topology, model, mesh, plan, prediction and data of a run."""
+    plan, weights = job.plan, f"pretrained, {job.weights}"
+    if job.weights is None:
+        weights = f"from scratch, drawn with training.seed={job.recipe.training.seed}"
     work = plan.workload
     share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
     tokens, params = format_count(work.tokens_per_step or 0), format_count(plan.model.num_params)
     batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens"
     rows = {
         "topology": f"{plan.topology}, {plural(plan.strategy.world_size, 'rank')}"
-        + ("" if on_topology else "; not this machine, so no time is compared with the prediction"),
+        + (
+            ""
+            if job.on_topology
+            else "; not this machine, so no time is compared with the prediction"
+        ),
         "model": f"{plan.model.name} ({plan.model.family}), {params} parameters",
         "weights": weights,
-        **({"trained": trained} if trained else {}),
+        **({"trained": job.trained} if job.trained else {}),
         "mesh": str(plan.mesh),
         "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
-        **data,
-        **({} if router_loss is None else {"router loss": router_loss}),
+        **panel_rows(job),
+        **({} if job.router_loss is None else {"router loss": job.router_loss}),
         "plan": plan.fingerprint,
         "predicted step": f"{format_seconds(plan.whole_step_s)}, MFU {plan.predicted_mfu:.1%}"
         + _role_seconds(plan)
         + _calibration_advice(plan),
         "predicted memory": f"{format_bytes(plan.memory_bytes)} per rank ({share:.1%})",
-        "output": output_dir,
+        "output": str(job.output_dir),
     }
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")

@@ -41,10 +41,8 @@ from hyper_parallel.trainer.loop.metrics import (
     as_line,
     log_line,
 )
-from hyper_parallel.trainer.loop.resume import Changes, changes_line, check_resume
-from hyper_parallel.trainer.loop.run_facts import run_facts
-from hyper_parallel.trainer.run_directory import clear_run_directory, mark_run_directory
-from hyper_parallel.trainer.run_parts import RunPart
+from hyper_parallel.trainer.loop.run_facts import Changes, changes_line, check_resume, run_facts
+from hyper_parallel.trainer.run_directory import RunPart, clear_run_directory, mark_run_directory
 from hyper_parallel.trainer.signals import StopRequest
 from hyper_parallel.trainer.user_code import load_class
 
@@ -73,6 +71,11 @@ class StepResult:
     overlap: dict[str, Any] | None = None
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
+
+    @property
+    def finite(self) -> bool:
+        """True if loss and gradient norm are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class EvalResult(NamedTuple):

@@ -115,19 +115,14 @@ class MetricsLog:
         self._append("metrics", record)
         names = ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s")
         self._draw(record.step, "train", {name: getattr(record, name) for name in names})
-        self._draw(record.step, "offload", record.offload or {})
-        self._draw(record.step, "routing", record.routing or {})
-        self._draw(record.step, "rollout", record.rollout or {})
-        self._draw(record.step, "preference", record.preference or {})
+        for group in ("offload", "routing", "rollout", "preference"):
+            self._draw(record.step, group, getattr(record, group) or {})
 
     def evaluation(self, record: EvalRecord) -> None:
         """Append an evaluation."""
         self._append("eval", record)
-        self._draw(
-            record.step,
-            "eval",
-            {"loss": record.loss, **(record.preference or record.rollout or {})},
-        )
+        scores = record.preference or record.rollout or {}
+        self._draw(record.step, "eval", {"loss": record.loss, **scores})
 
     def close(self) -> None:
         """Flush and close all files.

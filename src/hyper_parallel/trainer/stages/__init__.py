@@ -3,52 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+Microbatches = list[dict[str, Tensor]]
+"""Inputs of this rank's microbatches: `input_ids` and `shift_labels` [B, S], and further values of the objective."""
+Rows = NDArray[np.int64]
+"""Index of each row of a step in the data; -1 is padding."""
+StageInputs = tuple[Microbatches, int | None]
+"""Inputs of the objective, and the tokens it counts in the whole step; None: the count of the data."""
 
-class LearningStage(Protocol):
+
+class LearningStage:
     """Inputs and objective of a training step; every rank calls the same methods in the same order.
 
     Attributes:
         inputs_span: Name and category of `inputs` in timelines.
     """
 
-    inputs_span: ClassVar[tuple[str, str]]
+    inputs_span: ClassVar[tuple[str, str]] = ("data", "data")
 
     def begin(self, batches: Any) -> None:
         """Prepare before the first step of the process, with the current weights."""
 
-    def inputs(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Return the inputs of the objective, and the tokens it counts in the whole step; None: the count of the data.
+    def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
+        """Return the inputs of the objective of this rank's rows in optimizer step `step`, from 1."""
+        raise NotImplementedError
 
-        Args:
-            microbatches: `input_ids` and `shift_labels` [B, S] of this rank's rows.
-            rows: Index of each row in the data.
-            step: Optimizer step, from 1.
-        """
-
-    def held_out(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Return `inputs` of held-out rows; row -1 is padding, and all rows are the first step of `batches`."""
+    def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
+        """Return `inputs` of held-out rows; all rows are the first step of `batches`."""
+        raise NotImplementedError
 
     def objective(self, first: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of a microbatch from [B, S] log-probabilities of its targets, or scores of its tokens."""
+        raise NotImplementedError
 
     def rejects(self) -> bool | None:
         """Return whether to skip the step, after the objective of all its microbatches; None: steps are never skipped.
 
         Equal on all ranks.
         """
+        return None
 
     def end(self) -> None:
         """Release resources after the last step of the process."""
 
     def record(self) -> dict[str, Any]:
         """Return the measurements of the step, by fields of its `StepResult`; equal on all ranks."""
+        raise NotImplementedError

@@ -10,12 +10,11 @@ from torch import nn
 from hyper_parallel.backends.torch import data_share
 from hyper_parallel.config import Dpo
 from hyper_parallel.trainer.stages import LearningStage
-from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages.dpo import WITHOUT_REFERENCE, DpoStage
 from hyper_parallel.trainer.stages.grpo import GrpoStage
 from hyper_parallel.trainer.stages.kto import KtoStage
 from hyper_parallel.trainer.stages.pair_scores import PairScores
-from hyper_parallel.trainer.stages.reference import Reference
+from hyper_parallel.trainer.stages.reference import Reference, ReferenceWeights
 from hyper_parallel.trainer.stages.reward_model import RewardModelStage
 from hyper_parallel.trainer.stages.rollouts import Publisher, Sampler
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.config import Dpo
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages.pair_scores import PairScores, rounding_of
+from hyper_parallel.trainer.data import IGNORE_INDEX
+from hyper_parallel.trainer.stages import Rows
+from hyper_parallel.trainer.stages.pair_scores import PairScores, PairStage, rounding_of
 from hyper_parallel.trainer.stages.reference import Reference
 
 WITHOUT_REFERENCE: Final = ("orpo", "simpo")
@@ -27,16 +26,14 @@ WITHOUT_REFERENCE: Final = ("orpo", "simpo")
 
 
 @dataclass
-class DpoStage:
-    """Comparison of the two answers of every pair.
+class DpoStage(PairStage):
+    """Comparison of the log-probabilities of the two answers of every pair.
 
     Attributes:
         settings: Section `dpo` of the recipe.
         scores: Scores of the pairs.
         reference: Reference log-probabilities of all answers; None for losses without a reference.
     """
-
-    inputs_span: ClassVar = ("data", "data")
 
     settings: Dpo
     scores: PairScores
@@ -47,31 +44,13 @@ class DpoStage:
         if self.reference is not None:
             self.reference.begin(batches.sequences)
 
-    def inputs(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Return the microbatches with the reference log-probability of every answer."""
-        self.scores.begin()
-        return self._with_reference(microbatches, rows, self.reference), None
-
-    def held_out(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Return `inputs` with the reference of the held-out answers."""
-        self.scores.begin(batches)
-        reference = None if self.reference is None else self.reference.held_out(batches.sequences)
-        return self._with_reference(microbatches, rows, reference), None
-
-    @staticmethod
-    def _with_reference(
-        microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], reference: Reference | None
-    ) -> list[dict[str, Tensor]]:
-        size, parts = len(microbatches[0]["input_ids"]), []
-        for number, part in enumerate(microbatches):
-            part_rows = rows[number * size : (number + 1) * size]
-            extra = {} if reference is None else {"reference": reference.of(part_rows)}
-            parts.append({**part, **extra})
-        return parts
+    def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
+        """Return the reference log-probability of every answer."""
+        reference = self.reference
+        if reference is None:
+            return {}
+        reference = reference if held_out is None else reference.held_out(held_out)
+        return {"reference": reference.of(rows)}
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of the pairs of a microbatch, divided by the pairs of the step."""
@@ -102,13 +81,3 @@ class DpoStage:
             losses = -mean[0::2] - beta * F.logsigmoid(margin)
         rounding = rounding_of(magnitudes, logprobs.dtype)
         return self.scores.mean(losses, chosen, rejected, real, rounding)
-
-    def rejects(self) -> None:
-        """Return None: steps are never skipped."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def record(self) -> dict[str, Any]:
-        """Return mean scores of chosen and rejected answers, and the share of pairs in the right order."""
-        return self.scores.record()

@@ -25,18 +25,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.backends.torch import TOKEN_MASK
 from hyper_parallel.backends.torch.decode_slots import slot_cache_refusal
 from hyper_parallel.ir import Plan
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.input_checksums import RunInputs
-from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
+from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.model_reward import ModelReward
+from hyper_parallel.trainer.stages.reference import ReferenceWeights
 from hyper_parallel.trainer.stages.rewards import reward_functions, score, short_name
 from hyper_parallel.trainer.stages.rollouts import Publisher, Sampler
 from hyper_parallel.trainer.stages.sampling import (
@@ -54,7 +53,7 @@ _EPSILON: Final = 1e-4
 
 
 @dataclass
-class GrpoStage:
+class GrpoStage(LearningStage):
     """GRPO learning stage: turns rows of prompts with answers into microbatches of completions with advantages.
 
     Attributes:
@@ -80,7 +79,7 @@ class GrpoStage:
     _divergences: list[Tensor] = field(default_factory=list)
     _clipped: list[Tensor] = field(default_factory=list)
     _proximal_logprobs: list[Tensor] = field(default_factory=list)
-    _cached_rollout: tuple[list[dict[str, Tensor]], int, dict[str, Any]] | None = None
+    _cached_rollout: tuple[Microbatches, int, dict[str, Any]] | None = None
     _is_first_iteration: bool = False
     _effective: float | None = None
     _reference_weights: ReferenceWeights | None = None
@@ -113,9 +112,7 @@ class GrpoStage:
         if self.publisher is not None:
             self.publisher.end()
 
-    def held_out(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
+    def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
         """Sample one completion per prompt with the current weights; the draws are the same at each evaluation.
 
         The reward takes the place of the advantage, so the loss is minus the mean reward.
@@ -144,9 +141,7 @@ class GrpoStage:
             padded[name][real] = x
         return _split_batch(padded, size), int(tokens)
 
-    def inputs(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
+    def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
         """Sample completions for this rank's rows, reward them, and count their tokens.
 
         Every prompt is repeated in `num_generations` consecutive rows, and the labels are the answer. The returned
@@ -168,8 +163,8 @@ class GrpoStage:
         ], tokens
 
     def _rollout(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int]:
+        self, microbatches: Microbatches, rows: Rows, step: int
+    ) -> tuple[Microbatches, int]:
         """Return microbatches of new completions, of rollout `step`, from 1, and their number of tokens."""
         size = len(microbatches[0]["input_ids"])
         completions = self._sample(microbatches, step)
@@ -188,7 +183,7 @@ class GrpoStage:
             batch["reference_logprobs"] = completions.reference_logprobs
         return _split_batch(batch, size), int(tokens)
 
-    def _sample(self, microbatches: list[dict[str, Tensor]], step: int) -> Completions:
+    def _sample(self, microbatches: Microbatches, step: int) -> Completions:
         """Return completions of this rank's rows, of rollout `step`, sampled here or by dedicated ranks."""
         size = len(microbatches[0]["input_ids"])
         count = size * len(microbatches)
@@ -344,9 +339,9 @@ class GrpoStage:
     def _reward(
         self,
         completions: Completions,
-        microbatches: list[dict[str, Tensor]],
+        microbatches: Microbatches,
         sequences: Any,
-        rows: NDArray[np.int64],
+        rows: Rows,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the weighted rewards [N] of this rank's completions, and the sum of each function.
 
@@ -391,7 +386,7 @@ class GrpoStage:
         ]
 
 
-def _split_batch(batch: dict[str, Tensor], size: int) -> list[dict[str, Tensor]]:
+def _split_batch(batch: dict[str, Tensor], size: int) -> Microbatches:
     """Return the batch as microbatches of `size` rows."""
     parts = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in parts]

@@ -17,19 +17,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.config import Kto
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.data import IGNORE_INDEX
+from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.reference import Reference
 from hyper_parallel.trainer.stages.sampling import all_reduce_sum
 
 
 @dataclass
-class KtoStage:
+class KtoStage(LearningStage):
     """Objective that raises the likelihood of good answers relative to the reference, and lowers that of bad ones.
 
     Attributes:
@@ -51,32 +50,26 @@ class KtoStage:
         self._batches = batches
         self.reference.begin(batches.sequences)
 
-    def inputs(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
+    def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
         """Return the first rows with their `reference`, their label `desirable`, and z of the step as `divergence`."""
         all_rows = self._batches.step_batch(step - 1)
-        return self._microbatch_inputs(
-            microbatches, rows, all_rows, self._batches.sequences, self.reference
-        )
+        sequences = self._batches.sequences
+        return self._microbatch_inputs(microbatches, rows, all_rows, sequences, self.reference)
 
-    def held_out(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
+    def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
         """Return `inputs` with z of the held-out answers."""
-        reference = self.reference.held_out(batches.sequences)
-        return self._microbatch_inputs(
-            microbatches, rows, batches.step_batch(0), batches.sequences, reference
-        )
+        all_rows, sequences = batches.step_batch(0), batches.sequences
+        reference = self.reference.held_out(sequences)
+        return self._microbatch_inputs(microbatches, rows, all_rows, sequences, reference)
 
     def _microbatch_inputs(
         self,
-        microbatches: list[dict[str, Tensor]],
-        rows: NDArray[np.int64],
-        all_rows: NDArray[np.int64],
+        microbatches: Microbatches,
+        rows: Rows,
+        all_rows: Rows,
         sequences: Any,
         reference: Reference,
-    ) -> tuple[list[dict[str, Tensor]], int]:
+    ) -> StageInputs:
         """Return the inputs of this rank's `rows`; `all_rows` are the rows of all ranks."""
         self._sums.clear()
         device = reference.device
@@ -115,12 +108,6 @@ class KtoStage:
         facts = [score[good].sum(), score[bad].sum(), good.sum(), bad.sum()]
         self._sums.append(torch.stack([fact.double() for fact in facts]))
         return torch.where(real, weighted, 0.0).sum() / self._answers
-
-    def rejects(self) -> None:
-        """Return None: steps are never skipped."""
-
-    def end(self) -> None:
-        """Do nothing."""
 
     def record(self) -> dict[str, Any]:
         """Return z, and mean scores of good and bad answers if the step has any."""

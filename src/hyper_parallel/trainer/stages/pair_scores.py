@@ -1,4 +1,4 @@
-"""Mean loss and recorded scores of the pairs of answers in a step or an evaluation."""
+"""Stages on pairs of answers: inputs, mean loss and recorded scores of a step or an evaluation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hyper_parallel.ir import Plan
+from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.sampling import all_reduce_sum
 
 _ROUNDINGS: Final = 4
@@ -73,6 +74,47 @@ class PairScores:
                 "accuracy": right / count,
             }
         }
+
+
+class PairStage(LearningStage):
+    """Base of stages that compare the two answers of every pair.
+
+    Attributes:
+        scores: Scores of the pairs.
+    """
+
+    scores: PairScores
+
+    def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
+        """Return the microbatches of the data with the values of their rows."""
+        self.scores.begin()
+        return self._with_row_values(microbatches, rows, None), None
+
+    def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
+        """Return `inputs` of held-out rows."""
+        self.scores.begin(batches)
+        return self._with_row_values(microbatches, rows, batches.sequences), None
+
+    def _with_row_values(
+        self, microbatches: Microbatches, rows: Rows, held_out: Any
+    ) -> Microbatches:
+        """Return the microbatches with the value of each row in `row_values`."""
+        values = self.row_values(rows, held_out)
+        size = len(microbatches[0]["input_ids"])
+        device = microbatches[0]["input_ids"].device
+        split = {name: value.to(device).split(size) for name, value in values.items()}
+        return [
+            {**part, **{name: parts[number] for name, parts in split.items()}}
+            for number, part in enumerate(microbatches)
+        ]
+
+    def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
+        """Return [len(rows)] values of rows by name, of training data or of the sequences `held_out`."""
+        raise NotImplementedError
+
+    def record(self) -> dict[str, Any]:
+        """Return mean scores of chosen and rejected answers, and the share of pairs in the right order."""
+        return self.scores.record()
 
 
 def order_of(chosen: Tensor, rejected: Tensor, rounding: Tensor) -> Tensor:

@@ -9,29 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hyper_parallel.config import Rm
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
-from hyper_parallel.trainer.stages.pair_scores import PairScores, rounding_of
+from hyper_parallel.trainer.data import IGNORE_INDEX
+from hyper_parallel.trainer.stages import Rows
+from hyper_parallel.trainer.stages.pair_scores import PairScores, PairStage, rounding_of
 
 
 @dataclass
-class RewardModelStage:
+class RewardModelStage(PairStage):
     """Comparison of the scores of the two answers of every pair, each taken at the last token of its row.
+
+    The single target of a row marks the token whose score is used.
 
     Attributes:
         settings: Section `rm` of the recipe.
         scores: Scores of the pairs.
     """
-
-    inputs_span: ClassVar = ("data", "data")
 
     settings: Rm
     scores: PairScores
@@ -41,22 +40,12 @@ class RewardModelStage:
         """Store the training data, which has the margins of pairs."""
         self._batches = batches
 
-    def inputs(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], step: int
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Return the microbatches of the data, with `margin` [B] if pairs have margins.
-
-        The single target of a row marks the token whose score is used.
-        """
-        self.scores.begin()
-        return _with_margins(microbatches, rows, self._batches.sequences), None
-
-    def held_out(
-        self, microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], batches: Any
-    ) -> tuple[list[dict[str, Tensor]], int | None]:
-        """Return `inputs` of held-out rows."""
-        self.scores.begin(batches)
-        return _with_margins(microbatches, rows, batches.sequences), None
+    def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
+        """Return the margin of each row's pair; nothing if the data has no margins."""
+        sequences = self._batches.sequences if held_out is None else held_out
+        return (
+            {"margin": torch.from_numpy(sequences.margins(rows))} if sequences.has_margins else {}
+        )
 
     def objective(self, scores: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
         """Return the loss of the pairs of a microbatch, divided by the pairs of the step."""
@@ -70,24 +59,3 @@ class RewardModelStage:
             losses = losses + self.settings.center_rewards_coefficient * centred
         rounding = rounding_of(rewards.abs(), scores.dtype)
         return self.scores.mean(losses, chosen, rejected, read.any(-1)[0::2], rounding)
-
-    def rejects(self) -> None:
-        """Return None: steps are never skipped."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-    def record(self) -> dict[str, Any]:
-        """Return mean scores of chosen and rejected answers, and the share of pairs in the right order."""
-        return self.scores.record()
-
-
-def _with_margins(
-    microbatches: list[dict[str, Tensor]], rows: NDArray[np.int64], sequences: Any
-) -> list[dict[str, Tensor]]:
-    """Return microbatches with the margin of each row's pair; unchanged if the data has no margins."""
-    if not sequences.has_margins:
-        return microbatches
-    margins = torch.from_numpy(sequences.margins(rows)).to(microbatches[0]["input_ids"].device)
-    parts = margins.split(len(microbatches[0]["input_ids"]))
-    return [{**part, "margin": margin} for part, margin in zip(microbatches, parts, strict=True)]

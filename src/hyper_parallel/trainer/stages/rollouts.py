@@ -38,14 +38,13 @@ from hyper_parallel.ir import Workload
 from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.manifest import steps
-from hyper_parallel.trainer.data import load_tokenizer, stop_ids
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer, stop_ids
 from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, routing_of
 from hyper_parallel.trainer.engine.step_gauges import SpanRecorder
 from hyper_parallel.trainer.files import write_timeline
 from hyper_parallel.trainer.input_checksums import RunInputs
-from hyper_parallel.trainer.stages._reference_weights import ReferenceWeights
 from hyper_parallel.trainer.stages.environments import WHERE, Environments
+from hyper_parallel.trainer.stages.reference import ReferenceWeights
 from hyper_parallel.trainer.stages.rollout_folder import RolloutFolder
 from hyper_parallel.trainer.stages.sampling import (
     Completions,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.decode_slots import WholePasses
 from hyper_parallel.backends.torch.user_objective import token_logprobs
-from hyper_parallel.trainer.data.batches import IGNORE_INDEX
+from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.decoding import (
     Decoder,
     DecodingSequence,

@@ -1,7 +1,10 @@
-"""Sizes of small models: one table for all model types, and one of additional sizes for some types."""
+"""Reduction of a model's config: fewer and narrower layers of the same architecture, for short runs."""
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 HIDDEN, LAYERS, HEADS, VOCAB = 32, 4, 4, 320
@@ -63,11 +66,12 @@ SPANS: Final[dict[str, int]] = {
 """Token spans at which the behaviour of a layer changes, small enough to matter in a short text."""
 
 _PAIRS = ["linear_attention", "hybrid"] * 2
+_SPARSE = ["dense", "sparse"] * 2
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _DOTS3 = {
     "head_dim": 16,
     "layer_types": ["indexed_attention", "sliding_attention"] * 2,
-    "mlp_layer_types": ["dense", "sparse"] * 2,
+    "mlp_layer_types": _SPARSE,
     "per_layer_config": {i: {"num_attention_heads": 2, "num_key_value_heads": 2} for i in (1, 3)},
 }
 _QWEN4 = {
@@ -77,47 +81,30 @@ _QWEN4 = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
-_MROPE = {
-    "text_config": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [2, 1, 1],
-        }
-    }
-}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_FULL_ROPE = {"rope_parameters": {"full_attention": _ROPE}}
+_MROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}}
+_CODES = {"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1}
+_SAM = {"sam_config": {"output_channels": 8, "downsample_channels": [16, 32]}}
+_VOCAB = {"unpadded_vocab_size": SIZES["vocab_size"]}
 FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm46v", "glm_ocr", "glmga"), _MROPE),
     "glm4v_moe": {
         "text_config": {
-            "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]},
-                "partial_rotary_factor": 0.5,
-            }
+            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
         }
     },
     "glm5_next": {"text_config": {"index_kpool": 2, "qk_rope_head_dim": 0}},
     "paddleocr_vl": _MROPE,
     "step3p7": {"text_config": {"sliding_window": 8}},
-    "cohere_compass": {
-        "text_config": {
-            "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
-        }
-    },
+    "cohere_compass": {"text_config": _FULL_ROPE},
+    "cohere_compass_text": _FULL_ROPE,
     "apertus1p5": {
         **{"image_token_offset": 64, "audio_token_offset": 192},
-        "vision_config": {
-            **{"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
-            "codebook_size": 128,
-        },
+        "vision_config": {**_CODES, "codebook_size": 128},
         "audio_config": {
-            **{
-                "codebook_size": 128,
-                "codebook_dim": HIDDEN,
-                "decoder_hidden_size": 32,
-                "decoder_num_layers": 2,
-            },
-            **{"decoder_intermediate_size": 48, "num_filters": 2},
+            **{"codebook_size": 128, "codebook_dim": HIDDEN, "decoder_hidden_size": 32},
+            **{"decoder_num_layers": 2, "decoder_intermediate_size": 48, "num_filters": 2},
         },
     },
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
@@ -128,28 +115,20 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "chameleon": {
         "vocabulary_map": {"<image>": 303},
-        "vq_config": {"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+        "vq_config": _CODES,
     },
     "cohere2_vision": {"alignment_intermediate_size": 48},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
-    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
     },
-    "deepseek_ocr2": {
-        "vision_config": {
-            "sam_config": {"output_channels": 8, "downsample_channels": [16, 32]},
-        },
-        "text_config": {"mlp_layer_types": ["dense", "sparse"] * 2},
-    },
+    "deepseek_ocr2": {"vision_config": _SAM, "text_config": {"mlp_layer_types": _SPARSE}},
     "deepseek_vl_hybrid": {"high_res_vision_config": {"output_channels": 8}},
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2}},
     "dots3_note": {
         "text_config": _DOTS3,
         "vision_config": {
-            **{"mlp_layer_types": ["dense", "sparse"] * 2, "adapter_in_dim": HIDDEN},
+            **{"mlp_layer_types": _SPARSE, "adapter_in_dim": HIDDEN},
             "adapter_out_dim": HIDDEN,
         },
         "audio_config": {"adapter_input_size": HIDDEN, "adapter_output_size": HIDDEN},
@@ -158,9 +137,7 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "ernie4_5_vl_moe": {
         "text_config": {
             **{"moe_num_experts": 4, "moe_k": 2},
-            "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]},
-            },
+            "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
         }
     },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
@@ -171,15 +148,13 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "kimi_k25": {"projection_hidden_size": HIDDEN},
     "glmasr": {"audio_config": {"intermediate_size": 4 * HIDDEN}},
     "llama4": {"vision_config": {"intermediate_size": 4 * HIDDEN}},
-    "inkling2": {"text_config": {"unpadded_vocab_size": SIZES["vocab_size"]}},
-    "inkling2_text": {"unpadded_vocab_size": SIZES["vocab_size"]},
-    "inkling2_loop": {"text_config": {"unpadded_vocab_size": SIZES["vocab_size"]}},
-    "inkling2_loop_text": {"unpadded_vocab_size": SIZES["vocab_size"]},
+    **{name: {"text_config": _VOCAB} for name in ("inkling2", "inkling2_loop")},
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), _VOCAB),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "janus": {
         "vision_config": {"projection_dim": HIDDEN},
         "vq_config": {
-            **{"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1},
+            **_CODES,
             **{"num_embeddings": 64, "projection_dim": HIDDEN, "image_token_embed_dim": HIDDEN},
         },
     },
@@ -237,9 +212,7 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         **{"pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32},
         **{"shape_embed_dim": 16, "shape_vocab_size": 32},
     },
-    "unlimited_ocr": {
-        "vision_config": {"sam_config": {"output_channels": 8, "downsample_channels": [16, 32]}},
-    },
+    "unlimited_ocr": {"vision_config": _SAM},
     "xlstm": {"num_blocks": LAYERS},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": _PAIRS, "attention_hidden_size": 64, "attention_head_dim": 16},
@@ -250,3 +223,160 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 """Additional sizes of model types: sizes that depend on each other, and patterns with one entry per layer."""
+
+_DEPTH: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_WORDS: Final = re.compile(r"_token(_id|_index)?$|^vocab_size")
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+TINY_PARAMETERS: Final = 600_000
+"""Maximum parameters of a model with steps of milliseconds on one core."""
+SMALL_PARAMETERS: Final = 4_000_000
+"""Maximum parameters of a model with steps well below a second on one core."""
+
+MAX_POSITIONS: Final = 64
+"""Positions of a model of `small_configs`."""
+
+
+def shrink_config(
+    config: Mapping[str, Any],
+    *,
+    narrow: bool = True,
+    keep_vocabulary: bool = False,
+    unused: Iterator[int] | None = None,
+) -> dict[str, Any]:
+    """Return a config with at most `LAYERS` layers, covering every kind of layer, without dropout.
+
+    Args:
+        config: Values of a `config.json`, with parts (text, vision, audio) as inner mappings.
+        narrow: Also reduce the width of layers to `SIZES`.
+        keep_vocabulary: Keep the vocabulary and special tokens.
+        unused: Token ids that no text has, for image and similar tokens.
+    """
+    unused = itertools.count(VOCAB - 18) if unused is None else unused
+    depth = next((config[key] for key in _DEPTH if isinstance(config.get(key), int)), 0)
+    layers = _select_layers(config, depth)
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        result[key] = value
+        if isinstance(value, Mapping) and depth > LAYERS and _by_layer(value):
+            choices = {"narrow": narrow, "keep_vocabulary": keep_vocabulary, "unused": unused}
+            result[key] = {
+                str(position): shrink_config(value[i], **choices)
+                for position, i in enumerate(map(str, layers))
+                if i in value
+            }
+        elif isinstance(value, Mapping) and key.endswith("_config"):
+            result[key] = shrink_config(
+                value, narrow=narrow, keep_vocabulary=keep_vocabulary, unused=unused
+            )
+        elif isinstance(value, list) and depth > LAYERS and len(value) == depth:
+            limit = SIZES.get(key) if narrow else None
+            result[key] = [_clip(value[i], limit) for i in layers]
+        elif key in _POSITIONS or (_WORDS.search(key) and keep_vocabulary):
+            continue
+        elif _WORDS.search(key) and isinstance(value, int) and value > 2 and key not in SIZES:
+            result[key] = next(unused)
+        elif key in SIZES and (narrow or key in _DEPTH or isinstance(SIZES[key], float)):
+            result[key] = _clip(value, SIZES[key])
+    if narrow:
+        _adjust_dependent_sizes(config, result)
+    return result
+
+
+def small_configs(config: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield small configs of the same architecture, the preferred one first.
+
+    Token spans (windows, chunks, blocks) are reduced to a few tokens in all of them.
+
+    Yields:
+        Description of the reduction, maximum number of parameters for which to try it, and the config's values.
+    """
+    family_sizes = FAMILY_SIZES.get(str(config.get("model_type")), {})
+    full, narrow = _without_dropout(config), shrink_config(config)
+    yield "the config itself", TINY_PARAMETERS, _short_spans(full)
+    yield "shrunk", SMALL_PARAMETERS, _short_spans(merge_sizes(narrow, family_sizes))
+    yield "shrunk", SMALL_PARAMETERS, _short_spans(narrow)
+    yield "the config itself", SMALL_PARAMETERS, _short_spans(full)
+    yield "with few layers", SMALL_PARAMETERS, _short_spans(shrink_config(config, narrow=False))
+    yield "the config itself", SMALL_PARAMETERS, dict(full)
+
+
+def merge_sizes(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the values of `own`, whose inner mappings are merged into those of the config."""
+    merged = dict(config)
+    for key, value in own.items():
+        old = merged.get(key)
+        merged[key] = value
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and not _by_layer(value):
+            merged[key] = merge_sizes(old, value) if key.endswith("_config") else value
+    return merged
+
+
+def _without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_dropout(value)
+        if isinstance(value, Mapping)
+        else 0.0
+        if isinstance(SIZES.get(key), float) and isinstance(value, float)
+        else value
+        for key, value in config.items()
+    }
+
+
+def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose spans and positions are a few tokens."""
+    short: dict[str, Any] = {}
+    for key, value in config.items():
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if isinstance(value, Mapping) and not str(key).startswith("vision"):
+            short[key] = _short_spans(value)
+        elif key in SPANS and number and value > 0:
+            short[key] = min(value, SPANS[key])
+        elif key in _POSITIONS and number:
+            short[key] = min(value, MAX_POSITIONS)
+        else:
+            short[key] = value
+    return short
+
+
+def _clip(value: Any, limit: Any) -> Any:
+    """Return a number clipped to `limit`; other values, or without a limit, unchanged."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value)(min(value, limit)) if number and limit is not None else value
+
+
+def _by_layer(value: Mapping[str, Any]) -> bool:
+    """Return whether a mapping has configs of layers by their numbers."""
+    return bool(value) and all(
+        str(key).isdigit() and isinstance(one, Mapping) for key, one in value.items()
+    )
+
+
+def _select_layers(config: Mapping[str, Any], depth: int) -> list[int]:
+    """Return the layers to keep: the first of every kind, then the first ones."""
+    lists = [v for v in config.values() if isinstance(v, list) and len(v) == depth]
+    kinds: dict[str, int] = {}
+    for i in range(depth):
+        kinds.setdefault(repr([values[i] for values in lists]), i)
+    firsts: Sequence[int] = list(kinds.values())[:LAYERS]
+    remaining = [i for i in range(depth) if i not in firsts]
+    return sorted([*firsts, *remaining[: LAYERS - len(firsts)]])
+
+
+def _adjust_dependent_sizes(config: Mapping[str, Any], result: dict[str, Any]) -> None:
+    """Adjust sizes that depend on each other."""
+    heads = config.get("num_attention_heads")
+    if result.get("kv_lora_rank") or heads == config.get("num_key_value_heads", heads):
+        # Latent attention expands one key and value per head.
+        result.update(
+            {k: result["num_attention_heads"] for k in ("num_key_value_heads",) if k in result}
+        )
+    rope = config.get("rope_parameters")
+    if isinstance(rope, Mapping) and "mrope_section" in rope:
+        # Sections of the time, height and width positions sum to half of the rotated dims.
+        size = result.get("head_dim") or HIDDEN // HEADS
+        half = int(size * rope.get("partial_rotary_factor", 1)) // 2
+        result["rope_parameters"] = {
+            **rope,
+            "mrope_section": [half - 2 * (half // 3)] + 2 * [half // 3],
+        }

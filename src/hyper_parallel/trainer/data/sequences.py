@@ -8,7 +8,7 @@ Facts of a row are labels of answers, score margins of pairs, and columns of rec
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -322,6 +322,18 @@ class JoinedSequences:
             gathered[:, rows] = part.read(local)
         return gathered[0], gathered[1]
 
+    def _gather(
+        self, read: Callable[[PackedSequences, Int64], Any], indices: Int64
+    ) -> list[Any] | None:
+        """Return the values that a method of the sources reads for each row; None if it returns None."""
+        gathered: list[Any] = [None] * len(indices)
+        for part, local, rows in self._split(indices):
+            if (values := read(part, local)) is None:
+                return None
+            for row, value in zip(rows, values, strict=True):
+                gathered[row] = value
+        return gathered
+
     def num_real(self, indices: Int64) -> Int64 | None:
         """Return the tokens of each row before its padding; None if no row is padded."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
@@ -333,10 +345,7 @@ class JoinedSequences:
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
         """Return whether the answer of each row is a good one."""
-        gathered = np.empty(len(indices), np.bool_)
-        for part, local, rows in self._split(indices):
-            gathered[rows] = part.desirable(local)
-        return gathered
+        return np.array(self._gather(PackedSequences.desirable, indices), np.bool_)
 
     @property
     def has_margins(self) -> bool:
@@ -345,10 +354,7 @@ class JoinedSequences:
 
     def margins(self, indices: Int64) -> NDArray[np.float64]:
         """Return the required score margin of the pair of each row; 0 without a margin."""
-        gathered = np.zeros(len(indices))
-        for part, local, rows in self._split(indices):
-            gathered[rows] = part.margins(local)
-        return gathered
+        return np.array(self._gather(PackedSequences.margins, indices), np.float64)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -357,11 +363,7 @@ class JoinedSequences:
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
         """Return the columns of the record of each row."""
-        gathered: list[Mapping[str, Any]] = [{}] * len(indices)
-        for part, local, rows in self._split(indices):
-            for row, record in zip(rows, part.records(local), strict=True):
-                gathered[row] = record
-        return gathered
+        return self._gather(PackedSequences.records, indices) or []
 
     @property
     def has_media(self) -> bool:
@@ -374,21 +376,12 @@ class JoinedSequences:
 
     def media(self, indices: Int64) -> list[RowMedia]:
         """Return text and media of each row."""
-        gathered = [RowMedia()] * len(indices)
-        for part, local, rows in self._split(indices):
-            for row, media in zip(rows, part.media(local), strict=True):
-                gathered[row] = media
-        return gathered
+        return self._gather(PackedSequences.media, indices) or []
 
     def positions(self, indices: Int64) -> Int64 | None:
         """Return the position of every input in its document; None without positions.
 
         Either all sources of a recipe have positions, or none has.
         """
-        gathered: list[Any] = [None] * len(indices)
-        for part, local, rows in self._split(indices):
-            if (positions := part.positions(local)) is None:
-                return None
-            for row, values in zip(rows, positions, strict=True):
-                gathered[row] = values
-        return np.stack(gathered)
+        gathered = self._gather(PackedSequences.positions, indices)
+        return None if gathered is None else np.stack(gathered)
