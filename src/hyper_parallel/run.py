@@ -287,7 +287,7 @@ def _plain(value: Any) -> Any:
         and getattr(value, "ndim", 0) == 0
     ):
         return item()
-    raise TypeError(f"a {type(value).__name__} is no value of a recipe")
+    raise TypeError(f"a {type(value).__name__} is not a recipe value")
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -116,7 +116,7 @@ def _difference(left: Path, right: Path) -> str:
 
 
 def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
-    """Raise an error if a file to write exists and is no file of this command."""
+    """Raise an error if a file to write exists and was not written by this command."""
     from hyper_parallel.owned_folder import check_output_file
 
     if output is not None:

@@ -73,7 +73,7 @@ class MemoryPlan:
         """Read a plan back and replay it, so a damaged one is refused.
 
         Raises:
-            MemoryPlanInvalid: HP404 when the text is no plan or its actions are illegal.
+            MemoryPlanInvalid: HP404 when the text is not a plan or its actions are illegal.
         """
         try:
             plan = decode(MemoryPlan, parse_json(text, _LIMITS))

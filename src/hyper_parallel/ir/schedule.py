@@ -106,7 +106,7 @@ class Action:
         """Read the text form.
 
         Raises:
-            ScheduleError: HP320 when the text is no action.
+            ScheduleError: HP320 when the text is not an action.
         """
         return _parse(text.strip())
 
@@ -341,7 +341,7 @@ class Schedule:
         """Read either CSV form; empty cells are idle steps and are dropped.
 
         Raises:
-            ScheduleError: HP320 for a cell that is no action, with its row and column, or a file without actions.
+            ScheduleError: HP320 for a cell that is not an action, with its row and column, or a file without actions.
         """
         ranks: list[list[Action]] = []
         graph = None

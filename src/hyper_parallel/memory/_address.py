@@ -64,7 +64,7 @@ def wrong_address(plan: MemoryPlan) -> str | None:
         return "the addresses are not those of its actions"
     unit = plan.program.address_bytes
     if any(e.offset_bytes % unit for e in plan.addresses):
-        return f"an address is no multiple of {unit}"
+        return f"an address is not a multiple of {unit}"
     if any(
         len({live_range.offset_bytes for live_range in item}) > 1
         for item in _items(plan.addresses, len(plan.actions))

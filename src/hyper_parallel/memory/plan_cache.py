@@ -208,7 +208,7 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
 def _natural(value: Any) -> int:
     """Return a value that must be a natural number."""
     if type(value) is not int or value < 0:
-        raise _UnusableFile(f"{value!r} is no natural number")
+        raise _UnusableFile(f"{value!r} is not a natural number")
     return value
 
 

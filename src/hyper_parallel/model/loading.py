@@ -255,7 +255,7 @@ def _special_float(value: dict[str, Any]) -> Any:
         return value
     number = value["__float__"]
     if not isinstance(number, (str, int, float)):
-        raise ValueError("`__float__` of the config is no number")
+        raise ValueError("`__float__` of the config is not a number")
     return float(number)
 
 
@@ -286,7 +286,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
     check_config(values, str(path))
     if not isinstance(values.get("model_type"), str | None):
         raise ModelUnreadable(
-            "`model_type` of the config is no text",
+            "`model_type` of the config is not a string",
             where=str(path),
             got=abbreviated(values["model_type"]),
             hint="fetch config.json again from where the model was published",

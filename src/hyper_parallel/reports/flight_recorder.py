@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, why: str) -> DumpUnreadable:
     return DumpUnreadable(
-        "this is no dump of the flight recorder",
+        "the file is not a dump of torch's flight recorder",
         where=str(path),
         got=why,
         hint="export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/a/directory/rank_",

@@ -20,7 +20,7 @@ def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
     ):
         raise CaptureUnsupported(
             "the step or its model is compiled; a memory plan runs operators one by one",
-            hint="give what was compiled: `model._orig_mod` of `torch.compile(model)`",
+            hint="pass the module before compilation: `model._orig_mod` of `torch.compile(model)`",
         )
 
 

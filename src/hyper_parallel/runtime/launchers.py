@@ -31,7 +31,7 @@ def ranks_per_node(recipe: Recipe, ranks: int) -> int:
     if ranks_each * launch.nnodes != ranks:
         nodes = max(n for n in range(1, launch.nnodes + 1) if ranks % n == 0)
         raise DegreesMismatch(
-            f"the plan has {ranks} ranks, and {launch.nnodes} machines of {ranks_each} do not hold as many",
+            f"the plan has {ranks} ranks, but the launcher starts {ranks_each} on each of {launch.nnodes} nodes",
             where="launch.nnodes, launch.nproc_per_node",
             changes={"launch.nnodes": nodes, "launch.nproc_per_node": ranks // nodes},
         )

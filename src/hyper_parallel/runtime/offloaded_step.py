@@ -238,7 +238,7 @@ class OffloadedStep:
         """Run an eager step, record it, and plan the next steps of its shape."""
         if len(self._planned) == MOST_SHAPES:
             raise StepChanged(
-                f"the step was called with more than {MOST_SHAPES} shapes of inputs, or values that are no tensors",
+                f"the step was called with more than {MOST_SHAPES} shapes of inputs, or values that are not tensors",
                 got=str(key[1])[:200],
                 hint="pad the inputs to a few lengths, and pass values that differ as tensors",
             )

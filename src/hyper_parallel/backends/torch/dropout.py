@@ -94,7 +94,7 @@ def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def _without_rate(name: str, value: Any) -> Any:
-    """Return the value that disables a rate, or the unchanged value if it is no rate."""
+    """Return the value that disables a rate, or the unchanged value if it is not a rate."""
     if not _RATE.search(name):
         return value
     if isinstance(value, float) and 0 < value <= 1:

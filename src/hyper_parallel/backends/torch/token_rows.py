@@ -47,7 +47,7 @@ class Tokens:
     padding: Padding | None = None
 
     def token_rows(self, rows: int, device: torch.device) -> Tensor | None:
-        """Return the indices of the rows that are no padding of the layout; None for all rows."""
+        """Return the indices of the rows that are not padding of the layout; None for all rows."""
         start, total = 0, rows
         if self.tp is not None and self.tp.shard_sequences_over_y:
             is_token = self.tp.grid.token_indices(self.tp.rank) >= 0
@@ -93,7 +93,7 @@ class Tokens:
         return indices, None if self.padding is None else rows_of_half(self.padding.real)[indices]
 
     def _inside(self, total: int) -> Tensor | None:
-        """Return a CPU mask of the tokens that are no padding of context parallelism; None without such padding."""
+        """Return a CPU mask of the tokens that are not padding of context parallelism; None without such padding."""
         view = self.context.view if self.context is not None else None
         if view is None or view.cut.padded == view.cut.seq_len:
             return None

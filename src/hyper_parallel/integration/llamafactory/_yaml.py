@@ -182,7 +182,7 @@ def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
     args = parse_yaml(args) if isinstance(args, str) else args
     if not isinstance(args, dict):
         raise BadValue(
-            "`lr_scheduler_kwargs` is no mapping",
+            "`lr_scheduler_kwargs` is not a mapping",
             where=f"{path}: lr_scheduler_kwargs",
             got=args,
             allowed="a mapping of arguments",

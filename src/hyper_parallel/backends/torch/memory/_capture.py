@@ -376,7 +376,7 @@ class StepCapture:
             if self.view(tensor) != self._views[key]:
                 raise CaptureUnsupported(
                     f"the step changes the shape or the strides of `{key}` in place, so the next step would differ",
-                    hint="use `transpose`, `unsqueeze` and the like without the underscore",
+                    hint="use `transpose`, `unsqueeze` and similar operators without the underscore",
                 )
         program = MemoryProgram(
             name,

@@ -61,7 +61,7 @@ def untracked_write_error(name: str) -> CaptureUnsupported:
     """Return the error of bytes that change although no operator writes them."""
     return CaptureUnsupported(
         f"`{name}` is written by code that torch's dispatcher does not see, so a plan would not run it",
-        hint="wrap the kernel with `torch.library.custom_op(..., mutates_args=...)`, which names what it writes",
+        hint="wrap the kernel with `torch.library.custom_op(..., mutates_args=...)`, which declares its writes",
     )
 
 
@@ -297,7 +297,7 @@ class PythonValues:
                         hint="take all micro-batches of an update into one step, which ends with the update",
                     )
                 raise CaptureUnsupported(
-                    f"the step changes `{key}` of {name}, which is no tensor: the program would repeat one value",
+                    f"the step changes `{key}` of {name}, which is not a tensor: the program would repeat one value",
                     got=f"{before[key]} before the step, {after.get(key)} after it"[:200],
                     hint="keep it in a tensor that is changed in place, such as a buffer",
                 )
@@ -314,7 +314,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def python_attributes(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, comparable value) of the attributes of a module or an optimizer that are no tensors.
+    """Yield (name, comparable value) of the attributes of a module or an optimizer that are not tensors.
 
     Args:
         owner: The module or optimizer.

@@ -269,7 +269,7 @@ class ArenaState:
             "the arena of the plan does not fit the device",
             where=str(self.hardware.device),
             got=f"{self.arena_bytes} bytes wanted, {free} of {total} free: {error}",
-            hint="plan with a smaller budget, or end what else is on the device",
+            hint="plan with a smaller budget, or end other programs on the device",
         )
 
     @contextmanager
