@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.config import Data
-from hyper_parallel.trainer.data.json_array import ArrayReader
+from hyper_parallel.trainer.data.records import ArrayReader
 from hyper_parallel.trainer.data.sources import Document, resolve
 from tests.received.bounds import refusal, within_bounds
 from tests.slow import slow_cells

@@ -9,8 +9,7 @@ from torch import nn
 from hyper_parallel.config import Training
 from hyper_parallel.errors import BadValue, MissingDependency
 from hyper_parallel.trainer import build_optimizer
-from hyper_parallel.trainer.engine.optimizer import optimizer_class
-from hyper_parallel.trainer.engine.optimizer_names import NAMED_OPTIMIZERS
+from hyper_parallel.trainer.engine.optimizer import NAMED_OPTIMIZERS, optimizer_class
 
 pytestmark = pytest.mark.torch
 

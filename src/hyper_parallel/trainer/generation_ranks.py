@@ -7,7 +7,7 @@ pp   every rank has the cache of its stages' layers; the last stage chooses and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,15 +99,15 @@ def generate_on_ranks(
             sequences = _decode_share(parallelized, batch, slots, stop)
             return gather_objects(sequences) if under_torchrun() else [sequences]
 
-    if under_torchrun():
-        parts = rank()
-    else:
-        count = strategy.world_size
-        results = launch(rank, count, threads=rank_threads(count), echo_rank=0)
-        parts = [part for own in results for part in own]
-    for part in parts:
+    for part in rank() if under_torchrun() else _launch(rank, strategy.world_size):
         batch.sequences.update(part)
     return batch.generations()
+
+
+def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequences]:
+    """Start local ranks and return their sequences."""
+    results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
+    return [part for parts in results for part in parts]
 
 
 def _decode_share(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from hyper_parallel.errors import BadValue, HyperParallelError
 from hyper_parallel.trainer.data.answer_spans import render_text
 from hyper_parallel.trainer.data.media_arrays import features_of, per_token_names
+from hyper_parallel.trainer.data.media_kinds import KINDS
 from hyper_parallel.trainer.data.media_records import take_media
 from hyper_parallel.trainer.data.media_tokens import decoded_media, processor_of
 from hyper_parallel.trainer.data.record_keys import RecordRules
@@ -70,7 +71,7 @@ def encode_parts(
 def _encoded(
     tokenizer: Any, turns: Sequence[Mapping[str, Any]], kinds: Sequence[str]
 ) -> tuple[list[int], PromptMedia]:
-    rules = RecordRules(media_root=Path("/"), media_kinds=RecordRules.kinds(kinds))
+    rules = RecordRules(media_root=Path("/"), media_kinds=tuple(KINDS[name] for name in kinds))
     messages, media = take_media(read_turns(_absolute(turns), rules, _WHERE), {}, rules, _WHERE)
     conversation = conversation_of(messages, None, (), {}, media)
     text = render_text(tokenizer, conversation, prompt=True, where=_WHERE)

@@ -127,13 +127,9 @@ class RecordRules:
         roles = {**ROLES, **{word: role for role, word in data.roles.items()}}
         ignored = frozenset(data.ignore_keys)
         text_key = data.text_key
-        read = media_root, cls.kinds(media_kinds), bool(media_kinds) and data.bad_media == "skip"
+        kinds = tuple(KINDS[name] for name in media_kinds)
+        read = media_root, kinds, bool(kinds) and data.bad_media == "skip"
         return cls(columns, turns, roles, ignored, media, text_key, is_table, counts, *read)
-
-    @staticmethod
-    def kinds(names: Iterable[str]) -> tuple[MediaKind, ...]:
-        """Return kinds of media by their names."""
-        return tuple(KINDS[name] for name in names)
 
     @property
     def media_columns(self) -> frozenset[str]:
@@ -200,7 +196,10 @@ class RecordRules:
 
     def ignore_hint(self, keys: Iterable[str]) -> str:
         """Return the override that ignores `keys` in addition to the keys ignored now."""
-        return ignore_hint({*self.ignored, *keys})
+        names = sorted({*self.ignored, *keys})
+        quoted = (name if name.isidentifier() else f"'{name}'" for name in names)
+        override = f"data.ignore_keys=[{','.join(quoted)}]"
+        return override if all(map(str.isidentifier, names)) else shlex.quote(override)
 
     def refuse_unknown(self, values: Record, known: Collection[str], item: str, where: str) -> None:
         """Raise for unknown keys of an item of a record, unless they are empty or do not influence the text.
@@ -272,13 +271,6 @@ class RecordRules:
 def is_empty(value: Any) -> bool:
     """Return whether a value is None, or a text, list or object without members."""
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
-
-
-def ignore_hint(keys: Iterable[str]) -> str:
-    """Return the override that ignores keys."""
-    quoted = (key if key.isidentifier() else f"'{key}'" for key in sorted(keys))
-    override = f"data.ignore_keys=[{','.join(quoted)}]"
-    return override if all(key.isidentifier() for key in keys) else shlex.quote(override)
 
 
 _LABEL: Final = TypeAdapter(bool)

@@ -18,8 +18,13 @@ from typing import Final, Literal
 
 from hyper_parallel.config import PREFERENCE_STAGES, Data
 from hyper_parallel.errors import Contradiction, HyperParallelError, NoData
-from hyper_parallel.trainer.data._parquet import records_too_long
-from hyper_parallel.trainer.data._tables import Table, is_table, open_table, refuse_outside
+from hyper_parallel.trainer.data._tables import (
+    Table,
+    is_table,
+    open_table,
+    records_too_long,
+    refuse_outside,
+)
 from hyper_parallel.trainer.data.conversations import (
     CONVERSATIONS,
     check_flags,

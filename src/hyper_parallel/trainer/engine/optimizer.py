@@ -7,6 +7,8 @@ import inspect
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,14 +19,69 @@ from torch.overrides import TorchFunctionMode
 from hyper_parallel.backends.torch.parameter_roles import UNDECAYED, ParameterRole, parameter_roles
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.config import Recipe, Training
-from hyper_parallel.errors import BadValue, CheckpointMismatch, Contradiction
+from hyper_parallel.errors import BadValue, CheckpointMismatch, Contradiction, MissingDependency
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.engine.muon import Muon, describe_muon, muon_groups
-from hyper_parallel.trainer.engine.optimizer_names import NAMED_OPTIMIZERS, check_package
 from hyper_parallel.trainer.engine.optimizer_trial import check_trial_step, resumed_failure
 from hyper_parallel.trainer.user_code import load_class
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """Class of an optimizer.
+
+    Attributes:
+        path: Dotted path of the class.
+        has_moments: Whether it takes `betas` and `eps` as Adam does.
+    """
+
+    path: str
+    has_moments: bool = False
+
+    @property
+    def package(self) -> str:
+        """Package of the class."""
+        return self.path.partition(".")[0]
+
+
+def _adam(path: str) -> NamedOptimizer:
+    return NamedOptimizer(path, has_moments=True)
+
+
+NAMED_OPTIMIZERS: Final = {
+    "adadelta": NamedOptimizer("torch.optim.Adadelta"),
+    "adagrad": NamedOptimizer("torch.optim.Adagrad"),
+    "adamax": _adam("torch.optim.Adamax"),
+    "nadam": _adam("torch.optim.NAdam"),
+    "radam": _adam("torch.optim.RAdam"),
+    "rmsprop": NamedOptimizer("torch.optim.RMSprop"),
+    "adamw_torch_4bit": _adam("torchao.optim.AdamW4bit"),
+    "adamw_torch_8bit": _adam("torchao.optim.AdamW8bit"),
+    "adamw_torch_fp8": _adam("torchao.optim.AdamWFp8"),
+    "adamw_8bit": _adam("bitsandbytes.optim.AdamW8bit"),
+    "adamw_bnb_8bit": _adam("bitsandbytes.optim.AdamW8bit"),
+    "adam_8bit": _adam("bitsandbytes.optim.Adam8bit"),
+    "paged_adamw": _adam("bitsandbytes.optim.PagedAdamW"),
+    "paged_adamw_32bit": _adam("bitsandbytes.optim.PagedAdamW32bit"),
+    "paged_adamw_8bit": _adam("bitsandbytes.optim.PagedAdamW8bit"),
+    "ademamix": NamedOptimizer("bitsandbytes.optim.AdEMAMix"),
+    "ademamix_8bit": NamedOptimizer("bitsandbytes.optim.AdEMAMix8bit"),
+    "paged_ademamix_32bit": NamedOptimizer("bitsandbytes.optim.PagedAdEMAMix32bit"),
+    "paged_ademamix_8bit": NamedOptimizer("bitsandbytes.optim.PagedAdEMAMix8bit"),
+    "lion": NamedOptimizer("bitsandbytes.optim.Lion32bit"),
+    "lion_32bit": NamedOptimizer("bitsandbytes.optim.Lion32bit"),
+    "lion_8bit": NamedOptimizer("bitsandbytes.optim.Lion8bit"),
+    "paged_lion_32bit": NamedOptimizer("bitsandbytes.optim.PagedLion32bit"),
+    "paged_lion_8bit": NamedOptimizer("bitsandbytes.optim.PagedLion8bit"),
+    "rmsprop_bnb": NamedOptimizer("bitsandbytes.optim.RMSprop"),
+    "rmsprop_bnb_8bit": NamedOptimizer("bitsandbytes.optim.RMSprop8bit"),
+    "rmsprop_bnb_32bit": NamedOptimizer("bitsandbytes.optim.RMSprop32bit"),
+    "sgd_8bit": NamedOptimizer("bitsandbytes.optim.SGD8bit"),
+    "lamb": _adam("bitsandbytes.optim.LAMB"),
+}
+"""Optimizers by name; missing packages are reported when the optimizer is chosen."""
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -95,6 +152,7 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
 
     Raises:
         BadValue: HP102 for an unknown name.
+        MissingDependency: HP501 when its package is not installed.
         NotImportable: HP109 for a path without an optimizer.
     """
     known = {
@@ -107,8 +165,17 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
     if name in known:
         return known[name]
     if name in NAMED_OPTIMIZERS:
-        check_package(name, where)
-        return load_class(NAMED_OPTIMIZERS[name].path, torch.optim.Optimizer, where)
+        named = NAMED_OPTIMIZERS[name]
+        if find_spec(named.package) is None:
+            raise MissingDependency(
+                f"the optimizer {name} is in the package `{named.package}`, which is not installed",
+                where=where,
+                got=f"optimizer={name}",
+                allowed="an optimizer of torch: adamw, adam, sgd, adafactor, muon, adagrad, rmsprop, nadam, radam, "
+                "adamax",
+                hint=f"pip install {named.package}",
+            )
+        return load_class(named.path, torch.optim.Optimizer, where)
     if "." not in name:
         near = difflib.get_close_matches(name.lower(), [*known, *NAMED_OPTIMIZERS], n=1)
         allowed = [

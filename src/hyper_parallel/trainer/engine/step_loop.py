@@ -35,8 +35,8 @@ from hyper_parallel.backends.torch import (
 from hyper_parallel.backends.torch.held_out_predictions import count_predictions
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
-from hyper_parallel.trainer.engine._nonfinite import first_not_finite
 from hyper_parallel.trainer.engine.optimizer import set_lr, step_unless
+from hyper_parallel.trainer.engine.step_checks import first_not_finite
 from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder
 from hyper_parallel.trainer.loop import EvalResult, StepResult
 

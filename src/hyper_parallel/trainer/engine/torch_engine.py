@@ -31,7 +31,6 @@ from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 from hyper_parallel.trainer.checkpoints.model_export import export_hf
 from hyper_parallel.trainer.checkpoints.newest_checkpoint import load_newest
-from hyper_parallel.trainer.engine._check_ranks import check_ranks
 from hyper_parallel.trainer.engine.base_weights import BaseWeights, load_base
 from hyper_parallel.trainer.engine.offload import PlannedSteps, with_memory, write_timelines
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
@@ -45,6 +44,7 @@ from hyper_parallel.trainer.engine.recipe_model import (
     set_special_token_ids,
     submodel_layouts,
 )
+from hyper_parallel.trainer.engine.step_checks import check_ranks
 from hyper_parallel.trainer.engine.step_gauges import (
     MemoryGauge,
     SpanRecorder,

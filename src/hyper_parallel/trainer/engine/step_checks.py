@@ -1,13 +1,16 @@
-"""Check that ranks compute the same: all data-parallel ranks run one rank's microbatches and compare checksums.
+"""Checks of the values of a step on all ranks: ranks that compute the same, and the first value that is not finite.
 
-The checksum covers the bits of every decoder layer's output and output gradient, before any reduction over ranks.
-Weight gradients are not compared, as FSDP reduces them during backward.
+All data-parallel ranks run one rank's microbatches and compare checksums. The checksum covers the bits of every decoder
+layer's output and output gradient, before any reduction over ranks. Weight gradients are not compared, as FSDP reduces
+them during backward.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from hyper_parallel.backends.torch import forward_backward, handle, local
 from hyper_parallel.backends.torch.experts.routing import LayerRouting
 from hyper_parallel.errors import RanksDisagree
 from hyper_parallel.ir import Plan
+from hyper_parallel.runtime import gather_objects
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -95,3 +99,52 @@ def _checksums(
         dist.all_reduce(values)
     checksums: list[int] = values.tolist()
     return checksums
+
+
+def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> str | None:
+    """Return the first tensor of a step with NaN or infinity; every rank calls this and gets the same result.
+
+    Args:
+        model: The model; its gradients are cleared.
+        rerun: Runs forward and backward of the step rerun, with the same random numbers.
+        stage: Pipeline stage of this rank.
+
+    Returns:
+        Kind and name of the tensor and its rank; None when every value of the second pass is finite.
+    """
+    hits: list[tuple[int, str]] = []
+
+    def note(order: int, what: str, value: Any) -> None:
+        if not hits and isinstance(value, Tensor) and value.is_floating_point():
+            value = local(value.detach())
+            if not torch.isfinite(value).all():
+                kind = "NaN" if torch.isnan(value).any() else "infinity"
+                hits.append((order, f"{what} has {kind}"))
+
+    def watch(name: str, _: nn.Module, __: Any, output: Any) -> None:
+        for value in tree_leaves(output):
+            note(1, f"the output of module `{name}` in forward", value)
+            if isinstance(value, Tensor) and value.requires_grad:
+                what = f"the gradient of the output of module `{name}` in backward"
+                value.register_hook(partial(note, 2, what))
+
+    for name, parameter in model.named_parameters():
+        note(0, f"parameter `{name}`, before the step,", parameter)
+    if not any(gather_objects(bool(hits))):
+        hooks = [
+            m.register_forward_hook(partial(watch, n or "the model"))
+            for n, m in model.named_modules()
+        ]
+        try:
+            rerun()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, parameter in model.named_parameters():
+            note(3, f"the gradient of parameter `{name}`", parameter.grad)
+    model.zero_grad(set_to_none=True)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    # Forward starts at the first stage, backward at the last.
+    own = [(order, -stage if order > 1 else stage, rank, what) for order, what in hits]
+    first = min((one for each in gather_objects(own) for one in each), default=None)
+    return None if first is None else f"{first[3]} (rank {first[2]})"
