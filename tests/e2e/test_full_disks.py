@@ -1,5 +1,6 @@
 """Outputs that cannot be written: a run goes on without those it can do without, and says which."""
 
+import errno
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hyper_parallel.cli import application
-from hyper_parallel.errors import OutputNotWritable, TrackerFailed
+from hyper_parallel.errors import OutputNotWritable, TrackerFailed, written
 from hyper_parallel.trainer.files import check_writable
 from hyper_parallel.trainer.loop.metrics import MetricsLog, StepRecord
 from hyper_parallel.trainer.loop.trackers import make_trackers
@@ -114,3 +115,13 @@ def test_records_of_other_steps_and_sizes_are_dropped_when_a_run_goes_on(tmp_pat
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5}]
     assert log.notes == ["metrics.jsonl: dropped 6 lines that are no record"]
     assert math.isfinite(rows(tmp_path / "metrics.jsonl")[0]["loss"])
+
+
+def test_a_disk_that_is_full_when_trackers_begin_is_the_reason(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("hyper_parallel.trainer.loop.trackers.create_file", full)
+    with pytest.raises(OutputNotWritable) as raised, written(tmp_path):
+        MetricsLog(tmp_path, 0)
+    assert "tensorboard" in raised.value.where

@@ -226,7 +226,8 @@ class Trainer:
             self._watch.check()
             if engine.rank == 0:
                 # Not before: a start that fails must not change an earlier run.
-                self._open_records(run, stack)
+                with self._check_directory_on_failure():
+                    self._open_records(run, stack)
             for callback in self._callbacks:
                 callback.on_train_begin(job)
             run.first_eval_loss = math.nan if run.complete else self._evaluate(run.done)
@@ -369,7 +370,7 @@ class Trainer:
 
     @contextmanager
     def _check_directory_on_failure(self) -> Iterator[None]:
-        """Report a lost run directory (HP721) as the cause of a failed save; every rank raises the same error."""
+        """Report a lost run directory (HP721) as the cause of a failed write."""
         try:
             yield
         except OutputNotWritable:

@@ -106,9 +106,14 @@ class MetricsLog:
                 self.notes.append(line)
             self._files[name] = append_file(path)
         self._watch = DirectoryWatch(directory, "metrics.jsonl")
-        self._trackers = make_trackers(
-            report_to, directory, resumed_step, recipe, self.check_directory
-        )
+        self._trackers: list[Tracker] = []
+        try:
+            self._trackers += make_trackers(
+                report_to, directory, resumed_step, recipe, self.check_directory
+            )
+        except BaseException:
+            self.close()
+            raise
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""

@@ -16,7 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from hyper_parallel.errors import MissingDependency, RunDirectoryLost, TrackerFailed
+from hyper_parallel.errors import (
+    DISK_ERRORS,
+    MissingDependency,
+    RunDirectoryLost,
+    TrackerFailed,
+)
 from hyper_parallel.received import Limits
 from hyper_parallel.serde import DecodeError, create_file, read, write_text
 from hyper_parallel.units import MiB
@@ -69,6 +74,7 @@ def make_trackers(
 
     Raises:
         TrackerFailed: HP632 when a tracker cannot start a run.
+        OSError: The disk is full or broken.
     """
     ids_path, trackers = directory / "trackers.json", list[Tracker]()
     ids = _known_ids(ids_path) if resumed_step else {}
@@ -82,6 +88,8 @@ def make_trackers(
         except RunDirectoryLost:
             raise
         except Exception as error:  # every tracker has its own exception classes
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise  # as for other files of the run
             raise TrackerFailed(
                 f"the tracker {name} cannot begin a run",
                 where="training.report_to",
