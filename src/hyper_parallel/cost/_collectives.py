@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import Final
 
 from hyper_parallel.cost._stages import rank_model, recomputed_layers, split_recomputed
 from hyper_parallel.ir import (
@@ -237,8 +238,7 @@ class _Step:
             # Recomputation ends with the last tensor that backward needs, which is one of the last part.
             for times, may_end in ((layers - block.count, False), (block.count, True)):
                 table = self.layer(block, may_end)
-                stream = Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER
-                yield times, recomputed, _in_chunks(table, self.token_chunks, *stream)
+                yield times, recomputed, _in_chunks(table, self.token_chunks, *_TOKENS_MOVED)
         elements: dict[tuple[str, ...], int] = {}
         for block in self.model.blocks:
             for p in self.params(block):
@@ -384,6 +384,10 @@ class _Step:
         axes = tuple(name for name, degree in self.strategy.mesh().axes if degree > 1)
         ranks = self.strategy.mesh().degree(axes)
         yield _once_per_step("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")
+
+
+_TOKENS_MOVED: Final = (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER)
+"""Purposes of the collectives that chunks of tokens divide."""
 
 
 def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> Iterator[Boundary]:
