@@ -76,6 +76,18 @@ def test_a_language_part_with_pipeline_stages_continues_a_run_of_one_rank(place:
 
 
 @pytest.mark.slow
+def test_towers_on_the_ranks_of_pipeline_stages_repeat_one_rank(place: Path) -> None:
+    train(place, place / "alone2", "parallel.dp_shard=1", "checkpoint.export=true")
+    filled = "parallel.submodels={vision: {dp_replicate: 2, ranks: [0, 1]}, language: {pp: 2}}"
+    train(place, place / "filled", filled, "training.steps=1", "checkpoint.every=1")
+    train(place, place / "filled", filled, "checkpoint.export=true", report=True)
+    assert_same_curve(curve(place / "filled"), curve(place / "alone2"))
+    expected = _weights(place / "alone2")
+    for name, weight in _weights(place / "filled").items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
     frozen = "training.freeze=['model.vision_tower.*', 'model.multi_modal_projector.*']"
     shared = "parallel.submodels={vision: {dp_shard: 2}, language: {dp_shard: 2}}"
@@ -103,7 +115,7 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
             "HP104[\\s\\S]*rank 2 of 4",
         ),
         (
-            ("parallel.submodels={vision: {ranks: [0]}, language: {pp: 2}}",),
+            ("parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}",),
             Contradiction,
             "HP104[\\s\\S]*language.pp=1",
         ),
