@@ -19,7 +19,10 @@ from hyper_parallel.mpmd._tasks import StageCosts, Transfers
 from hyper_parallel.mpmd._verify import verify
 
 AHEAD = 2
-"""Microbatches that a lane with the tower holds in addition to those of 1F1B, so that encoder work fills bubbles."""
+"""Microbatches that a lane with the tower holds in addition to those of 1F1B, so that encoder work fills bubbles.
+
+With 1, two lanes are as slow as 1F1B; more than 2 gain less than 3 % (benchmarks/multimodal_schedule.py).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,11 @@ class TowerLanes:
         edges = tuple((s, s + 1) for s in range(self.stages))
         return StageGraph(edges, frozenset({0} if frozen else ()), frozenset({0}))
 
-    def limits(self) -> list[int]:
-        """Return the microbatches in flight on each lane: those of 1F1B, and `AHEAD` more on lanes with the tower."""
+    def limits(self, ahead: int = AHEAD) -> list[int]:
+        """Return the microbatches in flight on each lane: those of 1F1B, and `ahead` more on lanes with the tower."""
         p = self.stages
         return [
-            (p - lane if lane < p else p) + AHEAD * (lane in self.towers)
+            (p - lane if lane < p else p) + ahead * (lane in self.towers)
             for lane in range(self.count)
         ]
 
@@ -72,6 +75,7 @@ def submodel_schedule(
     *,
     frozen: bool = False,
     transfer_s: Transfers = MappingProxyType({}),
+    ahead: int = AHEAD,
 ) -> Schedule:
     """Return the fastest verified schedule of a step, with sends and receives.
 
@@ -85,6 +89,7 @@ def submodel_schedule(
             input gradient: its whole backward is W.
         frozen: Whether the tower is frozen.
         transfer_s: Seconds per edge as for `schedule_tasks`.
+        ahead: Microbatches that lanes with the tower hold in addition to those of 1F1B.
 
     Raises:
         ScheduleError: HP320 for another number of costs.
@@ -97,7 +102,7 @@ def submodel_schedule(
     rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
     # One byte per microbatch in flight.
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=1) for c in r] for r in rows]
-    limits = lanes.limits()
+    limits = lanes.limits(ahead)
     seconds = [c.forward_s for c in rows[0]]
     given = list(range(microbatches))
     light = sorted(given, key=seconds.__getitem__)
