@@ -9,7 +9,8 @@ different numbers of images. All schedules run through `parallelize_submodels` a
     measure     in each round, every schedule runs one step; the calmest half of the rounds counts
 
 Busy is the CPU time of the actions; the bubble is 1 - busy / (2 * step), so waits, messages and the gradient reduction
-of the encoder's copies are bubbles. The replay simulates the executed schedule with the CPU times of the same step, and adds its reduction.
+of the encoder's copies are bubbles. The replay simulates the executed schedule with the CPU times of the same step, and
+adds its reduction.
 Bars: the step at least 1.15 times as fast as 1F1B in the order of the data, at most 12 % bubble, replay within 5 %,
 equal gradients in float64. 1F1B in the best order is reported too.
 """
