@@ -62,6 +62,7 @@ from hyper_parallel.ir.strategy import (
     Rule,
     Strategy,
 )
+from hyper_parallel.ir.submodels import PartPlan, SubmodelsPlan
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph
 from hyper_parallel.ir.timeline import Counter, Flight, Span, Timeline, joined, masking
 from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
@@ -102,6 +103,7 @@ __all__ = [
     "Operator",
     "Overlap",
     "Part",
+    "PartPlan",
     "Partial",
     "Phase",
     "Plan",
@@ -123,6 +125,7 @@ __all__ = [
     "StorageKind",
     "Strategy",
     "StridedShard",
+    "SubmodelsPlan",
     "Task",
     "TaskGraph",
     "Timeline",

@@ -30,6 +30,8 @@ from hyper_parallel.mpmd._submodel_schedule import (
     TowerLanes,
     check_submodel_schedule,
     forward_part,
+    rounds_schedule,
+    submodel_bound_s,
     submodel_schedule,
 )
 from hyper_parallel.mpmd._tasks import bubble_fraction, on_shared_cores, schedule_tasks, unit_starts
@@ -62,9 +64,11 @@ __all__ = [
     "on_shared_cores",
     "one_by_one",
     "replay",
+    "rounds_schedule",
     "schedule_name",
     "schedule_tasks",
     "step_schedule",
+    "submodel_bound_s",
     "submodel_schedule",
     "unit_starts",
     "verify",

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Schedule, StageCost, StageGraph
-from hyper_parallel.mpmd._list_schedule import ListProblem
+from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
 from hyper_parallel.mpmd._lower import lower
 from hyper_parallel.mpmd._tasks import StageCosts, Transfers
 from hyper_parallel.mpmd._verify import verify
@@ -185,3 +185,50 @@ def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
     lowered = lower(replace(schedule, ranks=rows, graph=graph), reduce_grad=False)
     verify(lowered)
     return lowered
+
+
+def rounds_schedule(
+    lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False
+) -> Schedule:
+    """Return the order of a tower that computes in rounds beside 1F1B of the language part, for a simulation.
+
+    Args:
+        lanes: Lanes, one of them of the whole tower: its own, or that of a language part without pipeline stages.
+        microbatches: Microbatches of each language rank.
+        costs: As for `submodel_schedule`, of the tower per microbatch of the language part.
+        frozen: Whether the tower is frozen.
+    """
+    homes = [[lane] * microbatches for lane in (*lanes.towers, *range(lanes.stages))]
+    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=0) for c in r] for r in rows]
+    limits = lanes.limits(1)
+    return list_schedule(
+        lanes.graph(frozen), homes, counted, max_bytes=[max(2, n) for n in limits], split=False
+    )
+
+
+def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) -> float:
+    """Return seconds that no order of the same work undercuts, wherever the tower's microbatches lie.
+
+    Args:
+        lanes: Lanes of the parts.
+        microbatches: Microbatches of the step.
+        costs: As for `submodel_schedule`, with W = 0 for a frozen tower.
+    """
+    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    loads = dict.fromkeys(range(lanes.count), 0.0)
+    for lane, row in enumerate(rows[1:]):
+        loads[lane] = sum(map(_seconds, row))
+    # The tower's work fills its lanes up to one level, the emptiest ones first.
+    free = sorted(loads[lane] for lane in {*lanes.towers})
+    work = sum(map(_seconds, rows[0]))
+    levels = [(sum(free[:k]) + work) / k for k in range(1, len(free) + 1)]
+    level = next(
+        level
+        for level, above in zip(levels, [*free[1:], float("inf")], strict=True)
+        if level <= above
+    )
+    chains = (
+        sum(row[i].forward_s + row[i].input_grad_s for row in rows) for i in range(microbatches)
+    )
+    return max(level, *loads.values(), *chains)

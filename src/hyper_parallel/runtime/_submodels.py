@@ -179,6 +179,27 @@ def _lanes(
     return TowerLanes(strategies[LANGUAGE].pp, tuple(towers))
 
 
+def submodel_lanes(
+    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
+) -> tuple[TowerLanes, bool]:
+    """Return the lanes of a step, and whether one schedule orders both parts.
+
+    Otherwise the tower computes in rounds, all of its ranks together: it has one lane, or, with shared ranks, that of a
+    language part without pipeline stages.
+
+    Args:
+        strategies: Strategies of `submodel_strategies`.
+        members: Ranks of each part.
+    """
+    joint = _lanes(strategies, members)
+    if joint is not None:
+        return joint, True
+    stages = strategies[LANGUAGE].pp
+    towers = {rank for name in strategies if name != LANGUAGE for rank in members[name]}
+    shared = not towers.isdisjoint(members[LANGUAGE])
+    return TowerLanes(stages, (0 if shared else stages,)), False
+
+
 def _stage_of_rank(language: Strategy, ranks: Sequence[int]) -> dict[int, int]:
     """Return the pipeline stage of each rank of the language part."""
     mesh = language.mesh()

@@ -308,6 +308,12 @@ def prepare_job(
     )
     resolved = _resolve_epochs(loaded, job)
     job = replace(job, recipe=resolved.recipe)
+    if recipe.parallel.submodels is not None and isinstance(
+        batches := job.train_batches(), Batches
+    ):
+        from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
+
+        job = replace(job, plan=plan_submodels(recipe, plan, model, batches))
     _check_newest(job, resolved)
     return job
 

@@ -32,7 +32,7 @@ from hyper_parallel.errors import (
     PlanMismatch,
     WeightsUnreadable,
 )
-from hyper_parallel.ir import Plan, Strategy
+from hyper_parallel.ir import Plan, Schedule, Strategy
 from hyper_parallel.model import (
     FAMILIES_READ,
     UNMEASURED_ACTIVATIONS,
@@ -278,6 +278,13 @@ def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
         for name, degrees in recipe.parallel.submodels.towers.items()
     }
     return {"language": plan.strategy, **towers}
+
+
+def joint_schedule(plan: Plan) -> Schedule | None:
+    """Return the schedule of tower and pipeline stages of a plan; None without one."""
+    if plan.submodels is None or not plan.submodels.schedule:
+        return None
+    return Schedule.from_csv(plan.submodels.schedule, name="plan")
 
 
 def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
