@@ -244,11 +244,11 @@ def _roles(plan: Plan) -> Iterator[str]:
 def _submodel_lines(s: SubmodelsPlan) -> Iterator[str]:
     """Yield one line per part, and one for the step of all parts."""
     for part in s.parts:
-        ranks = ", ".join(map(str, part.ranks))
+        ranks = f"rank{'s' if len(part.ranks) > 1 else ''} {', '.join(map(str, part.ranks))}"
         times = (
             f"forward {format_seconds(part.forward_s)}, backward {format_seconds(part.backward_s)}"
         )
-        yield f"{part.name}: {part.degrees} on ranks {ranks}; {times} per step"
+        yield f"{part.name}: {part.degrees} on {ranks}; {times} per step"
     yield (
         f"together {format_seconds(s.step_s)}, bubble {s.bubble:.1%}, at least {format_seconds(s.lower_s)}, "
         f"{'joint schedule' if s.schedule else 'in rounds'}"

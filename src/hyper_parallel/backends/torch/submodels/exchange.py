@@ -166,7 +166,7 @@ class Tower:
         trained: bool,
     ) -> None:
         """Compute and send the features of a microbatch; `trained`: keep them for `backward`."""
-        with span("forward", "compute"), torch.set_grad_enabled(trained):
+        with span("tower forward", "compute"), torch.set_grad_enabled(trained):
             structure, tensors, start = model(**(batch or {}))
         if source is not None:
             for reader in self.border.readers[source[0]]:
@@ -186,7 +186,7 @@ class Tower:
                 grads = self._gradients.receive((GRADIENTS, *source), reader)
         used = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
         # `start` begins FSDP's backward pass on ranks without features too.
-        with span("backward", "compute"):
+        with span("tower backward", "compute"):
             torch.autograd.backward(
                 [start, *(t for t, _ in used)], [torch.zeros_like(start), *(g for _, g in used)]
             )
