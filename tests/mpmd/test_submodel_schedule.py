@@ -13,10 +13,14 @@ from hyper_parallel.mpmd import (
     check_submodel_schedule,
     forward_part,
     held_bytes,
+    rounds_schedule,
     schedule_tasks,
+    submodel_bound_s,
     submodel_schedule,
 )
 from hyper_parallel.sim import simulate
+
+StageCosts = list[StageCost] | list[list[StageCost]]
 
 PLACES = (
     TowerLanes(2, (0, 1)),
@@ -47,7 +51,7 @@ def test_every_microbatch_has_one_owner_and_lanes_keep_their_limits(
         assert forwards.homes() == schedule.homes()
 
 
-def _end(schedule: Schedule, costs: list[list[StageCost]]) -> float:
+def _end(schedule: Schedule, costs: StageCosts) -> float:
     return simulate(schedule_tasks(schedule, costs)).end_s
 
 
@@ -76,3 +80,25 @@ def test_schedules_that_lanes_cannot_run_are_refused() -> None:
         check_submodel_schedule(replace(schedule, ranks=rows), lanes, frozen=False)
     with pytest.raises(ScheduleError, match="needs its cost"):
         submodel_schedule(lanes, 4, [StageCost(1.0, 0.0, 2.0)])
+
+
+@pytest.mark.parametrize("lanes", PLACES, ids=str)
+def test_no_schedule_is_faster_than_the_bound(lanes: TowerLanes) -> None:
+    tower = [StageCost(0.4 * n, 0.0, 0.8 * n) for n in (6, 0, 3, 1)]
+    costs = [tower, *[[StageCost(1.0, 1.0, 1.0)] * 4] * lanes.stages]
+    bound_s = submodel_bound_s(lanes, 4, costs)
+    assert bound_s <= _end(submodel_schedule(lanes, 4, costs), costs)
+    if set(lanes.towers) == {0, 1}:  # work fills both lanes evenly
+        assert bound_s == pytest.approx((12.0 * 2 + 12.0) / 2)
+
+
+def test_rounds_take_the_sum_on_shared_ranks_and_overlap_on_others() -> None:
+    costs = [StageCost(1.0, 0.0, 2.0), StageCost(1.0, 1.0, 1.0)]
+    shared = rounds_schedule(TowerLanes(1, (0,)), 4, costs)
+    assert _end(shared, costs) == pytest.approx(4 * 6.0)
+    apart = rounds_schedule(TowerLanes(1, (1,)), 4, costs)
+    assert 4 * 3.0 < _end(apart, costs) <= 4 * 3.0 + 3.0 + 1.0
+    frozen = rounds_schedule(
+        TowerLanes(1, (1,)), 4, [StageCost(1.0, 0.0, 0.0), costs[1]], frozen=True
+    )
+    assert _end(frozen, costs) == pytest.approx(1.0 + 4 * 3.0)

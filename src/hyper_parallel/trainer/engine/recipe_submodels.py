@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
+from typing import Final
 
 from torch import nn
 
@@ -23,6 +25,9 @@ from hyper_parallel.trainer.data import Batches
 from hyper_parallel.trainer.engine.optimizer import check_optimizer
 from hyper_parallel.trainer.engine.recipe_model import submodel_layouts
 
+_SAMPLED: Final = 16
+"""Microbatches of the first step whose media are counted: their arrays are made before the run starts."""
+
 
 def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     """Raise for a model that has no such sub-models, and for an optimizer that does not support their layouts.
@@ -42,8 +47,8 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
 def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batches) -> Plan:
     """Return the plan with the parts of the model, their predicted times and the schedule of a step.
 
-    The tower's time is that of the images or recordings of the first step, at the rate that the plan predicts for the
-    language part. Features are sent in no time.
+    The tower's time is that of the images or recordings at the start of the first step, at the rate that the plan
+    predicts for the language part. Features are sent in no time.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
@@ -87,16 +92,17 @@ def _busy(cost: StageCost, microbatches: float) -> tuple[float, float]:
 
 
 def _tower_seconds(plan: Plan, model: nn.Module, batches: Batches) -> float | None:
-    """Return the mean seconds of the tower's forward per microbatch of the first step; None: not known."""
+    """Return the mean seconds of the tower's forward per microbatch; None: not known."""
     work, strategy = plan.workload, plan.strategy
     rows, count = work.microbatch or 1, work.accumulation_steps or 1
-    counts: list[float] = []
-    for share in range(strategy.dp):
-        step = batches.microbatches(0, share, strategy.dp, rows, count)
-        found = tower_flops(model, [{"input_ids": b.input_ids, **b.media} for b in step])
-        if found is None:
-            return None
-        counts += found
+    shares = min(strategy.dp, -(-_SAMPLED // count))
+    sampled = islice(
+        (b for s in range(shares) for b in batches.microbatches(0, s, strategy.dp, rows, count)),
+        _SAMPLED,
+    )
+    counts = tower_flops(model, [{"input_ids": b.input_ids, **b.media} for b in sampled])
+    if counts is None:
+        return None
     forward_s = sum(stage.cost.forward_s for stage in plan.stages)
     forward_flops = plan.model.flops_per_token / 3 * work.seq_len * rows
     rate = forward_flops / (forward_s * strategy.tp)
