@@ -165,9 +165,7 @@ def simulated() -> dict[str, Any]:
 def main() -> None:
     """Run both parts, print, and exit with 1 unless the bars are met, or 2 if the machine was too busy to tell."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--json", action="store_true", help="indented, with the times of all actions"
-    )
+    parser.add_argument("--json", action="store_true", help="with the times of all actions")
     parser.add_argument("--part", choices=("simulated", "processes"))
     parser.add_argument("--rounds", type=int, default=12, help="measured steps per schedule")
     args = parser.parse_args()

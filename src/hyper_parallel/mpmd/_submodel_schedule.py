@@ -190,7 +190,7 @@ def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
 def rounds_schedule(
     lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False
 ) -> Schedule:
-    """Return the order of a tower that computes in rounds beside 1F1B of the language part, for a simulation.
+    """Return the order of a tower that computes in rounds and of 1F1B of the language part, for a simulation.
 
     Args:
         lanes: Lanes, one of them of the whole tower: its own, or that of a language part without pipeline stages.

@@ -31,7 +31,7 @@ from hyper_parallel.backends.torch.submodels.parts import (
 )
 from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
 from hyper_parallel.ir import Schedule, Strategy, Workload
-from hyper_parallel.mpmd import TowerLanes
+from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
@@ -84,45 +84,56 @@ def parallelize_submodels(
             support.
         ScheduleError: HP320 for a schedule that does not fit, or without a joint schedule of both parts.
     """
-    division, trained = divide(model), {n for n, p in model.named_parameters() if p.requires_grad}
-    strategies = _checked(division, layouts, world.world_size, ranks)
+    strategies = _checked(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
-    for name, strategy in strategies.items():  # every rank creates the groups of both
-        world.mesh(strategy, members[name])
-    sides = _sides(strategies, members, division, world)
     lanes = _lanes(strategies, members)
+    frozen = not any(model.get_parameter(name).requires_grad for name in division.tower)
+    _check_schedule(schedule, strategies, lanes, frozen)
+    sides = _sides(strategies, members, division, world)
     twin = twin_of(model) if len(sides) > 1 else model
     roles = []
-    if schedule is not None and lanes is None:
+    for name, side in sides.items():
+        is_tower = isinstance(side, Tower)
+        part = TowerModel(model, division) if is_tower else keep_language(twin, division, side)
+        plan = plan_of(part, strategies[name])
+        # A given workload is that of the language part: the tower's ranks need not divide its batch.
+        plan = replace(plan, workload=workload or plan.workload)
+        own = None if is_tower else routing
+        copied = is_tower and lanes is not None and strategies[name].dp > 1
+        parallelize(part, plan, world, members[name], routing=own, sync_replicas=not copied)
+        roles.append(_role(part, side, world))
+    stages = _stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
+    joint = lanes and _joint(lanes, roles, stages, world, frozen, schedule)
+    return _whole(roles, division, joint)
+
+
+def _check_schedule(
+    schedule: Schedule | None,
+    strategies: Mapping[str, Strategy],
+    lanes: TowerLanes | None,
+    frozen: bool,
+) -> None:
+    """Raise ScheduleError (HP320) for a schedule that the parts cannot run."""
+    if schedule is None:
+        return
+    if lanes is None:
         raise ScheduleError(
             "tower and language part have no joint schedule",
             got=f"{strategies}",
             allowed="a language part with pp, one data-parallel rank and schedule=1f1b; a tower with dp_shard=1",
             hint="schedule=None",
         )
-    for name, side in sides.items():
-        if isinstance(side, Tower):
-            part: nn.Module = TowerModel(model, division)
-        else:
-            part = keep_language(twin, division, side)
-        plan = plan_of(part, strategies[name])
-        if workload is not None:  # the tower's ranks need not divide its batch
-            plan = replace(plan, workload=workload)
-        own = routing if name == LANGUAGE else None
-        copied = name != LANGUAGE and lanes is not None and strategies[name].dp > 1
-        parallelize(part, plan, world, members[name], routing=own, sync_replicas=not copied)
-        if isinstance(side, Reader):
-            tp, pipeline = handle(part).tp, handle(part).pipeline
-            # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
-            group = None if tp is None or tp.replicated_activations else tp.group
-            side.watch(part, group, None if pipeline is None else pipeline.stages.running)
-        roles.append(Role(part, side, world.rank == _first_rank(side)))
-    joint = None
-    if lanes is not None:
-        stages = _stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
-        frozen = trained.isdisjoint(division.tower)
-        joint = _joint(lanes, roles, stages, world, frozen, schedule)
-    return _whole(roles, division, joint)
+    check_submodel_schedule(schedule, lanes, frozen)
+
+
+def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
+    """Return the role of a part that passed through `parallelize`; the language part reads features from now on."""
+    if isinstance(side, Reader):
+        tp, pipeline = handle(part).tp, handle(part).pipeline
+        # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
+        group = None if tp is None or tp.replicated_activations else tp.group
+        side.watch(part, group, None if pipeline is None else pipeline.stages.running)
+    return Role(part, side, world.rank == _first_rank(side))
 
 
 def _whole(roles: Sequence[Role], division: Division, joint: JointSteps | None) -> nn.Module:
@@ -243,6 +254,8 @@ def _sides(
     world: World,
 ) -> dict[str, Tower | Reader]:
     """Return this rank's sides of the exchange by sub-model, the language part first; collective over all ranks."""
+    for name, strategy in strategies.items():  # every rank creates the groups of both
+        world.mesh(strategy, members[name])
     # One process group per direction: messages of both directions may wait for each other.
     everyone = list(range(world.world_size))
     features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))

@@ -307,13 +307,7 @@ def prepare_job(
         programs=_capture(loaded, plan, router_loss),
     )
     resolved = _resolve_epochs(loaded, job)
-    job = replace(job, recipe=resolved.recipe)
-    if recipe.parallel.submodels is not None and isinstance(
-        batches := job.train_batches(), Batches
-    ):
-        from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
-
-        job = replace(job, plan=plan_submodels(recipe, plan, model, batches))
+    job = replace(job, recipe=resolved.recipe, plan=_with_submodels(job, model))
     _check_newest(job, resolved)
     return job
 

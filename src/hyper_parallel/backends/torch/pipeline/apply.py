@@ -119,9 +119,9 @@ class Pipeline:
         Returns:
             Loss on the rank of the last stage, 0 on others.
         """
-        running = _PipelinePass(self, model, microbatches, loss_of, span, train, scale, step)
+        running = _PipelinePass(self, model, microbatches, loss_of, span, train, scale)
         if not train:
-            return running.run()
+            return running.run(step)
         gradients = None if self.tp is None else self.tp.gradients
         if gradients is not None:
             gradients.defer()
@@ -130,7 +130,7 @@ class Pipeline:
             for p in self._shared_parameters(model):
                 if p.grad is not None:
                     local(p.grad).div_(len(self._sharing))
-        total = running.run()
+        total = running.run(step)
         with span("gradient reduction", "communication"):
             if self._fsdp:
                 complete_gradients(self._fsdp[-1], self.stages.running.flow.unused)
@@ -244,9 +244,9 @@ class _PipelinePass:
         span: Span,
         train: bool,
         scale: float,
-        step: StepActions | None,
     ) -> None:
-        self._scale, self._step = scale, step
+        self._scale = scale
+        self._step: StepActions | None = None
         self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
         self._loss_of, self._span, self._train = loss_of, span, train
         self._splits = pipeline.splits(model)
@@ -264,9 +264,9 @@ class _PipelinePass:
         # Derivative of the auxiliary loss, by microbatch, from the last stage's forward to its backward.
         self._slopes: dict[int, Tensor] = {}
 
-    def run(self) -> Tensor:
+    def run(self, step: StepActions | None) -> Tensor:
         """Run the schedule and wait for all sends; return the loss on the rank of the last stage."""
-        step, actions = self._step, None if self._step is None else self._step.actions
+        self._step, actions = step, None if step is None else step.actions
         if actions is None:
             schedule = self._pipeline.schedule(len(self._microbatches), self._train)
             actions = schedule.ranks[self._pipeline.rank]

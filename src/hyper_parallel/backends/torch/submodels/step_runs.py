@@ -1,4 +1,4 @@
-"""Work of the towers of one rank in one step, beside the language part: in rounds, or under a joint schedule."""
+"""Work of the towers of one rank in one step: in rounds, or under a joint schedule with the language part."""
 
 from __future__ import annotations
 
