@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch.submodels.channel import Channel, pack
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
 from hyper_parallel.ir import Action, Schedule, StageCost
@@ -235,6 +237,24 @@ def _twice(model: Any, batches: Batches) -> float:
     norm = float(hp.clip_grad_norm_(model, None))
     model.zero_grad()
     return norm
+
+
+def test_messages_are_received_by_key_in_any_order() -> None:
+    def rank(index: int) -> None:
+        with hp.World.join("cpu"):
+            group = dist.new_group([0, 1])
+            channel = Channel(group, torch.device("cpu"))
+            keys = [((0, 1), 0, i) for i in range(3)]
+            for i, key in enumerate(keys):
+                value = torch.full((i + 1,), float(i), requires_grad=i == 1)
+                channel.send(key, *pack([("label", value)]), 1 - index)
+            for i in (2, 0, 1):
+                ((label, value),) = channel.receive(keys[i], 1 - index)
+                assert (label, value.tolist()) == ("label", [float(i)] * (i + 1))
+                assert value.requires_grad == (i == 1)
+            channel.flush()
+
+    hp.launch(rank, 2, timeout_s=60)
 
 
 @pytest.mark.torch
