@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from hyper_parallel.config import load_recipe
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
@@ -17,6 +18,11 @@ from hyper_parallel.errors import (
     UnknownKey,
     UnsupportedSharding,
 )
+from hyper_parallel.ir import Plan
+from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
+from hyper_parallel.planner import plan_recipe
+from hyper_parallel.trainer.engine.recipe_model import joint_schedule, read_recipe_spec
+from hyper_parallel.trainer.job import plan_with_submodels
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
 from tests.media.records import write_place
 
@@ -75,6 +81,46 @@ def test_a_language_part_with_pipeline_stages_continues_a_run_of_one_rank(place:
     assert_same_curve(curve(place / "staged"), curve(place / "whole"))
 
 
+@pytest.mark.torch
+def test_plans_hold_the_parts_and_the_schedule_that_training_runs(place: Path) -> None:
+    """The encoder's time follows from its operations; text-only microbatches count as zero."""
+    filled = "parallel.submodels={vision: {dp_replicate: 2, ranks: [0, 1]}, language: {pp: 2}}"
+    apart = "parallel.submodels={vision: {dp_shard: 1}, language: {tp_x: 2}}"
+    for override, joint in ((filled, True), (apart, False)):
+        loaded = load_recipe(place / "recipe.yaml", [override])
+        spec = read_recipe_spec(loaded)
+        plan = plan_recipe(loaded.recipe, None, loaded.where, spec)
+        plan = Plan.from_json(plan_with_submodels(loaded, plan).to_json())
+        parts = plan.submodels
+        assert parts is not None
+        assert [(part.name, part.ranks) for part in parts.parts] == (
+            [("language", (0, 1)), ("vision", (0, 1) if joint else (2,))]
+        )
+        assert 0 < parts.lower_s <= parts.step_s
+        assert 0 <= parts.bubble < 1
+        assert parts.parts[1].backward_s == pytest.approx(2 * parts.parts[1].forward_s)
+        assert "sub-models" in plan.summary()
+        assert (joint_schedule(plan) is not None) == joint
+        if joint:
+            schedule = joint_schedule(plan)
+            assert schedule is not None
+            check_submodel_schedule(schedule, TowerLanes(2, (0, 1)), frozen=False)
+            assert schedule.microbatches == 4
+
+
+@pytest.mark.slow
+def test_towers_on_the_ranks_of_pipeline_stages_repeat_one_rank(place: Path) -> None:
+    train(place, place / "alone2", "parallel.dp_shard=1", "checkpoint.export=true")
+    filled = "parallel.submodels={vision: {dp_replicate: 2, ranks: [0, 1]}, language: {pp: 2}}"
+    train(place, place / "filled", filled, "training.steps=1", "checkpoint.every=1")
+    train(place, place / "filled", filled, "checkpoint.export=true", report=True)
+    assert_same_curve(curve(place / "filled"), curve(place / "alone2"))
+    assert "Parts of the model" in (place / "filled" / "report.html").read_text()
+    expected = _weights(place / "alone2")
+    for name, weight in _weights(place / "filled").items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
     frozen = "training.freeze=['model.vision_tower.*', 'model.multi_modal_projector.*']"
@@ -103,7 +149,7 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
             "HP104[\\s\\S]*rank 2 of 4",
         ),
         (
-            ("parallel.submodels={vision: {ranks: [0]}, language: {pp: 2}}",),
+            ("parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}",),
             Contradiction,
             "HP104[\\s\\S]*language.pp=1",
         ),

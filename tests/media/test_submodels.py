@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch.submodels.channel import Channel, pack
 from hyper_parallel.config import Data
-from hyper_parallel.errors import BadValue, DegreesMismatch, UnsupportedSharding
+from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
+from hyper_parallel.ir import Action, Schedule, StageCost
+from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule, submodel_schedule
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import submodel_strategies
 from hyper_parallel.trainer.data import Batches, Order, prepare
@@ -176,6 +180,99 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
         assert all(owned[r] == every for r in both)
 
 
+JOINT: tuple[tuple[Layouts, Placement], ...] = (
+    ({"vision": "dp_replicate=2", "language": "pp=2"}, {"vision": (0, 1), "language": (0, 1)}),
+    ({"vision": "", "language": "pp=2"}, {"vision": (1,), "language": (0, 1)}),
+    ({"vision": "dp_replicate=2", "language": "pp=2"}, {"vision": (2, 0), "language": (0, 1)}),
+)
+COPIES = TowerLanes(2, (0, 1))
+
+
+def _joint_schedules() -> dict[str, Schedule | None]:
+    """Return schedules of 4 microbatches: from equal costs, the longest encoder passes first, and 1F1B."""
+    costs = [StageCost(seconds, 0.0, 2 * seconds) for seconds in (0.1, 3.0, 0.1, 5.0)]
+    graph = COPIES.graph()
+    rows = (
+        "0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 0F3 1F3 1B2 0B2 1B3 0B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    )
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    return {
+        "equal costs": None,
+        "longest first": submodel_schedule(COPIES, 4, [costs, *[StageCost(1.0, 1.0, 1.0)] * 2]),
+        "1f1b": Schedule("1f1b", 3, 4, actions, graph),
+    }
+
+
+@slow_cells("2-trained", "1-trained", "0-frozen", "1-frozen", "2-frozen")
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("number", range(len(JOINT)))
+def test_pipeline_stages_share_ranks_with_towers(tmp_path: Path, number: int, frozen: bool) -> None:
+    """Under any schedule, and with gradients added to those of an earlier step."""
+    layouts, ranks = JOINT[number]
+    batches = _batches(tmp_path, "llava")
+    single = _model(tmp_path, frozen)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    expected, twice = _run(single, batches, 1), _twice(single, batches)
+    schedules = _joint_schedules() if number == 0 and not frozen else {"equal costs": None}
+
+    def rank(_: int) -> None:
+        with hp.World.join("cpu") as world:
+            for schedule in schedules.values():
+                part = hp.parallelize_submodels(
+                    _model(tmp_path, frozen), layouts, world, ranks=ranks, schedule=schedule
+                )
+                _assert_equal(_run(part, batches, 1), expected)
+                assert _twice(part, batches) == pytest.approx(twice, rel=1e-10)
+
+    hp.launch(rank, len({r for members in ranks.values() for r in members}), timeout_s=200)
+
+
+def _twice(model: Any, batches: Batches) -> float:
+    """Return the norm of the sum of the gradients of two steps."""
+    for step in (0, 2):
+        rows = [*batches.microbatches(step, 0, 1, 1, 4)]
+        parts = [s and _inputs(rows[s[1]]) for s in hp.microbatch_sources(model, 4)]
+        hp.forward_backward(model, parts)
+    norm = float(hp.clip_grad_norm_(model, None))
+    model.zero_grad()
+    return norm
+
+
+def test_messages_are_received_by_key_in_any_order() -> None:
+    def rank(index: int) -> None:
+        with hp.World.join("cpu"):
+            group = dist.new_group([0, 1])
+            channel = Channel(group, torch.device("cpu"))
+            keys = [((0, 1), 0, i) for i in range(3)]
+            for i, key in enumerate(keys):
+                value = torch.full((i + 1,), float(i), requires_grad=i == 1)
+                channel.send(key, *pack([("label", value)]), 1 - index)
+            for i in (2, 0, 1):
+                ((label, value),) = channel.receive(keys[i], 1 - index)
+                assert (label, value.tolist()) == ("label", [float(i)] * (i + 1))
+                assert value.requires_grad == (i == 1)
+            channel.flush()
+
+    hp.launch(rank, 2, timeout_s=60)
+
+
+@pytest.mark.torch
+def test_schedules_that_do_not_fit_the_sub_models_are_refused(tmp_path: Path) -> None:
+    write_model("llava", tmp_path / "model")
+    schedule = submodel_schedule(TowerLanes(3, (0,)), 4)
+    with pytest.raises(ScheduleError, match="does not match"):
+        check_submodel_schedule(schedule, COPIES, frozen=False)
+    with pytest.raises(ScheduleError, match="no joint schedule"):
+        hp.parallelize_submodels(
+            _model(tmp_path, frozen=False),
+            {"vision": "", "language": ""},
+            hp.World.join("cpu"),
+            ranks={"vision": (0,), "language": (0,)},
+            schedule=schedule,
+        )
+
+
 @pytest.mark.slow
 def test_tower_ranks_without_a_microbatch_and_replicas_repeat_one_rank(tmp_path: Path) -> None:
     batches = _batches(tmp_path, "llava")
@@ -261,9 +358,13 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(error):
             submodel_strategies(model, layouts, ranks)
-    shared = {"vision": (0,), "language": (0, 1)}
-    with pytest.raises(UnsupportedSharding, match="cannot share ranks"):
-        submodel_strategies(model, {"vision": "", "language": "pp=2"}, 2, shared)
+    shared = {"vision": (0, 1), "language": (0, 1)}
+    for layouts in (
+        {"vision": "dp_shard=2", "language": "pp=2"},
+        {"vision": "dp_replicate=2", "language": "pp=2 schedule=gpipe"},
+    ):
+        with pytest.raises(UnsupportedSharding, match="cannot share ranks"):
+            submodel_strategies(model, layouts, 2, shared)
     layouts = {"vision": "", "language": "tp=2"}
     for ranks, error in (
         ({"vision": (0, 1), "language": (0, 1)}, BadValue),

@@ -305,7 +305,12 @@ def _plan_recipe(
         refuse_code(loaded)
     named = (loaded.recipe.model.path, loaded.recipe.topology)
     spec = _read(loaded.recipe.model.path, loaded.where("model.path"))
-    return plan_recipe(loaded.recipe, devices, loaded.where, spec), named
+    plan = plan_recipe(loaded.recipe, devices, loaded.where, spec)
+    if loaded.recipe.parallel.submodels is not None:
+        from hyper_parallel.trainer.job import plan_with_submodels
+
+        plan = plan_with_submodels(loaded, plan)
+    return plan, named
 
 
 def _share(text: str) -> float:

@@ -499,12 +499,16 @@ def _check_members(submodels: Submodels, conflict: _Conflict) -> None:
             )
             return
     used = {rank for ranks in submodels.members.values() for rank in ranks}
-    if submodels.language.pp > 1 and len(used) < sum(map(len, submodels.members.values())):
+    language = submodels.language
+    alone = [language.dp_replicate, *(p.dp_shard for p in (language, *submodels.towers.values()))]
+    shared = len(used) < sum(map(len, submodels.members.values()))
+    if language.pp > 1 and shared and max(alone) > 1:
         conflict(
             "parallel.submodels.language.pp",
-            "a language part with pipeline stages cannot share ranks with an encoder",
-            f"pp={submodels.language.pp}, {submodels.members}",
+            "with shared ranks, pipeline stages need an encoder that is not sharded, and no data parallelism",
+            f"pp={language.pp}, {submodels.members}",
             "set `parallel.submodels.language.pp=1`",
+            "dp_shard=1 of the encoder, dp_replicate=1 and dp_shard=1 of `language`",
         )
     if missing := sorted({*range(max(used) + 1)} - used):
         conflict(

@@ -361,7 +361,8 @@ class LanguageDegrees(TowerDegrees):
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_y`."""
     pp: int = Field(default=1, ge=1, le=MOST_STAGES)
-    """Like `parallel.pp`. The first stage reads the features; only on ranks without an encoder."""
+    """Like `parallel.pp`. The first stage reads the features. Ranks with stages may also have encoders that are not
+    sharded, if `language` has no data parallelism."""
 
 
 class Submodels(Section):

@@ -76,6 +76,7 @@ from hyper_parallel.ir.strategy import (
     Rule,
     Strategy,
 )
+from hyper_parallel.ir.submodels import PartPlan, SubmodelsPlan
 from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph
 from hyper_parallel.ir.timeline import Counter, Flight, Span, Timeline, joined, masking
 from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
@@ -118,6 +119,7 @@ __all__ = [
     "Operator",
     "Overlap",
     "Part",
+    "PartPlan",
     "Partial",
     "Phase",
     "Plan",
@@ -141,6 +143,7 @@ __all__ = [
     "StorageKind",
     "Strategy",
     "StridedShard",
+    "SubmodelsPlan",
     "Task",
     "TaskGraph",
     "Timeline",

@@ -15,6 +15,7 @@ from hyper_parallel.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from hyper_parallel.ir.plan import Plan, Rejected
     from hyper_parallel.ir.roles import RejectedRoles, RolesPlan
+    from hyper_parallel.ir.submodels import SubmodelsPlan
 
 BAR: Final = 24
 TERMS_SHOWN: Final = 3
@@ -77,6 +78,7 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
             f"{format_seconds(plan.whole_step_s)} predicted" + _interval(plan, half_width)
         ],
         "roles": [_roles_line(plan.roles)] if plan.roles else [],
+        "sub-models": [*_submodel_lines(plan.submodels)] if plan.submodels else [],
         "throughput": [
             f"{_tokens_per_second(plan):,.0f} tokens/s/device, MFU {plan.predicted_mfu:.1%}"
         ],
@@ -157,6 +159,7 @@ def explain(plan: Plan, width: int | None = None) -> str:
     sections = (
         _section(_title(plan), _head(plan)),
         _section("roles", _roles(plan)),
+        _section("sub-models", _submodel_lines(plan.submodels) if plan.submodels else ()),
         _section("step time" if plan.roles is None else "step of learning", _time(plan)),
         "\n".join(_section(title, lines) for title, lines in _memory(plan)),
         _section("layouts", _layouts(plan)),
@@ -236,6 +239,20 @@ def _roles(plan: Plan) -> Iterator[str]:
     width = max((len(_split(r)) for r in plan.roles.rejected), default=0)
     for r in plan.roles.rejected:
         yield f"{_split(r):<{width}}  {format_seconds(r.step_s):>9}  {r.reason}"
+
+
+def _submodel_lines(s: SubmodelsPlan) -> Iterator[str]:
+    """Yield one line per part, and one for the step of all parts."""
+    for part in s.parts:
+        ranks = f"rank{'s' if len(part.ranks) > 1 else ''} {', '.join(map(str, part.ranks))}"
+        times = (
+            f"forward {format_seconds(part.forward_s)}, backward {format_seconds(part.backward_s)}"
+        )
+        yield f"{part.name}: {part.degrees} on {ranks}; {times} per step"
+    yield (
+        f"together {format_seconds(s.step_s)}, bubble {s.bubble:.1%}, at least {format_seconds(s.lower_s)}, "
+        f"{'joint schedule' if s.schedule else 'in rounds'}"
+    )
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -333,6 +350,9 @@ def _flat(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "step_s", format_seconds(plan.step_s)
     if plan.roles is not None:
         yield "roles", f"{format_seconds(plan.whole_step_s)}, {_roles_line(plan.roles)}"
+    if plan.submodels is not None:
+        for number, line in enumerate(_submodel_lines(plan.submodels)):
+            yield f"submodels[{number}]", line
     yield "mfu", f"{plan.predicted_mfu:.1%}"
     yield (
         "memory",

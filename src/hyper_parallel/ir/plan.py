@@ -15,6 +15,7 @@ from hyper_parallel.ir.layout import Layout
 from hyper_parallel.ir.mesh import Mesh
 from hyper_parallel.ir.roles import RolesPlan
 from hyper_parallel.ir.strategy import Strategy
+from hyper_parallel.ir.submodels import SubmodelsPlan
 from hyper_parallel.ir.workload import Workload
 from hyper_parallel.model import ModelProperties
 from hyper_parallel.received import Limits, parse_json, read_text
@@ -227,6 +228,8 @@ class Plan:
         pareto: Front of time and memory near the chosen strategy, fastest first.
         sensitivity: Constants whose change would change the choice, smallest change first.
         roles: Sampling and learning ranks of an RL step; the costs above cover learning only.
+        submodels: Parts of a multimodal model on ranks of their own, for the images or recordings of the first step;
+            the numbers above are those of the language part.
         properties: Measured properties of the model's class, used for packing and caches; None: not measured.
         notes: Assumptions, and layouts that deviate from the model's own plan.
         version: Schema version.
@@ -250,6 +253,7 @@ class Plan:
     pareto: tuple[Alternative, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
     roles: RolesPlan | None = None
+    submodels: SubmodelsPlan | None = None
     properties: ModelProperties | None = None
     notes: tuple[str, ...] = ()
     version: int = PLAN_VERSION

@@ -26,6 +26,14 @@ from hyper_parallel.mpmd._strategy import (
     schedule_name,
     step_schedule,
 )
+from hyper_parallel.mpmd._submodel_schedule import (
+    TowerLanes,
+    check_submodel_schedule,
+    forward_part,
+    rounds_schedule,
+    submodel_bound_s,
+    submodel_schedule,
+)
 from hyper_parallel.mpmd._tasks import bubble_fraction, on_shared_cores, schedule_tasks, unit_starts
 from hyper_parallel.mpmd._verify import held_bytes, in_flight, verify
 
@@ -36,10 +44,13 @@ __all__ = [
     "Devices",
     "StageCost",
     "SubModel",
+    "TowerLanes",
     "assign_submodels",
     "bubble_fraction",
     "check_pipeline",
+    "check_submodel_schedule",
     "check_virtual",
+    "forward_part",
     "forward_schedule",
     "held_bytes",
     "in_flight",
@@ -53,9 +64,12 @@ __all__ = [
     "on_shared_cores",
     "one_by_one",
     "replay",
+    "rounds_schedule",
     "schedule_name",
     "schedule_tasks",
     "step_schedule",
+    "submodel_bound_s",
+    "submodel_schedule",
     "unit_starts",
     "verify",
 ]

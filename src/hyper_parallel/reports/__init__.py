@@ -8,6 +8,7 @@ from hyper_parallel.errors import written
 from hyper_parallel.owned_folder import check_output_file
 from hyper_parallel.reports._page import render
 from hyper_parallel.reports._run_record import RunRecord, load_run
+from hyper_parallel.reports._submodels import submodel_rows
 from hyper_parallel.reports._timeline import chrome_trace, one_step, predicted_timeline
 from hyper_parallel.serde import write_text
 
@@ -18,6 +19,7 @@ __all__ = [
     "one_step",
     "predicted_timeline",
     "render",
+    "submodel_rows",
     "write_comparison",
     "write_report",
 ]

@@ -28,6 +28,7 @@ from hyper_parallel.reports._charts import (
     lanes,
 )
 from hyper_parallel.reports._run_record import RunRecord
+from hyper_parallel.reports._submodels import submodel_rows
 from hyper_parallel.reports._timeline import one_step, some_steps, steps_of
 from hyper_parallel.reports.data_section import data_section
 from hyper_parallel.reports.results import (
@@ -133,6 +134,7 @@ def render(*runs: RunRecord) -> str:
         exposed=_exposed(run),
         medians=medians_text(run),
         parts=part_rows(run),
+        submodels=submodel_rows(run.plan.submodels, run.timeline),
         data=data_section(run.data),
         loss_title=run.terms.loss[0].upper() + run.terms.loss[1:],
     )

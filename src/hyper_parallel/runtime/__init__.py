@@ -22,7 +22,11 @@ from hyper_parallel.runtime._agreed import agree_on_plan, gather_objects, merge_
 from hyper_parallel.runtime._host_machine import host_machine
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
-from hyper_parallel.runtime._submodels import parallelize_submodels, submodel_strategies
+from hyper_parallel.runtime._submodels import (
+    parallelize_submodels,
+    submodel_lanes,
+    submodel_strategies,
+)
 from hyper_parallel.runtime._world import World, launched_rank
 from hyper_parallel.runtime.heartbeat import HeartbeatWriter
 from hyper_parallel.runtime.launchers import (
@@ -82,6 +86,7 @@ __all__ = [
     "ranks_per_node",
     "sbatch_script",
     "scratch_folder",
+    "submodel_lanes",
     "submodel_strategies",
     "token_logprobs",
     "torchrun_words",

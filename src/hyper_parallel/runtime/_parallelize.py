@@ -23,6 +23,7 @@ def parallelize(
     routing: Routing | None = None,
     average: bool = False,
     one_order: bool = True,
+    sync_replicas: bool = True,
 ) -> nn.Module:
     """Apply a plan to an unmodified model, in place.
 
@@ -39,6 +40,7 @@ def parallelize(
         one_order: Ranks may skip submodules in a step, but run them in the order and as often as in the first steps.
             False: order and number of calls may differ between ranks in any step, at the cost of one exchange between
             hosts per module that FSDP gathers.
+        sync_replicas: False, for replicas that are not sharded: no collectives run, and the caller sums gradients.
 
     Returns:
         The same model, with the same class and parameter names, its parameters sharded. Its `save_pretrained` writes
@@ -60,7 +62,8 @@ def parallelize(
         expert_mesh = world.expert_mesh(strategy, ranks)
         position = mesh.mesh.flatten().tolist().index(world.rank)
         placed = Ranks(mesh, position, world.device, world.group(mesh), expert_mesh)
-    apply_plan(model, plan, placed, routing, average=average, one_order=one_order)
+    options = {"average": average, "one_order": one_order, "sync_replicas": sync_replicas}
+    apply_plan(model, plan, placed, routing, **options)
     attach_save_pretrained(model)
     return model
 

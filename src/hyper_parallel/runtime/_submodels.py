@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -18,6 +19,7 @@ from hyper_parallel.backends.torch.submodels.exchange import (
     Submodels,
     Tower,
 )
+from hyper_parallel.backends.torch.submodels.joint_steps import JointSteps
 from hyper_parallel.backends.torch.submodels.parts import (
     LANGUAGE,
     Division,
@@ -27,8 +29,9 @@ from hyper_parallel.backends.torch.submodels.parts import (
     keep_language,
     twin_of,
 )
-from hyper_parallel.errors import BadValue, DegreesMismatch, UnsupportedSharding
-from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
+from hyper_parallel.ir import Schedule, Strategy, Workload
+from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime._parallelize import parallelize
 from hyper_parallel.runtime._plan_of import plan_of
@@ -50,6 +53,7 @@ def parallelize_submodels(
     *,
     ranks: Mapping[str, Sequence[int]] | None = None,
     routing: Routing | None = None,
+    schedule: Schedule | None = None,
 ) -> nn.Module:
     """Apply one layout to the tower of a multimodal model and one to its language part, each on ranks of its own.
 
@@ -67,6 +71,8 @@ def parallelize_submodels(
         ranks: Ranks of each part, in the order of its mesh; parts may share ranks. None: the first part has the first
             ranks, and no rank has two parts.
         routing: Options of expert routing in the language part; None: the model's own behavior.
+        schedule: Schedule of steps with its number of microbatches, for a language part with pipeline stages and 1F1B:
+            stage 0 is the tower, and lane k runs stage k + 1; see `mpmd.submodel_schedule`. None: one from equal costs.
 
     Returns:
         The part of this rank, or a module with both parts. Its parameters have the names of the model.
@@ -76,35 +82,61 @@ def parallelize_submodels(
         DegreesMismatch: HP301 when the degrees do not add up to the number of ranks.
         UnsupportedSharding: HP205 for a model without a tower of its own, and for axes that a sub-model does not
             support.
+        ScheduleError: HP320 for a schedule that does not fit, or without a joint schedule of both parts.
     """
-    division = divide(model)
-    strategies = _checked(division, layouts, world.world_size, ranks)
+    strategies = _checked(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
-    for name, strategy in strategies.items():  # every rank creates the groups of both
-        world.mesh(strategy, members[name])
+    lanes = _lanes(strategies, members)
+    frozen = not any(model.get_parameter(name).requires_grad for name in division.tower)
+    _check_schedule(schedule, strategies, lanes, frozen)
     sides = _sides(strategies, members, division, world)
     twin = twin_of(model) if len(sides) > 1 else model
     roles = []
     for name, side in sides.items():
-        if isinstance(side, Tower):
-            part: nn.Module = TowerModel(model, division)
-        else:
-            part = keep_language(twin, division, side)
+        is_tower = isinstance(side, Tower)
+        part = TowerModel(model, division) if is_tower else keep_language(twin, division, side)
         plan = plan_of(part, strategies[name])
-        if workload is not None:  # the tower's ranks need not divide its batch
-            plan = replace(plan, workload=workload)
-        own = routing if name == LANGUAGE else None
-        parallelize(part, plan, world, members[name], routing=own)
-        if isinstance(side, Reader):
-            tp, pipeline = handle(part).tp, handle(part).pipeline
-            # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
-            group = None if tp is None or tp.replicated_activations else tp.group
-            side.watch(part, group, None if pipeline is None else pipeline.stages.running)
-        roles.append(Role(part, side, world.rank == _first_rank(side)))
-    return _whole(roles, division)
+        # A given workload is that of the language part: the tower's ranks need not divide its batch.
+        plan = replace(plan, workload=workload or plan.workload)
+        own = None if is_tower else routing
+        copied = is_tower and lanes is not None and strategies[name].dp > 1
+        parallelize(part, plan, world, members[name], routing=own, sync_replicas=not copied)
+        roles.append(_role(part, side, world))
+    stages = _stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
+    joint = lanes and _joint(lanes, roles, stages, world, frozen, schedule)
+    return _whole(roles, division, joint)
 
 
-def _whole(roles: Sequence[Role], division: Division) -> nn.Module:
+def _check_schedule(
+    schedule: Schedule | None,
+    strategies: Mapping[str, Strategy],
+    lanes: TowerLanes | None,
+    frozen: bool,
+) -> None:
+    """Raise ScheduleError (HP320) for a schedule that the parts cannot run."""
+    if schedule is None:
+        return
+    if lanes is None:
+        raise ScheduleError(
+            "tower and language part have no joint schedule",
+            got=f"{strategies}",
+            allowed="a language part with pp, one data-parallel rank and schedule=1f1b; a tower with dp_shard=1",
+            hint="schedule=None",
+        )
+    check_submodel_schedule(schedule, lanes, frozen)
+
+
+def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
+    """Return the role of a part that passed through `parallelize`; the language part reads features from now on."""
+    if isinstance(side, Reader):
+        tp, pipeline = handle(part).tp, handle(part).pipeline
+        # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
+        group = None if tp is None or tp.replicated_activations else tp.group
+        side.watch(part, group, None if pipeline is None else pipeline.stages.running)
+    return Role(part, side, world.rank == _first_rank(side))
+
+
+def _whole(roles: Sequence[Role], division: Division, joint: JointSteps | None) -> nn.Module:
     """Return the module of this rank, with the state of all of its parts."""
     group = dist.group.WORLD
     assert group is not None
@@ -115,7 +147,7 @@ def _whole(roles: Sequence[Role], division: Division) -> nn.Module:
         attach_save_pretrained(whole)
         layouts, shapes = attached.layouts | tower.layouts, attached.shapes | tower.shapes
         attached = replace(attached, layouts=layouts, shapes=shapes)
-    attach(whole, replace(attached, submodels=Submodels(group, tuple(roles))))
+    attach(whole, replace(attached, submodels=Submodels(group, tuple(roles), joint)))
     return whole
 
 
@@ -132,6 +164,85 @@ def _members(
     return members
 
 
+def _is_joint(strategies: Mapping[str, Strategy]) -> bool:
+    """Return whether one schedule orders the tower's microbatches and the pipeline stages of the language part.
+
+    Sharded towers compute in rounds instead, because each pass has collectives over all of their ranks.
+    """
+    language = strategies[LANGUAGE]
+    one_f_one_b = language.schedule == "1f1b" and not language.schedule_file
+    sharded = any(s.dp_shard > 1 for name, s in strategies.items() if name != LANGUAGE)
+    return language.pp > 1 and language.dp == 1 and one_f_one_b and not sharded
+
+
+def _lanes(
+    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
+) -> TowerLanes | None:
+    """Return the lanes of a joint schedule; None without one. A lane is a stage, or a rank of the tower alone."""
+    if not _is_joint(strategies):
+        return None
+    lane_of = _stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
+    pp, towers = strategies[LANGUAGE].pp, list[int]()
+    for name in strategies.keys() - {LANGUAGE}:
+        for rank in members[name]:
+            towers.append(lane_of.setdefault(rank, pp))
+            pp = max(pp, towers[-1] + 1)
+    return TowerLanes(strategies[LANGUAGE].pp, tuple(towers))
+
+
+def submodel_lanes(
+    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
+) -> tuple[TowerLanes, bool]:
+    """Return the lanes of a step, and whether one schedule orders both parts.
+
+    Otherwise the tower computes in rounds, all of its ranks together: it has one lane, or, with shared ranks, that of a
+    language part without pipeline stages.
+
+    Args:
+        strategies: Strategies of `submodel_strategies`.
+        members: Ranks of each part.
+    """
+    joint = _lanes(strategies, members)
+    if joint is not None:
+        return joint, True
+    stages = strategies[LANGUAGE].pp
+    towers = {rank for name in strategies if name != LANGUAGE for rank in members[name]}
+    shared = not towers.isdisjoint(members[LANGUAGE])
+    return TowerLanes(stages, (0 if shared else stages,)), False
+
+
+def _stage_of_rank(language: Strategy, ranks: Sequence[int]) -> dict[int, int]:
+    """Return the pipeline stage of each rank of the language part."""
+    mesh = language.mesh()
+    return {rank: mesh.coordinate(position)["pp"] for position, rank in enumerate(ranks)}
+
+
+def _joint(
+    lanes: TowerLanes,
+    roles: Sequence[Role],
+    stages: Mapping[int, int],
+    world: World,
+    frozen: bool,
+    schedule: Schedule | None,
+) -> JointSteps:
+    """Return the joint schedules of this rank."""
+    side = roles[-1].side
+    tower = side.border.tower
+    attached = handle(roles[-1].part)
+    own = isinstance(side, Tower)
+    lane = stages[world.rank] if world.rank in stages else lanes.towers[tower.index(world.rank)]
+    return JointSteps(
+        lanes,
+        tower,
+        attached.ranks.world_group if own else None,
+        getattr(torch, attached.plan.workload.reduce_dtype),
+        lane,
+        tower.index(world.rank) if own else None,
+        frozen,
+        schedule,
+    )
+
+
 def _first_rank(side: Tower | Reader) -> int:
     return side.border.tower[0] if isinstance(side, Tower) else side.border.readers[0][0]
 
@@ -143,6 +254,8 @@ def _sides(
     world: World,
 ) -> dict[str, Tower | Reader]:
     """Return this rank's sides of the exchange by sub-model, the language part first; collective over all ranks."""
+    for name, strategy in strategies.items():  # every rank creates the groups of both
+        world.mesh(strategy, members[name])
     # One process group per direction: messages of both directions may wait for each other.
     everyone = list(range(world.world_size))
     features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))
@@ -259,11 +372,13 @@ def _check_ranks(
                 hint=f"parallel.submodels.{name}.ranks=[{first}]",
             )
     used = {rank for name in strategies for rank in ranks[name]}
-    if strategies[LANGUAGE].pp > 1 and len(used) < sum(s.world_size for s in strategies.values()):
+    shared = len(used) < sum(s.world_size for s in strategies.values())
+    if strategies[LANGUAGE].pp > 1 and shared and not _is_joint(strategies):
         raise UnsupportedSharding(
-            "sub-models with pipeline stages cannot share ranks",
+            "a sub-model with pipeline stages cannot share ranks with a sharded tower",
             where="parallel.submodels.language.pp",
-            got=f"pp={strategies[LANGUAGE].pp} and shared ranks",
+            got=f"{strategies} and shared ranks",
+            allowed="pp with dp_replicate=1, dp_shard=1 and schedule=1f1b, and dp_shard=1 of the tower",
             hint="parallel.submodels.language.pp=1",
         )
     if used != {*range(world_size)}:

@@ -307,9 +307,38 @@ def prepare_job(
         programs=_capture(loaded, plan, router_loss),
     )
     resolved = _resolve_epochs(loaded, job)
-    job = replace(job, recipe=resolved.recipe)
+    job = replace(job, recipe=resolved.recipe, plan=_with_submodels(job, model))
     _check_newest(job, resolved)
     return job
+
+
+def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
+    """Return a plan with the parts of `parallel.submodels`, if any; their times follow from the prepared data.
+
+    Raises:
+        HyperParallelError: The data or the sub-models are invalid.
+    """
+    if loaded.recipe.parallel.submodels is None:
+        return plan
+    from hyper_parallel.trainer.engine.recipe_model import build_model
+    from hyper_parallel.trainer.engine.recipe_submodels import check_submodels
+
+    recipe, model = loaded.recipe, build_model(loaded.recipe)
+    check_submodels(loaded, plan, model)
+    packed = _prepare_data(loaded, plan, model, progress=False)
+    return _with_submodels(
+        Job(recipe, plan, packed, Path(recipe.output_dir), None, {}, False), model
+    )
+
+
+def _with_submodels(job: Job, model: Any) -> Plan:
+    """Return the plan of a job with its sub-models, if any."""
+    batches = job.train_batches()
+    if job.recipe.parallel.submodels is None or not isinstance(batches, Batches):
+        return job.plan
+    from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
+
+    return plan_submodels(job.recipe, job.plan, model, batches)
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -37,6 +39,7 @@ def apply_plan(
     *,
     average: bool = False,
     one_order: bool = True,
+    sync_replicas: bool = True,
 ) -> nn.Module:
     """Apply the layouts and the strategy of a plan to a model, in place.
 
@@ -47,6 +50,8 @@ def apply_plan(
         routing: Options of expert routing; None: the behavior of the model.
         average: See `hyper_parallel.parallelize`.
         one_order: See `hyper_parallel.parallelize`.
+        sync_replicas: False: replicas of a model that is not sharded run without collectives; the caller sums their
+            gradients.
 
     Returns:
         The same model: same class, same parameter names.
@@ -63,6 +68,7 @@ def apply_plan(
     if stages is not None:
         stages.install(model)
     # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
+    synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
     fsdp = (
         ()
         if ranks.traced
@@ -71,13 +77,13 @@ def apply_plan(
             [] if is_reversible(model) else layers,
             sharded.expert_modules,
             sharded.layouts,
-            plan,
+            synced,
             ranks.mesh,
             ranks.expert_mesh,
             average,
         )
     )
-    if strategy.pp == 1:
+    if strategy.pp == 1 and sync_replicas:
         unskippable = sharded.expert_modules if strategy.ep > 1 else ()
         order_units(model, fsdp, ranks.world_group, unskippable, one_order)
     pipeline = None

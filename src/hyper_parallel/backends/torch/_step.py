@@ -23,8 +23,9 @@ from hyper_parallel.backends.torch.experts.routing import (
 )
 from hyper_parallel.backends.torch.parallel_handle import Handle, handle
 from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
-from hyper_parallel.backends.torch.pipeline.apply import Microbatch, Span
-from hyper_parallel.backends.torch.submodels.exchange import Source, rounds_of
+from hyper_parallel.backends.torch.pipeline.apply import Microbatch, Span, StepActions
+from hyper_parallel.backends.torch.submodels.exchange import Source
+from hyper_parallel.backends.torch.submodels.step_runs import Joint, Rounds
 from hyper_parallel.backends.torch.user_objective import (
     Objective,
     Over,
@@ -108,20 +109,21 @@ def _run(
     if submodels is None:
         return _run_losses(model, attached, [p for p in microbatches if p is not None], *given)
     own, served = submodels.divided(microbatches)
-    towers = zip(submodels.towers, served, strict=True)
-    rounds = rounds_of(
-        tower.serve(part, batches, span, train, accumulate) for (part, tower), batches in towers
-    )
+    towers: Rounds | Joint
+    if submodels.joint is None:
+        towers = Rounds(submodels, served, span, train, accumulate)
+    else:
+        towers = Joint(submodels, len(own) or len(served[0]), served, span, train)
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
     if submodels.language is not None:
         part, reader = submodels.language
         inputs = [p for p in own if p is not None]
-        with reader.step():
-            total = _run_losses(
-                part, handle(part), inputs, *given, before=lambda: next(rounds, None)
-            )
-    for _ in rounds:
-        continue
+        step = StepActions(towers.actions, towers.begin, towers.run, reader.send)
+        with reader.step(towers.owner):
+            total = _run_losses(part, handle(part), inputs, *given, step=step)
+            towers.end()
+    else:
+        towers.end()
     for role in submodels.roles:
         role.side.flush()
     if num_tokens is not None:
@@ -140,9 +142,9 @@ def _run_losses(
     over: Over | None,
     train: bool,
     scale: float,
-    before: Callable[[], object] = lambda: None,
+    step: StepActions | None = None,
 ) -> Tensor:
-    """Run microbatches on a rank that computes losses, each after a call of `before`; see `_run`."""
+    """Run microbatches on a rank that computes losses, with other parts of the model under `step`; see `_run`."""
     axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
     for part in microbatches:
         refuse_other_inputs(model, axes, stage_inputs(model, part, objective))
@@ -174,9 +176,10 @@ def _run_losses(
 
     if attached.pipeline is not None:
         parts = [stage_inputs(model, p, objective) for p in microbatches]
-        total = attached.pipeline.run(model, parts, loss_of, span, train, scale)
+        total = attached.pipeline.run(model, parts, loss_of, span, train, scale, step)
     else:
-        total = _run_in_turn(model, attached, len(microbatches), loss_of, span, train, before)
+        begin = (lambda i: None) if step is None else step.begin
+        total = _run_in_turn(model, attached, len(microbatches), loss_of, span, train, begin)
     # Ranks with the same tokens all compute the loss; one of them reports it.
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     reports = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
@@ -201,12 +204,15 @@ def _run_in_turn(
     loss_of: Callable[[int], Tensor],
     span: Span,
     train: bool,
-    before: Callable[[], object],
+    begin: Callable[[int], None],
 ) -> Tensor:
-    """Run forward, and backward if `train`, of each microbatch in turn, and return the sum of the losses."""
+    """Run forward, and backward if `train`, of each microbatch in turn, and return the sum of the losses.
+
+    `begin` is called with each microbatch before its forward.
+    """
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
     for i in range(count):
-        before()
+        begin(i)
         with accumulate(model) if train and i < count - 1 else nullcontext():
             with span("forward", "compute"):
                 loss = loss_of(i)

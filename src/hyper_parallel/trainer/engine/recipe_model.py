@@ -40,7 +40,7 @@ from hyper_parallel.errors import (
     PlanMismatch,
     WeightsUnreadable,
 )
-from hyper_parallel.ir import Plan, Strategy
+from hyper_parallel.ir import Plan, Schedule, Strategy
 from hyper_parallel.model import (
     FAMILIES_READ,
     UNMEASURED_ACTIVATIONS,
@@ -50,11 +50,9 @@ from hyper_parallel.model import (
     load_model,
     read_config,
 )
-from hyper_parallel.runtime import submodel_strategies
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
-from hyper_parallel.trainer.engine.optimizer import check_optimizer
 from hyper_parallel.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -289,6 +287,13 @@ def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
     return {"language": plan.strategy, **towers}
 
 
+def joint_schedule(plan: Plan) -> Schedule | None:
+    """Return the schedule of tower and pipeline stages of a plan; None without one."""
+    if plan.submodels is None or not plan.submodels.schedule:
+        return None
+    return Schedule.from_csv(plan.submodels.schedule, name="plan")
+
+
 def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     """Return the directory of the pretrained weights, or None for random weights.
 
@@ -380,21 +385,6 @@ def compile_layers(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ in names:
             module.compile()
-
-
-def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
-    """Raise for a model that has no such sub-models, and for an optimizer that does not support their layouts.
-
-    Raises:
-        BadValue: HP102, UnsupportedSharding: HP205, Contradiction: HP104.
-    """
-    layouts = submodel_layouts(loaded.recipe, plan)
-    assert loaded.recipe.parallel.submodels is not None
-    members = loaded.recipe.parallel.submodels.members
-    size = len({rank for ranks in members.values() for rank in ranks})
-    submodel_strategies(model, layouts, size, members)
-    for strategy in layouts.values():
-        check_optimizer(loaded.recipe, replace(plan, strategy=strategy), loaded.where, model)
 
 
 def lora_config(recipe: Recipe) -> Any:

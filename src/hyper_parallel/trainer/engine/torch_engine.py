@@ -39,6 +39,7 @@ from hyper_parallel.trainer.engine.recipe_model import (
     GENERATION,
     build_model,
     compile_layers,
+    joint_schedule,
     routing_of,
     set_pad_token_id,
     set_special_token_ids,
@@ -347,6 +348,7 @@ class TorchEngine:
                 plan.workload,
                 ranks=recipe.parallel.submodels.members,
                 routing=routing,
+                schedule=joint_schedule(plan),
             )
         if directory is None:
             materialize(model, seed=recipe.training.seed, device=self._world.device)

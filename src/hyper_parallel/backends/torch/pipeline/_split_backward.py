@@ -1,6 +1,6 @@
-"""Split backward of a stage: first the gradient of its input (I), later the gradients of its weights (W).
+"""Split backward of a stage: first the gradients of its inputs (I), later the gradients of its weights (W).
 
-The autograd graph of a stage has a trunk, the nodes on paths from its input to its output, and branches from the trunk
+The autograd graph of a stage has a trunk, the nodes on paths from its inputs to its output, and branches from the trunk
 to weights. I runs the trunk and saves the gradients that reach each node with a branch. W runs these nodes again, for
 their branches. A node is visited twice, once per kind of gradient, and no product is computed twice.
 
@@ -32,20 +32,32 @@ class _Fork:
         self.grads = grads
 
 
-def input_gradient(
-    roots: Sequence[Tensor], grads: Sequence[Tensor | None], stage_input: Tensor
-) -> tuple[Tensor, Callable[[], None]]:
-    """Compute the gradient of a stage's input; return it with a function that computes the weight gradients.
+def input_gradients(
+    roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> tuple[tuple[Tensor | None, ...], Callable[[], None]]:
+    """Compute the gradients of a stage's inputs; return them with a function that computes the weight gradients.
 
     Args:
         roots: Output of the stage, or the loss, and other tensors of the stage that the loss depends on.
         grads: Gradients of `roots`; None for the loss.
-        stage_input: Input of the stage, a leaf.
+        inputs: Inputs of the stage, leaves; the gradient of one that no root depends on is None. Roots that depend on
+            none run their whole backward with the weight gradients.
     """
-    forks = _forks([root.grad_fn for root in roots], stage_input)
+    edges = list(zip(roots, grads, strict=True))
+    trunk, forks = _trunk([root.grad_fn for root in roots], inputs)
+    outside = [(root, grad) for root, grad in edges if root.grad_fn not in trunk]
+    input_grads: tuple[Tensor | None, ...] = (None,) * len(inputs)
     hooks = [fork.node.register_prehook(fork.save) for fork in forks]
     try:
-        (input_grad,) = torch.autograd.grad(roots, stage_input, grads, retain_graph=True)
+        if trunk:
+            reached = [(root, grad) for root, grad in edges if root.grad_fn in trunk]
+            input_grads = torch.autograd.grad(
+                [root for root, _ in reached],
+                inputs,
+                [grad for _, grad in reached],
+                retain_graph=True,
+                allow_unused=True,
+            )
     finally:
         for hook in hooks:
             hook.remove()
@@ -54,27 +66,32 @@ def input_gradient(
     groups.sort(key=len)
 
     def weight_gradients() -> None:
+        if outside:
+            results, result_grads = zip(*outside, strict=True)
+            torch.autograd.backward(results, result_grads, retain_graph=bool(groups))
+            outside.clear()
         while groups:  # each group frees its saved tensors before the next one runs
             _run(groups.pop())
 
-    return input_grad, weight_gradients
+    return input_grads, weight_gradients
 
 
-def _forks(roots: list[Any], stage_input: Tensor) -> list[_Fork]:
-    """Return the nodes of the trunk with branches, and the weights that the branches reach."""
-    trunk, forks = set(), []
+def _trunk(roots: list[Any], inputs: Sequence[Tensor]) -> tuple[set[Any], list[_Fork]]:
+    """Return the trunk, and its nodes with branches to weights."""
+    starts = {id(tensor) for tensor in inputs}
+    trunk, forks = set[Any](), list[_Fork]()
     branch: dict[Any, dict[Any, None]] = {}
     for node in _children_first(roots):
         children = [child for child, _ in node.next_functions if child is not None]
         variable = getattr(node, "variable", None)
         branch[node] = {leaf: None for c in children if c not in trunk for leaf in branch[c]}
-        if variable is stage_input or not trunk.isdisjoint(children):
+        if id(variable) in starts or not trunk.isdisjoint(children):
             trunk.add(node)
             if branch[node]:
                 forks.append(_Fork(node, branch[node]))
         elif variable is not None:
             branch[node] = {node: None}
-    return forks
+    return trunk, forks
 
 
 def _children_first(roots: list[Any]) -> list[Any]:

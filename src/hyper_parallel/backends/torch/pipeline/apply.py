@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from hyper_parallel.backends.torch.data.fsdp import (
     reduce_now,
 )
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
-from hyper_parallel.backends.torch.pipeline._split_backward import input_gradient
+from hyper_parallel.backends.torch.pipeline._split_backward import input_gradients
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.tensor.state import PassShape, TpState
 from hyper_parallel.backends.torch.weights.shard_ranges import local
@@ -45,6 +45,23 @@ _Message = tuple[Tensor, ...]
 _DIRECTIONS = {"F": (1, Purpose.PIPELINE_ACTIVATIONS), "B": (-1, Purpose.PIPELINE_GRADIENTS)}
 """Stage offset of a message's receiver, and its purpose."""
 _TARGETS = ("labels", "shift_labels")
+
+
+@dataclass(frozen=True, slots=True)
+class StepActions:
+    """Actions of a pipeline rank in a step that is scheduled together with other parts of the model.
+
+    Attributes:
+        actions: Actions of this rank, those of the pipeline and of other parts; None: those of the pipeline's schedule.
+        begin: Called with a microbatch before its forward on the first stage.
+        others: Runs an action of stage -1, another part.
+        send: Sends the gradients of the features of a microbatch to the part that computed them.
+    """
+
+    actions: Sequence[Action] | None
+    begin: Callable[[int], None]
+    others: Callable[[Action], None]
+    send: Callable[[int, Sequence[Tensor | None]], None]
 
 
 class Pipeline:
@@ -86,6 +103,7 @@ class Pipeline:
         span: Span,
         train: bool,
         scale: float = 1.0,
+        step: StepActions | None = None,
     ) -> Tensor:
         """Run forward and, if `train`, backward of all microbatches.
 
@@ -96,13 +114,14 @@ class Pipeline:
             span: Context factory that records an action's name and kind.
             train: Whether to run backward.
             scale: Factor included in the losses of `loss_of`, applied to the router loss too.
+            step: Actions to run with those of other parts of the model; None: those of the pipeline's schedule.
 
         Returns:
             Loss on the rank of the last stage, 0 on others.
         """
         running = _PipelinePass(self, model, microbatches, loss_of, span, train, scale)
         if not train:
-            return running.run()
+            return running.run(step)
         gradients = None if self.tp is None else self.tp.gradients
         if gradients is not None:
             gradients.defer()
@@ -111,7 +130,7 @@ class Pipeline:
             for p in self._shared_parameters(model):
                 if p.grad is not None:
                     local(p.grad).div_(len(self._sharing))
-        total = running.run()
+        total = running.run(step)
         with span("gradient reduction", "communication"):
             if self._fsdp:
                 complete_gradients(self._fsdp[-1], self.stages.running.flow.unused)
@@ -227,6 +246,7 @@ class _PipelinePass:
         scale: float,
     ) -> None:
         self._scale = scale
+        self._step: StepActions | None = None
         self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
         self._loss_of, self._span, self._train = loss_of, span, train
         self._splits = pipeline.splits(model)
@@ -238,17 +258,25 @@ class _PipelinePass:
         self._outgoing: dict[tuple[str, int, int], _Message] = {}
         self._in_flight: dict[tuple[str, int, int], tuple[_Message, list[Any]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
-        # Input and backward roots of forwards, until their backward.
-        self._saved: dict[_Key, tuple[Tensor | None, list[Tensor]]] = {}
+        # Inputs and backward roots of forwards, until their backward.
+        self._saved: dict[_Key, tuple[Sequence[Tensor], list[Tensor]]] = {}
         self._weight_steps: dict[_Key, Callable[[], None]] = {}
         # Derivative of the auxiliary loss, by microbatch, from the last stage's forward to its backward.
         self._slopes: dict[int, Tensor] = {}
 
-    def run(self) -> Tensor:
+    def run(self, step: StepActions | None) -> Tensor:
         """Run the schedule and wait for all sends; return the loss on the rank of the last stage."""
-        schedule = self._pipeline.schedule(len(self._microbatches), self._train)
-        for action in schedule.ranks[self._pipeline.rank]:
+        self._step, actions = step, None if step is None else step.actions
+        if actions is None:
+            schedule = self._pipeline.schedule(len(self._microbatches), self._train)
+            actions = schedule.ranks[self._pipeline.rank]
+        for action in actions:
             for leaf in action.leaves:
+                if step is not None and leaf.stage < 0:
+                    step.others(leaf)
+                    continue
+                if step is not None and leaf.stage == 0 and leaf.kind == "F":
+                    step.begin(leaf.microbatch)  # type: ignore[arg-type]
                 self._do(leaf)
         for work, _ in self._sent:
             work.wait()
@@ -288,6 +316,7 @@ class _PipelinePass:
                 inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
                 self._model(**inputs, use_cache=False)
                 out = running.output
+            features = running.features
         roots, counts = [out], ()
         if self._balance is not None:
             probabilities, total = self._balance.add(*routed or (None,))
@@ -300,34 +329,42 @@ class _PipelinePass:
         if stage < last:
             self._outgoing["F", stage + 1, i] = (out.detach(), *counts)
         if self._train:
-            self._saved[stage, i] = (received, roots)
+            inputs = features if received is None else [received]
+            self._saved[stage, i] = (inputs, roots)
 
     def _pop_backward(self, stage: int, i: int, message: _Message | None) -> tuple[Any, ...]:
-        """Return a stage's input, the roots of its backward, their gradients, and the derivatives to forward."""
-        stage_input, roots = self._saved.pop((stage, i))
+        """Return a stage's inputs, the roots of its backward, their gradients, and the derivatives to forward."""
+        inputs, roots = self._saved.pop((stage, i))
         grad, *slopes = message or (None, *([] if self._balance is None else [self._slopes.pop(i)]))
         grads = [grad, *(slope.to(roots[-1].dtype) for slope in slopes)]
-        return stage_input, roots, grads[: len(roots)], slopes
+        return inputs, roots, grads[: len(roots)], slopes
 
     def _backward(self, stage: int, i: int, message: _Message | None) -> None:
-        stage_input, roots, grads, slopes = self._pop_backward(stage, i, message)
+        inputs, roots, grads, slopes = self._pop_backward(stage, i, message)
         if roots[0].requires_grad:
             torch.autograd.backward(roots, grads)
-        if stage_input is not None:
-            self._outgoing["B", stage - 1, i] = (stage_input.grad, *slopes)
+        self._pass_back(stage, i, [tensor.grad for tensor in inputs], slopes)
+        for tensor in inputs:
+            tensor.grad = None
 
     def _input(self, stage: int, i: int, message: _Message | None) -> None:
         if not self._splits:
             self._backward(stage, i, message)
             return
-        stage_input, roots, grads, slopes = self._pop_backward(stage, i, message)
+        inputs, roots, grads, slopes = self._pop_backward(stage, i, message)
         if not roots[0].requires_grad:  # the first stage, with frozen weights only
             return
-        if stage_input is None:  # the first stage has no input: W runs the entire backward
-            self._weight_steps[stage, i] = partial(torch.autograd.backward, roots, grads)
-            return
-        grad, self._weight_steps[stage, i] = input_gradient(roots, grads, stage_input)
-        self._outgoing["B", stage - 1, i] = (grad, *slopes)
+        found, self._weight_steps[stage, i] = input_gradients(roots, grads, inputs)
+        self._pass_back(stage, i, found, slopes)
+
+    def _pass_back(
+        self, stage: int, i: int, grads: Sequence[Tensor | None], slopes: Sequence[Tensor]
+    ) -> None:
+        """Hand the gradients of a stage's inputs over to their producer."""
+        if stage:
+            self._outgoing["B", stage - 1, i] = (*grads, *slopes)  # type: ignore[assignment]
+        elif grads and self._step is not None:
+            self._step.send(i, grads)
 
     def _weight(self, stage: int, i: int, message: _Message | None) -> None:
         if (stage, i) in self._weight_steps:

@@ -58,6 +58,7 @@ class StageLayers(SlotList):
         media_stages: Stages that run the encoders of images and recordings.
         trace: Trace of the first pass of the first stage with media of a kind.
         traced: Names of media that were traced.
+        features: Inputs of the first stage from other parts of the model, leaves whose gradients these parts need.
     """
 
     ranges: tuple[range, ...]
@@ -68,6 +69,7 @@ class StageLayers(SlotList):
     media_stages: frozenset[int] = frozenset({0})
     trace: MediaTrace | None = None
     traced: frozenset[str] = frozenset()
+    features: Sequence[Tensor] = ()
 
     def slots(self) -> list[_LayerSlot] | None:
         """Return one slot per layer for the running stage; None outside of a stage."""
@@ -78,7 +80,7 @@ class StageLayers(SlotList):
     @contextmanager
     def run(self, stage: int, received: Tensor | None) -> Iterator[None]:
         """Make the model run one stage on received activations, inside of the context."""
-        self.stage, self.received, self.output = stage, received, None
+        self.stage, self.received, self.output, self.features = stage, received, None, ()
         try:
             yield
         finally:

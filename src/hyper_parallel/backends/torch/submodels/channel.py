@@ -1,10 +1,9 @@
-"""Messages of tensors of any number and shape, with the structure around them, from rank to rank in order."""
+"""Messages of tensors of any number and shape, with the structure around them, keyed by edge and microbatch."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+Key = tuple[tuple[int, int], int, int]
+"""Edge between two stages, and the microbatch: data-parallel rank of the language part, and index."""
 _ALIGNMENT: Final = 16
 """Bytes of the largest element (complex128), so that each tensor of a message can be viewed in its dtype."""
 
@@ -44,7 +45,7 @@ def _unpack(structure: bytes, tensors: Sequence[Tensor]) -> Any:
 
 
 class Channel:
-    """Messages in one direction; a pair of ranks receives them in the order in which they were sent.
+    """Messages in one direction, each with a key; a receiver may ask for them in any order.
 
     Args:
         group: Ranks; no other traffic may use the group.
@@ -54,15 +55,18 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
-        self._to_itself: deque[tuple[bytes, Sequence[Tensor]]] = deque()
+        # Messages that arrived before their receiver asked for them, and those of this rank to itself, by source.
+        self._arrived: dict[tuple[int, Key], tuple[bytes, list[tuple[Tensor, bool]]]] = {}
 
-    def send(self, structure: bytes, tensors: Sequence[Tensor], target: int) -> None:
+    def send(self, key: Key, structure: bytes, tensors: Sequence[Tensor], target: int) -> None:
         """Start to send a packed value to a rank of the world."""
         if target == dist.get_rank():
-            self._to_itself.append((structure, tensors))
+            self._arrived[target, key] = structure, [(t.detach(), t.requires_grad) for t in tensors]
             return
         described = [(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors]
-        head = torch.frombuffer(bytearray(pickle.dumps((structure, described))), dtype=torch.uint8)
+        head = torch.frombuffer(
+            bytearray(pickle.dumps((key, structure, described))), dtype=torch.uint8
+        )
         data = [_bytes(t.detach()) for t in tensors]
         body = torch.cat(data) if data else torch.empty(0, dtype=torch.uint8)
         sizes = torch.tensor([head.numel(), body.numel()])
@@ -71,26 +75,33 @@ class Channel:
             if part.numel():
                 self._pending.append((dist.isend(part, target, group=self._group), part))
 
-    def receive(self, source: int) -> Any:
-        """Return the next value from a rank of the world; tensors that require gradients are leaves."""
-        if source == dist.get_rank():
-            structure, sent = self._to_itself.popleft()
-            return _unpack(structure, [_leaf(t.detach(), t.requires_grad) for t in sent])
+    def receive(self, key: Key, source: int) -> Any:
+        """Return the value of a key from a rank of the world; tensors that require gradients are leaves.
+
+        Raises:
+            KeyError: This rank asks itself for a message that it has not sent.
+        """
+        while (source, key) not in self._arrived and source != dist.get_rank():
+            self._read(source)
+        structure, tensors = self._arrived.pop((source, key))
+        return _unpack(structure, [_leaf(tensor, grad) for tensor, grad in tensors])
+
+    def _read(self, source: int) -> None:
+        """Wait for the next message of a rank."""
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, source, group=self._group)
         head = torch.empty(int(sizes[0]), dtype=torch.uint8)
         dist.recv(head, source, group=self._group)
-        structure, described = pickle.loads(head.numpy().tobytes())
+        key, structure, described = pickle.loads(head.numpy().tobytes())
         body = torch.empty(int(sizes[1]), dtype=torch.uint8, device=self._device)
         if body.numel():
             dist.recv(body, source, group=self._group)
         tensors, start = [], 0
         for dtype, shape, requires_grad in described:
             size = dtype.itemsize * torch.Size(shape).numel()
-            tensor = body[start : start + size].view(dtype).view(shape)
-            tensors.append(_leaf(tensor, requires_grad))
+            tensors.append((body[start : start + size].view(dtype).view(shape), requires_grad))
             start += size + -size % _ALIGNMENT
-        return _unpack(structure, tensors)
+        self._arrived[source, key] = structure, tensors
 
     def flush(self) -> None:
         """Wait until every message is sent."""

@@ -25,14 +25,15 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.backends.torch.collectives import all_reduce
 from hyper_parallel.backends.torch.pipeline.stages import StageLayers
 from hyper_parallel.backends.torch.submodels.channel import Channel, pack
+from hyper_parallel.backends.torch.submodels.joint_steps import JointSteps, Source
 from hyper_parallel.errors import CollectiveMismatch
-from hyper_parallel.ir import Purpose
+from hyper_parallel.ir import Action, Purpose
 
 Span = Callable[[str, str], AbstractContextManager[Any]]
 _T = TypeVar("_T")
 Pass = Literal["forward", "language", "backward"]
-Source = tuple[int, int] | None
-"""Data-parallel rank of the language part and index of its microbatch; None: no microbatch."""
+FEATURES, GRADIENTS = (0, 1), (1, 0)
+"""Edges from the tower, stage 0, to the first language stage, and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class Tower:
     ) -> None:
         self.border = border
         self.rank, self._features, self._gradients = rank, features, gradients
+        self._running: dict[int, tuple[Source, list[Tensor], Tensor]] = {}
 
     def serve(
         self,
@@ -122,48 +124,77 @@ class Tower:
             train: Whether readers run backward passes.
             deferred: Context of the backward passes of all microbatches but the last.
         """
-        trained = train and any(p.requires_grad for p in model.parameters())
-        running: dict[int, tuple[Source, list[Tensor], Tensor]] = {}
+        trained = train and is_trained(model)
         for kind, number in self.border.passes(len(microbatches)):
             if kind == "language":
                 yield number
             elif kind == "forward":
-                with torch.set_grad_enabled(trained):
-                    results = self._forward(model, microbatches[number], number, span)
-                if trained:
-                    running[number] = results
+                batch = microbatches[number]
+                source = None if batch is None else self.border.source(self.rank, number)
+                self.forward(model, batch, number, source, span, trained)
             elif trained:
                 with nullcontext() if number + 1 == len(microbatches) else deferred(model):
-                    self._backward(*running.pop(number), span)
+                    self.backward(number, span)
 
     def flush(self) -> None:
         """Wait until every message is sent."""
         self._features.flush()
 
-    def _forward(
-        self, model: nn.Module, batch: Mapping[str, Any] | None, number: int, span: Span
-    ) -> tuple[Source, list[Tensor], Tensor]:
-        with span("forward", "compute"):
+    def run(
+        self,
+        action: Action,
+        model: nn.Module,
+        microbatches: Sequence[Mapping[str, Any] | None],
+        span: Span,
+        trained: bool,
+    ) -> None:
+        """Run an action of a joint schedule. W is the whole backward: nothing waits for an input gradient."""
+        assert action.microbatch is not None
+        i = action.microbatch
+        if action.kind == "F":
+            self.forward(model, microbatches[i], i, (0, i), span, trained)
+        elif action.kind in ("B", "W"):
+            self.backward(i, span)
+
+    def forward(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any] | None,
+        number: int,
+        source: Source,
+        span: Span,
+        trained: bool,
+    ) -> None:
+        """Compute and send the features of a microbatch; `trained`: keep them for `backward`."""
+        with span("tower forward", "compute"), torch.set_grad_enabled(trained):
             structure, tensors, start = model(**(batch or {}))
-        source = None if batch is None else self.border.source(self.rank, number)
         if source is not None:
             for reader in self.border.readers[source[0]]:
-                self._features.send(structure, tensors, reader)
-        return source, tensors, start
+                self._features.send((FEATURES, *source), structure, tensors, reader)
+        if trained:
+            self._running[number] = source, tensors, start
 
-    def _backward(self, source: Source, tensors: list[Tensor], start: Tensor, span: Span) -> None:
+    def backward(self, number: int, span: Span) -> None:
+        """Receive the gradients of the features of a pass, and add up those of the tower."""
+        source, tensors, start = self._running.pop(number)
         outputs = [t for t in tensors if t.requires_grad]
         grads: list[Tensor | None] = [None] * len(outputs)
         if outputs:
             assert source is not None
             with span("gradients of features", "communication"):
-                grads = self._gradients.receive(self.border.readers[source[0]][0])
+                reader = self.border.readers[source[0]][0]
+                grads = self._gradients.receive((GRADIENTS, *source), reader)
         used = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
         # `start` begins FSDP's backward pass on ranks without features too.
-        with span("backward", "compute"):
+        with span("tower backward", "compute"):
             torch.autograd.backward(
                 [start, *(t for t, _ in used)], [torch.zeros_like(start), *(g for _, g in used)]
             )
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Return whether any parameter of a model requires gradients."""
+    return any(p.requires_grad for p in model.parameters())
 
 
 class Reader:
@@ -191,6 +222,7 @@ class Reader:
         self._features, self._gradients = features, gradients
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
+        self._owner = border.owner
         self._received: deque[tuple[str, Any]] | None = None
         self._leaves: list[Tensor] = []
         self._stages: StageLayers | None = None
@@ -215,13 +247,21 @@ class Reader:
         model.register_forward_hook(self._end)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Count the forward passes in this context as the microbatches of one step."""
-        self._index = 0
+    def step(self, owner: Callable[[int, int], int] | None = None) -> Iterator[None]:
+        """Allow forward passes in this context, of the microbatches of `begin`.
+
+        Args:
+            owner: Rank that computes the features of a microbatch; None: that of the border.
+        """
+        self._owner = owner or self.border.owner
         try:
             yield
         finally:
             self._index = None
+
+    def begin(self, index: int) -> None:
+        """Set the microbatch of the next forward pass."""
+        self._index = index
 
     def flush(self) -> None:
         """Wait until every message is sent."""
@@ -239,11 +279,14 @@ class Reader:
         if self._received is None:
             if self._index is None:
                 raise mismatch("a forward pass outside of a step")
-            message = self._features.receive(self.border.owner(self.share, self._index))
+            key = (FEATURES, self.share, self._index)
+            message = self._features.receive(key, self._owner(self.share, self._index))
             tensors = _tensors(message)
             self._leaves = [t for t in tensors if t.requires_grad]
             if self._stages is not None and self._stages.trace is not None:
                 self._stages.trace.mark(tensors)
+            if self._stages is not None:
+                self._stages.features = self._leaves
             self._received = deque(message)
         return self._received
 
@@ -254,34 +297,38 @@ class Reader:
         if rest := self._message():
             raise mismatch(f"the tower sent `{rest[0][0]}`, which the model does not call")
         assert self._index is not None
-        target, leaves = self.border.owner(self.share, self._index), self._leaves
-        self._index += 1
-        if not leaves:
+        index, leaves = self._index, self._leaves
+        self._index = None
+        if not leaves or self._stages is not None:  # a pipeline calls `send`
             return
-        if self._stages is not None:
-            output = self._stages.output
         queued: list[bool] = []
 
         def begin_backward(_: Tensor) -> None:
             if not queued:
                 queued.append(True)
-                Variable._execution_engine.queue_callback(lambda: self._send(leaves, target))
+                Variable._execution_engine.queue_callback(end_backward)
+
+        def end_backward() -> None:
+            grads = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+            self.send(index, grads)
 
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(begin_backward)
 
-    def _send(self, leaves: Sequence[Tensor], target: int) -> None:
+    def send(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Send the gradients of the features of one microbatch."""
-        grads = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        if self._summed_over is not None:
-            for grad in grads:
-                if grad is not None:
-                    all_reduce(grad, self._summed_over, Purpose.WHOLE_PARAMETERS)
+        if (group := self._summed_over) is not None:
+            # Copies, because the weight gradients of a pipeline stage may still read these tensors.
+            grads = [
+                None if g is None else all_reduce(g.clone(), group, Purpose.WHOLE_PARAMETERS)
+                for g in grads
+            ]
         if self._sends:
-            self._gradients.send(*pack(grads), target)
+            key, target = (GRADIENTS, self.share, index), self._owner(self.share, index)
+            self._gradients.send(key, *pack(grads), target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +353,12 @@ class Submodels:
     Attributes:
         group: Ranks of all parts.
         roles: Parts of this rank, the language part first.
+        joint: Schedules of steps of tower and pipeline together; None: the tower computes in rounds.
     """
 
     group: dist.ProcessGroup
     roles: tuple[Role, ...]
+    joint: JointSteps | None = None
 
     @property
     def language(self) -> tuple[nn.Module, Reader] | None:
@@ -327,12 +376,21 @@ class Submodels:
         own: list[Source] = []
         if self.language is not None:
             own = [(self.language[1].share, index) for index in range(count)]
-        served = (tower.border.sources(tower.rank, count) for _, tower in self.towers)
+        if self.joint is not None:
+            served = [self.joint.sources(tower.rank, count) for _, tower in self.towers]
+        else:
+            served = [tower.border.sources(tower.rank, count) for _, tower in self.towers]
         return [*own, *(source for sources in served for source in sources)]
 
     def divided(self, microbatches: Sequence[_T]) -> tuple[Sequence[_T], list[Sequence[_T]]]:
         """Return the microbatches of the language part and those of each tower, in the order of `sources`."""
         given = len(microbatches)
+        if self.joint is not None:
+            count, rest = divmod(given, len(self.roles))
+            if rest or not count:
+                raise mismatch(f"{given} microbatches")
+            parts = [microbatches[k * count : (k + 1) * count] for k in range(len(self.roles))]
+            return ([], parts) if self.language is None else (parts[0], parts[1:])
         most = given * max((len(tower.border.tower) for _, tower in self.towers), default=1)
         count = next((c for c in range(most + 1) if len(self.sources(c)) == given), None)
         if count is None:

@@ -243,6 +243,11 @@ class TowerModel(nn.Module):
         object.__setattr__(self, COMPLETE, model)  # not a child: its children are
         self._modules, self._parameters = model._modules, model._parameters
 
+    @property
+    def has_features(self) -> bool:
+        """True if a forward that ended by an error had computed features."""
+        return bool(self._crossed)
+
     def _recorded(self, label: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._running:

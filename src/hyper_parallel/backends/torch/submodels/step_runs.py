@@ -1,0 +1,128 @@
+"""Work of the towers of one rank in one step: in rounds, or under a joint schedule with the language part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.backends.torch.submodels.exchange import (
+    Span,
+    Submodels,
+    is_trained,
+    mismatch,
+    rounds_of,
+)
+from hyper_parallel.backends.torch.submodels.joint_steps import share_gradients, sum_gradients
+from hyper_parallel.ir import Action
+
+_Served = Sequence[Sequence[Mapping[str, Any] | None]]
+
+
+class Rounds:
+    """Towers that compute in rounds, between the microbatches of the language part.
+
+    Args:
+        submodels: Parts of this rank.
+        served: Microbatches of each tower, as of `Submodels.divided`.
+        span: See `forward_backward`.
+        train: Whether to run backward.
+        deferred: Context of the backward passes of all microbatches of a tower but the last.
+
+    Attributes:
+        actions: Actions of this rank in a joint schedule; None: the language part has its own.
+        owner: Rank that computes the features of a microbatch; None: that of the border.
+    """
+
+    actions: Sequence[Action] | None = None
+    owner: Callable[[int, int], int] | None = None
+
+    def __init__(
+        self,
+        submodels: Submodels,
+        served: _Served,
+        span: Span,
+        train: bool,
+        deferred: Callable[[nn.Module], AbstractContextManager[None]],
+    ) -> None:
+        self._language = submodels.language
+        self._rounds = rounds_of(
+            tower.serve(part, batches, span, train, deferred)
+            for (part, tower), batches in zip(submodels.towers, served, strict=True)
+        )
+
+    def begin(self, index: int) -> None:
+        """Run the tower's passes that come before the forward of a microbatch of the language part."""
+        next(self._rounds, None)
+        if self._language is not None:
+            self._language[1].begin(index)
+
+    def run(self, action: Action) -> None:
+        """Run an action of a tower; rounds have none."""
+        raise AssertionError(f"{action} is no action of a round")
+
+    def end(self) -> None:
+        """Run all passes that are left."""
+        for _ in self._rounds:
+            continue
+
+
+class Joint:
+    """Tower under a joint schedule with the pipeline of the language part.
+
+    Args:
+        submodels: Parts of this rank, with `joint`.
+        count: Microbatches of the step.
+        served: Microbatches of the tower, if this rank has it: one list, with None for those of other ranks.
+        span: See `forward_backward`.
+        train: Whether to run backward.
+
+    Attributes:
+        actions: Actions of this rank.
+
+    Raises:
+        CollectiveMismatch: HP622 for a tower that was frozen when the model was parallelized and is not any more.
+    """
+
+    def __init__(
+        self, submodels: Submodels, count: int, served: _Served, span: Span, train: bool
+    ) -> None:
+        assert submodels.joint is not None
+        self._joint, self._language = submodels.joint, submodels.language
+        self.actions = self._joint.actions(count, train)
+        self._owners = self._joint.owners(count)
+        self._span, self._trains, self._batches = span, False, served[0] if served else ()
+        self._tower = next(iter(submodels.towers), None)
+        if self._tower is None:
+            return
+        part = self._tower[0]
+        self._trains = train and is_trained(part)
+        if self._trains and self._joint.frozen:
+            raise mismatch("a tower that was frozen when the model was parallelized is trained")
+        if self._trains and self._joint.copies is not None:
+            share_gradients(part, self._joint.copies.size())
+
+    def owner(self, _: int, index: int) -> int:
+        """Return the rank that computes the features of a microbatch."""
+        return self._joint.tower[self._owners[index]]
+
+    def begin(self, index: int) -> None:
+        """Announce the forward of a microbatch on the first stage of the language part."""
+        assert self._language is not None
+        self._language[1].begin(index)
+
+    def run(self, action: Action) -> None:
+        """Run an action of the tower."""
+        assert self._tower is not None
+        part, tower = self._tower
+        tower.run(action, part, self._batches, self._span, self._trains)
+
+    def end(self) -> None:
+        """Run all actions on a rank without the language part, then sum the gradients of the tower's copies."""
+        for action in self.actions if self._language is None else ():
+            self.run(action)
+        if self._trains and self._tower is not None and self._joint.copies is not None:
+            with self._span("gradient reduction", "communication"):
+                sum_gradients(self._tower[0], self._joint.copies, self._joint.reduce_dtype)

@@ -1,0 +1,234 @@
+"""Schedule of one step of a tower and a language part with pipeline stages: stage 0 is the tower.
+
+Ranks of the schedule are lanes. Lane k < p runs language stage k + 1; the tower has copies on lanes of the language
+part, where they fill bubbles, or on lanes of its own. Each microbatch passes through one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+
+from hyper_parallel.errors import ScheduleError
+from hyper_parallel.ir import Schedule, StageCost, StageGraph
+from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
+from hyper_parallel.mpmd._lower import lower
+from hyper_parallel.mpmd._tasks import StageCosts, Transfers
+from hyper_parallel.mpmd._verify import verify
+
+AHEAD = 2
+"""Microbatches that a lane with the tower holds in addition to those of 1F1B, so that encoder work fills bubbles.
+
+With 1, two lanes are as slow as 1F1B; more than 2 gain less than 3 % (benchmarks/multimodal_schedule.py).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerLanes:
+    """Lanes of a step.
+
+    Attributes:
+        stages: Language stages p, on lanes 0 to p - 1.
+        towers: Lane of each tower rank.
+    """
+
+    stages: int
+    towers: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of lanes."""
+        return max(self.stages - 1, *self.towers) + 1
+
+    def graph(self, frozen: bool = False) -> StageGraph:
+        """Return the graph of stages: the tower, then the chain of language stages."""
+        edges = tuple((s, s + 1) for s in range(self.stages))
+        return StageGraph(edges, frozenset({0} if frozen else ()), frozenset({0}))
+
+    def limits(self, ahead: int = AHEAD) -> list[int]:
+        """Return the microbatches in flight on each lane: those of 1F1B, and `ahead` more on lanes with the tower."""
+        p = self.stages
+        return [
+            (p - lane if lane < p else p) + ahead * (lane in self.towers)
+            for lane in range(self.count)
+        ]
+
+    def owners(self, schedule: Schedule) -> list[int]:
+        """Return the tower rank of every microbatch; several tower ranks of a lane take turns."""
+        homes = schedule.homes()
+        turns = dict.fromkeys(self.towers, 0)
+        owners = []
+        for i in range(schedule.microbatches):
+            lane = homes[0, i]
+            here = [rank for rank, home in enumerate(self.towers) if home == lane]
+            owners.append(here[turns[lane] % len(here)])
+            turns[lane] += 1
+        return owners
+
+
+def submodel_schedule(
+    lanes: TowerLanes,
+    microbatches: int,
+    costs: StageCosts = (),
+    *,
+    frozen: bool = False,
+    transfer_s: Transfers = MappingProxyType({}),
+    ahead: int = AHEAD,
+) -> Schedule:
+    """Return the fastest verified schedule of a step, with sends and receives.
+
+    Homes of the tower's microbatches and orders of microbatches are tried, each with list scheduling and the backward
+    split into I and W. Lanes hold the microbatches of `TowerLanes.limits`.
+
+    Args:
+        lanes: Lanes of the parts.
+        microbatches: Microbatches of the step.
+        costs: Cost of the tower and of each language stage as for `schedule_tasks`; (): equal costs. The tower has no
+            input gradient: its whole backward is W.
+        frozen: Whether the tower is frozen.
+        transfer_s: Seconds per edge as for `schedule_tasks`.
+        ahead: Microbatches that lanes with the tower hold in addition to those of 1F1B.
+
+    Raises:
+        ScheduleError: HP320 for another number of costs.
+    """
+    costs = costs or [StageCost(1.0, 0.0, 2.0), *[StageCost(1.0, 1.0, 1.0)] * lanes.stages]
+    if len(costs) != lanes.stages + 1:
+        raise ScheduleError(
+            "every stage needs its cost", got=f"{len(costs)} costs", allowed=lanes.stages + 1
+        )
+    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    # One byte per microbatch in flight.
+    counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=1) for c in r] for r in rows]
+    limits = lanes.limits(ahead)
+    seconds = [c.forward_s for c in rows[0]]
+    given = list(range(microbatches))
+    light = sorted(given, key=seconds.__getitem__)
+    best: tuple[int, Schedule] | None = None
+    for homes, order in product(_homes(lanes, rows), (given, light, light[::-1])):
+        places = [homes, *([lane] * microbatches for lane in range(lanes.stages))]
+        problem = ListProblem(lanes.graph(frozen), places, counted, transfer_s, split=True)
+        result = problem.arrange(order, limits, False)
+        if result is not None and (best is None or result[1] < best[0]):
+            best = result[1], problem.schedule(result[0])
+    assert best is not None, "without a limit of time, every schedule is finished"
+    idle = ((),) * (lanes.count - len(best[1].ranks))  # ranks of the tower without a microbatch
+    schedule = replace(best[1], ranks=(*best[1].ranks, *idle))
+    lowered = lower(schedule, reduce_grad=False, costs=rows, transfer_s=transfer_s)
+    verify(lowered, costs=counted, max_bytes=limits)
+    return lowered
+
+
+def _homes(lanes: TowerLanes, rows: Sequence[Sequence[StageCost]]) -> list[list[int]]:
+    """Return candidates for the lanes of the tower's microbatches: dealt in turn, and by load."""
+    count = len(rows[0])
+    in_turn = [lanes.towers[i % len(lanes.towers)] for i in range(count)]
+    loads = dict.fromkeys((*range(lanes.stages), *lanes.towers), 0.0)
+    for lane, row in enumerate(rows[1:]):
+        loads[lane] = sum(map(_seconds, row))
+    by_load = [0] * count
+    for i in sorted(range(count), key=lambda i: -_seconds(rows[0][i])):
+        by_load[i] = lane = min(lanes.towers, key=loads.__getitem__)
+        loads[lane] += _seconds(rows[0][i])
+    return [in_turn, by_load] if by_load != in_turn else [in_turn]
+
+
+def _seconds(cost: StageCost) -> float:
+    return cost.forward_s + cost.input_grad_s + cost.weight_grad_s
+
+
+def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool) -> Schedule:
+    """Return a schedule of a step with messages, verified.
+
+    Args:
+        schedule: Schedule with or without messages.
+        lanes: Lanes that execute it.
+        frozen: Whether the tower is frozen.
+
+    Raises:
+        ScheduleError: HP320 for a schedule that does not fit the lanes, or that cannot run.
+    """
+    graph = lanes.graph(frozen)
+    if schedule.graph != graph or len(schedule.ranks) != lanes.count:
+        raise ScheduleError(
+            "the schedule does not match the sub-models",
+            got=f"{len(schedule.ranks)} lanes, stages {schedule.graph}",
+            allowed=f"{lanes.count} lanes, stages {graph}",
+        )
+    if not schedule.has_communication:
+        schedule = lower(schedule.compute_only(), reduce_grad=False)
+    verify(schedule)
+    for (stage, _), lane in schedule.homes().items():
+        if lane != stage - 1 if stage else lane not in lanes.towers:
+            raise ScheduleError(
+                f"stage {stage} computes on lane {lane}",
+                allowed=f"lane {stage - 1}" if stage else [*lanes.towers],
+            )
+    return schedule
+
+
+def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
+    """Return the forwards of a schedule, with messages: the step without gradients, on the same homes."""
+    # Microbatches in order: a stage of 1F1B may start later ones before earlier ones arrive.
+    rows = tuple(
+        tuple(
+            sorted(
+                (a for a in row if a.kind == "F"),
+                key=lambda a: (a.stage + (a.microbatch or 0), a.stage),
+            )
+        )
+        for row in schedule.ranks
+    )
+    graph = replace(lanes.graph(), frozen=frozenset(range(lanes.stages + 1)))
+    lowered = lower(replace(schedule, ranks=rows, graph=graph), reduce_grad=False)
+    verify(lowered)
+    return lowered
+
+
+def rounds_schedule(
+    lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False
+) -> Schedule:
+    """Return the order of a tower that computes in rounds and of 1F1B of the language part, for a simulation.
+
+    Args:
+        lanes: Lanes, one of them of the whole tower: its own, or that of a language part without pipeline stages.
+        microbatches: Microbatches of each language rank.
+        costs: As for `submodel_schedule`, of the tower per microbatch of the language part.
+        frozen: Whether the tower is frozen.
+    """
+    homes = [[lane] * microbatches for lane in (*lanes.towers, *range(lanes.stages))]
+    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=0) for c in r] for r in rows]
+    limits = lanes.limits(1)
+    return list_schedule(
+        lanes.graph(frozen), homes, counted, max_bytes=[max(2, n) for n in limits], split=False
+    )
+
+
+def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) -> float:
+    """Return seconds that no order of the same work undercuts, wherever the tower's microbatches lie.
+
+    Args:
+        lanes: Lanes of the parts.
+        microbatches: Microbatches of the step.
+        costs: As for `submodel_schedule`, with W = 0 for a frozen tower.
+    """
+    rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
+    loads = dict.fromkeys(range(lanes.count), 0.0)
+    for lane, row in enumerate(rows[1:]):
+        loads[lane] = sum(map(_seconds, row))
+    # The tower's work fills its lanes up to one level, the emptiest ones first.
+    free = sorted(loads[lane] for lane in {*lanes.towers})
+    work = sum(map(_seconds, rows[0]))
+    levels = [(sum(free[:k]) + work) / k for k in range(1, len(free) + 1)]
+    level = next(
+        level
+        for level, above in zip(levels, [*free[1:], float("inf")], strict=True)
+        if level <= above
+    )
+    chains = (
+        sum(row[i].forward_s + row[i].input_grad_s for row in rows) for i in range(microbatches)
+    )
+    return max(level, *loads.values(), *chains)

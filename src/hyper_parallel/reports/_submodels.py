@@ -1,0 +1,81 @@
+"""Predicted and measured seconds of the parts of a multimodal model, and the bubble of their step."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from hyper_parallel.ir import SubmodelsPlan, Timeline
+from hyper_parallel.reports._timeline import steps_of
+
+_FORWARD: Final = re.compile(r"(tower )?(forward|\d+F\d+)")
+_BACKWARD: Final = re.compile(r"(tower )?(backward|\d+[BIW]\d+)")
+
+
+class PartRow(NamedTuple):
+    """Seconds of a part in one step, on its busiest rank; the measured ones are None without a timeline.
+
+    Attributes:
+        name: Name of the part; `step` for all of them.
+        where: Degrees and ranks.
+        predicted: Seconds of forward and of backward; of the step: seconds, and fraction of bubbles.
+        measured: Likewise.
+    """
+
+    name: str
+    where: str
+    predicted: tuple[float, float]
+    measured: tuple[float, float] | None
+
+
+def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list[PartRow]:
+    """Return one row per part, and one for the step; empty for a whole model."""
+    if plan is None:
+        return []
+    rows = []
+    for part in plan.parts:
+        where = f"{part.degrees}, ranks {', '.join(map(str, part.ranks))}"
+        of_tower = part.name != "language"
+        measured = None if timeline is None else _part_s(timeline, part.ranks, of_tower)
+        rows.append(PartRow(part.name, where, (part.forward_s, part.backward_s), measured))
+    together = None if timeline is None else _together(timeline)
+    where = "joint schedule" if plan.schedule else "in rounds"
+    return [*rows, PartRow("step", where, (plan.step_s, plan.bubble), together)]
+
+
+def _steps(timeline: Timeline) -> list[int]:
+    """Return the recorded steps without the first one, which is slower."""
+    return steps_of(timeline)[1:] or steps_of(timeline)
+
+
+def _part_s(
+    timeline: Timeline, ranks: tuple[int, ...], of_tower: bool
+) -> tuple[float, float] | None:
+    """Return mean seconds of forward and backward per step of the rank of a part with the longest ones."""
+    steps, seconds = _steps(timeline), {rank: [0.0, 0.0] for rank in ranks}
+    for span in timeline.spans:
+        rank = int(span.lane.split("/")[0].removeprefix("rank "))
+        if span.step not in steps or rank not in seconds:
+            continue
+        for number, pattern in enumerate((_FORWARD, _BACKWARD)):
+            match = pattern.fullmatch(span.name)
+            if match and bool(match[1]) == of_tower:
+                seconds[rank][number] += span.duration_s / len(steps)
+    forward, backward = max(seconds.values(), key=sum)
+    return (forward, backward) if forward else None
+
+
+def _together(timeline: Timeline) -> tuple[float, float] | None:
+    """Return mean seconds from the first to the last computation of a step, and the fraction of bubbles in it."""
+    lengths, busy = [], 0.0
+    passes = [
+        s for s in timeline.spans if _FORWARD.fullmatch(s.name) or _BACKWARD.fullmatch(s.name)
+    ]
+    ranks = {span.lane.split("/")[0] for span in passes}
+    for step in _steps(timeline):
+        spans = [span for span in passes if span.step == step]
+        if spans:
+            lengths.append(max(s.end_s for s in spans) - min(s.start_s for s in spans))
+            busy += sum(span.duration_s for span in spans)
+    total = sum(lengths)
+    return (total / len(lengths), 1.0 - busy / (len(ranks) * total)) if total else None
