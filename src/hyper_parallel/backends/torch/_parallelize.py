@@ -62,19 +62,15 @@ def apply_plan(
     if stages is not None:
         stages.install(model)
     # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
-    fsdp = (
-        ()
-        if ranks.traced
-        else shard_data_parallel(
-            model,
-            [] if is_reversible(model) else layers,
-            sharded.expert_modules,
-            sharded.layouts,
-            plan,
-            ranks.mesh,
-            ranks.expert_mesh,
-            average,
-        )
+    fsdp = shard_data_parallel(
+        model,
+        [] if is_reversible(model) else layers,
+        sharded.expert_modules,
+        sharded.layouts,
+        plan,
+        None if ranks.traced else ranks.mesh,
+        ranks.expert_mesh,
+        average,
     )
     if strategy.pp == 1:
         unskippable = sharded.expert_modules if strategy.ep > 1 else ()
