@@ -158,8 +158,8 @@ MindSpore orders the operators of a graph as it likes, and differently on ranks 
 therefore depends on the result of the previous one in the program.
 
 With `ep`, each rank sends the rows of its tokens to the ranks of their experts, in slots of a fixed number: shapes must
-be static, so `moe.capacity_factor` is required. With `tp`, the program of a model whose packed projections are exchanged
-unevenly is refused with HP104; an example is a fused query, key and value projection with fewer key heads than ranks.
+be static, so `moe.capacity_factor` is required. With `tp`, a model whose packed projections are exchanged unevenly is
+refused with HP104; an example is a fused query, key and value projection with fewer key heads than ranks.
 
 With `pp`, each rank has two programs of its stage: one for the activations that it sends, and one for loss and
 gradients, which computes the stage again from the activations that it has received. Ranks run them in the order of the
