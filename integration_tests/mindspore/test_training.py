@@ -119,14 +119,16 @@ def test_several_processes_train_as_one(place, sgd_on_torch, layout):
     )
 
 
-def test_experts_on_two_processes_train_as_on_torch(place):
+@pytest.mark.parametrize("shards", [2, 4])
+def test_experts_on_two_ranks_train_as_on_torch(place, shards):
+    """With four shards, two ranks share each half of the experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     (place / "experts.json").write_text(json.dumps(MODEL | experts | names))
     options = "model.path=experts.json", "moe.aux_loss_coef=0", "moe.capacity_factor=1", *SGD
-    words = "parallel.dp_shard=2", "parallel.ep=2"
-    wanted = _train(place, "experts_torch", *options, *words)
-    rows = _train(place, "experts", "backend=mindspore", *options, *words)
+    words = f"parallel.dp_shard={shards}", "parallel.ep=2"
+    wanted = _train(place, f"experts_torch{shards}", *options, *words)
+    rows = _train(place, f"experts{shards}", "backend=mindspore", *options, *words)
     _same(rows, wanted, 1e-5, norms=6)
 
 

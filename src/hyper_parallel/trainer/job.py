@@ -464,7 +464,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     check_offload(recipe, plan, model, loaded.where)
     check_optimizer(recipe, plan, loaded.where, model)
     if recipe.parallel.submodels is not None:
-        from hyper_parallel.trainer.engine.recipe_model import check_submodels
+        from hyper_parallel.trainer.engine.recipe_submodels import check_submodels
 
         check_submodels(loaded, plan, model)
     check_trackers(recipe.training.report_to, loaded.where("training.report_to"))

@@ -69,19 +69,15 @@ def apply_plan(
         stages.install(model)
     # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
     synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
-    fsdp = (
-        ()
-        if ranks.traced
-        else shard_data_parallel(
-            model,
-            [] if is_reversible(model) else layers,
-            sharded.expert_modules,
-            sharded.layouts,
-            synced,
-            ranks.mesh,
-            ranks.expert_mesh,
-            average,
-        )
+    fsdp = shard_data_parallel(
+        model,
+        [] if is_reversible(model) else layers,
+        sharded.expert_modules,
+        sharded.layouts,
+        synced,
+        None if ranks.traced else ranks.mesh,
+        ranks.expert_mesh,
+        average,
     )
     if strategy.pp == 1 and sync_replicas:
         unskippable = sharded.expert_modules if strategy.ep > 1 else ()

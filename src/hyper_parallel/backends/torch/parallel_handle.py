@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def traced(self) -> bool:
-        """Whether operators of a rank are traced: the program shards parameters over data-parallel ranks."""
+        """True if operators of a rank are traced: the program shards parameters over data-parallel ranks."""
         return isinstance(self.world_group, TracedGroup)
 
 

@@ -286,12 +286,14 @@ def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
     axes = [a for a in ("cp", "tp_y") if getattr(strategy, a) > 1]
     if 1 < strategy.pp < strategy.world_size:
         axes.append("pp")
+    if strategy.tp > 1 and strategy.ep > 1:
+        axes.append("ep")
     if not axes:
         return
     replicas = strategy.world_size // (strategy.dp_shard * strategy.tp_x)
     degrees = {"dp_replicate": replicas} | dict.fromkeys(axes, 1)
     raise UnsupportedSharding(
-        f"the back end {backend} runs pp alone, or the axes dp_replicate, dp_shard, tp and ep",
+        f"the back end {backend} runs pp alone, or the axes dp_replicate, dp_shard, and tp or ep",
         where=where,
         got=str(strategy),
         hint=" ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items()),
