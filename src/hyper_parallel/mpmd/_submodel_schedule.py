@@ -104,10 +104,10 @@ def submodel_schedule(
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=1) for c in r] for r in rows]
     limits = lanes.limits(ahead)
     seconds = [c.forward_s for c in rows[0]]
-    given = list(range(microbatches))
-    light = sorted(given, key=seconds.__getitem__)
+    in_turn = list(range(microbatches))
+    light = sorted(in_turn, key=seconds.__getitem__)
     best: tuple[int, Schedule] | None = None
-    for homes, order in product(_homes(lanes, rows), (given, light, light[::-1])):
+    for homes, order in product(_homes(lanes, rows), (in_turn, light, light[::-1])):
         places = [homes, *([lane] * microbatches for lane in range(lanes.stages))]
         problem = ListProblem(lanes.graph(frozen), places, counted, transfer_s, split=True)
         result = problem.arrange(order, limits, False)

@@ -38,9 +38,9 @@ def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list
         of_tower = part.name != "language"
         measured = None if timeline is None else _part_s(timeline, part.ranks, of_tower)
         rows.append(PartRow(part.name, where, (part.forward_s, part.backward_s), measured))
-    together = None if timeline is None else _together(timeline)
+    step = None if timeline is None else _step_s(timeline)
     where = "joint schedule" if plan.schedule else "in rounds"
-    return [*rows, PartRow("step", where, (plan.step_s, plan.bubble), together)]
+    return [*rows, PartRow("step", where, (plan.step_s, plan.bubble), step)]
 
 
 def _steps(timeline: Timeline) -> list[int]:
@@ -65,7 +65,7 @@ def _part_s(
     return (forward, backward) if forward else None
 
 
-def _together(timeline: Timeline) -> tuple[float, float] | None:
+def _step_s(timeline: Timeline) -> tuple[float, float] | None:
     """Return mean seconds from the first to the last computation of a step, and the fraction of bubbles in it."""
     lengths, busy = [], 0.0
     passes = [

@@ -29,9 +29,9 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
     The last answer of a row is decoded greedily from the true tokens of its document before it. Called once, after the
     ranks have ended: one device loads the export.
     """
-    rows, found = job.packed.holdout, list[dict[str, Any]]()
+    rows, answers = job.packed.holdout, list[dict[str, Any]]()
     if rows is None:
-        return found
+        return answers
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
     count = min(job.recipe.sample_answers, len(rows))
     for index in range(count):
@@ -45,14 +45,14 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
         begin = 0 if positions is None else first - int(positions[0, first])
         prompt, expected = tokens[begin : first + 1].tolist(), labels[runs[-1]].tolist()
         media, images = _media(generator, rows.media(at), tokens[None], len(prompt))
-        given = generator.continue_tokens(prompt, len(expected) + _FURTHER_TOKENS, media)
-        texts = {"prompt": prompt, "expected": expected, "answer": given}
+        answer = generator.continue_tokens(prompt, len(expected) + _FURTHER_TOKENS, media)
+        texts = {"prompt": prompt, "expected": expected, "answer": answer}
         decode = generator.tokenizer.decode
-        found.append(
+        answers.append(
             {name: decode(ids, skip_special_tokens=True).strip() for name, ids in texts.items()}
             | {"images": images}
         )
-    return found
+    return answers
 
 
 def _media(

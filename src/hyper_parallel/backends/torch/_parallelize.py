@@ -50,8 +50,7 @@ def apply_plan(
         routing: Options of expert routing; None: the behavior of the model.
         average: See `hyper_parallel.parallelize`.
         one_order: See `hyper_parallel.parallelize`.
-        sync_replicas: False: replicas of a model that is not sharded run without collectives; the caller sums their
-            gradients.
+        sync_replicas: False: replicas run without collectives; the caller sums their gradients.
 
     Returns:
         The same model: same class, same parameter names.
@@ -87,8 +86,8 @@ def apply_plan(
         pipeline = Pipeline(model, stages, strategy, tp, context, balance, fsdp)
     if tp is not None:
         watch_gradients(model, sharded.layouts, tp, sharded.trials.tensor)
-    state = (tp, context, experts, balance, pipeline, fsdp, hook, halves)
-    attach(model, Handle(plan, ranks, sharded.layouts, sharded.shapes, *state, average))
+    parts = (tp, context, experts, balance, pipeline, fsdp, hook, halves, average)
+    attach(model, Handle(plan, ranks, sharded.layouts, sharded.shapes, *parts))
     if not ranks.traced:
         audit(model)
     return model

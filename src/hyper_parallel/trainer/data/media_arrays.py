@@ -117,9 +117,9 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
 def _arrays(
     processor: Any, texts: Sequence[str], media: Sequence[Sequence[tuple[str, Any]]], where: str
 ) -> dict[str, NDArray[Any]]:
-    found = process(processor, texts, media, where)
+    arrays = process(processor, texts, media, where)
     # numpy has no bfloat16
-    return {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in found.items()}
+    return {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in arrays.items()}
 
 
 def features_of(

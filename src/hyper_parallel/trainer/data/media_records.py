@@ -49,7 +49,7 @@ def take_media(
         NoData: HP602 when items and marks of a kind differ in number, an answer has an item, or a reference is not
             allowed.
     """
-    inline = [found for turn in turns for found in turn.get(REFERENCES, ())]
+    inline = [reference for turn in turns for reference in turn.get(REFERENCES, ())]
     turns = [{key: value for key, value in t.items() if key != REFERENCES} for t in turns]
     references: dict[str, list[Any]] = {}
     for kind in rules.media_kinds:
@@ -71,14 +71,14 @@ def take_media(
                 hint=_SKIP,
             )
     names = [MEDIA_MARK.findall(turn["content"]) for turn in turns]
-    for number, (turn, found) in enumerate(zip(turns, names, strict=True), start=1):
-        if turn["role"] == "assistant" and found:
+    for number, (turn, marks) in enumerate(zip(turns, names, strict=True), start=1):
+        if turn["role"] == "assistant" and marks:
             raise NoData(
-                f"an answer contains {KINDS[found[0]].one}, but answers are texts",
+                f"an answer contains {KINDS[marks[0]].one}, but answers are texts",
                 where=f"{where}, turn {number}",
-                allowed=f"{KINDS[found[0]].argument} in turns of the user, the system and tools",
+                allowed=f"{KINDS[marks[0]].argument} in turns of the user, the system and tools",
             )
-    order = [name for found in names for name in found]
+    order = [name for marks in names for name in marks]
     items = {name: iter(values) for name, values in references.items()}
     return turns, tuple(_file(KINDS[name], next(items[name]), rules, where) for name in order)
 

@@ -40,7 +40,7 @@ class JointSteps:
         lane: Lane of this rank.
         tower_rank: Index of this rank among those of the tower; None without a tower.
         frozen: Whether the tower is frozen.
-        given: Schedule of steps with as many microbatches; None, and for other numbers: from equal costs.
+        planned: Schedule of steps with as many microbatches; None, and for other numbers: from equal costs.
     """
 
     lanes: TowerLanes
@@ -50,23 +50,23 @@ class JointSteps:
     lane: int
     tower_rank: int | None
     frozen: bool
-    given: Schedule | None = None
-    _made: dict[int, Schedule] = field(default_factory=dict)
+    planned: Schedule | None = None
+    _schedules: dict[int, Schedule] = field(default_factory=dict)
     _actions: dict[tuple[int, bool], tuple[Action, ...]] = field(default_factory=dict)
 
     def schedule(self, count: int) -> Schedule:
         """Return the verified schedule of a training step.
 
         Raises:
-            ScheduleError: HP320 when the given schedule does not fit.
+            ScheduleError: HP320 when the planned schedule does not fit.
         """
-        if count not in self._made:
-            if self.given is not None and self.given.microbatches == count:
-                made = check_submodel_schedule(self.given, self.lanes, self.frozen)
+        if count not in self._schedules:
+            if self.planned is not None and self.planned.microbatches == count:
+                schedule = check_submodel_schedule(self.planned, self.lanes, self.frozen)
             else:
-                made = submodel_schedule(self.lanes, count, frozen=self.frozen)
-            self._made[count] = made
-        return self._made[count]
+                schedule = submodel_schedule(self.lanes, count, frozen=self.frozen)
+            self._schedules[count] = schedule
+        return self._schedules[count]
 
     def owners(self, count: int) -> list[int]:
         """Return the tower rank that computes the features of each microbatch."""
