@@ -295,8 +295,11 @@ def test_a_plan_keeps_its_roles_in_a_file_and_one_of_before_has_none(recipe):
     assert Plan.from_json(json.dumps(data)) == replace(found, roles=None)
 
 
-def test_ranks_that_share_this_machine_are_slower_while_both_roles_work(recipe):
+def test_ranks_that_share_this_machine_are_slower_while_both_roles_work(
+    recipe, tmp_path, monkeypatch
+):
     """On a machine whose ranks share cores, asynchrony gives less than the longer role, and never more than in step."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # without a calibrated card
     given = {"parallel": {"dp_replicate": 1}, "topology": "local"}
     numbers = {"rollout_ranks": 1, "max_staleness": 1}
     plan = plan_recipe(recipe(grpo=numbers, training={"dtype": "float32"}, **given))

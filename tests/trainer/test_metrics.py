@@ -187,3 +187,15 @@ def test_trackers_write_nothing_to_a_directory_that_took_the_path_of_the_run(tmp
         trackers.make_trackers(("tensorboard",), run, 0, {}, watch.check)
     watch.close()
     assert not list(run.iterdir())
+
+
+def test_no_record_is_written_to_a_directory_that_took_the_path_of_the_run(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    watch = DirectoryWatch(run)
+    run.rename(tmp_path / "moved")
+    run.mkdir()
+    with pytest.raises(RunDirectoryLost, match="moved"):
+        MetricsLog(run, 0, watch=watch)
+    watch.close()
+    assert not list(run.iterdir())

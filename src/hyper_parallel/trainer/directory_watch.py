@@ -37,23 +37,26 @@ def nonfinite_hint(job: Job) -> str:
 
 
 class DirectoryWatch:
-    """Identity of a run directory, and of a file in it, at the time of creation.
+    """Identity of a run directory at the time of creation, and of a file in it.
 
     Args:
         place: The directory.
-        name: File in it that the run keeps open for writing; empty: no file.
 
     Raises:
         RunDirectoryLost: HP721 when the directory does not exist.
     """
 
-    def __init__(self, place: Path, name: str = "") -> None:
-        self._place, self._name = place, name
+    def __init__(self, place: Path) -> None:
+        self._place, self._name = place, ""
         try:
             self._handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise _lost_error(place, None, "directory of the run") from error
-        self._file = _identity(place / name)
+        self._file = _identity(place)
+
+    def follow(self, name: str) -> None:
+        """Also check a file of the directory, which the run keeps open for writing."""
+        self._name, self._file = name, _identity(self._place / name)
 
     def check(self) -> None:
         """Raise when the directory was removed, moved or replaced, or the file removed or replaced.

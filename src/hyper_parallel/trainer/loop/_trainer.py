@@ -284,7 +284,7 @@ class Trainer:
             shown = recipe.model_dump(mode="json")
             trackers = recipe.training.report_to if run.done < run.last_step else ()
             if not run.complete:
-                self._log = MetricsLog(job.output_dir, run.done, trackers, shown)
+                self._log = MetricsLog(job.output_dir, run.done, trackers, shown, self._watch)
         if self._log is not None:
             stack.push(self._close_log)
             for line in self._log.notes:

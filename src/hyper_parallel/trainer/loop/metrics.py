@@ -11,7 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -83,6 +83,10 @@ class MetricsLog:
         resumed_step: Last finished step of the run, 0 for a new run.
         report_to: Names of trackers.
         recipe: Configuration shown by the trackers.
+        watch: Watch of the directory since it was checked; None: from now on.
+
+    Raises:
+        RunDirectoryLost: HP721 when another directory has taken the path since; nothing is written to it.
 
     Attributes:
         notes: Records dropped from the files of the previous run, one line each.
@@ -95,25 +99,34 @@ class MetricsLog:
         resumed_step: int,
         report_to: Sequence[str] = ("tensorboard",),
         recipe: Mapping[str, Any] = MappingProxyType({}),
+        watch: DirectoryWatch | None = None,
     ) -> None:
         directory.mkdir(exist_ok=True)
         self._directory, self.unwritten = directory, Unwritten()
         self.notes: list[str] = []
-        self._files: dict[str, TextIO] = {}
-        for name in ("metrics", "eval"):
-            path = directory / f"{name}.jsonl"
-            if line := _keep_until(path, resumed_step):
-                self.notes.append(line)
-            self._files[name] = append_file(path)
-        self._watch = DirectoryWatch(directory, "metrics.jsonl")
         self._trackers: list[Tracker] = []
+        self._open = ExitStack()
+        self._watch = watch or self._open.enter_context(closing(DirectoryWatch(directory)))
         try:
+            self._files = {
+                name: self._open_lines(name, resumed_step) for name in ("metrics", "eval")
+            }
+            self._watch.follow("metrics.jsonl")
             self._trackers += make_trackers(
                 report_to, directory, resumed_step, recipe, self.check_directory
             )
         except BaseException:
             self.close()
             raise
+
+    def _open_lines(self, name: str, resumed_step: int) -> TextIO:
+        """Drop the records behind the step of a file of the run, and open the file."""
+        path = self._directory / f"{name}.jsonl"
+        self.check_directory()
+        if line := _keep_until(path, resumed_step):
+            self.notes.append(line)
+        self.check_directory()  # that took time
+        return self._open.enter_context(append_file(path))
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""
@@ -135,12 +148,9 @@ class MetricsLog:
         Raises:
             OSError: A metrics file cannot be closed; the remaining files are closed.
         """
-        self._watch.close()
         for tracker in self._trackers:
             self._try(tracker, tracker.close)
-        with ExitStack() as stack:
-            for file in self._files.values():
-                stack.callback(file.close)
+        self._open.close()
 
     def check_directory(self) -> None:
         """Raise RunDirectoryLost (HP721) when the run directory was removed, moved or replaced since it was opened."""
