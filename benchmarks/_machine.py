@@ -25,6 +25,15 @@ def machine() -> dict[str, object]:
     }
 
 
+def cpu_pressure() -> float:
+    """Return the seconds since boot in which some process waited for a core; 0 where the kernel does not count them."""
+    try:
+        text = Path("/proc/pressure/cpu").read_text(encoding="ascii")
+    except OSError:
+        return 0.0
+    return int(text.splitlines()[0].rpartition("total=")[2]) / 1e6
+
+
 def device_of(name: str) -> torch.device | None:
     """The device that `--device` names; None: `auto` on a machine without an accelerator."""
     if name == "auto":

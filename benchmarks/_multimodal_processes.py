@@ -23,13 +23,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from _machine import cpu_pressure
 from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -155,15 +155,6 @@ def one_step(part: nn.Module, given: Sequence[dict[str, Tensor]], spans: Spans) 
     count = sum(int((b["labels"][:, 1:] != -100).sum()) for b in given)
     parts = [s and given[s[1]] for s in microbatch_sources(part, len(given))]
     return forward_backward(part, parts, count, spans)
-
-
-def cpu_pressure() -> float:
-    """Return the seconds since boot in which a process waited for a core; 0 where the kernel does not count them."""
-    try:
-        text = Path("/proc/pressure/cpu").read_text(encoding="ascii")
-    except OSError:
-        return 0.0
-    return int(text.splitlines()[0].rpartition("total=")[2]) / 1e6
 
 
 def measure(candidates: Sequence[Candidate], rounds: int) -> list[dict[str, Any]]:

@@ -29,14 +29,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from _machine import machine
+from _machine import cpu_pressure, machine
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from hyper_parallel.backends.torch import collectives
@@ -280,15 +279,6 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
 
 def _mean(columns: Any) -> list[float]:
     return [statistics.fmean(values) for values in zip(*columns, strict=True)]
-
-
-def cpu_pressure() -> float:
-    """Return the seconds since boot in which some process waited for a core; 0 where the kernel does not count them."""
-    try:
-        text = Path("/proc/pressure/cpu").read_text(encoding="ascii")
-    except OSError:
-        return 0.0
-    return int(text.splitlines()[0].rpartition("total=")[2]) / 1e6
 
 
 def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -177,25 +177,22 @@ def test_a_service_that_is_down_does_not_end_the_run(tmp_path, caplog):
     assert _steps(tmp_path / "metrics.jsonl") == [1, 2]
 
 
-def test_trackers_write_nothing_to_a_directory_that_took_the_path_of_the_run(tmp_path):
+def _make_trackers(run, watch):
+    trackers.make_trackers(("tensorboard",), run, 0, {}, watch.check)
+
+
+def _open_records(run, watch):
+    MetricsLog(run, 0, watch=watch)
+
+
+@pytest.mark.parametrize("write", [_make_trackers, _open_records])
+def test_nothing_is_written_to_a_directory_that_took_the_path_of_the_run(tmp_path, write):
     run = tmp_path / "run"
     run.mkdir()
     watch = DirectoryWatch(run)
     run.rename(tmp_path / "moved")
     run.mkdir()
     with pytest.raises(RunDirectoryLost, match="moved"):
-        trackers.make_trackers(("tensorboard",), run, 0, {}, watch.check)
-    watch.close()
-    assert not list(run.iterdir())
-
-
-def test_no_record_is_written_to_a_directory_that_took_the_path_of_the_run(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    watch = DirectoryWatch(run)
-    run.rename(tmp_path / "moved")
-    run.mkdir()
-    with pytest.raises(RunDirectoryLost, match="moved"):
-        MetricsLog(run, 0, watch=watch)
+        write(run, watch)
     watch.close()
     assert not list(run.iterdir())
