@@ -123,7 +123,7 @@ def on_bytes_that_a_kernel_takes_for_itself(knobs, folder):
 
 
 def on_operators_are_timed_while_they_are_recorded(knobs, folder):
-    """What a device is late by is seen; parts of an update share its time."""
+    """The delay of a device is in the recorded times; parts of an update share its time."""
     delay_s = 2e-2  # far above what an operator takes on a busy machine
     taken = []
     for us in (0, round(delay_s * 1e6)):

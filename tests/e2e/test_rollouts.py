@@ -242,7 +242,7 @@ def test_a_command_that_is_killed_and_given_again_changes_nothing(place, whole):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks_in_both_roles(place):
-    """What is there of steps to come is of another number of shares."""
+    """Samples of later steps that are on disk were divided into another number of shares."""
     words = (
         "training.deterministic=true",
         "grpo.max_staleness=2",

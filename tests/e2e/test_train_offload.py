@@ -192,7 +192,7 @@ def test_messages_between_two_ranks(place, train, given, request):
 
 @pytest.mark.slow
 def test_two_ranks_update_their_shards_on_the_host(place, train):
-    """Where the link is slow: gradients and parameters cross it, moments do not."""
+    """On a slow link, gradients and parameters cross it, and moments do not."""
     given = ("parallel.dp_shard=2", FREE, f"model.path={place}/one_layer.json")
     slow = ("offload.budget=560KiB", "offload.bandwidth=50MB", "offload.update_on_host=true")
     mine = train("two-host", *given, *slow, report=True)

@@ -29,7 +29,7 @@ TIMEOUT_S = 180  # a rank that hangs; eight ranks on two busy cores took more th
 
 @dataclass(frozen=True)
 class Case:
-    """One model, batch and strategy."""
+    """Case of the fuzz: model, batch and strategy."""
 
     setup: Setup
     strategy: Strategy
@@ -50,7 +50,7 @@ def _short(value: Any) -> str:
 
 @dataclass
 class Tally:
-    """What a run of the fuzz did: cases that ran by number of ranks, their axes, and refusals by sentence."""
+    """Counts of a run of the fuzz: cases that ran by number of ranks, their axes, and refusals by sentence."""
 
     cases: Counter[int] = field(default_factory=Counter)
     ran: Counter[str] = field(default_factory=Counter)

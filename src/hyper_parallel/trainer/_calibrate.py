@@ -70,14 +70,18 @@ _WINDOW_S: Final = 0.12
 _SHORT_WINDOW_S: Final = 0.06
 _NARROW: Final = 64
 _WIDE: Final = 256
+"""Widths of the probed models: launches dominate the step of a narrow one, products that of a wide one. A factor of 4
+separates both rates."""
 _MANY_RANKS: Final = 4
-"""Number of ranks above which probes have fewer layers."""
+"""Number of ranks above which probes have fewer layers: ranks that share cores take longer for each."""
 _AT_ONCE: Final = 5
 """Probes of one start: dozens of resident models and process groups slow a rank by a factor of up to three."""
 _MIN_ROUNDS: Final = 3
+"""Rounds of every start: a warm-up that does not count, and two to take a minimum or a median of."""
 _MAX_ROUNDS: Final = 15
 _BUDGET_S: Final = 2.0
-"""Seconds after which only the minimum number of rounds runs."""
+"""Seconds after which only the minimum number of rounds runs, so that a calibration of dozens of probes ends in minutes;
+a fast machine stops at `_MAX_ROUNDS`."""
 
 _Row = tuple[int, int, Mapping[str, Any], int, int, bool]
 
