@@ -80,8 +80,8 @@ _MIN_ROUNDS: Final = 3
 """Rounds of every start: a warm-up that does not count, and two to take a minimum or a median of."""
 _MAX_ROUNDS: Final = 15
 _BUDGET_S: Final = 2.0
-"""Seconds after which only the minimum number of rounds runs, so that a calibration of dozens of probes ends in minutes;
-a fast machine stops at `_MAX_ROUNDS`."""
+"""Seconds after which only the minimum number of rounds runs: dozens of probes then end in minutes. A fast machine
+stops at `_MAX_ROUNDS`."""
 
 _Row = tuple[int, int, Mapping[str, Any], int, int, bool]
 
