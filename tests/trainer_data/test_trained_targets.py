@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hyper_parallel.config import Data
@@ -14,6 +14,7 @@ from hyper_parallel.trainer.data.chat import assistant_spans
 from hyper_parallel.trainer.data.counts import EMPTY_ANSWERS
 from hyper_parallel.trainer.data.document import Conversation
 from hyper_parallel.trainer.data.sources import resolve
+from hyper_parallel.trainer.data.span_tokens import tokens_of_spans
 
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}
 PAIR = {"prompt": "What is it?", "chosen": "it is this one", "rejected": "no " * 60}
@@ -308,3 +309,27 @@ def test_marks_without_the_end_marker_train_it(tmp_path, make):
     hf = load_tokenizer(packed.tokenizer_dir)
     labels = labels_of(packed)
     assert hf.decode(labels[labels >= 0]) == "an answer<|im_end|>" * 3
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("words", [3, 90])
+@pytest.mark.parametrize("split", [True, False], ids=["words", "whole_text"])
+@pytest.mark.parametrize("end", [" \n", "\n", ":", ": ", "\n\n", " \n \n"])
+def test_the_tokens_of_a_prompt_are_those_of_generation(words, split, end):
+    """The end of a prompt may have other tokens alone than before an answer, also far behind the text's beginning."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    corpus = ["word \n", " \n \n", "it is\n\n", "a word: it", "yes it is"] * 20
+    inner.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    prompt = "it is a word\n" * (words // 3) + "word" + end
+    ids, targets = tokens_of_spans(
+        tokenizer, prompt + "yes", [(len(prompt), len(prompt) + 3)], "here"
+    )
+    alone = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert ids[: len(alone)] == alone
+    assert targets == [False] * len(alone) + [True] * (len(ids) - len(alone))

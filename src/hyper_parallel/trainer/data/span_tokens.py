@@ -21,6 +21,16 @@ _ANCHORS: Final = ("\n", "a", ".", "0")
 """Texts that precede a part if the tokenizer inserts a space before the first word of a text."""
 _MOST_STEPS: Final = 64
 """Number of tokens that are searched for the last special token."""
+_FAR_WORDS: Final = 8
+"""Number of words after which the end of a text has no effect on the words before, if `_Facts.restarts`.
+
+The regular expressions of pre-tokenizers look ahead by one character or one run of white space, so 2 words would do.
+"""
+_SAMPLE: Final = (
+    "A text:  it has 12 words\n\nand, after\tan empty line, `code()`... then a few "
+    "more words. USER: why? ASSISTANT: it's so that every word\nhas 8 words behind it"
+)
+"""Text on which `_Facts.restarts` is measured."""
 _MOST_TAILS: Final = 1024
 """Number of prompt ends whose tokens are cached, and their largest length."""
 _MOST_ROUNDS: Final = 8
@@ -48,6 +58,10 @@ class _LazyOffsets(Sequence[tuple[int, int]]):
             raise IndexError(index)
         return self._encoding.token_to_chars(index)
 
+    def word(self, index: int) -> int:
+        """Return the number of the word of a token; a tokenizer without words has one."""
+        return self._encoding.token_to_word(index) or 0
+
 
 @dataclass
 class _Facts:
@@ -56,6 +70,8 @@ class _Facts:
     special: frozenset[int]
     joins: bool
     """Whether the concatenated tokens of two texts decode to the concatenated text."""
+    restarts: bool
+    """Whether the tokens from a word on are those of the text from this word on, for all words of `_SAMPLE`."""
     tails: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -70,8 +86,18 @@ def _facts_of(tokenizer: Any) -> _Facts:
             == one + other
             for one, other in _PAIRS
         )
-        facts = _KNOWN[tokenizer] = _Facts(frozenset(tokenizer.added_tokens_decoder), joins)
+        special = frozenset(tokenizer.added_tokens_decoder)
+        facts = _KNOWN[tokenizer] = _Facts(special, joins, _restarts(tokenizer))
     return facts
+
+
+def _restarts(tokenizer: Any) -> bool:
+    """Return `_Facts.restarts` of a tokenizer."""
+    ids, offsets = _tokens(tokenizer, _SAMPLE)
+    starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
+    return len(starts) > _FAR_WORDS and all(
+        _tokens(tokenizer, _SAMPLE[offsets[k][0] :])[0] == ids[k:] for k in starts
+    )
 
 
 def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
@@ -155,17 +181,29 @@ def _is_prompt(
 ) -> bool:
     """Return whether the prompt alone has the tokens `ids`.
 
-    Tokenization restarts at special tokens, so only the text from the last special token on is tokenized again.
+    Only the text from a token on at which tokenization restarts is tokenized again, and the whole prompt if its tokens
+    differ.
     """
-    first = max(0, len(ids) - _MOST_STEPS)
-    begin = next((k for k in range(len(ids) - 1, first - 1, -1) if ids[k] in facts.special), 0)
+    begin = _restart(facts, ids, offsets)
     tail = prompt[offsets[begin][0] :] if begin else prompt
     known = facts.tails.get(tail)
     if known is None:
         known = _tokens(tokenizer, tail)[0]
         if len(tail) < _MOST_TAILS and len(facts.tails) < _MOST_TAILS:
             facts.tails[tail] = known
-    return known == ids[begin:]
+    return known == ids[begin:] or (begin > 0 and _tokens(tokenizer, prompt)[0] == ids)
+
+
+def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
+    """Return a token near the end at which tokenization restarts: a special token, a word if all do, or 0."""
+    first = max(0, len(ids) - _MOST_STEPS)
+    steps = range(len(ids) - 1, first - 1, -1)
+    if (special := next((k for k in steps if ids[k] in facts.special), None)) is not None:
+        return special
+    if facts.restarts and isinstance(offsets, _LazyOffsets):
+        end = offsets.word(len(ids) - 1) - _FAR_WORDS
+        return next((k for k in steps if k and offsets.word(k - 1) < offsets.word(k) <= end), 0)
+    return 0
 
 
 def _tokens_of_parts(
