@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from hyper_parallel.config import load_recipe
+from hyper_parallel.config import LoadedRecipe, load_recipe
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
@@ -22,7 +23,9 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.trainer.engine.recipe_model import joint_schedule, read_recipe_spec
-from hyper_parallel.trainer.job import plan_with_submodels
+from hyper_parallel.trainer.engine.recipe_submodels import step_seconds
+from hyper_parallel.trainer.engine.submodel_search import layouts
+from hyper_parallel.trainer.job import plan_with_submodels, resolve_submodels
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
 from tests.media.records import write_place
 
@@ -37,6 +40,14 @@ SPLIT = "parallel.submodels={vision: {dp_shard: 1}, language: {tp_x: 2}}"
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     training = "steps: 3, microbatch: 1, accumulation_steps: 4"
     return write_place(tmp_path_factory.mktemp("submodels"), training, repeats=4)
+
+
+AUTO = (
+    "parallel.submodels=auto",
+    "training.microbatch=null",
+    "training.accumulation_steps=null",
+    "training.tokens_per_step=384",
+)
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
@@ -108,6 +119,50 @@ def test_plans_hold_the_parts_and_the_schedule_that_training_runs(place: Path) -
             assert schedule.microbatches == 4
 
 
+@pytest.mark.torch
+def test_no_layout_that_can_run_is_faster_than_the_chosen_one(place: Path) -> None:
+    loaded = load_recipe(place / "recipe.yaml", [*AUTO, "parallel.world_size=2"])
+    chosen, (note,) = resolve_submodels(loaded, None)
+    spec = read_recipe_spec(loaded)
+
+    def seconds(one: LoadedRecipe) -> float:
+        plan = plan_recipe(one.recipe, None, one.where, spec)
+        assert plan.workload.tokens_per_step == 384
+        return step_seconds(plan_with_submodels(one, plan))
+
+    times = []
+    for parts in layouts("vision", 2):
+        explicit = [*AUTO, f"parallel.submodels={json.dumps(parts)}"]
+        one = load_recipe(place / "recipe.yaml", explicit)
+        assert set(one.recipe.parallel.submodels.members["vision"]) <= {0, 1}
+        with suppress(HyperParallelError):
+            times.append(seconds(one))
+    assert len(times) >= 4
+    assert seconds(chosen) == min(times) < max(times)
+    assert f"fastest of {len(times)} layouts" in note
+
+
+def test_the_planner_chooses_the_layout_of_a_run(place: Path) -> None:
+    train(place, place / "auto", *AUTO, "parallel.world_size=2", "training.steps=1")
+    train(place, place / "auto", *AUTO, "parallel.world_size=2", report=True)
+    train(place, place / "lone", "parallel.dp_shard=1")
+    assert_same_curve(curve(place / "auto"), curve(place / "lone"))
+    written = load_recipe(place / "auto" / "config.yaml").recipe.parallel.submodels
+    assert written is not None
+    assert not written.auto
+    assert {rank for ranks in written.members.values() for rank in ranks} == {0, 1}
+    assert "is the fastest of" in (place / "auto" / "report.html").read_text()
+
+
+def test_a_later_layer_replaces_a_layout_or_the_word_for_it(place: Path) -> None:
+    auto = load_recipe(place / "recipe.yaml", [SPLIT, "parallel.submodels=auto"])
+    assert auto.recipe.parallel.submodels is not None
+    assert auto.recipe.parallel.submodels.model_fields_set == {"auto"}
+    given = load_recipe(place / "recipe.yaml", ["parallel.submodels=auto", SPLIT])
+    assert given.recipe.parallel.submodels is not None
+    assert given.recipe.parallel.submodels.members == {"language": (0, 1), "vision": (2,)}
+
+
 @pytest.mark.slow
 def test_towers_on_the_ranks_of_pipeline_stages_repeat_one_rank(place: Path) -> None:
     train(place, place / "alone2", "parallel.dp_shard=1", "checkpoint.export=true")
@@ -152,6 +207,13 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
             ("parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}",),
             Contradiction,
             "HP104[\\s\\S]*language.pp=1",
+        ),
+        ((*AUTO, "lora.r=2"), Contradiction, "HP104[\\s\\S]*lora=null"),
+        (("parallel.submodels={auto: true, vision: {dp_shard: 1}}",), HyperParallelError, "HP10"),
+        (
+            (*AUTO, "model.path=TEXT", "data.tokenizer=MODEL"),
+            UnsupportedSharding,
+            "HP205[\\s\\S]*submodels=null",
         ),
         (("parallel.submodels={visoin: {}, language: {tp_x: 2}}",), HyperParallelError, "HP10"),
         (("parallel.submodels={vision: {tp_x: 2}, language: {tp_x: 2}}",), UnknownKey, "HP101"),

@@ -305,11 +305,13 @@ def _plan_recipe(
         refuse_code(loaded)
     named = (loaded.recipe.model.path, loaded.recipe.topology)
     spec = _read(loaded.recipe.model.path, loaded.where("model.path"))
-    plan = plan_recipe(loaded.recipe, devices, loaded.where, spec)
-    if loaded.recipe.parallel.submodels is not None:
-        from hyper_parallel.trainer.job import plan_with_submodels
+    if loaded.recipe.parallel.submodels is None:
+        return plan_recipe(loaded.recipe, devices, loaded.where, spec), named
+    from hyper_parallel.trainer.job import plan_with_submodels, resolve_submodels
 
-        plan = plan_with_submodels(loaded, plan)
+    loaded, notes = resolve_submodels(loaded, devices)
+    plan = plan_recipe(loaded.recipe, None if notes else devices, loaded.where, spec)
+    plan = plan_with_submodels(loaded, replace(plan, notes=(*plan.notes, *notes)))
     return plan, named
 
 

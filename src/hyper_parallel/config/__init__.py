@@ -12,6 +12,7 @@ from hyper_parallel.config._load_recipe import (
     run_hint,
     with_absolute_paths,
     with_steps,
+    with_submodels,
 )
 from hyper_parallel.config._lora_section import NAMES_OF_EXPERTS, Lora
 from hyper_parallel.config._offload_section import Offload
@@ -67,4 +68,5 @@ __all__ = [
     "validated",
     "with_absolute_paths",
     "with_steps",
+    "with_submodels",
 ]

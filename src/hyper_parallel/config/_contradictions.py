@@ -305,7 +305,7 @@ def _check_layout(recipe: Recipe, conflict: _Conflict) -> None:
     """Check the number of ranks and ZeRO-1."""
     p = recipe.parallel
     ranks = math.prod((p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp_x, p.tp_y))
-    if not p.auto and p.world_size not in (None, ranks):
+    if not p.is_planned and p.world_size not in (None, ranks):
         conflict(
             "parallel.world_size",
             "the degrees do not multiply to the requested number of ranks",
@@ -428,7 +428,12 @@ def _check_launch(recipe: Recipe, conflict: _Conflict) -> None:
             f"nnodes={launch.nnodes}, rdzv_endpoint=null",
             "set `launch.rdzv_endpoint=HOST:29500`, with the first machine as HOST",
         )
-    if launch.nnodes > 1 and p.auto and launch.nproc_per_node is None and p.world_size is None:
+    if (
+        launch.nnodes > 1
+        and p.is_planned
+        and launch.nproc_per_node is None
+        and p.world_size is None
+    ):
         conflict(
             "launch.nproc_per_node",
             "the planner needs the number of ranks per machine",
@@ -442,7 +447,8 @@ def _check_submodels(recipe: Recipe, conflict: _Conflict) -> None:
     p, training, key = recipe.parallel, recipe.training, "parallel.submodels"
     if p.submodels is None:
         return
-    if len(p.submodels.towers) != 1:
+    is_auto = p.submodels.auto
+    if not is_auto and len(p.submodels.towers) != 1:
         conflict(
             key,
             "a model is divided into its language part and one encoder",
@@ -463,7 +469,7 @@ def _check_submodels(recipe: Recipe, conflict: _Conflict) -> None:
             )
     excluded = {
         "parallel.auto=false": p.auto,
-        "parallel.world_size=null": p.world_size is not None,
+        "parallel.world_size=null": not is_auto and p.world_size is not None,
         "stage=sft": recipe.stage != "sft",
         "backend=torch": recipe.backend != "torch",
         "lora=null": recipe.lora is not None,

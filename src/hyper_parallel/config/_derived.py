@@ -64,7 +64,7 @@ def derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     """Set the degrees of the layout to those of the language part of `parallel.submodels`."""
     parallel = recipe.parallel
-    if parallel.submodels is None:
+    if parallel.submodels is None or parallel.submodels.auto:
         return recipe
     degrees = parallel.submodels.language.model_dump(exclude={"ranks"})
     update = {name: d for name, d in degrees.items() if name not in parallel.model_fields_set}
@@ -77,7 +77,7 @@ def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 def derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     """Set the number of ranks to plan for to all ranks of the machines, if the planner chooses the degrees."""
     parallel, launch = recipe.parallel, recipe.launch
-    if not parallel.auto or parallel.world_size or launch.nproc_per_node is None:
+    if not parallel.is_planned or parallel.world_size or launch.nproc_per_node is None:
         return recipe
     origins["parallel.world_size"] = "derived: launch.nnodes x launch.nproc_per_node"
     update = {"world_size": launch.nnodes * launch.nproc_per_node}

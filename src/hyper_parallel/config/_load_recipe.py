@@ -46,7 +46,7 @@ from hyper_parallel.config._problems import (
 )
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._recipe import Recipe
-from hyper_parallel.config._sections import Parallel
+from hyper_parallel.config._sections import Parallel, Submodels
 from hyper_parallel.errors import (
     BadValue,
     Contradiction,
@@ -273,6 +273,28 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
     return resolved
 
 
+def with_submodels(
+    loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]], origin: str
+) -> LoadedRecipe:
+    """Return the recipe with sub-models that the planner has chosen.
+
+    Args:
+        loaded: Recipe with `parallel.submodels: auto`.
+        parts: Keys of `parallel.submodels`.
+        origin: Origin of the values.
+
+    Raises:
+        Contradiction: HP104 if the recipe cannot run with them.
+    """
+    update = {"submodels": Submodels.model_validate(parts), "world_size": None}
+    parallel = loaded.recipe.parallel.model_copy(update=update)
+    origins = {**loaded.origins, **{f"parallel.{key}": origin for key in update}}
+    recipe = derive_submodels(loaded.recipe.model_copy(update={"parallel": parallel}), origins)
+    resolved = LoadedRecipe(recipe, origins, loaded.path)
+    raise_all(check_recipe(recipe, resolved.where))
+    return resolved
+
+
 def _where(path: Path, key: str, origin: str) -> str:
     how = {"recipe": "", _DEFAULT: " (default)", _COMMAND_LINE: f" (set by {_COMMAND_LINE})"}
     return f"{path}: {key}{how.get(origin, f' (from {origin})')}"
@@ -433,7 +455,8 @@ def _merge_layers(
         sources.append((_COMMAND_LINE, _override_layer(path, overrides)))
     for origin, layer in sources:
         _merge_parallel(path, merged, layer, origin)
-        _merge_overlap(merged, layer)
+        _merge_word(merged, layer, ("overlap",), ("none", "auto"))
+        _merge_word(merged, layer, ("parallel", "submodels"), ("auto",))
         _drop_replaced(merged, layer)
         for key, value in layer.items():
             if value is _UNSET:
@@ -497,11 +520,13 @@ def _merge_parallel(
         layer.setdefault(auto, False)
 
 
-def _merge_overlap(merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any]) -> None:
-    """Replace a word for the whole `overlap` section by its keys, before merging a layer; later keys replace a word."""
-    section, auto = ("overlap",), ("overlap", "auto")
-    keys = [key for key in layer if key[:1] == section]
-    if (word := layer.get(section)) in ("none", "auto"):
+def _merge_word(
+    merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], section: _Key, words: Sequence[str]
+) -> None:
+    """Replace a word for a whole section by its keys, before merging a layer; later keys replace a word."""
+    auto = (*section, "auto")
+    keys = [key for key in layer if key[: len(section)] == section]
+    if (word := layer.get(section)) in words:
         _drop(merged, section)
         earlier = keys[: keys.index(section) + 1]
         for key in earlier:

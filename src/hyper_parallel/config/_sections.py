@@ -366,14 +366,27 @@ class LanguageDegrees(TowerDegrees):
 
 
 class Submodels(Section):
-    """Parts of a multimodal model on ranks of their own: `language`, and `vision` or `audio`."""
+    """Parts of a multimodal model on ranks of their own: `language`, and `vision` or `audio`; or `auto`."""
 
+    auto: bool = False
+    """Let the planner choose ranks and degrees of all parts, by predicted time. The other keys are then not allowed."""
     language: LanguageDegrees = Field(default_factory=LanguageDegrees)
     """Ranks of the language part."""
     vision: TowerDegrees | None = None
     """Ranks of the encoder of images and videos with its projector."""
     audio: TowerDegrees | None = None
     """Like `vision`, for an encoder of audio."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, data: object) -> object:
+        return {"auto": True} if data == "auto" else data
+
+    @model_validator(mode="after")
+    def _auto_alone(self) -> Submodels:
+        if self.auto and self.model_fields_set - {"auto"}:
+            raise ValueError("`submodels: auto` chooses all other keys of `submodels`")
+        return self
 
     @property
     def towers(self) -> dict[str, TowerDegrees]:
@@ -451,9 +464,14 @@ class Parallel(Section):
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     submodels: Submodels | None = None
     """Ranks of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`; the degrees of
-    `language` then replace those of this section. None: one layout for the whole model."""
+    `language` then replace those of this section. `auto`: the planner chooses. None: one layout for the whole model."""
     world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
-    """Number of ranks for `auto`. None: all accelerators, or 4 ranks on a machine without any."""
+    """Number of ranks for `auto`, also of `submodels`. None: all accelerators, or 4 ranks on a machine without any."""
+
+    @property
+    def is_planned(self) -> bool:
+        """True if the planner chooses degrees."""
+        return self.auto or (self.submodels is not None and self.submodels.auto)
 
     @property
     def tower_ranks(self) -> int:

@@ -271,7 +271,9 @@ def prepare_job(
         HyperParallelError: Any invalid input; see docs/reference/errors.md.
     """
     training_ranks = _training_ranks(loaded.recipe)
-    recipe = (loaded := _check_paths(replan_for_launched(loaded, training_ranks))).recipe
+    loaded = _check_paths(replan_for_launched(loaded, training_ranks))
+    loaded, choice = resolve_submodels(loaded, training_ranks)
+    recipe, training_ranks = loaded.recipe, _training_ranks(loaded.recipe)
     _check_degrees(loaded, training_ranks)
     from hyper_parallel.backends.torch import check_pretrained  # takes seconds to import torch
     from hyper_parallel.planner import plan_recipe
@@ -289,7 +291,7 @@ def prepare_job(
         check_pretrained(model, weights)
     half_batches = not recipe.overlap.auto or _runs_half_batches(loaded, model)
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share, half_batches)
-    check_plan(plan)
+    check_plan(plan := replace(plan, notes=(*plan.notes, *choice)))
     recipe = (loaded := with_planned_roles(loaded, plan)).recipe
     check_ranks(recipe, sum(_worlds(recipe, plan)))
     plan, router_loss = _check_model(loaded, plan, model)
@@ -326,9 +328,58 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
     recipe, model = loaded.recipe, build_model(loaded.recipe)
     check_submodels(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=False)
-    return _with_submodels(
-        Job(recipe, plan, packed, Path(recipe.output_dir), None, {}, False), model
-    )
+    return _with_submodels(_bare_job(recipe, plan, packed), model)
+
+
+def resolve_submodels(
+    loaded: LoadedRecipe, ranks: int | None
+) -> tuple[LoadedRecipe, tuple[str, ...]]:
+    """Return a recipe with the layout that the planner chooses for `parallel.submodels: auto`, and notes of the choice.
+
+    Without batch numbers, a step has one sequence per rank.
+
+    Args:
+        loaded: The recipe; returned as it is unless it leaves the choice to the planner.
+        ranks: Ranks started by another launcher; None: `parallel.world_size`, or all devices of the machine.
+
+    Raises:
+        HyperParallelError: The data is invalid, or no layout can run.
+    """
+    submodels = loaded.recipe.parallel.submodels
+    if submodels is None or not submodels.auto:
+        return loaded, ()
+    from hyper_parallel.planner import plan_recipe
+    from hyper_parallel.planner.request import resolve
+    from hyper_parallel.trainer.engine.recipe_model import build_model, read_recipe_spec, trained_of
+    from hyper_parallel.trainer.engine.submodel_search import choose_submodels
+
+    recipe, spec = loaded.recipe, read_recipe_spec(loaded)
+    share, _ = trained_of(model := build_model(recipe))
+    count = ranks or recipe.parallel.world_size
+    count = count or resolve(spec, recipe.topology, None, None).num_devices
+    batch = recipe.training
+    if not any((batch.tokens_per_step, batch.microbatch, batch.accumulation_steps)):
+        tokens = {"tokens_per_step": recipe.data.seq_len * count}
+        origins = loaded.origins | {"training.tokens_per_step": "derived: one sequence per rank"}
+        recipe = recipe.model_copy(update={"training": batch.model_copy(update=tokens)})
+        loaded = replace(loaded, recipe=recipe, origins=origins)
+
+    def batches_of(candidate: LoadedRecipe, plan: Plan) -> Batches:
+        packed = _prepare_data(candidate, plan, model, progress=False)
+        batches = _bare_job(candidate.recipe, plan, packed).train_batches()
+        assert isinstance(batches, Batches), "records with images and recordings are not streamed"
+        return batches
+
+    def plan_of(candidate: LoadedRecipe) -> Plan:
+        return plan_recipe(candidate.recipe, None, candidate.where, spec, share)
+
+    chosen, note = choose_submodels(loaded, model, count, plan_of, batches_of)
+    return chosen, (note,)
+
+
+def _bare_job(recipe: Recipe, plan: Plan, packed: PackedData) -> Job:
+    """Return a job that only serves for its batches."""
+    return Job(recipe, plan, packed, Path(recipe.output_dir), None, {}, False)
 
 
 def _with_submodels(job: Job, model: Any) -> Plan:
@@ -336,9 +387,10 @@ def _with_submodels(job: Job, model: Any) -> Plan:
     batches = job.train_batches()
     if job.recipe.parallel.submodels is None or not isinstance(batches, Batches):
         return job.plan
-    from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
+    from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels, sampled_tower_flops
 
-    return plan_submodels(job.recipe, job.plan, model, batches)
+    flops = sampled_tower_flops(job.plan, model, batches)
+    return plan_submodels(job.recipe, job.plan, model, flops)
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:

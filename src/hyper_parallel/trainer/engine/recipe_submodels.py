@@ -44,28 +44,31 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
         check_optimizer(loaded.recipe, replace(plan, strategy=strategy), loaded.where, model)
 
 
-def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batches) -> Plan:
+def plan_submodels(
+    recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: float | None
+) -> Plan:
     """Return the plan with the parts of the model, their predicted times and the schedule of a step.
 
-    The tower's time is that of the images or recordings at the start of the first step, at the rate that the plan
-    predicts for the language part. Features are sent in no time.
+    The tower computes at the rate that the plan predicts for the language part. Features are sent in no time.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
         plan: Plan of the language part.
         model: The model on the meta device, not changed.
-        batches: Batches of the run.
+        sequence_flops: FLOPs of the tower's forward per sequence, of `sampled_tower_flops`.
     """
     assert recipe.parallel.submodels is not None
     layouts, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
     lanes, joint = submodel_lanes(layouts, members)
     count, shares = plan.workload.accumulation_steps or 1, plan.strategy.dp
-    tower_s = _tower_seconds(plan, model, batches)
-    if tower_s is None:
+    if sequence_flops is None:
         note = (
             "sub-models: the encoder does not run on meta tensors, so its times are not predicted"
         )
         return replace(plan, notes=(*plan.notes, note))
+    forward_s = sum(stage.cost.forward_s for stage in plan.stages)
+    forward_flops = plan.model.flops_per_token / 3 * plan.workload.seq_len
+    tower_s = sequence_flops * forward_s * plan.strategy.tp / forward_flops
     (name,) = recipe.parallel.submodels.towers
     ranks, tower = len(members[name]), divide(model).tower
     frozen = not any(p.requires_grad for n, p in model.named_parameters() if n in tower)
@@ -91,8 +94,22 @@ def _busy(cost: StageCost, microbatches: float) -> tuple[float, float]:
     return cost.forward_s * microbatches, (cost.input_grad_s + cost.weight_grad_s) * microbatches
 
 
-def _tower_seconds(plan: Plan, model: nn.Module, batches: Batches) -> float | None:
-    """Return the mean seconds of the tower's forward per microbatch; None: not known."""
+def step_seconds(plan: Plan) -> float:
+    """Return the predicted seconds of a step with sub-models: that of the language part, and of waiting for the tower.
+
+    Args:
+        plan: Plan of `plan_submodels` with times.
+    """
+    assert plan.submodels is not None
+    lanes = TowerLanes(plan.strategy.pp, (0,))
+    costs = [StageCost(0.0, 0.0, 0.0), *(stage.cost for stage in plan.stages)]
+    count = plan.workload.accumulation_steps or 1
+    alone = simulate(schedule_tasks(rounds_schedule(lanes, count, costs), costs)).end_s
+    return plan.step_s + max(0.0, plan.submodels.step_s - alone)
+
+
+def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float | None:
+    """Return the mean FLOPs of the tower's forward per sequence at the start of the first step; None: not known."""
     work, strategy = plan.workload, plan.strategy
     rows, count = work.microbatch or 1, work.accumulation_steps or 1
     shares = min(strategy.dp, -(-_SAMPLED // count))
@@ -101,12 +118,7 @@ def _tower_seconds(plan: Plan, model: nn.Module, batches: Batches) -> float | No
         _SAMPLED,
     )
     counts = tower_flops(model, [{"input_ids": b.input_ids, **b.media} for b in sampled])
-    if counts is None:
-        return None
-    forward_s = sum(stage.cost.forward_s for stage in plan.stages)
-    forward_flops = plan.model.flops_per_token / 3 * work.seq_len * rows
-    rate = forward_flops / (forward_s * strategy.tp)
-    return sum(counts) / len(counts) / rate
+    return None if counts is None else sum(counts) / (len(counts) * rows)
 
 
 def _step(
