@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from hyper_parallel.received import Limits, read_text
+
 _MOST_ENTRIES: Final = 2000
 """Maximum number of directory entries to compare: a hint is not worth reading more."""
 _SIMILAR: Final = 0.65
@@ -94,8 +96,16 @@ def some_recipe(data: str = "") -> str | None:
         except OSError:
             continue
         recipes += [folder / name for name in names if is_recipe_file(folder / name)]
-    recipes.sort(key=lambda path: data not in path.read_text(errors="replace"))
+    recipes.sort(key=lambda path: not _contains(path, data))
     return str(recipes[0]) if recipes else None
+
+
+def _contains(path: Path, words: str) -> bool:
+    """Return whether a text file of at most 1 MiB contains words."""
+    try:
+        return words in read_text(path, Limits(num_bytes=1024**2))
+    except (OSError, ValueError):
+        return False
 
 
 def command_with_data(command: str, data: str) -> str:

@@ -23,6 +23,8 @@ from typing import Any, Final
 _MIB: Final = 1024**2
 _MOST_OPENED: Final = 1_000_000
 """Bracket count above which a text is not parsed, unless `num_elements` is larger; strings may contain brackets too."""
+_MOST_LINKS: Final = 40
+"""Number of links that are followed, as in Linux."""
 _CACHED_REPOSITORY: Final = ("models--", "datasets--", "spaces--")
 """First part of the name of a repository's folder in the cache of the Hugging Face hub."""
 
@@ -91,6 +93,19 @@ def read_text(path: Path, limits: Limits) -> str:
         UnicodeDecodeError: It is not UTF-8.
     """
     return read_bytes(path, limits).decode("utf-8")
+
+
+def holds_text(path: Path, text: str) -> bool:
+    """Return whether a regular file holds exactly this text.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    content = text.encode()
+    try:
+        return read_bytes(path, Limits(num_bytes=len(content))) == content
+    except LimitExceeded:
+        return False
 
 
 def parse_json(text: str | bytes, limits: Limits) -> Any:
@@ -175,6 +190,24 @@ def outside_target(path: Path, folder: Path) -> Path | None:
     return (
         None if any(target.is_relative_to(root_folder) for root_folder in allowed_roots) else target
     )
+
+
+def foreign_target(path: Path, folder: Path) -> Path | None:
+    """Return the target of a path in a folder if it is a file of another name outside the folder, else None.
+
+    Folders of links to the files of a model are common; such a link has the name of its target. A link of another name
+    may publish any file, as the files of a received folder are copied into exports.
+    """
+    if outside_target(path, folder) is None:
+        return None
+    root, place = Path(os.path.abspath(folder)), Path(os.path.abspath(path))  # noqa: PTH100
+    for _ in range(_MOST_LINKS):
+        if not place.is_symlink():
+            break
+        place = Path(os.path.abspath(place.parent / place.readlink()))  # noqa: PTH100
+        if not place.is_relative_to(root):
+            return None if place.name == path.name else place
+    return Path(os.path.realpath(path))
 
 
 def names_outside(name: str) -> bool:

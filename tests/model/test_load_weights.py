@@ -219,3 +219,14 @@ def test_tied_weights_may_be_stored_under_the_name_of_the_head(tmp_path):
     with pytest.raises(WeightsUnreadable) as error:
         load_model(tmp_path)
     check(error, "HP703", "model.embed_tokens.weight: missing")
+
+
+def test_an_index_of_gigabytes_is_refused_before_it_is_read(tmp_path):
+    directory = model_dir(tmp_path)
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
+    index = directory / "model.safetensors.index.json"
+    index.touch()
+    os.truncate(index, 1 << 40)
+    with pytest.raises(WeightsUnreadable) as error:
+        load_model(directory)
+    check(error, "HP703", "bytes", "index.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -109,3 +110,17 @@ def test_a_schedule_comes_from_a_file(tmp_path):
         step_schedule(strategy, 4)
     with pytest.raises(ScheduleError, match="cannot be read"):
         step_schedule(replace(strategy, schedule_file=str(tmp_path / "none.csv")), 4)
+
+
+@pytest.mark.parametrize("damage", ["gigabytes", "no text", "pipe"])
+def test_a_schedule_file_that_cannot_be_text_is_refused(tmp_path, damage):
+    path = tmp_path / "schedule.csv"
+    if damage == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b"\xff\xfe" * 8)
+    if damage == "gigabytes":
+        os.truncate(path, 1 << 40)
+    with pytest.raises(ScheduleError, match="HP320") as caught:
+        step_schedule(Strategy(pp=2, schedule_file=str(path)), 4)
+    assert "cannot be read" in str(caught.value)

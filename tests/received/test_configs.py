@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.model import load_model, preset_names, read_config, read_preset
+from hyper_parallel.model import (
+    load_model,
+    preset_names,
+    read_config,
+    read_generation_config,
+    read_preset,
+)
 from hyper_parallel.model.config_limits import check_config
 from tests.received.bounds import refusal
 from tests.received.tokenizers import write
@@ -113,3 +119,41 @@ def test_small_configs_are_read(tmp_path: Path) -> None:
     path.write_text(json.dumps(SMALL | {"rope_theta": 10**9, "num_labels": 100_000}))
     assert read_config(path).values["num_labels"] == 100_000
     assert load_model(path).num_layers == 2
+
+
+STOPS: dict[str, tuple[Any, str]] = {
+    "fraction": ({"eos_token_id": 2.5}, "2.5"),
+    "text": ({"eos_token_id": "2"}, "'2'"),
+    "negative": ({"eos_token_id": -1}, "-1"),
+    "truth": ({"eos_token_id": True}, "True"),
+    "part of a list": ({"eos_token_id": [2, "x"]}, "x"),
+    "nothing in a list": ({"eos_token_id": [2, None]}, "None"),
+    "object": ({"eos_token_id": {"a": 1}}, "a"),
+    "list": ([2], "object"),
+    "cut": ('{"eos_token_id": 2', "delimiter"),
+    "nested": ("[" * 100_000, "nested"),
+    "long": ('{"a": "' + "x" * 2**21 + '"}', "bytes"),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_damaged_generation_config_is_refused(tmp_path: Path, name: str) -> None:
+    value, word = STOPS[name]
+    path = tmp_path / "generation_config.json"
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    refusal(lambda: read_generation_config(tmp_path), "HP305", word, "generation_config.json")
+
+
+@pytest.mark.parametrize("stops", [2, [2, 3], None])
+def test_stop_tokens_of_a_generation_config_are_read(tmp_path: Path, stops: Any) -> None:
+    path = tmp_path / "generation_config.json"
+    assert read_generation_config(tmp_path) is None
+    path.write_text(json.dumps({"eos_token_id": stops, "temperature": 0.6}))
+    assert read_generation_config(tmp_path) == {"eos_token_id": stops, "temperature": 0.6}
+
+
+def test_a_generation_config_of_another_name_outside_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "secret.json").write_text('{"eos_token_id": 2}')
+    (tmp_path / "model" / "generation_config.json").symlink_to("../secret.json")
+    refusal(lambda: read_generation_config(tmp_path / "model"), "HP305", "secret.json")

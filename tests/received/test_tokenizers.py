@@ -122,6 +122,33 @@ def test_a_file_of_gigabytes_is_refused_before_it_is_read(tmp_path: Path, name: 
     refusal(lambda: load_tokenizer(directory), "HP602", name, "2,147,483,648 bytes")
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "processor_config.json"]
+)
+def test_a_link_to_another_file_outside_is_refused(tmp_path: Path, name: str) -> None:
+    """Words of that file would be copied into caches and exports."""
+    directory = write(tmp_path / "model")
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"key": "words of somebody else"}')
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(secret)
+    error = refusal(lambda: load_tokenizer(directory), "HP602", name, "secret.json")
+    assert error.hint == f"rm {directory / name}"
+
+
+def test_a_folder_of_links_to_the_files_of_a_model_is_read(tmp_path: Path) -> None:
+    """The targets may be links themselves, as in the cache of the hub."""
+    blobs, store = tmp_path / "blobs", write(tmp_path / "store")
+    blobs.mkdir()
+    directory = tmp_path / "links"
+    directory.mkdir()
+    for number, path in enumerate(sorted(store.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(blobs / str(number))
+        (directory / path.name).symlink_to(path)
+    assert load_tokenizer(directory).eos_token == "<|end|>"
+
+
 def test_a_config_beside_the_tokenizer_is_bounded_too(tmp_path: Path) -> None:
     directory = write(tmp_path)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_labels": 10**9}))

@@ -15,6 +15,7 @@ import typer
 
 from hyper_parallel.cli.app import say
 from hyper_parallel.errors import BadValue, OutputNotWritable
+from hyper_parallel.received import holds_text
 
 _FIRST: Final = "quickstart"
 """Prefix of the recipe names that are listed first."""
@@ -103,13 +104,13 @@ def _needed(folder: Path, name: str) -> dict[Path, str]:
         if (folder / (file := parent or data)).is_file():  # other files are the user's
             needed |= _needed(folder, file)
     try:
-        if os.path.lexists(target) and target.read_text(encoding="utf-8") != text:
+        if os.path.lexists(target) and not holds_text(target, text):
             raise OutputNotWritable(
                 "a different file with this name exists",
                 got=target,
                 hint=f"mv {target} {target}.mine",
             )
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise OutputNotWritable("the recipe cannot be written", got=f"{target}: {error}") from error
     return {**needed, target: text}
 

@@ -9,6 +9,7 @@ from hyper_parallel.model._model_spec import (
     ParamSpec,
 )
 from hyper_parallel.model._weight_listing import INDEX, SINGLE, list_weight_files
+from hyper_parallel.model.generation_config import GENERATION, read_generation_config
 from hyper_parallel.model.loading import (
     FAMILIES_READ,
     UNMEASURED_ACTIVATIONS,
@@ -26,6 +27,7 @@ from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
 
 __all__ = [
     "FAMILIES_READ",
+    "GENERATION",
     "INDEX",
     "QUESTIONS",
     "SINGLE",
@@ -46,6 +48,7 @@ __all__ = [
     "preset_names",
     "read_config",
     "read_config_values",
+    "read_generation_config",
     "read_preset",
     "spec_from_config",
 ]

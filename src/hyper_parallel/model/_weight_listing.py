@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import WeightsUnreadable
-from hyper_parallel.received import check_regular
+from hyper_parallel.received import Limits, check_regular, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ _EMBEDDING: Final = re.compile(
 _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
 """Names inside layers and prediction layers, where an embedding or head is not that of the model."""
 _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
+_INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
+"""Limits of an index: names of tensors, as in the headers of its files."""
 _CHUNK_BYTES: Final = 1 << 24
 
 
@@ -237,7 +239,7 @@ def _read_index(path: Path) -> dict[str, str]:
         WeightsUnreadable: HP703 when it is damaged or refers to a file outside its directory.
     """
     try:
-        weight_map: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map: Any = read_json(path, _INDEX_LIMITS)["weight_map"]
         files = {str(k): v for k, v in weight_map.items()}
         outside = [f for f in files.values() if Path(f).name != f or "\\" in f]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -19,9 +19,11 @@ from hyper_parallel.mpmd._schedules import (
     microbatch_rule,
 )
 from hyper_parallel.mpmd._verify import verify
+from hyper_parallel.received import Limits, read_text
 
 _MOST_PASSES: Final = 2**18
 """Limit on (stage, microbatch) pairs per step: each becomes actions that are listed, checked and simulated."""
+_LIMITS: Final = Limits(num_bytes=64 * 1024**2)
 _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 
 
@@ -155,11 +157,10 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
     """Read a schedule file, compute-only or with communication."""
     path = strategy.schedule_file
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(
-            "the schedule file cannot be read", where=path, got=error.strerror
-        ) from error
+        text = read_text(Path(path), _LIMITS)
+    except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) else str(error)
+        raise ScheduleError("the schedule file cannot be read", where=path, got=got) from error
     schedule = Schedule.from_csv(text, name=path)
     if schedule.graph is not None:
         raise ScheduleError(

@@ -47,7 +47,12 @@ from hyper_parallel.errors import (
     WeightsUnreadable,
 )
 from hyper_parallel.hub import fetch, parse_name
-from hyper_parallel.model import ConfigFile, list_weight_files, read_config
+from hyper_parallel.model import (
+    ConfigFile,
+    list_weight_files,
+    read_config,
+    read_generation_config,
+)
 from hyper_parallel.trainer.checkpoints.adapter_files import ADAPTER_WEIGHTS, load_adapter
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.data.prompt_media import PromptMedia
@@ -58,7 +63,6 @@ from hyper_parallel.trainer.engine.auto_model import (
     model_from_config,
 )
 from hyper_parallel.trainer.engine.base_weights import check_base
-from hyper_parallel.trainer.engine.recipe_model import GENERATION
 from hyper_parallel.trainer.generation_memory import DeviceMemory
 from hyper_parallel.trainer.model_properties import properties_of
 from hyper_parallel.trainer.text_codec import (
@@ -455,6 +459,7 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
 
     report: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     directory = Path(base)
+    has_generation_config = read_generation_config(directory) is not None
     listing = list_weight_files(directory)
     if listing.index is not None or len(listing.files) < 2:
         loaded: tuple[Any, Any] = _auto_class(base).from_pretrained(
@@ -466,7 +471,7 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
     state = {name: t.slices for name, t in WeightFiles(directory).tensors.items()}
     model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=state, **report)
     complete_outputs(model)
-    if (directory / GENERATION).is_file():
+    if has_generation_config:
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, info
 

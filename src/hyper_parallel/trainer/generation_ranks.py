@@ -19,7 +19,7 @@ from hyper_parallel.backends.torch import check_flow, check_pretrained, data_sha
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy, Workload
-from hyper_parallel.model import read_config
+from hyper_parallel.model import read_config, read_generation_config
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import (
     World,
@@ -34,7 +34,7 @@ from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer.data import load_tokenizer
 from hyper_parallel.trainer.decoding import SLOTS, DecodingSequence, Sampling
 from hyper_parallel.trainer.engine.auto_model import model_from_config
-from hyper_parallel.trainer.engine.recipe_model import GENERATION, check_parameters
+from hyper_parallel.trainer.engine.recipe_model import check_parameters
 from hyper_parallel.trainer.generation import check_dtype, decode, find_export
 from hyper_parallel.trainer.job import under_torchrun
 from hyper_parallel.trainer.model_properties import properties_of
@@ -151,7 +151,7 @@ def _model_and_plan(
     stored = file.values.get("dtype") or file.values.get("torch_dtype") or "float32"
     dtype = dtype or str(stored)
     model = model_from_config(file, getattr(torch, dtype), trusted=trusted)
-    if (export / GENERATION).is_file():
+    if read_generation_config(export) is not None:
         model.generation_config = GenerationConfig.from_pretrained(export)
     check_pretrained(model, export)
     loop_over_experts(model, getattr(torch, dtype))

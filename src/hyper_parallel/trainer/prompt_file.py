@@ -12,9 +12,11 @@ from pydantic import BaseModel, NonNegativeInt
 
 from hyper_parallel.errors import BadValue, printable, written
 from hyper_parallel.owned_folder import check_output_file
+from hyper_parallel.received import Limits, read_text
 from hyper_parallel.trainer.files import check_writable, write_text
 from hyper_parallel.trainer.text_codec import Generation
 
+_LIMITS: Final = Limits(num_bytes=256 * 1024**2)
 _CONTINUATION_KEYS: Final = ("number", "text", "token_ids", "logprobs", "finish", "seconds")
 """Keys added by a continuation to the record of its prompt."""
 
@@ -59,8 +61,8 @@ def read_prompts(
     records: list[dict[str, Any]] = []
     prompts: list[str | Generation] = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # texts may contain other line ends
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path, _LIMITS).split("\n")  # texts may contain other line ends
+    except (OSError, ValueError) as error:
         raise BadValue("the prompts cannot be read", where=str(path), got=str(error)) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -37,6 +37,7 @@ from hyper_parallel.owned_folder import (
     remove_finished,
     write_marker,
 )
+from hyper_parallel.received import holds_text
 from hyper_parallel.serde import write_text
 from hyper_parallel.trainer.checkpoints import manifest as checkpoints
 from hyper_parallel.trainer.files import copy_files
@@ -132,7 +133,7 @@ def write_editable(path: Path, text: str) -> None:
     place = path.parent
     known = _known(place)
     is_edited = path.is_file() and file_facts(path) != known.get(path.name)
-    if is_edited and path.read_bytes() != text.encode():
+    if is_edited and not holds_text(path, text):
         names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
         edited = next(name for name in names if not os.path.lexists(name))
         path.rename(edited)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from hyper_parallel.config import validated
 from hyper_parallel.errors import BadValue, DegreesMismatch, RecipeUnreadable
 from hyper_parallel.ir import Strategy
+from hyper_parallel.received import Limits, read_json
 
 _SHORT: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 YAML_KEYS: Final = ("cp_size", "ep_size", "efsdp_size", "token_dispatcher")
@@ -104,8 +105,8 @@ class HyperParallelArguments(BaseModel):
         if isinstance(value, str):
             where = value
             try:
-                value = json.loads(Path(value).read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError) as error:
+                value = read_json(Path(value), Limits())
+            except (OSError, ValueError) as error:
                 raise RecipeUnreadable(
                     "the file of hyper_parallel_args cannot be read", where=where, got=str(error)
                 ) from error

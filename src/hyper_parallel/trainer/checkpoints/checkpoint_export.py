@@ -14,14 +14,14 @@ from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.backends.torch.weights.unused_tensors import CarriedWeights, carried_of
 from hyper_parallel.config import Lora, Model, Recipe
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
-from hyper_parallel.model import list_weight_files
+from hyper_parallel.model import GENERATION, list_weight_files
 from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
 from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.index import Index
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
 from hyper_parallel.trainer.engine.base_weights import load_base
-from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, set_pad_token_id
+from hyper_parallel.trainer.engine.recipe_model import build_model, set_pad_token_id
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -38,12 +38,12 @@ from hyper_parallel.backends.torch.weights.unused_tensors import (
     open_carried,
 )
 from hyper_parallel.errors import ModelUnreadable
+from hyper_parallel.model import GENERATION
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.trainer.checkpoints._finite import check_finite
 from hyper_parallel.trainer.checkpoints.pieces import Resident
 from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
 from hyper_parallel.trainer.data import copy_tokenizer
-from hyper_parallel.trainer.engine.recipe_model import GENERATION
 
 EXPORTS = ("export", "adapter")
 """Kinds of folders that an export may replace."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from hyper_parallel.errors import BadValue
-from hyper_parallel.received import Limits, read_json
+from hyper_parallel.model import read_generation_config
 from hyper_parallel.trainer.data._template import rendered, variables_of
 from hyper_parallel.trainer.data._template_work import TemplateBudget
 from hyper_parallel.trainer.data.document import Message
@@ -411,15 +411,14 @@ def common_prefix(one: str, other: str) -> str:
 
 
 def generation_stops(tokenizer: Any) -> list[int]:
-    """Return the `eos_token_id` tokens of the generation config next to a tokenizer; empty without a config."""
-    path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
-    if not path.is_file():
-        return []
-    try:
-        stops = read_json(path, Limits())["eos_token_id"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return []
-    return [i for i in (stops if isinstance(stops, list) else [stops]) if isinstance(i, int)]
+    """Return the `eos_token_id` tokens of the generation config next to a tokenizer; empty without a config.
+
+    Raises:
+        ModelUnreadable: HP305 when it cannot be read.
+    """
+    values = read_generation_config(Path(str(tokenizer.name_or_path))) or {}
+    stops = values.get("eos_token_id")
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
 
 
 _KNOWN: Final[WeakKeyDictionary[Any, dict[str, TemplateProperties]]] = WeakKeyDictionary()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import BadValue, HyperParallelError, NoData, abbreviated
+from hyper_parallel.received import foreign_target
 from hyper_parallel.units import MiB
 
 _MOST_FILE: Final = 64 * MiB
@@ -40,7 +42,7 @@ class Unbounded(ValueError):
 
 
 def check_files(directory: Path, names: Sequence[str]) -> None:
-    """Raise for tokenizer files that are not regular files or exceed 64 MiB.
+    """Raise for tokenizer files that are not regular files, exceed 64 MiB, or link to other files outside.
 
     Raises:
         NoData: HP602 naming the file.
@@ -56,6 +58,14 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
                 where=str(path),
                 got=f"{status.st_size:,} bytes",
                 allowed=f"at most {_MOST_FILE:,} bytes",
+            )
+        if (target := foreign_target(path, directory)) is not None:
+            raise NoData(
+                "a file of the tokenizer is a link to another file outside of its folder",
+                where=str(path),
+                got=str(target),
+                allowed="files, or links to files of the same name",
+                hint=f"rm {shlex.quote(str(path))}",
             )
 
 

@@ -43,12 +43,14 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Plan, Schedule, Strategy
 from hyper_parallel.model import (
     FAMILIES_READ,
+    GENERATION,
     UNMEASURED_ACTIVATIONS,
     KeptActivations,
     ModelSpec,
     is_read,
     load_model,
     read_config,
+    read_generation_config,
 )
 from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
 from hyper_parallel.trainer.engine.auto_model import model_from_config
@@ -65,9 +67,6 @@ _DTYPES = {
     "float16": torch.float32,
 }
 """Dtype of the parameters by compute dtype: 16-bit computation uses float32 parameters."""
-
-GENERATION = "generation_config.json"
-"""File name of the generation config in transformers."""
 
 _FAR_TOO_LARGE: Final = 16
 """Multiple of a rank's memory above which a plan is rejected, as even offload could not help."""
@@ -372,7 +371,7 @@ def model_files(
     carried = carried_weights(model)
     if carried is not None and carried.names:
         files[CARRIED_FILE] = carried.to_json()
-    if weights is not None and (weights / GENERATION).is_file():
+    if weights is not None and read_generation_config(weights) is not None:
         files[GENERATION] = (weights / GENERATION).read_text(encoding="utf-8")
     elif (generation := getattr(model, "generation_config", None)) is not None:
         files[GENERATION] = generation.to_json_string()

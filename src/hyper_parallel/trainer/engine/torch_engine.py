@@ -25,6 +25,7 @@ from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.lora import initialise_adapters
 from hyper_parallel.errors import Unwritten
 from hyper_parallel.ir import Timeline
+from hyper_parallel.model import GENERATION
 from hyper_parallel.runtime import World, parallelize, parallelize_submodels
 from hyper_parallel.trainer.checkpoints.adapter_files import export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
@@ -36,7 +37,6 @@ from hyper_parallel.trainer.engine.offload import PlannedSteps, with_memory, wri
 from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
 from hyper_parallel.trainer.engine.optimizer import build_optimizer, recipe_values
 from hyper_parallel.trainer.engine.recipe_model import (
-    GENERATION,
     build_model,
     compile_layers,
     joint_schedule,

@@ -35,11 +35,12 @@ from torch import Tensor, nn
 from hyper_parallel.backends.torch import data_share, materialize
 from hyper_parallel.config import Grpo
 from hyper_parallel.ir import Workload
+from hyper_parallel.model import GENERATION
 from hyper_parallel.runtime import Deadlines, World, parallelize, plan_of
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.manifest import steps
 from hyper_parallel.trainer.data import IGNORE_INDEX, load_tokenizer, stop_ids
-from hyper_parallel.trainer.engine.recipe_model import GENERATION, build_model, routing_of
+from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
 from hyper_parallel.trainer.engine.step_gauges import SpanRecorder
 from hyper_parallel.trainer.files import write_timeline
 from hyper_parallel.trainer.input_checksums import RunInputs

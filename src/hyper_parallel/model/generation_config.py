@@ -1,0 +1,49 @@
+"""Checked reading of `generation_config.json`, of which this package uses the tokens that end a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from hyper_parallel.errors import ModelUnreadable, abbreviated
+from hyper_parallel.received import Limits, foreign_target, read_json
+
+GENERATION: Final = "generation_config.json"
+"""File name of the generation config in transformers."""
+_LIMITS: Final = Limits(num_bytes=1024**2, num_elements=100_000)
+
+
+def read_generation_config(directory: Path) -> dict[str, Any] | None:
+    """Return the generation config of a model directory; None without one.
+
+    Raises:
+        ModelUnreadable: HP305 when it is not a JSON object within limits, or `eos_token_id` holds other values than
+            tokens.
+    """
+    path = directory / GENERATION
+    if not path.is_file():
+        return None
+    if (target := foreign_target(path, directory)) is not None:
+        raise _unreadable(path, f"a link to {target}")
+    try:
+        values = read_json(path, _LIMITS)
+        if not isinstance(values, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, str(error)) from error
+    stops = values.get("eos_token_id")
+    for stop in stops if isinstance(stops, list) else [stops]:
+        is_token = isinstance(stop, int) and not isinstance(stop, bool) and stop >= 0
+        if not is_token and (stop is not None or isinstance(stops, list)):
+            raise _unreadable(path, f"eos_token_id: {abbreviated(stops)}")
+    return values
+
+
+def _unreadable(path: Path, got: str) -> ModelUnreadable:
+    return ModelUnreadable(
+        "the generation config is unreadable",
+        where=str(path),
+        got=got,
+        allowed="a JSON object whose `eos_token_id` is a token, a list of tokens, or null",
+        hint=f"fetch `{GENERATION}` again from where the model was published",
+    )
