@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.unit, pytest.mark.torch]
 pytest.importorskip("transformers")
 
-from hyper_parallel.trainer.data import load_tokenizer, tokenizing  # noqa: E402
+from hyper_parallel.trainer.data import copy_tokenizer, load_tokenizer, tokenizing  # noqa: E402
 from hyper_parallel.trainer.data.packing import encode  # noqa: E402
 from hyper_parallel.trainer.data.sources import Document  # noqa: E402
 from hyper_parallel.trainer.data.tokenizer_limits import check_pattern  # noqa: E402
@@ -134,6 +134,9 @@ def test_a_link_to_another_file_outside_is_refused(tmp_path: Path, name: str) ->
     (directory / name).symlink_to(secret)
     error = refusal(lambda: load_tokenizer(directory), "HP602", name, "secret.json")
     assert error.hint == f"rm {directory / name}"
+    (tmp_path / "export").mkdir()
+    refusal(lambda: copy_tokenizer(directory, tmp_path / "export"), "HP602", name)
+    assert not [*(tmp_path / "export").iterdir()]
 
 
 def test_a_folder_of_links_to_the_files_of_a_model_is_read(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from hyper_parallel.backends.torch.weights.unused_tensors import (
     open_carried,
 )
 from hyper_parallel.errors import ModelUnreadable
-from hyper_parallel.model import GENERATION
+from hyper_parallel.model import GENERATION, read_generation_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.trainer.checkpoints._finite import check_finite
 from hyper_parallel.trainer.checkpoints.pieces import Resident
@@ -250,7 +250,7 @@ class _Writer:
             text = json.dumps(index, indent=2) + "\n"
             (self._temporary / "model.safetensors.index.json").write_text(text, encoding="utf-8")
         config.save_pretrained(self._temporary)
-        if generation is not None and generation.is_file():
+        if generation is not None and read_generation_config(generation.parent) is not None:
             shutil.copyfile(generation, self._temporary / GENERATION)
         elif own is not None:
             own.save_pretrained(self._temporary)

@@ -236,8 +236,10 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
     Raises:
         BadValue: HP102 when no class loads the copy with the tokens of the source.
+        NoData: HP602 for files of a received folder that must not be copied.
     """
     source = Path(source)
+    check_files(source, tokenizer_files(source))
     copy_files(source, target, tokenizer_files(source))
     if not has_tokenizer(source) or _same_pipelines(source, target):
         return
