@@ -21,7 +21,7 @@ from hyper_parallel.cost import (
     score,
     step_seconds,
 )
-from hyper_parallel.cost.pipeline import bubble_seconds, in_flight, split_layers_closed_form
+from hyper_parallel.cost.candidates import bubble_seconds, in_flight, split_layers_closed_form
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.ir.layout import AXES
 from hyper_parallel.model import load_model

@@ -1,4 +1,4 @@
-"""Objects that a user's step refers to, and steps that `offload` refuses: before they run, and right after recording."""
+"""Objects that a user's step refers to, and steps that `offload` refuses: before they run, and after a recording."""
 
 from __future__ import annotations
 
