@@ -1,7 +1,6 @@
 """Runtime: join a world of ranks, start local ranks, and apply a plan to a model."""
 
 from hyper_parallel.backends.torch import (
-    CommCounter,
     Handle,
     Routing,
     RoutingStatistics,
@@ -18,6 +17,7 @@ from hyper_parallel.backends.torch import (
     microbatch_sources,
     token_logprobs,
 )
+from hyper_parallel.backends.torch.memory import CommCounter
 from hyper_parallel.runtime._parallelize import parallelize, plan_of
 from hyper_parallel.runtime._submodels import (
     parallelize_submodels,
