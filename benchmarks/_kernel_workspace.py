@@ -17,8 +17,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hyper_parallel.backends.torch.memory import Call, Captured, View
+from hyper_parallel.backends.torch.memory import Captured
 from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces
+from hyper_parallel.backends.torch.memory.operators import Call, View
 from hyper_parallel.backends.torch.memory.out_variants import out_variant
 
 _MARK: Final = "kernel "

@@ -42,7 +42,8 @@ from _model_steps import capture_training, training_step
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hyper_parallel.backends.torch.memory import DeviceApi, PlannedDevice
+from hyper_parallel.backends.torch.memory import PlannedDevice
+from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.errors import DeviceUnavailable
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, with_seconds
 

@@ -34,12 +34,11 @@ from hyper_parallel.cost import (
     LayerPrices,
     Machine,
     ModelNumbers,
-    PassSeconds,
     PricingCase,
-    pass_span,
     score,
     stack_card,
 )
+from hyper_parallel.cost.overlap import PassSeconds, pass_span
 from hyper_parallel.ir import Overlap, Strategy, Workload
 from hyper_parallel.model import ModelSpec, load_model
 from hyper_parallel.topology import load_topology

@@ -17,9 +17,13 @@ import hyper_parallel as hp
 from hyper_parallel.backends.mindspore.runner import MindSporeRunner
 from hyper_parallel.backends.step_program import group_name
 from hyper_parallel.backends.torch import Routing, handle, local
-from hyper_parallel.backends.torch.program_capture import capture_gradients, capture_update
-from hyper_parallel.backends.torch.program_shards import Shards, sum_over
-from hyper_parallel.backends.torch.program_stages import capture_stage
+from hyper_parallel.backends.torch.program_capture import (
+    Shards,
+    capture_gradients,
+    capture_stage,
+    capture_update,
+    sum_over,
+)
 from hyper_parallel.backends.torch.traced_groups import TRACED
 from hyper_parallel.runtime import World, parallelize
 

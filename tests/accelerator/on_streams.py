@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from hyper_parallel.backends.torch.memory import DeviceApi, FileTier, PlannedDevice, record
-from hyper_parallel.backends.torch.memory.streams import StreamLanes
+from hyper_parallel.backends.torch.memory import FileTier, PlannedDevice, record
+from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
 from hyper_parallel.errors import TierFull, TransferFailed
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from tests.torch_memory.test_streams import FAST, Net, batch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from hyper_parallel.cost import Candidates, Machine, ModelNumbers, PricingCase, Scores, score
+from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import ModelSpec, spec_from_config
 from hyper_parallel.topology import Device, Quantity, Supernode, Tier
 
@@ -50,3 +52,12 @@ def small_model(layers: int = 4, hidden: int = 256, heads: int = 8, kv_heads: in
         },
         name="small",
     )
+
+
+def score_strategy(
+    model: ModelSpec, supernode: Supernode, strategy: Strategy, workload: Workload
+) -> Scores:
+    """Return the scores of one strategy, at index 0; `workload` is resolved."""
+    priced = Machine.of(supernode, workload.compute_dtype)
+    candidate = Candidates.of(strategy, workload)
+    return score(PricingCase(ModelNumbers.of(model), priced, workload, candidate))

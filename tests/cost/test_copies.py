@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.cost import COPIES, OffloadDemand, peak_memory, step_cost
+from hyper_parallel.cost import COPIES, OffloadDemand
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.memory import Channel, MemoryMachine, plan_memory, refine_order
 from hyper_parallel.memory.bound import reload_bound
 from hyper_parallel.memory.def_use import live_bytes, use_definitions
 from hyper_parallel.memory.linear_program import LinearProgram
 from hyper_parallel.topology import MemoryPool
-from tests.cost.machines import machine, quantity, small_model
+from tests.cost.machines import machine, quantity, score_strategy, small_model
 from tests.memory.programs import training_chain
 
 pytestmark = pytest.mark.unit
@@ -222,14 +222,15 @@ def test_terms_say_what_is_away():
     supernode = dataclasses.replace(machine(memory_gib=1.08), pools=(pool,))
     model, workload = small_model(), Workload(512, 512 * 16, 4).resolve(2)
     plain, moved = Strategy(dp_shard=2), Strategy(dp_shard=2, offload=True)
-    whole = sum(t.bytes for t in peak_memory(model, supernode, plain, workload))
+    whole = sum(t.bytes for t in score_strategy(model, supernode, plain, workload).memory_at(0))
     capacity = supernode.device.memory_bytes.value
     assert whole > capacity
-    memory = peak_memory(model, supernode, moved, workload)
+    scores = score_strategy(model, supernode, moved, workload)
+    memory = scores.memory_at(0)
     held = sum(t.bytes for t in memory if t.tier == "hbm")
     away = sum(t.bytes for t in memory if t.tier == "dram")
     assert held == pytest.approx(capacity, rel=1e-6)
-    cost = step_cost(model, supernode, moved, workload)
+    cost = scores.cost_at(0)
     (term,) = [t for t in cost if t.name == COPIES]
     found, seconds = OffloadDemand.of_term(term).cheapest()
     assert seconds[0] == term.seconds
@@ -239,7 +240,7 @@ def test_terms_say_what_is_away():
     assert staged == pytest.approx(4 * 512 * 256 * 2, rel=1e-3)
     assert away + again == pytest.approx(whole + staged - capacity, rel=1e-6)
     assert sum(t.seconds for t in cost) - term.seconds == pytest.approx(
-        sum(t.seconds for t in step_cost(model, supernode, plain, workload))
+        sum(t.seconds for t in score_strategy(model, supernode, plain, workload).cost_at(0))
     )
 
 

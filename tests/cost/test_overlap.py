@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from hyper_parallel.cost import BlockSeconds, PassSeconds, layer_program, pass_span
+from hyper_parallel.cost.overlap import BlockSeconds, PassSeconds, layer_program, pass_span
 from hyper_parallel.ir import Overlap, Strategy, Task, TaskGraph, Workload
 from hyper_parallel.planner import plan
 from hyper_parallel.sim import simulate

@@ -21,9 +21,9 @@ from hyper_parallel.cost import (
     score,
     step_seconds,
 )
-from hyper_parallel.cost.pipeline import bubble_seconds, in_flight, split_layers_closed_form
+from hyper_parallel.cost.candidates import bubble_seconds, in_flight, split_layers_closed_form
 from hyper_parallel.ir import Strategy, Workload
-from hyper_parallel.ir.mesh import AXES
+from hyper_parallel.ir.layout import AXES
 from hyper_parallel.model import load_model
 from hyper_parallel.topology import load_topology
 from tests.cost.machines import machine, small_model

@@ -17,15 +17,13 @@ from hyper_parallel.cost import (
     PricingCase,
     StackCard,
     device_card,
-    peak_memory,
     score,
-    step_cost,
 )
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.topology import load_topology, preset_names
 from hyper_parallel.units import GiB
-from tests.cost.machines import machine, small_model
+from tests.cost.machines import machine, score_strategy, small_model
 from tests.topology.group_law import group_bandwidth, group_latency
 
 pytestmark = pytest.mark.unit
@@ -33,12 +31,13 @@ pytestmark = pytest.mark.unit
 
 def terms(model, supernode, strategy, workload):
     resolved = workload.resolve(strategy.dp)
-    return {t.name: t for t in step_cost(model, supernode, strategy, resolved)}
+    return {t.name: t for t in score_strategy(model, supernode, strategy, resolved).cost_at(0)}
 
 
 def memory(model, supernode, strategy, workload):
     resolved = workload.resolve(strategy.dp)
-    return {t.name: t.bytes for t in peak_memory(model, supernode, strategy, resolved)}
+    scores = score_strategy(model, supernode, strategy, resolved)
+    return {t.name: t.bytes for t in scores.memory_at(0)}
 
 
 def fused(model, strategy, workload):

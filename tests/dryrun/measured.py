@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch import CommCounter, local, materialize
+from hyper_parallel.backends.torch import local, materialize
+from hyper_parallel.backends.torch.memory import CommCounter
 from hyper_parallel.config import Training
 from hyper_parallel.ir import Plan
 from hyper_parallel.runtime import World, parallelize

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch import CommCounter
+from hyper_parallel.backends.torch.memory import CommCounter
 from hyper_parallel.config import Training, load_recipe
 from hyper_parallel.errors import BadValue, Contradiction, DegreesMismatch
 from hyper_parallel.ir import Strategy

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from hyper_parallel.backends.torch import cpu_workspace
+from hyper_parallel.backends.torch.memory import cpu_workspace
 from hyper_parallel.config import Training
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import launch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hyper_parallel.runtime.local_ranks import local_capacity
+from hyper_parallel.runtime.launchers import local_capacity
 from tests.e2e.runs import QUESTIONS, command, make_stage_place
 
 pytestmark = pytest.mark.torch

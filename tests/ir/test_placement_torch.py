@@ -29,5 +29,5 @@ def test_dtensor_cuts_a_dim_in_the_order_of_the_layout(order):
                 theirs = placement_types.Shard(entry.dim)
             parts, _ = theirs._split_tensor(held, MESH.degree(axis), with_padding=False)
             held = parts[at[axis]]
-        ((start, stop),) = layout.bounds((24,), MESH, at)
+        (((start, stop),),) = layout.ranges((24,), MESH, at)
         assert held.tolist() == list(range(start, stop))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyper_parallel.ir import SequenceCut
-from hyper_parallel.ir.sequence import sees_all, sees_some
+from hyper_parallel.ir.strategy import sees_all, sees_some
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hyper_parallel.cost import Machine, step_cost
+from hyper_parallel.cost import Machine
 from hyper_parallel.errors import (
     BadValue,
     DegreesMismatch,
@@ -22,7 +22,7 @@ from hyper_parallel.ir import GenerateWorkload, Strategy, Workload
 from hyper_parallel.model import load_model, spec_from_config
 from hyper_parallel.planner import parse_strategy
 from hyper_parallel.planner.generation import plan_generation
-from tests.cost.machines import machine, small_model
+from tests.cost.machines import machine, score_strategy, small_model
 
 LONG = GenerateWorkload(prompts=8, prompt_len=1024, new_tokens=64, dtype="bfloat16")
 RATE = Machine.of(machine(), "bfloat16").stream_bytes_s
@@ -145,7 +145,8 @@ def test_a_prefill_that_fills_the_device_is_the_forward_pass_of_training(paralle
     made = priced(model, parallel, GenerateWorkload(64, 512, 1, formats), memory_gib=512)
     strategy = parse_strategy(parallel)
     work = Workload(512, tokens_per_step=64 * 512, accumulation_steps=1, param_dtype=formats)
-    terms = {t.name: t.seconds for t in step_cost(model, node, strategy, work.resolve(strategy.dp))}
+    scores = score_strategy(model, node, strategy, work.resolve(strategy.dp))
+    terms = {t.name: t.seconds for t in scores.cost_at(0)}
     assert made.prefill["weights and products"] == pytest.approx(terms["matmul"] / 3)
     assert made.prefill["cache and attention"] == pytest.approx(terms["attention"] * 2 / 7)
     assert made.prefill["element-wise"] == pytest.approx(terms["element-wise"] * 0.4)

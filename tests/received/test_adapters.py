@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch.adapter_config import read_adapter_config
+from hyper_parallel.backends.torch.peft_adapters import read_adapter_config
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import (
     BadValue,

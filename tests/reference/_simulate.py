@@ -23,7 +23,7 @@ def distribute(full, layout, mesh, rng):
     summands[last] = full - sum(v for p, v in summands.items() if p != last)
     local = {}
     for rank, at in coordinates(mesh).items():
-        mine = tuple(slice(*b) for b in layout.bounds(full.shape, mesh, at))
+        mine = tuple(slice(*one) for (one,) in layout.ranges(full.shape, mesh, at))
         local[rank] = summands[tuple(at[a] for a in layout.partial)][mine].copy()
     return local
 
@@ -31,7 +31,7 @@ def distribute(full, layout, mesh, rng):
 def assert_holds(local, full, layout, mesh):
     """Every rank holds its slice; over partial axes the parts of a group sum to it."""
     for rank, at in coordinates(mesh).items():
-        mine = tuple(slice(*b) for b in layout.bounds(full.shape, mesh, at))
+        mine = tuple(slice(*one) for (one,) in layout.ranges(full.shape, mesh, at))
         total = sum(local[peer] for peer in mesh.group(rank, layout.partial))
         np.testing.assert_array_equal(total, full[mine])
 

@@ -4,7 +4,7 @@ import gc
 import time
 import weakref
 
-from hyper_parallel.runtime.heartbeat import HeartbeatBoard, HeartbeatWriter
+from hyper_parallel.runtime.supervision import HeartbeatBoard, HeartbeatWriter
 
 
 class Buffer:

@@ -23,8 +23,13 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Strategy
 from hyper_parallel.runtime import Deadlines, World, launch, with_restarts
-from hyper_parallel.runtime.heartbeat import Heartbeat, HeartbeatBoard, HeartbeatWriter
-from hyper_parallel.runtime.supervision import HangDetector, hang
+from hyper_parallel.runtime.supervision import (
+    HangDetector,
+    Heartbeat,
+    HeartbeatBoard,
+    HeartbeatWriter,
+    hang,
+)
 
 
 def _sleep_forever(_: int) -> None:

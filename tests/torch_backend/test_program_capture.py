@@ -13,9 +13,12 @@ import hyper_parallel as hp
 from hyper_parallel.backends.mindspore.operators import OPERATORS
 from hyper_parallel.backends.program_runner import unsupported_operators
 from hyper_parallel.backends.step_program import Ref, StepProgram
-from hyper_parallel.backends.torch.program_capture import capture_gradients, capture_update
-from hyper_parallel.backends.torch.program_shards import Shards
-from hyper_parallel.backends.torch.program_stages import capture_stage
+from hyper_parallel.backends.torch.program_capture import (
+    Shards,
+    capture_gradients,
+    capture_stage,
+    capture_update,
+)
 from hyper_parallel.backends.torch.traced_groups import TRACED
 from hyper_parallel.errors import Contradiction
 from hyper_parallel.runtime import World, parallelize

@@ -13,8 +13,7 @@ from hyper_parallel.backends.torch.memory import (
     peak_of,
     record,
 )
-from hyper_parallel.backends.torch.memory.operators import count_flops
-from hyper_parallel.backends.torch.memory.storages import Entry, Storages
+from hyper_parallel.backends.torch.memory.operators import Entry, Storages, count_flops
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.memory import (
     Channel,

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hyper_parallel.backends.torch.memory import DeviceApi, FileTier, PlannedDevice, record
+from hyper_parallel.backends.torch.memory import FileTier, PlannedDevice, record
 from hyper_parallel.backends.torch.memory import arena_state as held_state
 from hyper_parallel.backends.torch.memory import streams as streams
 from hyper_parallel.backends.torch.memory.arena_state import ArenaState
 from hyper_parallel.backends.torch.memory.hardware import Hardware
+from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.errors import TransferFailed
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, wrong_address
 from tests.slow import slow_cells

@@ -1,21 +1,19 @@
 """Recipes: typed sections, YAML or JSON files, overrides as `a.b=c`, and the origin of every value."""
 
-from hyper_parallel.config._code import KNOWN_REWARDS, refuse_code
-from hyper_parallel.config._launch_section import time_limit_s
 from hyper_parallel.config._load_recipe import (
     DEGREES,
+    KNOWN_REWARDS,
     LoadedRecipe,
     load_recipe,
     paths_read,
     recipe_to_yaml,
+    refuse_code,
     refuse_data_file,
     run_hint,
     with_absolute_paths,
     with_steps,
     with_submodels,
 )
-from hyper_parallel.config._lora_section import NAMES_OF_EXPERTS, Lora
-from hyper_parallel.config._offload_section import Offload
 from hyper_parallel.config._preference_sections import (
     PAIRED_STAGES,
     PREFERENCE_STAGES,
@@ -26,7 +24,7 @@ from hyper_parallel.config._preference_sections import (
 )
 from hyper_parallel.config._problems import describe, leaves, read_section, validated
 from hyper_parallel.config._read import parse_yaml, read_mapping
-from hyper_parallel.config._recipe import Recipe
+from hyper_parallel.config._recipe import NAMES_OF_EXPERTS, Lora, Offload, Recipe, time_limit_s
 from hyper_parallel.config._sections import Checkpoint, Data, Model, Parallel, Section, Training
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS
 from hyper_parallel.config.schedules import SCHEDULE_ARGS

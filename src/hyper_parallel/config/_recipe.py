@@ -1,15 +1,14 @@
-"""The recipe: all sections of one training run."""
+"""The recipe: all sections of one training run, and the sections of adapters, planned memory and launchers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from hyper_parallel.config._launch_section import Launch
-from hyper_parallel.config._lora_section import Lora
-from hyper_parallel.config._offload_section import Offload
+from hyper_parallel.config._maxima import MOST_RANK, MOST_RANKS
 from hyper_parallel.config._preference_sections import Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._sections import (
     Checkpoint,
@@ -20,8 +19,200 @@ from hyper_parallel.config._sections import (
     Parallel,
     Section,
     Training,
+    source_tag,
 )
+from hyper_parallel.config._values import directory, rate, size, size_or_auto
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS, FOREIGN_VALUES, ForeignKey
+from hyper_parallel.errors import abbreviated
+
+Bytes = Annotated[int, BeforeValidator(size)]
+"""Number of bytes; text such as `12GiB` is accepted."""
+
+
+class Offload(Section):
+    """Planned device memory: idle state and activations are offloaded to host memory or files, or recomputed.
+
+    Enabled when one goal is given: `budget` or `max_slowdown`.
+    """
+
+    budget: Annotated[int | Literal["auto"] | None, BeforeValidator(size_or_auto)] = None
+    """Device memory per rank in bytes (`12GiB`); the fastest plan within it is used. auto: the free memory of the
+    device."""
+    max_slowdown: float | None = Field(default=None, ge=0)
+    """Alternative goal: smallest device memory whose step time grows by at most this fraction (0.02: 2 %)."""
+    dram: Bytes | None = None
+    """Maximum host memory per rank in bytes. None: the rank's share of the topology's host memory; unlimited if the
+    topology states none."""
+    flash_dir: Annotated[str | None, BeforeValidator(directory)] = None
+    """Directory for storages that do not fit in host memory either. None: no files are used."""
+    flash: Bytes | None = None
+    """Maximum bytes of files per rank in `flash_dir`. None: unlimited."""
+    bandwidth: Annotated[int | None, BeforeValidator(rate)] = None
+    """Copy bandwidth between device and host memory per direction (`50GB/s`) that the plan assumes. None: the
+    topology's."""
+    reorder: bool = True
+    """Allow the plan to reorder operators. Results are unchanged."""
+    recompute: bool = True
+    """Allow the plan to drop intermediate results and recompute them."""
+    update_on_host: bool = False
+    """Allow optimizer updates on the CPU for state in host memory. Off by default, because CPU rounding may differ."""
+
+    @property
+    def on(self) -> bool:
+        """True if a goal is given."""
+        return self.budget is not None or self.max_slowdown is not None
+
+
+NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
+"""Linear modules that all-linear excludes when a model's experts are one parameter: peft addresses the experts by these
+names."""
+
+_NAMES: Final = re.compile(r"[\w.]+(\s*,\s*[\w.]+)+")
+_LONGEST_PATTERN: Final = 10_000
+
+
+class Lora(Section):
+    """Low-rank adapters (LoRA), created and saved by peft. Keys have the names of its `LoraConfig`."""
+
+    MAIN_KEY: ClassVar[str] = "r"
+
+    r: int = Field(default=8, ge=1, le=MOST_RANK)
+    """Rank of the adapters."""
+    lora_alpha: float = Field(default=16, gt=0, allow_inf_nan=False)
+    """Scale: the output of an adapter is multiplied by `lora_alpha / r`."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability on the inputs of an adapter."""
+    target_modules: Annotated[
+        Annotated[str, Tag("[text]")]
+        | Annotated[tuple[str, ...], Field(min_length=1), Tag("[list]")],
+        Discriminator(source_tag),
+    ] = "all-linear"
+    """Linear modules with an adapter: name suffixes (`[q_proj, v_proj]`), a regular expression, or all-linear."""
+    use_rslora: bool = False
+    """Scale by `lora_alpha / sqrt(r)` instead (rank-stabilized LoRA)."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=MOST_RANK)]] = Field(default_factory=dict)
+    """Exceptions to `r`: module-name suffix or regular expression to rank."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
+    """Exceptions to `lora_alpha`, by the same patterns."""
+    modules_to_save: tuple[str, ...] = ()
+    """Name suffixes of modules that are trained in full and saved with the adapter, such as norms."""
+    init_lora_weights: Literal[True, "gaussian"] = True
+    """Initialization of matrix A, as in peft; matrix B starts at 0."""
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _separate(cls, value: object) -> object:
+        """Parse `q_proj,v_proj` (LlamaFactory's form) as a list; as a regular expression it would match no module."""
+        if isinstance(value, str) and _NAMES.fullmatch(value):
+            return [name.strip() for name in value.split(",")]
+        return value
+
+    @field_validator("target_modules", "rank_pattern", "alpha_pattern")
+    @classmethod
+    def _compiles(cls, value: object) -> object:
+        patterns = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
+        for pattern in patterns:
+            try:
+                if len(pattern) > _LONGEST_PATTERN:
+                    raise ValueError(f"{len(pattern):,} characters, more than {_LONGEST_PATTERN:,}")
+                re.compile(pattern)
+            except (re.error, ValueError, OverflowError, RecursionError) as error:
+                problem = f"{abbreviated(pattern)} is not a regular expression: {error!s:.120}"
+                raise ValueError(problem) from None
+        return value
+
+
+_TIME: Final = re.compile(
+    r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+))?(?::(?P<seconds>\d+))?)"
+    r"|(?:(?:(?P<h>\d+):)?(?P<m>\d+):(?P<s>\d+))|(?P<only>\d+)"
+)
+"""Time formats of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+
+
+def time_limit_s(text: str) -> int:
+    """Return the seconds of a time limit in one of sbatch's formats.
+
+    Raises:
+        ValueError: The text has another format, or is not a positive time.
+    """
+    parts = _TIME.fullmatch(text)
+    if parts is None:
+        raise ValueError(f"`{text}` is not a time limit; write for example 12:00:00, 90 or 1-12")
+    days, hours, minutes, seconds, h, m, s, only = (int(part or 0) for part in parts.groups())
+    limit = (days * 24 + hours + h) * 3600 + (minutes + m + only) * 60 + seconds + s
+    if limit < 1:
+        raise ValueError(f"`{text}` is not a positive time")
+    return limit
+
+
+class Launch(Section):
+    """Launcher and machines. Not read by processes that already are ranks."""
+
+    launcher: Literal["local", "torchrun", "slurm", "ray", "kubernetes"] = "local"
+    """How ranks start: by this process (local), by torchrun on every machine, as a Slurm job, as Ray actors, or as a
+    Kubernetes JobSet, for which a manifest is written. Same as the option `--launcher`."""
+    nnodes: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Number of machines."""
+    nproc_per_node: int | None = Field(default=None, ge=1, le=MOST_RANKS)
+    """Ranks per machine. None: number of ranks / `nnodes`."""
+    oversubscribe: bool = False
+    """Allow more CPU ranks on this machine than its cores and free memory support."""
+    rdzv_endpoint: Annotated[str, Field(pattern=r"^[^\s:]+:\d+$")] | None = None
+    """HOST:PORT of torchrun's rendezvous. None: a single machine; under Slurm, the first machine of the job."""
+    partition: str | None = None
+    """Slurm partition, or Kueue queue on Kubernetes. None: Slurm's default partition; no queue."""
+    time: str | None = None
+    """Time limit for Slurm and Kubernetes in sbatch's format (`12:00:00`). None: the limit of the partition; on
+    Kubernetes, no limit."""
+    sbatch: tuple[str, ...] = ()
+    """Additional sbatch options (`[--gpus-per-node=8, --exclusive]`)."""
+    ray_address: str | None = None
+    """Address of the Ray cluster (`auto`, `HOST:6379`). None: RAY_ADDRESS; if unset, a cluster is started on this
+    machine."""
+
+    image: str | None = None
+    """Container image for Kubernetes; must contain this package and torch."""
+    namespace: str | None = None
+    """Kubernetes namespace. None: the current namespace of kubectl."""
+    resource: str | None = "nvidia.com/gpu"
+    """Kubernetes resource of which each rank requests one. None: CPU ranks."""
+    volume: str | None = None
+    """PersistentVolumeClaim on Kubernetes that holds model, data and output for all pods. None: no volume."""
+    mount_path: str = "/workspace"
+    """Mount point of the volume. All paths of the recipe must be below it, on this machine and in the pods."""
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _time(cls, value: object) -> object:
+        """Reject numbers: YAML 1.1 reads an unquoted 12:00:00 as a base-60 integer."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            raise ValueError(
+                "YAML reads an unquoted time as a number; quote it, as in time: '12:00:00'"
+            )
+        if isinstance(value, str):
+            time_limit_s(value)
+        return value
+
+    @field_validator(
+        "partition",
+        "time",
+        "ray_address",
+        "sbatch",
+        "image",
+        "namespace",
+        "resource",
+        "volume",
+        "mount_path",
+    )
+    @classmethod
+    def _one_line(cls, value: object) -> object:
+        """Reject control characters: these values become lines of a script, and a line feed would end one."""
+        texts = value if isinstance(value, tuple) else (value,)
+        if not all(text.isprintable() for text in texts if isinstance(text, str)):
+            raise ValueError("the text contains characters that are not printable")
+        return value
 
 
 class Recipe(Section):

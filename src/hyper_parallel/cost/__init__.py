@@ -1,34 +1,39 @@
 """Cost model: step time, memory and communication of a strategy, each as terms with a formula and a source."""
 
-from hyper_parallel.cost._candidates import (
-    ORDERS,
-    RECOMPUTE,
-    SCHEDULES,
-    SHAPES,
-    Candidates,
-    distinct,
-)
 from hyper_parallel.cost._cards import (
+    LOCAL_CARD,
     UNFITTED_HALF_WIDTH,
     DeviceCard,
     StackCard,
     by_field,
     card_names,
+    cards_for_ranks,
     device_card,
     load_card,
     numbers_of,
+    own_cards,
+    own_cards_by_ranks,
+    own_path,
     read_card,
     stack_card,
     with_numbers,
 )
-from hyper_parallel.cost._collectives import LINEAR_ENTRY, Rows, step_collectives
-from hyper_parallel.cost._machine import Machine, Ring
+from hyper_parallel.cost._collectives import (
+    LINEAR_ENTRY,
+    Rows,
+    check_stage_layers,
+    cut_layers,
+    rank_model,
+    stage_layers,
+    step_collectives,
+)
 from hyper_parallel.cost._memory import (
     RankStages,
     kept_bytes,
     memory_key,
     memory_terms,
     min_recompute_layers,
+    offloaded_bytes,
     with_choices,
 )
 from hyper_parallel.cost._numbers import ModelNumbers
@@ -38,20 +43,16 @@ from hyper_parallel.cost._offload_copies import (
     interpolate_copies,
     move_to_host,
 )
-from hyper_parallel.cost._offload_demand import offloaded_bytes
-from hyper_parallel.cost._overlap import BlockSeconds, PassSeconds, layer_program, pass_span
-from hyper_parallel.cost._own_cards import (
-    LOCAL_CARD,
-    cards_for_ranks,
-    own_cards,
-    own_cards_by_ranks,
-    own_path,
+from hyper_parallel.cost._pricing_case import Machine, Places, PricingCase, Ring
+from hyper_parallel.cost._time import BlockPrices, LayerPrices, Scores, score, step_seconds
+from hyper_parallel.cost.candidates import (
+    ORDERS,
+    RECOMPUTE,
+    SCHEDULES,
+    SHAPES,
+    Candidates,
+    distinct,
 )
-from hyper_parallel.cost._pricing_case import Places, PricingCase
-from hyper_parallel.cost._scores import Scores, peak_memory, score, step_cost
-from hyper_parallel.cost._stages import check_stage_layers, cut_layers, rank_model, stage_layers
-from hyper_parallel.cost._step import BlockPrices, LayerPrices
-from hyper_parallel.cost._time import step_seconds
 
 __all__ = [
     "COPIES",
@@ -63,14 +64,12 @@ __all__ = [
     "SHAPES",
     "UNFITTED_HALF_WIDTH",
     "BlockPrices",
-    "BlockSeconds",
     "Candidates",
     "DeviceCard",
     "LayerPrices",
     "Machine",
     "ModelNumbers",
     "OffloadDemand",
-    "PassSeconds",
     "Places",
     "PricingCase",
     "RankStages",
@@ -87,7 +86,6 @@ __all__ = [
     "distinct",
     "interpolate_copies",
     "kept_bytes",
-    "layer_program",
     "load_card",
     "memory_key",
     "memory_terms",
@@ -98,15 +96,12 @@ __all__ = [
     "own_cards",
     "own_cards_by_ranks",
     "own_path",
-    "pass_span",
-    "peak_memory",
     "rank_model",
     "read_card",
     "score",
     "stack_card",
     "stage_layers",
     "step_collectives",
-    "step_cost",
     "step_seconds",
     "with_choices",
     "with_numbers",

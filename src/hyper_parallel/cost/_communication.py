@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hyper_parallel.cost._candidates import SHAPES, Array
 from hyper_parallel.cost._layer import Compute
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._pricing_case import PricingCase, collapse
+from hyper_parallel.cost.candidates import SHAPES, Array
 from hyper_parallel.ir import Purpose
 from hyper_parallel.model import AttentionSpec
 from hyper_parallel.shard import (

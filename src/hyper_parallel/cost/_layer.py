@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyper_parallel.cost._candidates import SHAPES, Array
-from hyper_parallel.cost._machine import Machine
-from hyper_parallel.cost._pricing_case import PricingCase
+from hyper_parallel.cost._pricing_case import Machine, PricingCase
+from hyper_parallel.cost.candidates import SHAPES, Array
 
 SCORE_BYTES = 13.0
 """Bytes per attention score that unfused attention moves in forward. The products write and read the scores (4), the

@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from hyper_parallel.cost._candidates import Array
+from hyper_parallel.cost.candidates import Array
 from hyper_parallel.ir import CostTerm, MemoryTerm
 
 COPIES: Final = "offload copies"

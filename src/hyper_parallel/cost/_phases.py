@@ -21,8 +21,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hyper_parallel.cost._candidates import Array
 from hyper_parallel.cost._pricing_case import PricingCase
+from hyper_parallel.cost.candidates import Array
 
 FORMULAS: Final = {
     "parameters": "elements of the stage / P; ZeRO 2, 3: / d, in the parameter format, else in the compute format",

@@ -1,24 +1,139 @@
-"""Step time: one term per cause, each an array over candidates with its formula, inputs and source.
+"""Step time: one term per cause, each an array over candidates with its formula, inputs and source; and scores.
 
-Letters as in `_layer`, and m microbatches, p stages, l layers of the slowest stage.
+The model is one pipeline stage that processes m microbatches; the slowest stage sets the pace and the step ends with
+the optimizer. Letters as in `_layer`, and m microbatches, p stages, l layers of the slowest stage. A score joins the
+terms of the step time with those of the peak memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal
 
 import numpy as np
 
-from hyper_parallel.cost._candidates import Array, shape_of
-from hyper_parallel.cost._communication import exposed, hop_seconds, per_tensor_latency_s, step_tail
-from hyper_parallel.cost._offload_copies import COPIES, FORMULA, SOURCE
-from hyper_parallel.cost._offload_demand import timed_offload_demand
+from hyper_parallel.cost._communication import (
+    BlockCommunication,
+    Communication,
+    block_communication,
+    exposed,
+    hop_seconds,
+    layer_communication,
+    per_tensor_latency_s,
+    step_tail,
+)
+from hyper_parallel.cost._layer import Compute, layer_compute, matmul_seconds
+from hyper_parallel.cost._memory import SpaceTerm, memory_terms, offload_demand, resident_bytes
+from hyper_parallel.cost._offload_copies import COPIES, FORMULA, SOURCE, OffloadDemand, move_to_host
 from hyper_parallel.cost._phases import optimizer_traffic, stage_elements
 from hyper_parallel.cost._pricing_case import PricingCase
-from hyper_parallel.cost._step import BlockPrices, Step
-from hyper_parallel.cost.pipeline import bubble_seconds
-from hyper_parallel.ir import AXES, CostTerm
+from hyper_parallel.cost.candidates import (
+    Array,
+    StageSplit,
+    bubble_seconds,
+    shape_of,
+    split_layers_closed_form,
+)
+from hyper_parallel.cost.overlap import with_overlap
+from hyper_parallel.ir import AXES, CostTerm, MemoryTerm
+
+LOGIT_BYTES = 24.0
+"""Bytes moved per logit by the loss: written, cast to float32 (read 2, written 4), softmax and its gradient in place
+(read and written twice), cast back.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPrices:
+    """Prices that depend on blocks, sequences and recomputation of a layer only.
+
+    With equally fast links for every placement of a group, they do not depend on pipelines and sharding of states.
+    """
+
+    work: Compute  # compute of a mean layer
+    comm: BlockCommunication  # communication inside the blocks of a mean layer
+    head: Array  # seconds of the output projection and the loss of one microbatch
+
+    @classmethod
+    def of(cls, s: PricingCase) -> BlockPrices:
+        """Return prices of candidates, columns of one length or an open grid."""
+        work = layer_compute(s)
+        return cls(work, block_communication(s, work), _head(s))
+
+    def take(self, shape: tuple[int, ...], index: Any) -> BlockPrices:
+        """Return the prices at some indices, for candidates of a shape."""
+
+        def taken_part(part: Any) -> Any:
+            if isinstance(part, np.ndarray):
+                return np.broadcast_to(part, shape)[index]
+            return replace(
+                part, **{f.name: taken_part(getattr(part, f.name)) for f in fields(part)}
+            )
+
+        return BlockPrices(taken_part(self.work), taken_part(self.comm), taken_part(self.head))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrices:
+    """Prices of the work and communication of a layer, and of the head; they depend on the choices of a layer only."""
+
+    work: Compute  # compute of a mean layer
+    comm: Communication  # communication of a mean layer
+    head: Array  # seconds of the output projection and the loss of one microbatch
+
+    @classmethod
+    def of(cls, s: PricingCase, blocks: BlockPrices | None = None) -> LayerPrices:
+        """Return prices of the layers of candidates; `blocks` are their block prices if already computed."""
+        blocks = blocks or BlockPrices.of(s)
+        comm = layer_communication(s, blocks.work, blocks.comm)
+        return cls(blocks.work, with_overlap(s, blocks.work, comm), blocks.head)
+
+    @property
+    def layer(self) -> Array:
+        """Seconds of one layer and microbatch, forward and backward, without expert exchanges."""
+        w, m = self.work, self.comm
+        work = w.forward + w.backward + w.recompute + w.launch
+        return work + m.tp + m.cp + m.fsdp
+
+
+def _head(s: PricingCase) -> Array:
+    """Return seconds of output projection in the compute dtype, forward and both gradients, and the loss.
+
+    A head that tensor parallelism cannot shard processes the tokens of its rank, or all of them if every rank has the
+    whole stream.
+    """
+    machine, vocab = s.machine, s.n.vocab / s.vocabulary_ranks
+    tokens = s.tokens * s.vocabulary_ranks / s.logit_ranks
+    share = machine.card.share("matmul", machine.compute_dtype)
+    # The head stays in the compute dtype if the layers use 8 or 4 bits.
+    slower = machine.matmul_flops / (machine.peak_flops * share / machine.stack.compute)
+    products = 3.0 * matmul_seconds(machine, tokens, vocab, s.n.hidden) * slower
+    return products + LOGIT_BYTES * tokens * vocab / machine.passing_bytes_s
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Layers of candidates and their stages, which set the pace of a step."""
+
+    prices: LayerPrices
+    ep: Array  # exposed exchanges of experts of one layer and microbatch
+    ep_hidden: Array  # hidden share of the exchanges
+    stages: StageSplit
+
+    @classmethod
+    def of(cls, s: PricingCase, blocks: BlockPrices | None = None) -> Step:
+        """Return priced layers, split into stages; arguments as of `LayerPrices.of`."""
+        prices, stack = LayerPrices.of(s, blocks), s.machine.stack
+        chunked = (s.c.pp > 1) & (s.c.vpp > 1)
+        hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
+        if s.c.any_overlap:  # the simulated layer says how much is hidden
+            hidden = np.where((s.c.halves == 1) & (s.c.ep_chunks == 1), hidden, 0.0)
+        ep = prices.comm.ep * (1.0 - hidden)
+        stages = split_layers_closed_form(
+            s.c, s.n.layers, prices.layer + ep, prices.head, bool(stack.even_stages), s.machine.pace
+        )
+        return cls(prices, ep, hidden, stages)
+
 
 _FORMULAS: Final = {
     "matmul": "m l 6 T W / P / (peak * share), stretched by (1 + s/M)(1 + s/N)(1 + s/K) for each matmul M x N x K",
@@ -88,7 +203,7 @@ def time_terms(s: PricingCase, blocks: BlockPrices | None = None) -> tuple[TimeT
     terms.append(TimeTerm("stragglers", noise * total, stack.source("straggle"), devices))
     if (c.offload > 0).any():
         optimizer = next(t.seconds for t in terms if t.name == "optimizer")
-        demand = timed_offload_demand(s, step, optimizer)
+        demand = _timed_offload_demand(s, step, optimizer)
         terms.append(TimeTerm(COPIES, demand.cheapest()[1], SOURCE, demand.inputs()))
     named, shape = {t.name: t for t in terms}, shape_of(c)
     ordered = (named[name] for name in _FORMULAS if name in named)
@@ -264,3 +379,58 @@ def _host_work(s: PricingCase, layers: Array) -> Array:
     for axis, (used, times) in kinds.items():
         total = total + np.where(used, times * seconds.get(axis, 0.0), 0.0)
     return total
+
+
+def _timed_offload_demand(s: PricingCase, step: Step, optimizer_s: Array) -> OffloadDemand:
+    """Return the demand with the seconds of work that overlap its copies."""
+    demand, work, comm = offload_demand(s), step.prices.work, step.prices.comm
+    layers, head = step.stages.layers, step.prices.head * step.stages.head
+    exposed, none = comm.tp + step.ep + comm.cp, 0.0 * demand.need_bytes
+    half = (exposed + comm.fsdp) / 2.0
+    forward = layers * (work.forward + work.launch / 3.0 + half) + head / 3.0
+    backward = layers * (work.backward + work.recompute + work.launch / 1.5 + half) + head / 1.5
+    products = work.matmul + work.quantize + work.launch / 3.0 + exposed / 2.0
+    alternates = demand.alternating > 0
+    return replace(
+        demand,
+        passing_s=layers * work.elementwise + none,
+        products_s=layers * products + none,
+        forward_s=np.where(alternates, forward, forward + backward),
+        backward_s=np.where(alternates, backward, forward + backward),
+        update_s=optimizer_s + none,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Prices of many candidates."""
+
+    time: tuple[TimeTerm, ...]  # terms of the step time
+    memory: tuple[SpaceTerm, ...]  # terms of the peak memory, offloaded bytes included
+    step_s: Array  # sum of the time terms
+    memory_bytes: Array  # sum of the memory terms without offloaded bytes
+
+    def cost_at(self, index: int) -> tuple[CostTerm, ...]:
+        """Return the nonzero time terms of one candidate."""
+        return tuple(
+            t.term_of(index) for t in self.time if t.seconds[index] > 0.0 or _is_copies(t, index)
+        )
+
+    def memory_at(self, index: int) -> tuple[MemoryTerm, ...]:
+        """Return the nonzero memory terms of one candidate."""
+        terms_held = tuple(t.term_of(index) for t in self.memory if t.bytes[index] > 0.0)
+        return move_to_host(terms_held, self.cost_at(index))
+
+
+def _is_copies(term: TimeTerm, index: int) -> bool:
+    """Return whether a term is that of copies, and there are any."""
+    if term.name != COPIES:
+        return False
+    return any(np.ravel(term.inputs[n])[index] > 0.0 for n in ("need_bytes", "end_bytes"))
+
+
+def score(s: PricingCase) -> Scores:
+    """Price candidates, columns of one length or an open grid; legality is not checked."""
+    time, memory = time_terms(s), memory_terms(s)
+    terms_held = resident_bytes(sum((t.bytes for t in memory), np.zeros(1)), s)
+    return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), terms_held)

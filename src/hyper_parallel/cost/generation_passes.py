@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 
-from hyper_parallel.cost._candidates import Array, shape_of
 from hyper_parallel.cost._communication import (
     call_seconds,
     exposed,
@@ -24,6 +23,7 @@ from hyper_parallel.cost._layer import forward_launch, layer_compute, matmul_sec
 from hyper_parallel.cost._memory import activation_bytes
 from hyper_parallel.cost._numbers import ModelNumbers
 from hyper_parallel.cost._pricing_case import PricingCase
+from hyper_parallel.cost.candidates import Array, shape_of
 from hyper_parallel.ir import AXES, GenerateWorkload, Purpose
 from hyper_parallel.model import AttentionSpec
 from hyper_parallel.shard import Boundary, embedding_boundaries, head_boundaries

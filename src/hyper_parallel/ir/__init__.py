@@ -3,25 +3,36 @@
 from hyper_parallel.ir.boxes import (
     Box,
     LocalBox,
+    Part,
     Ranges,
     Runs,
     boxes,
     choose_senders,
     divided_dims,
+    equal_parts,
+    exchanged,
+    exchanged_rows,
+    gate_up_parts,
     merge,
     overlap,
+    qkv_parts,
     runs_of_splits,
     tile,
     transfers,
+    working_rows,
 )
-from hyper_parallel.ir.host_buffers import HostBuffers, slab_bytes, slabs
 from hyper_parallel.ir.layout import (
+    AXES,
+    CollectiveStep,
     Layout,
+    Mesh,
     Partial,
+    Purpose,
     Replicate,
     Shard,
     StridedShard,
     placements,
+    redistribute,
 )
 from hyper_parallel.ir.memory import (
     COPIES,
@@ -30,6 +41,7 @@ from hyper_parallel.ir.memory import (
     OF_OPERATORS,
     Choice,
     Extent,
+    HostBuffers,
     MemoryAction,
     MemoryActionKind,
     MemoryProgram,
@@ -38,18 +50,10 @@ from hyper_parallel.ir.memory import (
     Phase,
     Storage,
     StorageKind,
+    slab_bytes,
+    slabs,
 )
-from hyper_parallel.ir.memory_plan import MemoryPlan
-from hyper_parallel.ir.mesh import AXES, Mesh
-from hyper_parallel.ir.packed import (
-    Part,
-    equal_parts,
-    exchanged,
-    exchanged_rows,
-    gate_up_parts,
-    qkv_parts,
-    working_rows,
-)
+from hyper_parallel.ir.memory_plan import MemoryPlan, replay
 from hyper_parallel.ir.plan import (
     Alternative,
     Certificate,
@@ -57,29 +61,43 @@ from hyper_parallel.ir.plan import (
     CostTerm,
     MemoryTerm,
     ModelRef,
+    PartPlan,
     Plan,
     Rejected,
+    RejectedRoles,
+    RolesPlan,
     Sensitivity,
     Stage,
     StageCost,
+    SubmodelsPlan,
+    role_tasks,
 )
-from hyper_parallel.ir.purpose import Purpose
-from hyper_parallel.ir.redistribution import CollectiveStep, redistribute
-from hyper_parallel.ir.replay import replay
-from hyper_parallel.ir.roles import RejectedRoles, RolesPlan, role_tasks
 from hyper_parallel.ir.schedule import Action, ActionKind, Schedule, StageGraph, grid
-from hyper_parallel.ir.sequence import Interval, SequenceCut, sees_all, sees_some
 from hyper_parallel.ir.strategy import (
     BLOCK_SHAPES,
+    PROMPT_CHUNK,
     BlockShape,
+    GenerateWorkload,
+    Interval,
     Overlap,
     Rule,
+    SequenceCut,
     Strategy,
+    Workload,
+    sees_all,
+    sees_some,
 )
-from hyper_parallel.ir.submodels import PartPlan, SubmodelsPlan
-from hyper_parallel.ir.taskgraph import Cores, Task, TaskGraph
-from hyper_parallel.ir.timeline import Counter, Flight, Span, Timeline, joined, masking
-from hyper_parallel.ir.workload import PROMPT_CHUNK, GenerateWorkload, Workload
+from hyper_parallel.ir.timeline import (
+    Cores,
+    Counter,
+    Flight,
+    Span,
+    Task,
+    TaskGraph,
+    Timeline,
+    joined,
+    masking,
+)
 
 __all__ = [
     "AXES",

@@ -13,9 +13,7 @@ from hyper_parallel.serde import encode
 from hyper_parallel.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from hyper_parallel.ir.plan import Plan, Rejected
-    from hyper_parallel.ir.roles import RejectedRoles, RolesPlan
-    from hyper_parallel.ir.submodels import SubmodelsPlan
+    from hyper_parallel.ir.plan import Plan, Rejected, RejectedRoles, RolesPlan, SubmodelsPlan
 
 BAR: Final = 24
 TERMS_SHOWN: Final = 3

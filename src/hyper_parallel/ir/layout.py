@@ -1,4 +1,9 @@
-"""Layout: sharding of one tensor over a mesh, and its memory kind.
+"""Mesh, layout of one tensor over it, purposes of collectives, and redistribution from one layout to another.
+
+A mesh is an n-dimensional arrangement of device ids, axes written outer to inner. Devices that are neighbours on
+the innermost axis have neighbouring ids, so inner axes lie on faster links. Nothing here knows a framework.
+
+    Mesh((("dp_shard", 2), ("tp_x", 4)))      ranks 0..3 are one tensor-parallel group, 4..7 the other
 
 A layout is indexed by tensor dim, like a partition spec: for every dim the ordered tuple of mesh axes that shard it,
 outermost first. Axes with partial sums are listed separately; all other axes replicate. Printed form:
@@ -12,16 +17,150 @@ ceil(size / degree); the last slices may be shorter or empty. Order is part of t
 shard one dim, the first axis of the mesh is the outer one. Another order requires a strided shard. With FSDP inside
 tensor parallelism, the mesh is (dp_shard, tp_x), dim 0 is sharded by (tp_x, dp_shard), and the entry of dp_shard is
 StridedShard(dim=0, split_factor=tp).
+
+`redistribute` finds the cheapest sequence of collectives between two layouts. Every step keeps the tensor described by
+a layout, so the innermost axis of a dim is the only one that can be taken away, and an axis is always put back
+innermost:
+
+    slice           axis held by none     -> innermost of a dim        free
+    all_gather      innermost of a dim    -> axis held by none         (g-1) * part before
+    reduce_scatter  partial sums          -> innermost of a dim        (g-1) * part after
+    all_reduce      partial sums          -> axis held by none         2 (g-1) * ceil(part / g)
+    all_to_all      innermost of a dim    -> innermost of another dim  (g-1) * block
+
+Costs are the bytes one rank sends in ring algorithms over g ranks, the padding of uneven parts included; a block of
+an all_to_all is the largest piece that one rank keeps for another. Source: Patarasuk and Yuan 2009, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations", section 3. The search is Dijkstra's over layouts, exact
+for these steps on the axes that the two layouts use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from enum import StrEnum
+from itertools import count
+from typing import Final, Literal, TypeAlias
 
-from hyper_parallel.errors import LayoutError
-from hyper_parallel.ir.mesh import Mesh
+from hyper_parallel.errors import LayoutError, MeshError
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
+"""Axis names, outer to inner. Experts use `ep`, folded over dp_shard x cp x tp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes, outer to inner, over a list of device ids.
+
+    Attributes:
+        axes: Pairs of axis name and degree, outer to inner.
+        devices: Device ids in row-major order of the axes; empty means 0, 1, 2, ...
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise MeshError("a mesh names an axis twice", got=names)
+        for name, degree in self.axes:
+            if degree < 1:
+                raise MeshError(f"axis `{name}` has a degree below one", got=degree)
+        if self.devices and len(self.devices) != self.size:
+            raise MeshError(
+                "the degrees do not multiply to the number of devices",
+                got=f"{self.size} positions, {len(self.devices)} devices",
+            )
+        if len(set(self.devices)) != len(self.devices):
+            raise MeshError("a mesh holds a device twice", got=self.devices)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names, outer to inner."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Degrees, outer to inner."""
+        return tuple(degree for _, degree in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of positions, the product of the degrees."""
+        return math.prod(degree for _, degree in self.axes)
+
+    def degree(self, axis: str | Iterable[str]) -> int:
+        """Degree of an axis, or the product over several; an axis the mesh does not have counts 1."""
+        degrees = dict(self.axes)
+        if isinstance(axis, str):
+            return degrees.get(axis, 1)
+        return math.prod(degrees.get(a, 1) for a in axis)
+
+    def device(self, position: int) -> int:
+        """Device id at a row-major position."""
+        return self.devices[position] if self.devices else position
+
+    def position(self, device: int) -> int:
+        """Row-major position of a device id."""
+        devices = self.devices or range(self.size)
+        if device not in devices:
+            allowed = self.devices or f"0..{self.size - 1}"
+            raise MeshError(f"device id {device} is not in the mesh", got=device, allowed=allowed)
+        return devices.index(device)
+
+    def coordinate(self, device: int) -> dict[str, int]:
+        """Coordinate of a device on every axis."""
+        rest = self.position(device)
+        coordinate = {}
+        for name, degree in reversed(self.axes):
+            rest, coordinate[name] = divmod(rest, degree)
+        return {name: coordinate[name] for name in self.names}
+
+    def at(self, coordinate: Mapping[str, int]) -> int:
+        """Device id at a coordinate; axes left out count 0."""
+        position = 0
+        for name, degree in self.axes:
+            index = coordinate.get(name, 0)
+            if not 0 <= index < degree:
+                raise MeshError(
+                    f"axis `{name}` has no such index", got=index, allowed=f"0..{degree - 1}"
+                )
+            position = position * degree + index
+        return self.device(position)
+
+    def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:
+        """Return the devices that differ from `device` only on `axes`; the first of the axes is the outermost."""
+        group = [self.coordinate(device)]
+        for axis in (axes,) if isinstance(axes, str) else axes:
+            group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
+        return tuple(self.at(c) for c in group)
+
+    def groups(
+        self, axes: str | Sequence[str], most: int | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the groups over `axes`, in the order of their first devices; each device is in exactly one.
+
+        Args:
+            axes: Axes along which devices of a group differ.
+            most: Number of groups to return; None: all.
+        """
+        groups: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for device in self.devices or range(self.size):
+            if len(groups) == most:
+                break
+            if device not in seen:
+                groups.append(self.group(device, axes))
+                seen.update(groups[-1])
+        return tuple(groups)
+
+    def __str__(self) -> str:
+        shown = " x ".join(f"{name}={degree}" for name, degree in self.axes if degree > 1)
+        return f"Mesh({shown or '1 device'})"
+
 
 MemoryKind = Literal["hbm", "dram", "pool", "flash"]
 
@@ -103,31 +242,15 @@ class Layout:
         new = tuple((*d, *axes) if i == dim else d for i, d in enumerate(self.axes))
         return replace(self, axes=new)
 
-    def bounds(
+    def ranges(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
-    ) -> tuple[tuple[int, int], ...]:
-        """Return the half-open index range per dim of a rank's shard, if each dim has one range.
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return the half-open index ranges per dim of a rank's shard, one per stacked part.
 
         Args:
             shape: Logical shape of the tensor.
             mesh: Mesh with the degrees.
             coordinate: Coordinate of the rank, as returned by `Mesh.coordinate`.
-
-        Raises:
-            LayoutError: HP202 for a dim with several stacked parts; use `ranges`, which returns one range per part.
-        """
-        result = self.ranges(shape, mesh, coordinate)
-        for dim, runs in enumerate(result):
-            if len(runs) > 1:
-                raise LayoutError(
-                    "a rank holds several ranges of a dim", got=f"dim {dim} of {self}"
-                )
-        return tuple(runs[0] for runs in result)
-
-    def ranges(
-        self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
-    ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return the half-open index ranges per dim of a rank's shard, one per stacked part.
 
         Raises:
             LayoutError: HP202 when a dim does not divide into its parts.
@@ -238,3 +361,230 @@ def placements(
             factor *= layout.parts_of(dim)
             entries.append(StridedShard(dim, factor) if factor > 1 else Shard(dim))
     return tuple(entries)
+
+
+class Purpose(StrEnum):
+    """Value of `Collective.purpose`: one vocabulary for formulas, run-time counters, traces and plans.
+
+    A purpose names one direction. `backward` is the purpose of the transposed collective: a gather of tokens in
+    forward is a scatter of their gradients in backward.
+    """
+
+    # FSDP, and replicas of what it shards
+    FSDP_PARAMETERS = "fsdp parameters"
+    FSDP_GRADIENTS = "fsdp gradients"
+    EXPERT_PARAMETERS = "expert parameters"
+    EXPERT_GRADIENTS = "expert gradients"
+    REPLICA_GRADIENTS = "replica gradients"
+    UNIT_ORDER = "order of FSDP units"
+
+    # Tensor parallelism: borders of blocks
+    SEQUENCE_GATHER = "sequence gather"
+    SEQUENCE_SCATTER = "sequence scatter"
+    RELAYOUT = "relayout"
+    EMBEDDING = "embedding"
+    LOSS = "loss"
+    LOSS_STATISTICS = "loss statistics"
+    NORM_STATISTICS = "norm statistics"
+    WHOLE_PARAMETERS = "gradients of whole parameters"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+
+    # Tensor parallelism: inside blocks
+    HEAD_GATHER = "head gather"
+    HEAD_SCATTER = "head scatter"
+    WIDTH_GATHER = "width gather"
+    WIDTH_SCATTER = "width scatter"
+    WEIGHT_GATHER = "weight gather"
+    WEIGHT_SCATTER = "weight gradient scatter"
+    KEY_VALUE_GATHER = "key and value gather"
+    KEY_VALUE_SCATTER = "key and value gradient scatter"
+    PACKED_COLUMNS = "packed columns"
+    NORMS_OVER_HEADS = "norms over heads"
+
+    # Context parallelism
+    KEYS_AND_VALUES = "attention: keys and values"
+    KEY_VALUE_GRADIENTS = "attention: key and value gradients"
+    HEADS_FOR_TOKENS = "attention: heads for tokens"
+    TOKENS_FOR_HEADS = "attention: tokens for heads"
+
+    # Experts
+    EXPERT_ROW_COUNTS = "expert row counts"
+    EXPERT_ROWS = "expert dispatch and combine"
+    EXPERT_LOAD = "expert load"
+    BALANCE_LOSS = "balance loss"
+
+    # Pipeline stages
+    PIPELINE_ACTIVATIONS = "pipeline activations"
+    PIPELINE_GRADIENTS = "pipeline gradients"
+    SHARED_WEIGHT = "shared weight"
+
+    SUBMODELS_SUM = "sum over sub-models"
+
+    # Once a step
+    GRADIENT_NORM = "gradient norm"
+    STEP_LOG = "loss and memory of all ranks"
+    """What a trainer sends for its log; no formula counts it."""
+
+    @property
+    def backward(self) -> Purpose:
+        """Purpose of the transposed collective in backward; the same purpose if it has no other name."""
+        return _BACKWARD.get(self, self)
+
+    @property
+    def parallelism(self) -> str:
+        """Kind that needs the collective: dp, tp, cp, ep, pp, submodels, or step for those once per step."""
+        name = self.name
+        if name in ("EXPERT_ROW_COUNTS", "EXPERT_ROWS", "EXPERT_LOAD", "BALANCE_LOSS"):
+            return "ep"
+        if name in ("GRADIENT_NORM", "STEP_LOG"):
+            return "step"
+        return next((kind for start, kind in _PARALLELISMS if name.startswith(start)), "tp")
+
+
+_PARALLELISMS = (
+    *((start, "dp") for start in ("FSDP_", "EXPERT_", "REPLICA_", "UNIT_")),
+    *((start, "cp") for start in ("KEYS_", "KEY_VALUE_GRADIENTS", "HEADS_FOR", "TOKENS_FOR")),
+    ("SUBMODELS_", "submodels"),
+    *((start, "pp") for start in ("PIPELINE_", "SHARED_")),
+)
+"""Starts of names, and the kind of parallelism; all others belong to tensor parallelism."""
+_PAIRS = (
+    (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER),
+    (Purpose.HEAD_GATHER, Purpose.HEAD_SCATTER),
+    (Purpose.WIDTH_GATHER, Purpose.WIDTH_SCATTER),
+    (Purpose.WEIGHT_GATHER, Purpose.WEIGHT_SCATTER),
+    (Purpose.KEY_VALUE_GATHER, Purpose.KEY_VALUE_SCATTER),
+    (Purpose.HEADS_FOR_TOKENS, Purpose.TOKENS_FOR_HEADS),
+    (Purpose.PIPELINE_ACTIVATIONS, Purpose.PIPELINE_GRADIENTS),
+)
+_BACKWARD = {**dict(_PAIRS), **{b: a for a, b in _PAIRS}}
+
+
+StepKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveStep:
+    """Step of a redistribution.
+
+    Attributes:
+        kind: Collective or local operation.
+        axis: Mesh axis of the group.
+        dim: Tensor dim that is gathered, scattered or sliced; the one an all_to_all takes the axis from. None for
+            all_reduce.
+        to_dim: Tensor dim an all_to_all puts the axis on; None for the others.
+        sent_bytes: Bytes a rank with a part of the largest size sends.
+        layout: Layout after the step.
+    """
+
+    kind: StepKind
+    axis: str
+    dim: int | None
+    to_dim: int | None
+    sent_bytes: int
+    layout: Layout
+
+    def __str__(self) -> str:
+        dims = "" if self.dim is None else f", dim {self.dim}"
+        dims += "" if self.to_dim is None else f" -> {self.to_dim}"
+        return f"{self.kind}({self.axis}{dims}) {self.sent_bytes} B"
+
+
+def redistribute(
+    src: Layout, dst: Layout, mesh: Mesh, shape: Sequence[int], dtype_bytes: int
+) -> tuple[CollectiveStep, ...]:
+    """Return the cheapest steps from one layout to another; among equally cheap ones, the fewest.
+
+    Args:
+        src: Present layout.
+        dst: Requested layout. Axes of degree 1 are ignored.
+        mesh: Mesh with the degrees.
+        shape: Logical shape of the tensor.
+        dtype_bytes: Width of one element.
+
+    Raises:
+        LayoutError: HP202 when a layout does not fit the shape or the mesh, the memory kinds differ, or `dst` holds
+            partial sums over an axis where `src` holds none.
+    """
+    for layout in (src, dst):
+        _check(layout, mesh, shape)
+    start = _without_trivial(src, mesh)
+    goal = _without_trivial(replace(src, axes=dst.axes, partial=dst.partial), mesh)
+    if src.memory != dst.memory:
+        moved = f"{src.memory} to {dst.memory}"
+        raise LayoutError("redistribution does not move a tensor between memories", got=moved)
+    if new := [a for a in goal.partial if a not in start.partial]:
+        raise LayoutError(
+            "redistribution does not split a whole tensor into partial sums",
+            got=f"partial({', '.join(new)})",
+            allowed=f"partial({', '.join(start.partial)}) or less",
+        )
+    axes = sorted({*start.sharding_axes, *start.partial, *goal.sharding_axes, *goal.partial})
+    # Equal costs leave the heap first in, first out: the result does not depend on hashing.
+    order = count()
+    heap: list[tuple[int, int, int, Layout, tuple[CollectiveStep, ...]]] = []
+    heapq.heappush(heap, (0, 0, next(order), start, ()))
+    done: set[Layout] = set()
+    while True:
+        sent, length, _, layout, path = heapq.heappop(heap)
+        if layout == goal:
+            return path
+        if layout in done:
+            continue
+        done.add(layout)
+        for step in _steps(layout, axes, mesh, shape, dtype_bytes):
+            cost = sent + step.sent_bytes
+            heapq.heappush(heap, (cost, length + 1, next(order), step.layout, (*path, step)))
+
+
+def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
+    layout.check(mesh)
+    if len(layout.axes) != len(shape):
+        raise LayoutError(
+            "a layout has another number of dims than the tensor",
+            got=f"{len(layout.axes)} dims, shape {tuple(shape)}",
+        )
+    if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
+        raise LayoutError("redistribution does not move parts that are cut apart", got=layout)
+    if layout.one_of:
+        raise LayoutError("redistribution does not move whole tensors of one rank", got=layout)
+
+
+def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
+    """Return the layout without axes of degree 1 and with sorted partial axes."""
+    axes = tuple(tuple(a for a in dim if mesh.degree(a) > 1) for dim in layout.axes)
+    partial = tuple(sorted(a for a in layout.partial if mesh.degree(a) > 1))
+    return replace(layout, axes=axes, partial=partial)
+
+
+def _steps(
+    layout: Layout, axes: Sequence[str], mesh: Mesh, shape: Sequence[int], dtype_bytes: int
+) -> Iterator[CollectiveStep]:
+    """Every step that the layout allows."""
+    part = layout.max_local_shape(shape, mesh)
+    for axis in axes:
+        peers = mesh.degree(axis) - 1
+        holder = next((i for i, dim in enumerate(layout.axes) if axis in dim), None)
+        if axis in layout.partial:
+            summed = replace(layout, partial=tuple(a for a in layout.partial if a != axis))
+            slot_bytes = -(-math.prod(part) // (peers + 1)) * dtype_bytes
+            yield CollectiveStep("all_reduce", axis, None, None, 2 * peers * slot_bytes, summed)
+            for dim in range(len(shape)):
+                new = summed.split(dim, axis)
+                sent = peers * math.prod(new.max_local_shape(shape, mesh)) * dtype_bytes
+                yield CollectiveStep("reduce_scatter", axis, dim, None, sent, new)
+        elif holder is None:
+            for dim in range(len(shape)):
+                yield CollectiveStep("slice", axis, dim, None, 0, layout.split(dim, axis))
+        elif layout.axes[holder][-1] == axis:
+            freed = tuple(d[:-1] if i == holder else d for i, d in enumerate(layout.axes))
+            gathered = replace(layout, axes=freed)
+            sent = peers * math.prod(part) * dtype_bytes
+            yield CollectiveStep("all_gather", axis, holder, None, sent, gathered)
+            for dim in range(len(shape)):
+                if dim != holder:
+                    block = [-(-s // (peers + 1)) if i == dim else s for i, s in enumerate(part)]
+                    sent = peers * math.prod(block) * dtype_bytes
+                    new = gathered.split(dim, axis)
+                    yield CollectiveStep("all_to_all", axis, holder, dim, sent, new)

@@ -1,25 +1,140 @@
-"""Plan: the one artefact between planning and running, a JSON file that people can read, compare and edit."""
+"""Plan: the one artefact between planning and running, a JSON file that people can read, compare and edit.
+
+A plan may have a `RolesPlan`, the division of devices into samplers and learners, and a `SubmodelsPlan`, the ranks of
+the parts of a multimodal model.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import _text
-from hyper_parallel.ir._plan_ranges import range_problem
-from hyper_parallel.ir.layout import Layout
-from hyper_parallel.ir.mesh import Mesh
-from hyper_parallel.ir.roles import RolesPlan
-from hyper_parallel.ir.strategy import Strategy
-from hyper_parallel.ir.submodels import SubmodelsPlan
-from hyper_parallel.ir.workload import Workload
+from hyper_parallel.ir.layout import Layout, Mesh
+from hyper_parallel.ir.strategy import Strategy, Workload
+from hyper_parallel.ir.timeline import Task, TaskGraph
 from hyper_parallel.model import ModelProperties
 from hyper_parallel.received import Limits, parse_json, read_text
 from hyper_parallel.serde import DecodeError, decode, encode, write_text
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedRoles:
+    """Another split of the devices, or another staleness of the same, and why it is not the plan's."""
+
+    rollout_ranks: int
+    rollout_tp: int
+    max_staleness: int
+    step_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolesPlan:
+    """Sampling and learning ranks of a step, and their times.
+
+    Attributes:
+        rollout_ranks: Ranks that only sample; 0: learners sample between steps (colocated).
+        rollout_tp: Tensor-parallel ranks of one copy of the sampler.
+        max_staleness: Rollouts that samplers run ahead of learning.
+        sample_s: Seconds to sample one rollout, without contention.
+        learn_s: Seconds to learn from one rollout: its optimizer steps and the passes of the reference.
+        step_s: Simulated seconds per optimizer step of both, in the steady state.
+        sampler_bytes: Peak bytes of a sampling rank.
+        rejected: Other splits, among them the best of every mode.
+    """
+
+    rollout_ranks: int
+    rollout_tp: int
+    max_staleness: int
+    sample_s: float
+    learn_s: float
+    step_s: float
+    sampler_bytes: int
+    rejected: tuple[RejectedRoles, ...] = ()
+
+
+def role_tasks(
+    sample_s: float,
+    learn_s: float,
+    max_staleness: int | None,
+    steps: int,
+    ranks: tuple[int, int] = (1, 1),
+) -> TaskGraph:
+    """Return the task graph of several RL steps, on lanes `rank r/learner` and `rank r/sampler`.
+
+    Completions of step t are sampled in order with the weights of step t - 1 - `max_staleness`, and learned from when
+    complete.
+
+    Args:
+        sample_s: Seconds of a sampling rank per step.
+        learn_s: Seconds of a learning rank per step.
+        max_staleness: Steps that sampling runs ahead; None: learners sample between steps.
+        steps: Number of steps.
+        ranks: Numbers of learning and sampling ranks. Ranks of one role work in lockstep, so more than one of each
+            matters only if they share cores.
+    """
+    learners = [f"rank {i}/learner" for i in range(ranks[0])]
+    samplers = [f"rank {i}/sampler" for i in range(ranks[0], sum(ranks))]
+    tasks: list[Task] = []
+    learned: list[tuple[int, ...]] = []
+
+    def add(kind: str, lanes: list[str], seconds: float, deps: tuple[int, ...]) -> tuple[int, ...]:
+        ns, first = round(seconds * 1e9), len(tasks)
+        tasks.extend(Task(f"{kind} {step}", lane, ns, kind, deps) for lane in lanes)
+        return tuple(range(first, len(tasks)))
+
+    for step in range(steps):
+        ahead = max_staleness or 0
+        before = learned[step - 1 - ahead] if step > ahead else ()
+        sampling = add("sample", learners if max_staleness is None else samplers, sample_s, before)
+        learned.append(add("learn", learners, learn_s, sampling))
+    return TaskGraph(tuple(tasks))
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """Part of a model on ranks of its own.
+
+    Attributes:
+        name: `language`, `vision` or `audio`.
+        ranks: Ranks of the part.
+        degrees: Its strategy as text.
+        forward_s: Seconds of all forwards of a step on one of its ranks, the busiest stage of a pipeline.
+        backward_s: Seconds of all backwards, likewise; 0 for a frozen part.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    degrees: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SubmodelsPlan:
+    """Parts of a model, and their predicted step: forwards and backwards, without reductions and optimizer.
+
+    Attributes:
+        parts: The language part first.
+        step_s: Simulated seconds of a step.
+        bubble: Fraction of the ranks' time without computation.
+        lower_s: Seconds that no order of the same work on these ranks undercuts: all work of the busiest rank if the
+            tower's microbatches may lie on any of its ranks, or the longest microbatch from end to end.
+        schedule: Joint schedule in the extended CSV form; empty: the tower computes in rounds.
+    """
+
+    parts: tuple[PartPlan, ...]
+    step_s: float
+    bubble: float
+    lower_s: float
+    schedule: str = ""
+
 
 PLAN_VERSION: Final = 2
 _LIMITS: Final = Limits()
@@ -380,3 +495,52 @@ class Plan:
                 "the plan cannot be read", where=str(path), got=str(error)[:120]
             ) from error
         return cls.from_json(text, where=str(path))
+
+
+_MOST_RANKS: Final = 1 << 20
+_MOST_STAGES: Final = 1 << 16
+_MOST_TOKENS: Final = 1 << 48
+_MOST_CHUNKS: Final = 64
+_DEGREES: Final = (
+    "pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep", "cp_ulysses", "virtual_stages", "etp",
+)  # fmt: skip
+
+
+def range_problem(plan: Plan) -> str:
+    """Return the first number of a plan that is out of its range, or nothing; such a file is refused before any use."""
+    return next(_problems(plan), "")
+
+
+def _problems(plan: Plan) -> Iterator[str]:
+    strategies = {"$.strategy": plan.strategy}
+    strategies |= {f"$.rejected[{i}].strategy": r.strategy for i, r in enumerate(plan.rejected)}
+    strategies |= {f"$.pareto[{i}].strategy": a.strategy for i, a in enumerate(plan.pareto)}
+    strategies |= {
+        f"$.sensitivity[{i}].strategy": x.strategy for i, x in enumerate(plan.sensitivity)
+    }
+    for path, strategy in strategies.items():
+        yield from _of_strategy(path, strategy)
+    for name in ("seq_len", "tokens_per_step", "microbatch", "accumulation_steps"):
+        value = getattr(plan.workload, name)
+        if value is not None and not 1 <= value <= _MOST_TOKENS:
+            yield f"$.workload.{name}: {value}, not 1 to {_MOST_TOKENS}"
+    if len(plan.stages) > _MOST_STAGES:
+        yield f"$.stages: {len(plan.stages)} stages, more than {_MOST_STAGES}"
+    if plan.roles is not None and not 0 <= plan.roles.rollout_ranks <= _MOST_RANKS:
+        yield f"$.roles.rollout_ranks: {plan.roles.rollout_ranks}, not 0 to {_MOST_RANKS}"
+
+
+def _of_strategy(path: str, strategy: Strategy) -> Iterator[str]:
+    for name in _DEGREES:
+        degree = getattr(strategy, name)
+        if degree is not None and not 1 <= degree <= _MOST_RANKS:
+            yield f"{path}.{name}: {degree}, not 1 to {_MOST_RANKS}"
+    for name in ("ep_chunks", "tp_chunks"):
+        if not 1 <= (chunks := getattr(strategy.overlap, name)) <= _MOST_CHUNKS:
+            yield f"{path}.overlap.{name}: {chunks}, not 1 to {_MOST_CHUNKS}"
+    if strategy.world_size > _MOST_RANKS:
+        yield f"{path}: degrees of {strategy.world_size} ranks, more than {_MOST_RANKS}"
+    if strategy.stages > _MOST_STAGES:
+        yield f"{path}: {strategy.stages} pipeline stages, more than {_MOST_STAGES}"
+    if min(strategy.stage_layers, default=0) < 0:
+        yield f"{path}.stage_layers: a negative number of layers"

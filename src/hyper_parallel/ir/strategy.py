@@ -1,14 +1,26 @@
-"""Strategy: degrees of the mesh axes and related choices, the value of a recipe's `parallel:` section."""
+"""Strategy and workload: how a step is divided over devices, and how much work it is.
+
+A `Strategy` is the value of a recipe's `parallel:` section. Its `SequenceCut` says which tokens each context-parallel
+rank holds: cp ranks are a ring of n places with u Ulysses ranks in each; rank r is at place r // u and is Ulysses rank
+r % u. With n > 1 the sequence is cut into 2 n chunks and place j holds chunks j and 2 n - 1 - j ("zigzag"), so that
+under a causal mask every place has the same work. The u ranks of a place hold equal slices of its chunks, laid end to
+end:
+
+    n=2, u=1   rank 0: chunks 0 3    rank 1: chunks 1 2
+    n=1, u=2   rank 0: first half    rank 1: second half
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Final, Literal
 
-from hyper_parallel.ir.layout import Layout
-from hyper_parallel.ir.mesh import AXES, Mesh
+from hyper_parallel.errors import BadValue, BatchMismatch
+from hyper_parallel.ir.layout import AXES, Layout, Mesh
 
 BlockShape = Literal["1d", "2d", "weight"]
 BLOCK_SHAPES: Final[tuple[BlockShape, ...]] = ("1d", "2d", "weight")
@@ -278,3 +290,197 @@ def rank_stages(schedule: str, rank: int, ranks: int, per_rank: int) -> tuple[in
 def ulysses_degree(cp: int, kind: CpKind, cp_ulysses: int) -> int:
     """Return the number of Ulysses ranks inside cp: all of them, some, or one."""
     return 1 if cp == 1 else {"ulysses": cp, "hybrid": cp_ulysses}.get(kind, 1)
+
+
+Interval = tuple[int, int]
+"""Half-open range of positions in a sequence."""
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """Sharding of sequences of one length over the ranks of context parallelism.
+
+    Attributes:
+        seq_len: Tokens of a sequence.
+        ring: Places of the ring, n.
+        ulysses: Ulysses ranks at each place, u.
+    """
+
+    seq_len: int
+    ring: int
+    ulysses: int = 1
+
+    @classmethod
+    def of(cls, seq_len: int, cp: int, kind: CpKind, cp_ulysses: int = 1) -> SequenceCut:
+        """Return the sharding for a strategy's `cp`, `cp_kind` and `cp_ulysses`."""
+        ulysses = ulysses_degree(cp, kind, cp_ulysses)
+        return cls(seq_len, cp // ulysses, ulysses)
+
+    @property
+    def unit(self) -> int:
+        """Padded lengths are multiples of it: equal chunks on the ring, equal slices of them for Ulysses."""
+        return self.ulysses if self.ring == 1 else math.lcm(2 * self.ring, self.ring * self.ulysses)
+
+    @property
+    def padded(self) -> int:
+        """Tokens of a sequence with its padding."""
+        return -(-self.seq_len // self.unit) * self.unit
+
+    @property
+    def local(self) -> int:
+        """Tokens of a sequence that one rank holds, padding included."""
+        return self.padded // (self.ring * self.ulysses)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[Interval, ...], ...]:
+        """Per place of the ring, the spans of positions it holds, in its order."""
+        if self.ring == 1:
+            return (((0, self.padded),),)
+        chunk, last = self.padded // (2 * self.ring), 2 * self.ring - 1
+        return tuple(
+            ((j * chunk, (j + 1) * chunk), ((last - j) * chunk, (last - j + 1) * chunk))
+            for j in range(self.ring)
+        )
+
+    def positions(self, rank: int) -> list[int]:
+        """Return the positions that a rank holds, in its order."""
+        place, slice_ = divmod(rank, self.ulysses)
+        positions = [p for start, stop in self.spans[place] for p in range(start, stop)]
+        return positions[slice_ * self.local : (slice_ + 1) * self.local]
+
+    def distances(self, window: int | None) -> tuple[int, ...]:
+        """Return the ring distances d at which some place j attends to keys of place j - d.
+
+        Without a window every place attends to all others. A sliding window covers few chunks, so most exchanges are
+        omitted.
+        """
+        return tuple(
+            d
+            for d in range(1, self.ring)
+            if any(
+                sees_some(q, k, window)
+                for j in range(self.ring)
+                for q in self.spans[j]
+                for k in self.spans[(j - d) % self.ring]
+            )
+        )
+
+
+def sees_some(queries: Interval, keys: Interval, window: int | None) -> bool:
+    """Return whether some query of a span attends to some key of another, under a causal or sliding-window mask."""
+    return keys[0] < queries[1] and (window is None or queries[0] - (keys[1] - 1) < window)
+
+
+def sees_all(queries: Interval, keys: Interval, window: int | None) -> bool:
+    """Return whether every query of a span attends to every key of another."""
+    return keys[1] - 1 <= queries[0] and (window is None or queries[1] - 1 - keys[0] < window)
+
+
+PROMPT_CHUNK: Final = 512
+"""Tokens of a prompt that one pass reads: it bounds the activations, and passes of this many are well filled. Not
+measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Batch sizes and number formats of one optimizer step.
+
+    Two of the three batch numbers (tokens per step, microbatch, accumulation steps) suffice; `resolve` derives the
+    third from the data-parallel degree.
+
+    Attributes:
+        seq_len: Tokens per sequence.
+        tokens_per_step: Tokens of one optimizer step over all ranks; None: derived.
+        microbatch: Sequences per microbatch on one data-parallel rank; None: derived.
+        accumulation_steps: Microbatches per step; None: derived.
+        compute_dtype: Format of matmuls and activations.
+        param_dtype: Format of the parameters the optimizer owns.
+        reduce_dtype: Format of gradient reductions.
+        optimizer: Name of the optimizer; memory and time are those of AdamW, with two states per parameter.
+        trained: Ratio of elements with gradient and optimizer states, adapters included, to the model's parameters.
+    """
+
+    seq_len: int
+    tokens_per_step: int | None = None
+    microbatch: int | None = None
+    accumulation_steps: int | None = None
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    reduce_dtype: str = "float32"
+    optimizer: str = "adamw"
+    trained: float = 1.0
+
+    def resolve(self, dp: int) -> Workload:
+        """Return the workload with all three batch numbers, for a data-parallel degree.
+
+        Raises:
+            BatchMismatch: HP308 when the numbers do not agree or do not divide.
+        """
+        tokens, micro, steps = self.tokens_per_step, self.microbatch, self.accumulation_steps
+        if tokens is None:
+            micro, steps = micro or 1, steps or 1
+            tokens = micro * steps * dp * self.seq_len
+        unit = self.seq_len * dp
+        if tokens % unit:
+            near = max(1, round(tokens / unit)) * unit
+            raise BatchMismatch(
+                "tokens_per_step does not divide into whole sequences for every data-parallel rank",
+                got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
+                changes={"training.tokens_per_step": near},
+            )
+        per_rank = tokens // unit
+        if micro is None:
+            micro = per_rank // steps if steps else 1
+        if steps is None:
+            steps = per_rank // micro if micro else 0
+        if micro < 1 or steps < 1 or micro * steps != per_rank:
+            divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+            if self.microbatch and self.accumulation_steps:
+                name = "tokens_per_step"
+                value = self.microbatch * self.accumulation_steps * unit
+            else:
+                name = "microbatch" if self.microbatch else "accumulation_steps"
+                requested = self.microbatch or self.accumulation_steps or 1
+                value = min(divisors, key=lambda d: abs(d - requested))
+            raise BatchMismatch(
+                "tokens_per_step, microbatch and accumulation_steps do not agree",
+                got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
+                allowed=[f"microbatch={m}" for m in divisors],
+                changes={f"training.{name}": value},
+            )
+        return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateWorkload:
+    """Generation workload: prompts of one length, each continued by the same number of tokens.
+
+    Attributes:
+        prompts: Sequences, over all devices.
+        prompt_len: Tokens of a prompt.
+        new_tokens: Tokens of a continuation.
+        dtype: Format of weights, activations and cache; None: as stored.
+
+    Raises:
+        BadValue: HP102 for a number below 1.
+    """
+
+    prompts: int = 32
+    prompt_len: int = 512
+    new_tokens: int = 128
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_len", "new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise BadValue(f"{name} is out of range", got=value, allowed="1 or more")
+
+    @property
+    def columns(self) -> int:
+        """Tokens that the cache has space for: the last one is not fed back, and one column takes padding."""
+        return self.prompt_len + self.new_tokens
+
+    @property
+    def prompt_passes(self) -> int:
+        """Passes that read a prompt."""
+        return -(-self.prompt_len // PROMPT_CHUNK)

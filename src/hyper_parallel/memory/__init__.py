@@ -6,10 +6,8 @@ that a front end delivers and the execution of the result.
 """
 
 from hyper_parallel.memory._address import assign_addresses, find_overlap, wrong_address
-from hyper_parallel.memory._clock import Copied, ProgramClock, clocked
 from hyper_parallel.memory._goals import with_capacity_hint
 from hyper_parallel.memory._order import order_peak, order_seconds, overlapped, refine_order
-from hyper_parallel.memory._timeline import peak_by_kind, plan_tasks, predicted_timeline, summarise
 from hyper_parallel.memory.def_use import (
     UseDef,
     dependencies,
@@ -20,6 +18,15 @@ from hyper_parallel.memory.def_use import (
 from hyper_parallel.memory.memory_machine import Channel, MemoryMachine, Roofline, with_seconds
 from hyper_parallel.memory.memory_planner import plan_memory
 from hyper_parallel.memory.plan_cache import plan_memory_cached
+from hyper_parallel.memory.timeline import (
+    Copied,
+    ProgramClock,
+    clocked,
+    peak_by_kind,
+    plan_tasks,
+    predicted_timeline,
+    summarise,
+)
 
 __all__ = [
     "Channel",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator
-from hyper_parallel.memory._clock import ProgramClock
+from hyper_parallel.memory.timeline import ProgramClock
 
 
 class CommsInFlight:

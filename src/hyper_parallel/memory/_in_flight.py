@@ -13,11 +13,11 @@ from hyper_parallel.ir import (
     MemoryTier,
     slab_bytes,
 )
-from hyper_parallel.memory._clock import ProgramClock
 from hyper_parallel.memory.copy_issue import Gap, OutgoingCopy, ReloadQueue
 from hyper_parallel.memory.host_updates import UpdatesInFlight
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
+from hyper_parallel.memory.timeline import ProgramClock
 
 
 class EmissionLedger:

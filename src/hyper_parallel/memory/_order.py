@@ -17,8 +17,8 @@ from collections.abc import Callable, Container, Sequence
 from itertools import accumulate
 
 from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator, replay
-from hyper_parallel.memory._clock import ProgramClock, clocked
 from hyper_parallel.memory.def_use import dependencies, identity_actions, use_definitions
+from hyper_parallel.memory.timeline import ProgramClock, clocked
 
 
 def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ...]]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from hyper_parallel.errors import BadValue, BudgetImpossible, TierFull
 from hyper_parallel.ir import Choice, MemoryPlan, MemoryProgram, StorageKind, replay, slab_bytes
 from hyper_parallel.memory._address import assign_addresses
-from hyper_parallel.memory._clock import clocked
 from hyper_parallel.memory._goals import least_peak, least_time
 from hyper_parallel.memory._order import DEPTHS, order_seconds, overlapped, refine_order
 from hyper_parallel.memory.emitted_programs import EmittedProgram, Search, identity_program
@@ -27,6 +26,7 @@ from hyper_parallel.memory.host_updates import (
 )
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.rounding import Rounding
+from hyper_parallel.memory.timeline import clocked
 
 _MARGIN = 0.3  # share of the bandwidth; a least-peak plan keeps its time limit on links that are 30 % slower
 

@@ -30,9 +30,9 @@ from hyper_parallel.ir import (
     Storage,
 )
 from hyper_parallel.memory._address import wrong_address
-from hyper_parallel.memory._clock import clocked
 from hyper_parallel.memory.memory_machine import MemoryMachine, with_seconds
 from hyper_parallel.memory.memory_planner import baseline_seconds, plan_memory
+from hyper_parallel.memory.timeline import clocked
 from hyper_parallel.received import Limits, read_json
 from hyper_parallel.serde import write_text
 from hyper_parallel.topology import cache_dir

@@ -10,8 +10,6 @@ from hyper_parallel.mpmd._assignment import (
 )
 from hyper_parallel.mpmd._list_schedule import list_schedule
 from hyper_parallel.mpmd._lower import lower, one_by_one
-from hyper_parallel.mpmd._makespan import makespan_s
-from hyper_parallel.mpmd._replay import replay
 from hyper_parallel.mpmd._schedules import (
     SCHEDULES,
     in_flight_limit,
@@ -34,7 +32,14 @@ from hyper_parallel.mpmd._submodel_schedule import (
     submodel_bound_s,
     submodel_schedule,
 )
-from hyper_parallel.mpmd._tasks import bubble_fraction, on_shared_cores, schedule_tasks, unit_starts
+from hyper_parallel.mpmd._tasks import (
+    bubble_fraction,
+    makespan_s,
+    on_shared_cores,
+    replay,
+    schedule_tasks,
+    unit_starts,
+)
 from hyper_parallel.mpmd._verify import held_bytes, in_flight, verify
 
 __all__ = [

@@ -10,7 +10,6 @@ from hyper_parallel.ir import Action, Schedule, Strategy
 from hyper_parallel.ir.schedule import at
 from hyper_parallel.ir.strategy import V_SHAPED
 from hyper_parallel.mpmd._lower import lower
-from hyper_parallel.mpmd._replay import replay
 from hyper_parallel.mpmd._schedules import (
     in_flight_limit,
     is_legal,
@@ -18,6 +17,7 @@ from hyper_parallel.mpmd._schedules import (
     make_schedule,
     microbatch_rule,
 )
+from hyper_parallel.mpmd._tasks import replay
 from hyper_parallel.mpmd._verify import verify
 from hyper_parallel.received import Limits, read_text
 

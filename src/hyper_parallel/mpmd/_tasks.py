@@ -1,18 +1,129 @@
-"""Task graph of a schedule with costs, for `sim.simulate`."""
+"""Order, task graph and makespan of a schedule with costs.
+
+`replay` finds an order of all actions without times, or the deadlock. `schedule_tasks` returns the graph for
+`sim.simulate`. A search evaluates many plans: a schedule without gathers and offload is a fixed graph, in which a
+computation waits for its predecessor on the rank and for one result of a neighbouring stage, and a transfer waits for
+its predecessor on the link. `makespan_s` returns the longest path, evaluated for all ranks at once, one computation per
+rank and round.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, Cores, Schedule, StageCost, Task, TaskGraph, Timeline
-from hyper_parallel.ir.schedule import COMPUTE, PEERS
-from hyper_parallel.mpmd._replay import replay
+from hyper_parallel.ir.schedule import COMPUTE, PEERS, at, message
+from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.sim import simulate
+
+_Event: TypeAlias = Action | tuple[Action, int]
+"""Completed action, without the rank except for a reduction; I also counts as B for the producers of its stage."""
+
+
+def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Iterator[_Event]]:
+    """Return a function from an action to the events that must precede its end."""
+    homes = schedule.homes()
+    communicates = schedule.has_communication
+    copies: dict[int, set[int]] = {}
+    for (stage, _), rank in homes.items():
+        copies.setdefault(stage, set()).add(rank)
+
+    def result(kind: Literal["F", "B"], stage: int, other: int, i: int) -> _Event:
+        if communicates and homes.get((stage, i)) != homes.get((other, i)):
+            return message(stage, "RECV_F" if kind == "F" else "RECV_B", i, other)
+        return Action(other, kind, i)
+
+    def needs(action: Action) -> Iterator[_Event]:
+        s, kind, i = action.stage, action.kind, action.microbatch
+        if kind == "REDUCE_GRAD":
+            yield from ((action, rank) for rank in sorted(copies[s]))
+        if i is None:
+            return
+        if kind in ("F", "B", "I"):
+            if kind != "F":
+                yield Action(s, "F", i)
+            for other in schedule.inputs(action):
+                yield result("F" if kind == "F" else "B", s, other, i)
+        elif kind == "W":
+            yield Action(s, "I", i)
+        elif kind in ("OFFLOAD", "RELOAD"):
+            yield Action(s, "F" if kind == "OFFLOAD" else "OFFLOAD", i)
+        else:
+            if kind.startswith("SEND"):
+                yield Action(s, "F" if kind == "SEND_F" else "B", i)
+            if rendezvous or kind.startswith("RECV"):
+                yield action.peer
+
+    return needs
+
+
+def _text(event: _Event) -> str:
+    return str(event) if isinstance(event, Action) else "{} of rank {}".format(*event)
+
+
+def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, int]]:
+    """Return (rank, position) of all actions in an order that satisfies every dependency.
+
+    A receive waits for its send. In a compute-only schedule, a computation waits for the computations of the stages
+    whose results it needs. OVERLAP_F_B starts when both parts can start. A gradient reduction ends when all copies of
+    the stage have reached it.
+
+    Args:
+        schedule: Schedule with or without communication, complete in the sense of `verify`.
+        rendezvous: A send also waits for its receive, as for large messages, instead of being buffered.
+
+    Raises:
+        ScheduleError: HP320 with the deadlocked ranks and the event each waits for.
+    """
+    needs = _waits_for(schedule, rendezvous)
+    happened: set[_Event] = set()
+    head = [0] * len(schedule.ranks)
+    order: list[tuple[int, int]] = []
+    missing: dict[int, _Event] = {}
+    before = None
+    while before != (before := (len(order), len(happened))):
+        for rank, actions in enumerate(schedule.ranks):
+            while head[rank] < len(actions):
+                action = actions[head[rank]]
+                if action.kind in PEERS:
+                    # A peer waits until this action is reached: a rendezvous completes on both sides at once.
+                    happened.add(action)
+                elif action.kind == "REDUCE_GRAD":
+                    happened.add((action, rank))
+                lacks = (e for leaf in action.leaves for e in needs(leaf) if e not in happened)
+                if event := next(lacks, None):
+                    missing[rank] = event
+                    break
+                for leaf in action.leaves:
+                    happened.add(leaf)
+                    if leaf.kind == "I":
+                        happened.add(Action(leaf.stage, "B", leaf.microbatch))
+                order.append((rank, head[rank]))
+                head[rank] += 1
+    stuck = [rank for rank, actions in enumerate(schedule.ranks) if head[rank] < len(actions)]
+    if stuck:
+        lines = [
+            f"rank {r}, action {head[r]}: {schedule.ranks[r][head[r]]} waits for {_text(missing[r])}"
+            for r in stuck
+        ]
+        sends = " when sends wait for their receives" if rendezvous else ""
+        raise ScheduleError(
+            f"the schedule deadlocks{sends}: {lines[0]}",
+            where=at(schedule, stuck[0], head[stuck[0]]),
+            others=lines[1:],
+        )
+    return order
+
 
 StageCosts: TypeAlias = Sequence[StageCost | Sequence[StageCost]]
 """Cost of each stage: one for all microbatches, or one per microbatch."""
@@ -291,3 +402,124 @@ def bubble_fraction(timeline: Timeline) -> float:
         if span.lane.endswith("/compute"):
             busy[span.lane] = busy.get(span.lane, 0.0) + span.duration_s
     return 1.0 - sum(busy.values()) / (len(busy) * timeline.end_s)
+
+
+def makespan_s(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int,
+    costs: Sequence[StageCost],
+    pace: Sequence[float] = (),
+) -> float:
+    """Return the seconds from the first forward to the end of the last backward of any rank.
+
+    Args:
+        name: Schedule, one of `SCHEDULES`.
+        ranks: Pipeline ranks p.
+        microbatches: Microbatches of a step.
+        stages_per_rank: Virtual stages of a rank.
+        costs: One per stage. Gathers, reductions, offload and the update are not counted.
+        pace: Relative speed of a rank while 1, 2, ... ranks are busy; events are simulated unless all are 1.
+
+    Raises:
+        ScheduleError: HP320 for an illegal schedule, or when the number of costs is not the number of stages.
+
+    Cost: about 2 x microbatches x stages_per_rank rounds of numpy work; schedules are cached.
+    """
+    program = _program(name, ranks, microbatches, stages_per_rank)
+    if len(costs) != program.stages:
+        raise ScheduleError(
+            "every stage needs its cost", got=f"{len(costs)} costs", allowed=program.stages
+        )
+    if any(p != 1.0 for p in pace):
+        schedule = make_schedule(name, ranks, microbatches, stages_per_rank)
+        graph = on_shared_cores(schedule_tasks(schedule, costs), pace)
+        return max(s.end_s for s in simulate(graph).spans if not s.lane.startswith("link"))
+    return program.end(costs) / 1e9
+
+
+@lru_cache(maxsize=64)
+def _program(name: str, p: int, m: int, v: int) -> _Program:
+    return _Program.of(make_schedule(name, p, m, v))
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """Schedule as arrays, computations sorted by round: a computation waits only for earlier rounds.
+
+    An index of -1 means "none": it addresses a last entry that is always 0.
+
+    Attributes:
+        stages: Number of stages.
+        times: [2, computations]: index into the flat cost table of the computation, and of sending its result.
+        waits: [3, computations]: producer of its input, predecessor on its rank, predecessor on the link of its result.
+        rounds: First computation of every round, and the number of computations.
+    """
+
+    stages: int
+    times: NDArray[np.intp]
+    waits: NDArray[np.intp]
+    rounds: tuple[int, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> _Program:
+        """Build the arrays: number the computations of a schedule round by round."""
+        homes = schedule.homes()
+        # Producer of an output (F) or a gradient (B); the stages of a preset form a chain.
+        producer: dict[tuple[int, str, int | None], int] = {}
+        on_rank: dict[int, int] = {}
+        on_link: dict[tuple[int, int], int] = {}
+        round_of = {-1: -1}
+        rows: list[tuple[int, ...]] = []
+        for rank, position in replay(schedule):
+            for leaf in schedule.ranks[rank][position].leaves:
+                number, s, i = len(rows), leaf.stage, leaf.microbatch
+                send, source, link_before = "", -1, -1
+                before, on_rank[rank] = on_rank.get(rank, -1), number
+                if leaf.kind != "W":
+                    direction = "F" if leaf.kind == "F" else "B"
+                    for other in schedule.inputs(leaf):
+                        source = producer[other, direction, i]
+                    producer[s, direction, i] = number
+                    for result in schedule.messages(leaf):
+                        link = rank, homes[result.peer.stage, i]
+                        if link[1] != rank:
+                            send = result.kind
+                            link_before, on_link[link] = on_link.get(link, -1), number
+                times = [len(_TIMES) * s + _TIMES.index(kind) for kind in (leaf.kind, send)]
+                rows.append((*times, source, before, link_before))
+                round_of[number] = 1 + max(round_of[source], round_of[before])
+        rounds = np.array([round_of[n] for n in range(len(rows))])
+        order = np.argsort(rounds, kind="stable")
+        moved = np.append(np.argsort(order), -1)
+        table = np.array(rows, dtype=np.intp)[order].T
+        stops = np.cumsum(np.bincount(rounds)).tolist()
+        return cls(schedule.stages, table[:2], moved[table[2:]], (0, *stops))
+
+    def end(self, costs: Sequence[StageCost]) -> int:
+        """Return the nanoseconds until the last computation ends."""
+        duration, send = np.array([_times(c) for c in costs], dtype=np.int64).reshape(-1)[
+            self.times
+        ]
+        source, before, link_before = self.waits
+        # With transfers, a result arrives after its computation ends; without, both times are equal.
+        ends = np.zeros(len(duration) + 1, dtype=np.int64)
+        arrives = np.zeros(len(duration) + 1, dtype=np.int64) if send.any() else ends
+        for first, stop in pairwise(self.rounds):
+            now = slice(first, stop)
+            ends[now] = done = np.maximum(arrives[source[now]], ends[before[now]]) + duration[now]
+            if arrives is not ends:
+                free = np.maximum(done, arrives[link_before[now]])
+                arrives[now] = np.where(send[now] > 0, free + send[now], done)
+        return int(ends.max())
+
+
+_TIMES: Final = ("F", "I", "W", "B", "SEND_F", "SEND_B", "")
+"""Kinds with a time per stage; the last entry stands for no transfer."""
+
+
+def _times(cost: StageCost) -> list[int]:
+    """Return the nanoseconds of each entry of `_TIMES`, exposed collectives included."""
+    both = (action_costs(cost)[kind][:2] for kind in _TIMES[:-1])
+    return [*(nanoseconds(own) + nanoseconds(exposed) for own, exposed in both), 0]

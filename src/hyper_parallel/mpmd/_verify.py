@@ -10,8 +10,7 @@ from typing import Final, NoReturn, TypeAlias
 from hyper_parallel.errors import ScheduleError
 from hyper_parallel.ir import Action, ActionKind, Schedule
 from hyper_parallel.ir.schedule import COMPUTE, PEERS, at
-from hyper_parallel.mpmd._replay import replay
-from hyper_parallel.mpmd._tasks import StageCosts, byte_changes
+from hyper_parallel.mpmd._tasks import StageCosts, byte_changes, replay
 
 _Spot: TypeAlias = tuple[int, int]
 _Wrong: TypeAlias = tuple[_Spot, str]

@@ -1,7 +1,6 @@
 """Runtime: join a world of ranks, start local ranks, and apply a plan to a model."""
 
 from hyper_parallel.backends.torch import (
-    CommCounter,
     Handle,
     Routing,
     RoutingStatistics,
@@ -18,34 +17,36 @@ from hyper_parallel.backends.torch import (
     microbatch_sources,
     token_logprobs,
 )
-from hyper_parallel.runtime._agreed import agree_on_plan, gather_objects, merge_errors
-from hyper_parallel.runtime._host_machine import host_machine
-from hyper_parallel.runtime._parallelize import parallelize
-from hyper_parallel.runtime._plan_of import plan_of
+from hyper_parallel.backends.torch.memory import CommCounter
+from hyper_parallel.runtime._parallelize import parallelize, plan_of
 from hyper_parallel.runtime._submodels import (
     parallelize_submodels,
     submodel_lanes,
     submodel_strategies,
 )
 from hyper_parallel.runtime._world import World, launched_rank
-from hyper_parallel.runtime.heartbeat import HeartbeatWriter
 from hyper_parallel.runtime.launchers import (
+    check_local_start,
+    check_rank_count,
     join_srun,
+    launch_on_ray,
+    launch_words,
+    local_capacity,
     ranks_per_node,
     sbatch_script,
     torchrun_words,
 )
 from hyper_parallel.runtime.local_launch import launch
-from hyper_parallel.runtime.local_ranks import (
-    check_local_start,
-    check_rank_count,
-    launch_words,
-    local_capacity,
+from hyper_parallel.runtime.offloaded_step import (
+    OffloadedStep,
+    agree_on_plan,
+    gather_objects,
+    host_machine,
+    merge_errors,
+    offload,
 )
-from hyper_parallel.runtime.offloaded_step import OffloadedStep, offload
-from hyper_parallel.runtime.ray_ranks import launch_on_ray
 from hyper_parallel.runtime.scratch_folders import scratch_folder
-from hyper_parallel.runtime.supervision import Deadlines, with_restarts
+from hyper_parallel.runtime.supervision import Deadlines, HeartbeatWriter, with_restarts
 
 __all__ = [
     "CommCounter",

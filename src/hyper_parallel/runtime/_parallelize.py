@@ -1,17 +1,29 @@
-"""parallelize: apply a plan to a model in one call."""
+"""parallelize: apply a plan to a model in one call; plan_of: the plan of a module under a strategy, without a search.
+
+A parallelized Hugging Face model has a `save_pretrained` that writes the output of `hp.save_pretrained`.
+"""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import os
+import re
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any, Final
 
 from torch import nn
 
-from hyper_parallel.backends.torch import Ranks, Routing, apply_plan
-from hyper_parallel.ir import Plan
-from hyper_parallel.runtime._save_method import attach_save_pretrained
+import hyper_parallel
+from hyper_parallel.backends.torch import Ranks, Routing, apply_plan, read_model
+from hyper_parallel.errors import BadValue, HyperParallelError
+from hyper_parallel.ir import Plan, Strategy, Workload
+from hyper_parallel.planner import default_workload, parse_strategy, plan
 from hyper_parallel.runtime._world import World
+from hyper_parallel.topology import Supernode, detect_local
 
 
 def parallelize(
@@ -77,3 +89,129 @@ def _end(world: World) -> None:
     """
     world.leave()
     gc.collect()
+
+
+def plan_of(
+    model: nn.Module,
+    strategy: str | Strategy = "",
+    workload: Workload | None = None,
+    topology: str | Supernode = "local",
+) -> Plan:
+    """Return the plan of a module under one strategy.
+
+    Args:
+        model: Any module, with values or on the meta device, Hugging Face or not; only its shapes are read.
+        strategy: Keys of a recipe's `parallel` section as `key=value` words, `"dp_shard=4 tp=2"`, or a `Strategy`;
+            "" is one rank.
+        workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and lengths that
+            `plan` assumes and lists in the notes of the plan.
+        topology: Preset name, YAML file, `local` for this machine, or a Supernode.
+
+    Raises:
+        UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not allowed.
+        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for parameters that cannot be split exactly.
+        BatchMismatch: HP308 when the batch is not divisible by the number of data-parallel ranks.
+    """
+    words = strategy if isinstance(strategy, str) else None
+    if isinstance(strategy, str):
+        strategy = parse_strategy(strategy)
+    name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    spec = read_model(model, name)
+    if workload is None:
+        workload = replace(
+            default_workload(spec, detect_local(strategy.world_size), strategy.world_size),
+            **dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), spec.dtype),
+        )
+    try:
+        return plan(spec, topology, workload, strategy=strategy)
+    except HyperParallelError as error:
+        if words is not None:
+            _say_in_words(error, words)
+        raise
+
+
+def _say_in_words(error: HyperParallelError, words: str) -> None:
+    """Rewrite an error that names keys of a recipe in the words of a strategy text."""
+    if error.where is not None and error.where.startswith("parallel."):
+        error.where = f"strategy: {error.where.removeprefix('parallel.')}"
+    changes = error.changes
+    if match := re.fullmatch(r"'parallel\.rules=\{(.*)\}'", error.hint or ""):
+        changes = {"parallel.rules": dict(pair.split(": ") for pair in match[1].split(", "))}
+    keys = {key.removeprefix("parallel.").removeprefix("training."): key for key in changes}
+    if not changes or not all(
+        key in (f"parallel.{k}", "training.recompute") for k, key in keys.items()
+    ):
+        return
+    words_by_name: dict[str, Any] = {}
+    for word in shlex.split(words):
+        if "parallel.rules" in changes and "rules." in word:
+            continue
+        name, _, value = word.removeprefix("parallel.").removeprefix("training.").partition("=")
+        words_by_name["tp" if name == "tp_x" else name] = value
+    for name, key in keys.items():
+        words_by_name["tp" if name == "tp_x" else name] = changes[key]
+    rules = words_by_name.pop("rules", None)
+    words_text = [f"{name}={_word(value)}" for name, value in words_by_name.items()]
+    words_text += [f"rules.{glob}={style}" for glob, style in (rules or {}).items()]
+    text = " ".join(words_text)
+    error.hint = f'hp.plan_of(model, "{text}")'
+
+
+def _word(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).replace(" ", "")
+
+
+_DEFAULTS: Final = {
+    "state_dict": None,
+    "push_to_hub": False,
+    "variant": None,
+    "save_original_format": True,
+    "distributed_checkpoint": False,
+    "safe_serialization": True,
+}
+"""Arguments of transformers for which only the default value is supported."""
+
+
+def attach_save_pretrained(model: nn.Module) -> None:
+    """Replace the `save_pretrained` of a Hugging Face model, which cannot write sharded parameters."""
+    if callable(getattr(model, "save_pretrained", None)):
+        object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
+
+
+def _save_pretrained(
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    max_shard_size: int | str | None = None,
+    **kwargs: Any,
+) -> None:
+    """Write the model as a directory that `from_pretrained` reads; every rank calls this.
+
+    Args:
+        model: The model.
+        save_directory: The directory.
+        is_main_process: Has no effect: rank 0 writes.
+        max_shard_size: Size at which a file is closed, in bytes or as a text such as `5GB`; None: 5 GiB.
+        kwargs: Other arguments of transformers, which must have their default values.
+
+    Raises:
+        BadValue: HP102 for an unsupported argument.
+        HyperParallelError: As `hp.save_pretrained`.
+    """
+    from huggingface_hub.serialization._base import parse_size_to_int
+
+    for name, allowed in _DEFAULTS.items():
+        if kwargs.get(name, allowed) != allowed:
+            raise BadValue(
+                f"`save_pretrained` of a parallelized model does not take `{name}`",
+                got=f"{name}={type(kwargs[name]).__name__}"
+                if name == "state_dict"
+                else f"{name}={kwargs[name]!r}",
+                allowed=f"{name}={allowed!r}",
+                hint=f"model.save_pretrained({os.fspath(save_directory)!r})",
+            )
+    text = isinstance(max_shard_size, str)
+    size = parse_size_to_int(max_shard_size) if text else max_shard_size
+    hyper_parallel.save_pretrained(model, save_directory, max_file_bytes=size)

@@ -33,9 +33,7 @@ from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, Unsu
 from hyper_parallel.ir import Schedule, Strategy, Workload
 from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
 from hyper_parallel.planner import parse_strategy
-from hyper_parallel.runtime._parallelize import parallelize
-from hyper_parallel.runtime._plan_of import plan_of
-from hyper_parallel.runtime._save_method import attach_save_pretrained
+from hyper_parallel.runtime._parallelize import attach_save_pretrained, parallelize, plan_of
 from hyper_parallel.runtime._world import World
 
 _ALL: Final = 2**31

@@ -40,9 +40,16 @@ from hyper_parallel.runtime.fork_server import (
     serial_tokenizers,
     start_rank,
 )
-from hyper_parallel.runtime.heartbeat import BOARD_VARIABLE, HeartbeatBoard, HeartbeatWriter
 from hyper_parallel.runtime.scratch_folders import scratch_folder
-from hyper_parallel.runtime.supervision import Deadlines, Hang, HangDetector, WaitReporter
+from hyper_parallel.runtime.supervision import (
+    BOARD_VARIABLE,
+    Deadlines,
+    Hang,
+    HangDetector,
+    HeartbeatBoard,
+    HeartbeatWriter,
+    WaitReporter,
+)
 from hyper_parallel.serde import create_file
 
 INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"

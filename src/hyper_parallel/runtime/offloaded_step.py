@@ -2,11 +2,13 @@
 
 The first call runs the step eagerly, which creates the optimizer state. The second is recorded and planned. From the
 third call on, the plan runs. The first planned step is compared with the eager one, bitwise on a CPU. With several
-ranks, each plans its own step; collectives start in recorded order.
+ranks, each plans its own step; collectives start in recorded order. Ranks with equal programs agree on one plan, and
+all ranks raise one error.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 import weakref
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,20 +37,108 @@ from hyper_parallel.backends.torch.memory import (
 )
 from hyper_parallel.backends.torch.memory.step_source import CaptureSource
 from hyper_parallel.backends.torch.weights.shard_ranges import local
-from hyper_parallel.errors import BadValue, BudgetImpossible, CaptureUnsupported, StepChanged
+from hyper_parallel.errors import (
+    BadValue,
+    BudgetImpossible,
+    CaptureUnsupported,
+    HyperParallelError,
+    StepChanged,
+    TierFull,
+)
 from hyper_parallel.ir import MemoryPlan, MemoryProgram
-from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory, with_seconds
-from hyper_parallel.runtime._agreed import agree_on_plan
-from hyper_parallel.runtime._host_machine import host_machine
-from hyper_parallel.runtime._step_parts import models_of, optimizers_of
+from hyper_parallel.memory import (
+    Channel,
+    MemoryMachine,
+    Roofline,
+    plan_memory,
+    with_capacity_hint,
+    with_seconds,
+)
 from hyper_parallel.runtime._step_refusals import (
+    models_of,
+    optimizers_of,
     refuse_compiled,
     refuse_odd_arguments,
     refuse_reads,
     refuse_schedule,
 )
-from hyper_parallel.topology import detect_local, load_topology
+from hyper_parallel.topology import Supernode, detect_local, load_topology
 from hyper_parallel.units import parse_bytes
+
+FLASH_BYTES_S: Final = 1e9
+"""Rate of one NVMe drive, a generic figure, used when the topology names no flash."""
+
+
+def host_machine(node: Supernode, dram_bytes: int | None, flash: bool) -> MemoryMachine:
+    """Return device, DRAM and an optional file tier, with copies at the rates of the topology.
+
+    Args:
+        node: The topology.
+        dram_bytes: Bytes of DRAM; None: unlimited.
+        flash: Add a tier of files.
+    """
+    # Without host memory in the topology, a copy reads and writes the device's memory.
+    host = Channel(node.host_bytes_s or node.device.memory_bytes_s.value / 2)
+    drives = [pool.bytes_s.value for pool in node.pools if pool.kind == "flash"]
+    drive = Channel(drives[0] if drives else FLASH_BYTES_S) if flash else None
+    return MemoryMachine(host, host, drive, drive, dram_bytes=dram_bytes)
+
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T) -> list[T]:
+    """Gather a value from every rank, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
+    """Return this rank's plan, computed by the lowest rank with equal inputs; planning is deterministic to the byte.
+
+    If planning fails on any rank, every rank raises the error that requires the largest budget.
+    """
+    digests = gather_objects(hashlib.sha256(repr(inputs).encode()).hexdigest())
+    planners = [digests.index(digest) for digest in digests]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    plan: MemoryPlan | HyperParallelError | None = None
+    if planners[rank] == rank:
+        try:
+            plan = compute()
+        except HyperParallelError as error:
+            plan = error
+    errors = gather_objects(plan if isinstance(plan, HyperParallelError) else None)
+    if error := merge_errors([e for e in errors if e is not None]):
+        raise error
+    for planner in sorted({p for r, p in enumerate(planners) if p != r}):
+        plans = [plan if rank == planner else None]
+        dist.broadcast_object_list(plans, src=planner)
+        if planners[rank] == planner:
+            plan = plans[0]
+    assert isinstance(plan, MemoryPlan)
+    return plan
+
+
+def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
+    """Merge the errors of all ranks into one whose required capacities suffice for every rank; None without errors."""
+    full = [error for error in errors if isinstance(error, TierFull)]
+    other_errors = [error for error in errors if error not in full]
+    if other_errors or not full:  # more DRAM does not help every rank
+        budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
+        return max((*other_errors, *budgets), key=_device_bytes, default=None)
+    shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
+    return with_capacity_hint(full[0], {t: max(e.enough_bytes[t] for e in full) for t in shared})
+
+
+def _device_bytes(error: HyperParallelError) -> int:
+    """Return the device budget that an error asks for; 0 for an error that no budget resolves."""
+    if isinstance(error, TierFull):
+        return error.enough_bytes["device"]
+    return error.least_bytes if isinstance(error, BudgetImpossible) else 0
+
 
 MOST_SHAPES: Final = 8
 """Maximum number of planned input shapes: the plan of a large model takes seconds and megabytes."""

@@ -22,8 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from hyper_parallel.backends.torch import (
     FusedAttention,
     allocate,
-    cpu_workspace,
-    device_workspace,
     local,
 )
 from hyper_parallel.backends.torch.memory import (
@@ -32,6 +30,8 @@ from hyper_parallel.backends.torch.memory import (
     Recorder,
     Workspace,
     collectives_of,
+    cpu_workspace,
+    device_workspace,
     peak_of,
 )
 from hyper_parallel.config import LoadedRecipe, Training

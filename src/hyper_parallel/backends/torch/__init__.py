@@ -11,10 +11,8 @@ A subpackage imports only earlier ones in the order weights, tensor, context, ex
 imports the handle: each subpackage owns its state of a forward pass.
 """
 
-from hyper_parallel.backends.torch._audit import audit
 from hyper_parallel.backends.torch._flow_checks import check_flow, unsplit_axes
-from hyper_parallel.backends.torch._parallelize import apply_plan
-from hyper_parallel.backends.torch._rates import measure_rates
+from hyper_parallel.backends.torch._parallelize import apply_plan, audit
 from hyper_parallel.backends.torch._step import (
     accumulate,
     clip_grad_norm_,
@@ -24,6 +22,7 @@ from hyper_parallel.backends.torch._step import (
     forward_backward,
     forward_loss,
     microbatch_sources,
+    token_logprobs,
 )
 from hyper_parallel.backends.torch.collectives import flights_to, purpose
 from hyper_parallel.backends.torch.data.fsdp import FLAT
@@ -35,10 +34,12 @@ from hyper_parallel.backends.torch.experts.routing import (
     routing_statistics,
 )
 from hyper_parallel.backends.torch.half_batch import check_half_batches
-from hyper_parallel.backends.torch.kept_activations import FusedAttention, measure_kept
-from hyper_parallel.backends.torch.memory import CommCounter, cpu_workspace, device_workspace
-from hyper_parallel.backends.torch.model_layouts import resolve_layouts
-from hyper_parallel.backends.torch.module_spec import read_model
+from hyper_parallel.backends.torch.kept_activations import (
+    FusedAttention,
+    measure_kept,
+    measure_rates,
+)
+from hyper_parallel.backends.torch.model_layouts import read_model, resolve_layouts
 from hyper_parallel.backends.torch.parallel_handle import (
     Handle,
     Ranks,
@@ -47,16 +48,12 @@ from hyper_parallel.backends.torch.parallel_handle import (
     overlap_counts,
 )
 from hyper_parallel.backends.torch.tensor.chunked_tokens import check_token_chunks
-from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
-from hyper_parallel.backends.torch.user_objective import token_logprobs
 from hyper_parallel.backends.torch.weights.initialization import allocate, materialize
 from hyper_parallel.backends.torch.weights.pretrained import check_pretrained, load_pretrained
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 __all__ = [
     "FLAT",
-    "TOKEN_MASK",
-    "CommCounter",
     "FusedAttention",
     "Handle",
     "Ranks",
@@ -74,9 +71,7 @@ __all__ = [
     "check_token_chunks",
     "clip_grad_norm_",
     "count_routing",
-    "cpu_workspace",
     "data_share",
-    "device_workspace",
     "end_step",
     "flights_to",
     "forward_backward",

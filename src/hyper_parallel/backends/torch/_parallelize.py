@@ -1,4 +1,4 @@
-"""Apply a plan to a model: shard parameters, replace forwards, wrap modules with FSDP, audit the result."""
+"""Apply a plan to a model: shard parameters as DTensors, replace forwards, wrap modules with FSDP, audit layouts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from hyper_parallel.backends.torch._audit import audit
+from hyper_parallel import ir
 from hyper_parallel.backends.torch._flow_checks import try_axes
 from hyper_parallel.backends.torch._forwards import ShardedModel, replace_forwards
 from hyper_parallel.backends.torch._logits_hook import replace_loss
-from hyper_parallel.backends.torch._placement import place_parameters
-from hyper_parallel.backends.torch.data.fsdp import shard_data_parallel
+from hyper_parallel.backends.torch.data.fsdp import FLAT, shard_data_parallel
 from hyper_parallel.backends.torch.data.unit_order import order_units
 from hyper_parallel.backends.torch.experts.apply import expert_state
 from hyper_parallel.backends.torch.experts.balance_loss import (
@@ -23,12 +25,14 @@ from hyper_parallel.backends.torch.experts.expert_list import shard_expert_lists
 from hyper_parallel.backends.torch.experts.routing import Routing, check_routing
 from hyper_parallel.backends.torch.half_batch import check_half_batches
 from hyper_parallel.backends.torch.model_layouts import is_reversible, resolve_layouts
-from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach
+from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach, handle
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
 from hyper_parallel.backends.torch.pipeline.stages import split_model
 from hyper_parallel.backends.torch.tensor.apply import tensor_mesh, watch_gradients
 from hyper_parallel.backends.torch.tensor.chunked_tokens import check_token_chunks
-from hyper_parallel.ir import Plan
+from hyper_parallel.backends.torch.weights.shard_ranges import local_runs, select
+from hyper_parallel.errors import AuditError
+from hyper_parallel.ir import Layout, Mesh, Plan, merge, placements
 
 
 def apply_plan(
@@ -124,3 +128,120 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
     tp_mesh = tensor_mesh(mesh, strategy)
     place_parameters(model, layouts, tp_mesh, ranks.expert_mesh, ranks.device, dtype)
     return ShardedModel(shard_plan, layouts, shapes, stages, trials, experts, balance)
+
+
+def audit(model: nn.Module) -> None:
+    """Check every parameter against its planned layout: logical shape, and index ranges of each dim on this rank.
+
+    Raises:
+        AuditError: HP206 with the first parameter that differs.
+    """
+    attached = handle(model)
+    plan, rank = attached.plan, attached.ranks.rank
+    main, experts = _with_flat_fsdp_axis(plan.mesh, rank), plan.strategy.expert_mesh()
+    params = dict(model.named_parameters())
+    for name in sorted(params.keys() ^ attached.layouts.keys()):
+        raise AuditError(
+            "a parameter was added or removed after parallelize",
+            where=name,
+            got="in the model" if name in params else "only in the plan",
+        )
+    for name, param in params.items():
+        layout, shape = _flat(attached.layouts[name]), attached.shapes[name]
+        is_expert = "ep" in layout.sharding_axes
+        mesh, coordinate = (experts, experts.coordinate(rank)) if is_expert else main
+        wanted = tuple(merge(runs) for runs in layout.ranges(shape, mesh, coordinate))
+        stored = local_runs(param, name)
+        if tuple(param.shape) != shape or stored != wanted:
+            raise AuditError(
+                "a parameter does not have its planned layout",
+                where=name,
+                got=f"shape {tuple(param.shape)}, index ranges {stored}",
+                allowed=f"shape {shape}, index ranges {wanted}, layout {layout}",
+            )
+
+
+def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
+    """Return the mesh and a rank's coordinate with dp_shard x cp merged into the axis that FSDP shards over.
+
+    For uneven sizes, one split into dp_shard * cp slices differs from two successive splits.
+    """
+    coordinate, cp = mesh.coordinate(rank), mesh.degree("cp")
+    names = [name for name in mesh.names if name not in ("dp_shard", "cp")]
+    flat = Mesh((*((n, mesh.degree(n)) for n in names), (FLAT, mesh.degree("dp_shard") * cp)))
+    index = coordinate["dp_shard"] * cp + coordinate["cp"]
+    return flat, {**{n: coordinate[n] for n in names}, FLAT: index}
+
+
+def _flat(layout: Layout) -> Layout:
+    dims = [tuple(FLAT if a in ("dp_shard", "cp") else a for a in axes) for axes in layout.axes]
+    return replace(layout, axes=tuple(tuple(dict.fromkeys(axes)) for axes in dims))
+
+
+def place_parameters(
+    model: nn.Module,
+    layouts: dict[str, Layout],
+    tp_mesh: DeviceMesh | None,
+    expert_mesh: DeviceMesh | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Move parameters and buffers to the device and shard parameters over ranks, without communication."""
+    placed: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in names.items():
+        if id(param) not in placed:
+            first_name = next(n for n, p in names.items() if p is param)
+            layout = layouts[first_name]
+            experts = "ep" in layout.sharding_axes and expert_mesh is not None
+            mesh = expert_mesh["ep"] if experts else tp_mesh
+            mesh = None if layout.one_of else mesh  # this rank alone of the axis has the parameter
+            placed[id(param)] = _shard(param, layout, mesh, device, dtype)
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._parameters[leaf] = placed[id(param)]
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _shard(
+    param: nn.Parameter,
+    layout: Layout,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> nn.Parameter:
+    data = param.data
+    target = data.device if data.is_meta else device
+    wanted = dtype if data.is_floating_point() else data.dtype
+    if mesh is None:
+        part = data.to(target, wanted)
+        return param if part is data else nn.Parameter(part, requires_grad=param.requires_grad)
+    names = mesh.mesh_dim_names or ()
+    layout = replace(layout, axes=tuple(tuple(a for a in dim if a in names) for dim in layout.axes))
+    degrees = Mesh(tuple((name, mesh[name].size()) for name in names))
+    coordinate = {name: mesh.get_local_rank(name) for name in names}
+    part = select(data, layout.ranges(data.shape, degrees, coordinate))
+    # A slice shares the storage of the full tensor: copy it, so that the full tensor can be freed.
+    part = part.to(target, wanted, copy=part is not data).contiguous()
+    whole = DTensor.from_local(
+        part,
+        mesh,
+        _dtensor_placements(layout, degrees),
+        run_check=False,
+        shape=data.shape,
+        stride=data.stride(),
+    )
+    return nn.Parameter(whole, requires_grad=param.requires_grad)
+
+
+def _dtensor_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
+    """Return the placements of a layout without partial sums in the types of DTensor."""
+    entries: list[Placement] = []
+    for entry in placements(layout, mesh):
+        if isinstance(entry, ir.StridedShard):
+            entries.append(_StridedShard(entry.dim, split_factor=entry.split_factor))
+        else:
+            entries.append(Shard(entry.dim) if isinstance(entry, ir.Shard) else Replicate())
+    return entries

@@ -24,7 +24,7 @@ from transformers import Cache, StaticCache
 
 from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.parallel_handle import attached, known_properties
-from hyper_parallel.backends.torch.pipeline.inference import run_stages
+from hyper_parallel.backends.torch.pipeline.apply import run_stages
 from hyper_parallel.backends.torch.static_cache import (
     FixedLayer,
     mask_argument,

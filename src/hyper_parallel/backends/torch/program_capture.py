@@ -1,14 +1,24 @@
-"""Capture of a training step as a `StepProgram`, with fake tensors: no memory, no computation."""
+"""Capture of a training step, or of one pipeline stage, as a `StepProgram`, with fake tensors: nothing is computed.
+
+Parameters and collectives may be sharded over ranks. A collective names a mesh axis as its group. All ranks run one
+program, so shards have equal sizes.
+
+The forward of a stage computes the activations `sent` to the next stage from those `received`. Backward repeats it: it
+is the gradient of the product of `sent` with its own gradient, which the next stage returns as that of `received`.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -32,10 +42,63 @@ from hyper_parallel.backends.step_program import (
     group_name,
     refs,
 )
-from hyper_parallel.backends.torch.parallel_handle import attached
-from hyper_parallel.backends.torch.program_shards import Shards, sum_over
+from hyper_parallel.backends.torch.parallel_handle import attached, handle
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import Contradiction
+
+_OPERATORS = torch.ops._c10d_functional
+
+
+def sum_over(x: Tensor, axis: str) -> Tensor:
+    """Return the sum over the ranks of an axis."""
+    total: Tensor = _OPERATORS.all_reduce(x, "sum", axis)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Shards of parameters along one dim, padded with zeros to equal sizes.
+
+    Attributes:
+        ranks: Number of shards; 1: parameters are whole.
+        axis: Mesh axis of the ranks.
+        dim: Sharded dim.
+        others: Parameter name to its shards, where they differ.
+    """
+
+    ranks: int = 1
+    axis: str = "dp_shard"
+    dim: int = 0
+    others: Mapping[str, Shards] = field(default_factory=dict)
+
+    def of(self, name: str) -> Shards:
+        """Return the shards of a parameter."""
+        return self.others.get(name, self)
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a shard."""
+        if self.ranks == 1:
+            return whole
+        return (*whole[: self.dim], -(-whole[self.dim] // self.ranks), *whole[self.dim + 1 :])
+
+    def gather(self, shard: Tensor, size: int) -> Tensor:
+        """Return the parameter, whose sharded dim has this size."""
+        rows = _OPERATORS.all_gather_into_tensor(self._first(shard), self.ranks, self.axis)
+        return self._first(rows[:size])
+
+    def reduce(self, grad: Tensor) -> Tensor:
+        """Return the shard of the sum of a gradient over the ranks."""
+        if self.ranks == 1:
+            return grad
+        rows = self._first(grad)
+        padding = -rows.shape[0] % self.ranks
+        padded = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, padding]) if padding else rows
+        return self._first(_OPERATORS.reduce_scatter_tensor(padded, "sum", self.ranks, self.axis))
+
+    def _first(self, x: Tensor) -> Tensor:
+        """Exchange the sharded dim with the first one."""
+        return x.transpose(0, self.dim) if self.dim else x
+
 
 _SAME_VALUE: Final = (
     "aten.alias.default",
@@ -437,3 +500,51 @@ def _argument(value: Any, number: Callable[[FxNode], int]) -> Any:
 def _module(node: FxNode) -> str:
     name, _ = (node.meta.get("nn_module_stack") or {}).get(_RUNNING, ("", None))
     return str(name)
+
+
+_TOKENS = ("input_ids", "position_ids")
+"""Arguments of the model on stages that compute no loss."""
+
+
+def capture_stage(
+    model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor]
+) -> tuple[StepProgram, StepProgram]:
+    """Return the programs of forward, and of loss and gradients, of the stage of a pipeline rank.
+
+    Args:
+        model: Parallelized model whose rank has one stage.
+        batch: Arguments of `loss` by name: `input_ids` and more.
+        loss: Function of the model and the batch, by keyword, that the last stage runs.
+
+    Returns:
+        Program with the output `sent`, or `loss` on the last stage, and that of `capture_gradients`. Further inputs are
+        `batch.received` on stages other than the first one, whose gradient is the output `grad.received`, and
+        `batch.gradient` for gradients on stages other than the last one.
+    """
+    parallel = handle(model)
+    assert parallel.pipeline is not None
+    stages, stage = parallel.pipeline.stages, parallel.ranks.rank
+    is_last = stage == parallel.pipeline.last
+    message = torch.zeros(*batch["input_ids"].shape, *stages.tail, dtype=stages.dtype)
+    received = {"received": message} if stage else {}
+    gradient = {} if is_last else {"gradient": message}
+
+    def forward(
+        model: nn.Module,
+        received: Tensor | None = None,
+        gradient: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> Tensor:
+        with stages.running.run(stage, received):
+            if is_last:
+                return loss(model, **inputs)
+            model(**{k: inputs[k] for k in _TOKENS if k in inputs}, use_cache=False)
+            sent = stages.running.output
+        assert sent is not None
+        return sent if gradient is None else (sent * gradient).sum()
+
+    own, output = batch | received, "loss" if is_last else "sent"
+    return (
+        capture_loss(model, own, forward, output=output),
+        capture_gradients(model, own | gradient, forward, differentiated=[*received]),
+    )

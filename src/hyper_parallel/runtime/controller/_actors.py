@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import DeviceUnavailable, MissingDependency, RankFailed
 from hyper_parallel.runtime.controller._inline import RoleHost, RoleSpec
-from hyper_parallel.runtime.ray_ranks import STORE_BYTES, Rank
+from hyper_parallel.runtime.launchers import STORE_BYTES, Rank
 from hyper_parallel.runtime.supervision import process_state
 
 _PLACED_S: Final = 60.0

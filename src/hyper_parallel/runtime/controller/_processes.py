@@ -31,10 +31,15 @@ from hyper_parallel.runtime.fork_server import (
     serial_tokenizers,
     start_rank,
 )
-from hyper_parallel.runtime.heartbeat import BOARD_VARIABLE, HeartbeatBoard, HeartbeatWriter
 from hyper_parallel.runtime.local_launch import INIT_METHOD
 from hyper_parallel.runtime.scratch_folders import scratch_folder
-from hyper_parallel.runtime.supervision import hang, process_state
+from hyper_parallel.runtime.supervision import (
+    BOARD_VARIABLE,
+    HeartbeatBoard,
+    HeartbeatWriter,
+    hang,
+    process_state,
+)
 from hyper_parallel.serde import write_text
 
 

@@ -12,8 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.adapter_config import read_adapter_config
-from hyper_parallel.backends.torch.peft_adapters import ADAPTER_CONFIG, CONFIGURATION, add_adapters
+from hyper_parallel.backends.torch.peft_adapters import (
+    ADAPTER_CONFIG,
+    CONFIGURATION,
+    add_adapters,
+    read_adapter_config,
+)
 from hyper_parallel.backends.torch.weights.initialization import is_adapter
 from hyper_parallel.backends.torch.weights.tensor_files import open_tensors
 from hyper_parallel.errors import WeightsUnreadable

@@ -11,7 +11,7 @@ from hyper_parallel.backends.torch.dropout import original_config
 from hyper_parallel.backends.torch.token_scores import SCORE
 from hyper_parallel.backends.torch.weights.initialization import allocate_and_fill_buffers
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
-from hyper_parallel.backends.torch.weights.unused_tensors import CarriedWeights, carried_of
+from hyper_parallel.backends.torch.weights.pretrained import CarriedWeights, carried_of
 from hyper_parallel.config import Lora, Model, Recipe
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.model import GENERATION, list_weight_files

@@ -31,12 +31,12 @@ from hyper_parallel.backends.torch.weights.huggingface import (
     untied_config,
 )
 from hyper_parallel.backends.torch.weights.initialization import canonical_name
-from hyper_parallel.backends.torch.weights.shard_ranges import local
-from hyper_parallel.backends.torch.weights.unused_tensors import (
+from hyper_parallel.backends.torch.weights.pretrained import (
     CarriedWeights,
     carried_weights,
     open_carried,
 )
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model import GENERATION, read_generation_config
 from hyper_parallel.owned_folder import Replacement

@@ -8,7 +8,7 @@ from typing import Any
 
 from hyper_parallel.backends.torch import load_pretrained
 from hyper_parallel.backends.torch.peft_adapters import ADAPTER_CONFIG, base_of
-from hyper_parallel.backends.torch.weights.unused_tensors import carried_weights
+from hyper_parallel.backends.torch.weights.pretrained import carried_weights
 from hyper_parallel.config import Model, Recipe, Training
 from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
 from hyper_parallel.trainer.checkpoints import manifest as files

@@ -30,7 +30,7 @@ from hyper_parallel.backends.torch.peft_adapters import add_adapters, import_pef
 from hyper_parallel.backends.torch.token_scores import SCORE, scores_tokens
 from hyper_parallel.backends.torch.weights.initialization import base_parameters
 from hyper_parallel.backends.torch.weights.lora import adapted_modules
-from hyper_parallel.backends.torch.weights.unused_tensors import CARRIED_FILE, carried_weights
+from hyper_parallel.backends.torch.weights.pretrained import CARRIED_FILE, carried_weights
 from hyper_parallel.config import LoadedRecipe, Recipe
 from hyper_parallel.errors import (
     BadValue,

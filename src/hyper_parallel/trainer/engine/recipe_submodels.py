@@ -8,8 +8,7 @@ from typing import Final
 
 from torch import nn
 
-from hyper_parallel.backends.torch.submodels.parts import divide
-from hyper_parallel.backends.torch.submodels.tower_flops import tower_flops
+from hyper_parallel.backends.torch.submodels.parts import divide, tower_flops
 from hyper_parallel.config import LoadedRecipe, Recipe
 from hyper_parallel.ir import PartPlan, Plan, Schedule, StageCost, SubmodelsPlan
 from hyper_parallel.mpmd import (

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch import (
-    TOKEN_MASK,
     clip_grad_norm_,
     count_routing,
     forward_backward,
@@ -33,6 +32,7 @@ from hyper_parallel.backends.torch import (
     routing_statistics,
 )
 from hyper_parallel.backends.torch.held_out_predictions import count_predictions
+from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer.engine.optimizer import set_lr, step_unless

@@ -20,12 +20,13 @@ from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.parallel_handle import attached
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.program_capture import (
+    Shards,
     capture_gradients,
     capture_loss,
+    capture_stage,
     capture_update,
+    sum_over,
 )
-from hyper_parallel.backends.torch.program_shards import Shards, sum_over
-from hyper_parallel.backends.torch.program_stages import capture_stage
 from hyper_parallel.backends.torch.traced_groups import TRACED
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import Contradiction, MissingDependency, UnsupportedSharding

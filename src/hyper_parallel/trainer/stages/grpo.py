@@ -28,8 +28,8 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from hyper_parallel.backends.torch import TOKEN_MASK
 from hyper_parallel.backends.torch.decode_slots import slot_cache_refusal
+from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.input_checksums import RunInputs

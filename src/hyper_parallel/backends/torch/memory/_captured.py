@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from hyper_parallel.backends.torch.memory.operators import Call, View
+from hyper_parallel.backends.torch.memory.operators import Call, Entry, View
 from hyper_parallel.backends.torch.memory.step_source import CaptureSource
-from hyper_parallel.backends.torch.memory.storages import Entry
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import MemoryProgram, StorageKind
 
 _CPU = torch.device("cpu")
-Named = Mapping[str, tuple[torch.Tensor, StorageKind]]
+Named = dict[str, tuple[torch.Tensor, StorageKind]]
 """Tensors that exist before a step: name to (tensor, kind of its content)."""
 
 

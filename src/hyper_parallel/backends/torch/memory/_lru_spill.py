@@ -11,18 +11,19 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, Self
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import as_view
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._result_bytes import ResultBytes
-from hyper_parallel.backends.torch.memory._storage_resizes import StorageResizes
 from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
+from hyper_parallel.backends.torch.memory.hardware import FILLED, allocatable_bytes
 from hyper_parallel.backends.torch.memory.operators import (
     COMMUNICATION,
     EMPTY,
@@ -34,6 +35,40 @@ from hyper_parallel.backends.torch.memory.operators import (
     without_work,
     written_leaves,
 )
+
+
+class StorageResizes:
+    """Context that calls a function before every `UntypedStorage.resize_`, as FSDP does with gathered parameters.
+
+    Such a resize is no operator. Comparing the sizes of all storages at every operator would take time that grows with
+    their number.
+
+    Args:
+        announce: Called with the storage and its next number of bytes.
+    """
+
+    def __init__(self, announce: Callable[[torch.UntypedStorage, int], None]) -> None:
+        self._announce = announce
+        self._own: Any = None  # the method that the class itself defines, if any
+
+    def __enter__(self) -> Self:
+        kind: Any = torch.UntypedStorage
+        self._own, resize, announce = vars(kind).get("resize_"), kind.resize_, self._announce
+
+        def resize_(base: torch.UntypedStorage, size: int) -> Any:
+            announce(base, int(size))
+            return resize(base, size)
+
+        kind.resize_ = resize_
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        kind: Any = torch.UntypedStorage
+        if self._own is None:
+            del kind.resize_
+        else:
+            kind.resize_ = self._own
+
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 Content = torch.UntypedStorage | Callable[[], torch.UntypedStorage]
@@ -415,3 +450,99 @@ class LruSpillMode:
 def _key_and_base(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
     base = tensor.untyped_storage()
     return base._cdata, base
+
+
+class ResultBytes:
+    """Bytes that operators will allocate; calls with the same shapes and numbers are computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int | None] = {}
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Return the bytes of the storages that a call will allocate; None: its shapes do not determine them."""
+        # `set_` puts a tensor on an existing storage, as when a file is read.
+        set_bytes = sum(v.nbytes() for v in args if isinstance(v, torch.UntypedStorage))
+        if func.namespace == "c10d" or not _allocates(func):
+            return set_bytes
+        key = func, _facts(args), _facts(kwargs)
+        if key not in self._known:
+            self._known[key] = _traced_bytes(func, args, kwargs)
+        result_bytes = self._known[key]
+        return None if result_bytes is None else result_bytes + set_bytes
+
+
+@cache
+def _allocates(func: Any) -> bool:
+    """Return whether any result of an operator may have a storage of its own."""
+    returns = func._schema.returns
+    return any("Tensor" in str(r.type) and r.alias_info is None for r in returns)
+
+
+def _facts(value: Any) -> Any:
+    """Return a hashable value that is equal for arguments whose results have equal sizes."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, value.shape, value.stride()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_facts, value))
+    if isinstance(value, dict):
+        return tuple((name, _facts(v)) for name, v in value.items())
+    if isinstance(value, torch.UntypedStorage):
+        return "storage"
+    # The type of a number determines the dtype of a result. `str` of a storage would print every byte.
+    return type(value), value if isinstance(value, (int, float)) else str(value)
+
+
+def _traced_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Run a call on tensors without bytes and return the bytes that its new storages would have."""
+    arguments: list[torch.Tensor] = []
+
+    def shape(tensor: torch.Tensor) -> torch.Tensor:
+        size, stride = tensor.shape, tensor.stride()
+        arguments.append(torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta"))
+        return arguments[-1]
+
+    with _disable_current_modes():
+        try:
+            meta_arguments = tree_map_only(torch.Tensor, shape, (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.device, lambda _: torch.device("meta"), meta_arguments
+            )
+            out = func(*args, **kwargs)
+        except Exception:  # no meta kernel, or a size that depends on values
+            return None
+    bytes_by_storage = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(out)
+    }
+    return sum(bytes_by_storage.values()) - sum(
+        bytes_by_storage.get(t.untyped_storage()._cdata, 0) for t in arguments
+    )
+
+
+def spill_mode(
+    device: torch.device,
+    budget_bytes: int | None = None,
+    *,
+    keep_offloaded: bool = False,
+    owned: Callable[[], Iterable[torch.Tensor]] = tuple,
+) -> LruSpillMode:
+    """Return an LRU spill mode for the budget; on an accelerator also limited to the free share for storages."""
+    if device.type != "cpu":
+        free_bytes = allocatable_bytes(device)
+        budget_bytes = int(
+            FILLED * (free_bytes if budget_bytes is None else min(free_bytes, budget_bytes))
+        )
+    mode = LruSpillMode(budget_bytes, device, keep_offloaded=keep_offloaded)
+    mode.owned = owned
+    return mode
+
+
+def within_device(
+    device: torch.device, owned: Callable[[], Iterable[torch.Tensor]] = tuple
+) -> AbstractContextManager[Any]:
+    """Return a context for a step without a plan: on an accelerator, storages are limited to its free memory.
+
+    Args:
+        device: Device of the step.
+        owned: See `LruSpillMode`.
+    """
+    return nullcontext() if device.type == "cpu" else spill_mode(device, owned=owned)

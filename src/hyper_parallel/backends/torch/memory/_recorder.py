@@ -1,14 +1,18 @@
-"""Recorder of a rank's program: every operator of a step at storage level, as a `MemoryProgram`.
+"""Observers of a rank's step: a recorder of its program, a watch of its live bytes, and summaries of a recording.
 
 The recorder sits below autograd. It records the operators of forward, backward, FSDP, clipping and the optimizer, on
 plain local tensors, real or fake. A view is an address. Only operators that allocate or write bytes, or communicate,
 become part of the program. A `Kernels` function runs the operators: directly, or with known values of fake tensors.
+`StorageWatch` counts live and peak bytes of a running step without a program, in a fraction of the time.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,17 +21,93 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.backends.torch.collectives import current_purpose
+from hyper_parallel.backends.torch.memory._collectives import (
+    group_axes,
+    group_of,
+    kind_of,
+    sent_bytes,
+)
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._storage_watch import shared_tensors
-from hyper_parallel.backends.torch.memory._traffic import group_of, sent_bytes
 from hyper_parallel.backends.torch.memory.operators import (
+    COMMUNICATION,
     EMPTY,
+    Entry,
+    Storages,
     count_flops,
     tensors_in,
     written_leaves,
 )
-from hyper_parallel.backends.torch.memory.storages import Entry, Storages
-from hyper_parallel.ir import MemoryAction, MemoryProgram, Operator, StorageKind
+from hyper_parallel.ir import (
+    Collective,
+    Extent,
+    MemoryAction,
+    MemoryProgram,
+    Mesh,
+    Operator,
+    Purpose,
+    StorageKind,
+    replay,
+)
+
+
+def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors of an operator that other ranks read or write."""
+    # The first tensor of its operators is the one that all ranks share
+    if func.namespace == "fsdp":
+        return tensors[:1]
+    return tensors if func.namespace in COMMUNICATION else []
+
+
+@functools.cache
+def _properties(func: Any) -> tuple[bool, bool, bool]:
+    """Return whether an operator returns a view, belongs to ATen, and returns storages that may be resized."""
+    # A storage first seen as an operator's input existed before: FSDP may have refilled it.
+    returns_input = any(returned.alias_info is not None for returned in func._schema.returns)
+    return func.is_view, func.namespace == "aten", func is EMPTY or returns_input
+
+
+class StorageWatch(OperatorMode):
+    """Context that tracks storages: tracked tensors, results of operators, and operands of collectives.
+
+    Args:
+        sample: Called after every operator with the live bytes and the peak so far.
+    """
+
+    def __init__(self, *, sample: Callable[[int, int], None] | None = None) -> None:
+        super().__init__(self._operator)
+        self._storages = Storages(alignment_bytes=1)
+        self._sample = sample
+
+    def track(self, tensor: Tensor) -> None:
+        """Track a tensor's storage."""
+        if self._storages.find(tensor) is None:
+            self._storages.add(tensor, Entry("", 0, "activation"))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest live bytes so far."""
+        self._record_resizes(everywhere=True)
+        return self._storages.peak_bytes
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_view, is_aten, resizable = _properties(func)
+        if not is_view:  # a view neither reads nor allocates bytes
+            self._record_resizes()
+        out = func(*args, **kwargs)
+        if not is_aten:
+            for tensor in shared_tensors(func, tensors_in(args, kwargs)):
+                self.track(tensor)
+        for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
+            if self._storages.find(tensor) is None:
+                self._storages.add(tensor, Entry("", 0, "activation"), watch=resizable)
+        if self._sample is not None:
+            self._sample(self._storages.live_bytes, self._storages.peak_bytes)
+        return out
+
+    def _record_resizes(self, *, everywhere: bool = False) -> None:
+        for key, entry, _ in self._storages.end_resized(everywhere=everywhere):
+            self._storages.begin(key, replace(entry, at_start=False))
+
 
 Kernels = Callable[[Any, tuple[Any, ...], dict[str, Any], list[Tensor]], tuple[Any, int]]
 """Function that runs an operator (overload, arguments, keyword arguments, the tensors among them) and returns its
@@ -217,3 +297,215 @@ def _common(first: str, second: str) -> str:
     pairs = zip(first.split("."), second.split("."), strict=False)
     same = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     return ".".join([*same, "*"])
+
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "recomputed activations",
+    "gathered parameters",
+    "communication buffers",
+    "temporaries",
+    "kernel workspace",
+    "inputs",
+)
+"""Categories of a storage's content, in the order of printing."""
+_OF_KIND: dict[StorageKind, str] = {
+    "weight": "parameters",
+    "gradient": "gradients",
+    "optimizer": "optimizer state",
+    "input": "inputs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """Equal storages that are live at a peak: their count, and the properties of one of them."""
+
+    count: int
+    num_bytes: int
+    made_by: str
+    shape: tuple[int, ...]
+    dtype: str
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Memory peak of a step.
+
+    Attributes:
+        num_bytes: Live bytes.
+        during: Operator that allocated the last bytes.
+        segment: Segment of the program.
+        breakdown: Category to live bytes; they add up to `num_bytes`.
+        top: Largest live tensors, grouped by equal properties, largest total first.
+    """
+
+    num_bytes: int
+    during: str
+    segment: str
+    breakdown: dict[str, int]
+    top: tuple[LiveTensor, ...]
+
+
+_LISTED = 12
+"""Largest tensors of a peak that are listed: as many lines as half a terminal holds."""
+
+
+def peak_of(recording: Recording) -> Peak:
+    """Return the memory peak of a recorded program, from its replay."""
+    program, actions = recording.program, recording.actions
+    replayed = replay(program, program.on_device, actions)
+    unit = program.alignment_bytes
+    workspace = [0] * len(actions)
+    for position, action in enumerate(actions):
+        if action.kind == "run":
+            scratch_bytes = program.operators[action.target].scratch_bytes
+            workspace[position] = sum(-(-n // unit) * unit for n in scratch_bytes)
+    totals = [a + b for a, b in zip(replayed.profile, workspace, strict=True)]
+    most = max(totals)
+    position = totals.index(most)
+    operator = program.operators[actions[position].target]
+    during = recording.entries[operator.allocs[-1]].name if operator.allocs else operator.name
+    live: list[tuple[int, str, tuple[int, ...], str, str]] = []
+    for live_range in sorted(replayed.residency, key=lambda live_range: live_range.storage):
+        size = program.sizes[live_range.storage]
+        if live_range.start <= position < live_range.stop and size:
+            entry = recording.entries[live_range.storage]
+            category = _category(entry, live_range, recording)
+            live.append((size, _generic(entry.name), entry.shape, entry.dtype, category))
+    if workspace[position]:
+        during = f"inside {operator.name}"
+        live.append((workspace[position], during, (), "", "kernel workspace"))
+    breakdown: Counter[str] = Counter()
+    for size, *_, category in live:
+        breakdown[category] += size
+    ranked = sorted(Counter(live).items(), key=lambda item: -item[0][0] * item[1])[:_LISTED]
+    return Peak(
+        most,
+        during,
+        _segment(recording, position)[1],
+        {name: breakdown[name] for name in CATEGORIES if breakdown[name]},
+        tuple(LiveTensor(count, *group) for group, count in ranked),
+    )
+
+
+def _segment(recording: Recording, action: int) -> tuple[int, str]:
+    """Return number and name of the segment that contains an action."""
+    number = bisect_right([begin for begin, _ in recording.segments], action) - 1
+    return number, recording.segments[number][1]
+
+
+def _category(entry: Entry, live_range: Extent, recording: Recording) -> str:
+    """Return the category of a storage: by its kind if it is named, else by its live range."""
+    if entry.kind in _OF_KIND:
+        return _OF_KIND[entry.kind]
+    if entry.resized:
+        return "gathered parameters"
+    if entry.recomputed:
+        return "recomputed activations"
+    first_segment, name = _segment(recording, live_range.start)
+    outlives = entry.at_end or _segment(recording, live_range.stop - 1)[0] > first_segment
+    if name == "forward" and outlives:
+        return "activations"
+    return "communication buffers" if entry.sent else "temporaries"
+
+
+def _generic(name: str) -> str:
+    """Return a parameter's name with `*` for the layer index, so that equal layers form one group."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def collectives_of(
+    recording: Recording, rank: int, *meshes: Mesh, fsdp_axes: tuple[str, ...] = ()
+) -> tuple[Collective, ...]:
+    """Return the collectives of a recorded program, grouped by kind, axes and purpose, in order of first occurrence.
+
+    Groups of one rank send nothing and are excluded. A group outside of the meshes is listed with the axes
+    `("other",)`, so that its traffic is counted.
+
+    Args:
+        recording: The recorded program.
+        rank: Rank of the recording.
+        meshes: Meshes that name the groups, in order of priority.
+        fsdp_axes: Axes over which FSDP shards the non-expert parameters.
+    """
+    records = (
+        (operator.name, recording.groups.get(operator.group, ()), operator.purpose, operator.access_bytes)
+        for operator in recording.program.operators
+    )  # fmt: skip
+    return _group_collectives(records, group_axes(rank, *meshes), fsdp_axes)
+
+
+def _group_collectives(
+    records: Iterable[tuple[str, tuple[int, ...], str, int]],
+    axes_of: dict[frozenset[int], tuple[str, ...]],
+    fsdp_axes: tuple[str, ...] = (),
+) -> tuple[Collective, ...]:
+    """Group (operator's name, ranks, purpose, sent bytes) into collectives with their counts and sums."""
+    calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+    sent: Counter[tuple[str, tuple[str, ...], str]] = Counter()
+    for name, ranks, purpose, num_bytes in records:
+        kind = kind_of(name) if len(ranks) > 1 else None
+        if kind is not None:
+            axes = axes_of.get(frozenset(ranks), ("other",))
+            key = kind, axes, purpose or _fsdp_purpose(kind, axes, fsdp_axes)
+            calls[key] += 1
+            sent[key] += num_bytes
+    return tuple(Collective(*key, count, sent[key]) for key, count in calls.items())
+
+
+def _fsdp_purpose(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) -> Purpose:
+    """Return the purpose of a collective of FSDP, which states none: kind and axes determine it."""
+    if kind == "all_reduce":
+        return Purpose.REPLICA_GRADIENTS
+    if axes == fsdp_axes:
+        return Purpose.FSDP_PARAMETERS if kind == "all_gather" else Purpose.FSDP_GRADIENTS
+    return Purpose.EXPERT_PARAMETERS if kind == "all_gather" else Purpose.EXPERT_GRADIENTS
+
+
+class CommCounter(OperatorMode):
+    """Context that counts every collective of a rank by kind and mesh axes; see `collectives_of`.
+
+    Args:
+        mesh: Mesh that names the groups.
+        rank: Rank of this process on the mesh.
+        extra_meshes: Further meshes over the same ranks, for groups that are not groups of `mesh`.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, *extra_meshes: Mesh) -> None:
+        super().__init__(self._operator)
+        self._axes = group_axes(rank, mesh, *extra_meshes)
+        self._records: list[tuple[str, tuple[int, ...], str, int]] = []
+
+    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if (group := group_of(func, args)) is not None:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            sent = sent_bytes(func, args, group)
+            self._records.append((func.__name__, ranks, current_purpose() or "", sent))
+        return out
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Collectives so far."""
+        return _group_collectives(self._records, self._axes)
+
+    @property
+    def calls(self) -> Counter[tuple[str, tuple[str, ...]]]:
+        """Number of calls by (kind, axes)."""
+        calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for c in self.collectives:
+            calls[c.kind, c.axes] += c.count
+        return calls
+
+    @property
+    def sent_bytes(self) -> Counter[tuple[str, tuple[str, ...]]]:
+        """Bytes that this rank sends by (kind, axes)."""
+        sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        for c in self.collectives:
+            sent[c.kind, c.axes] += c.sent_bytes
+        return sent

@@ -25,8 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.backends.torch.memory._fake_values import fake_mode
-from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, TORCH
-from hyper_parallel.backends.torch.memory.storages import Storages
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, TORCH, Storages
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Operator
 

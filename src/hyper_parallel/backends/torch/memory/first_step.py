@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory._captured import Captured
+from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
-from hyper_parallel.backends.torch.memory._spill_mode import within_device
 from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
 from hyper_parallel.backends.torch.memory.hardware import has_room
 from hyper_parallel.backends.torch.memory.operators import numbers_read, tensors_in

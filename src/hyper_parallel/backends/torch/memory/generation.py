@@ -6,24 +6,26 @@ a budget, so every token is the same.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
 
 from hyper_parallel.backends.torch.decode_slots import Passes, SlotSteps
+from hyper_parallel.backends.torch.memory._capture import Named, model_state, record
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
-from hyper_parallel.backends.torch.memory._fake_model import fake_copy
-from hyper_parallel.backends.torch.memory._generation_use import MemoryLimits, MemoryUse
-from hyper_parallel.backends.torch.memory._run_folder import run_folder
-from hyper_parallel.backends.torch.memory._steps import Named, model_state, record
+from hyper_parallel.backends.torch.memory._fake_values import grouped_products
+from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
+from hyper_parallel.backends.torch.memory._tiers import run_folder
 from hyper_parallel.backends.torch.memory.plan_transition import RelocationPlan
 from hyper_parallel.backends.torch.static_cache import (
     TextSteps,
@@ -34,9 +36,62 @@ from hyper_parallel.backends.torch.static_cache import (
     why_no_static_cache,
 )
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.ir import MemoryPlan, slab_bytes
-from hyper_parallel.memory import MemoryMachine, plan_memory_cached
+from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
+from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory_cached
 from hyper_parallel.units import format_bytes
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """Memory limits of a generation.
+
+    Attributes:
+        device_bytes: Device budget.
+        machine: Channels, DRAM and flash capacities.
+        roofline: Seconds of operators on the virtual clock.
+        flash: Parent of the file tier's folder; required when the machine has a file tier.
+    """
+
+    device_bytes: int
+    machine: MemoryMachine
+    roofline: Roofline
+    flash: Path | None = None
+
+
+@dataclass
+class MemoryUse:
+    """Predicted and measured memory use of a generation.
+
+    Attributes:
+        predicted_bytes: Peak per tier of the two plans: the arena and staging on the device, the buffers in DRAM.
+        measured_bytes: Measured peaks of all steps, the transition from one plan to the other included.
+        state_bytes: Bytes of weights, buffers and KV cache.
+        seconds: Seconds of all steps.
+        wait_s: Part of `seconds` in which the device waited for copies.
+        steps: Steps that ran.
+        simulated: True on the simulated device of a CPU, with seconds of a virtual clock; else all is measured.
+    """
+
+    predicted_bytes: dict[str, int] = field(default_factory=dict)
+    measured_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MEMORY_TIERS, 0))
+    state_bytes: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    steps: int = 0
+    simulated: bool = True
+
+    def add(self, other: MemoryUse) -> None:
+        """Add a later use of the same machine: peaks are maxima, seconds and steps are sums."""
+        self.state_bytes = max(self.state_bytes, other.state_bytes)
+        for peaks, other_peaks in (
+            (self.predicted_bytes, other.predicted_bytes),
+            (self.measured_bytes, other.measured_bytes),
+        ):
+            peaks |= {tier: max(size, peaks.get(tier, 0)) for tier, size in other_peaks.items()}
+        self.seconds += other.seconds
+        self.wait_s += other.wait_s
+        self.steps += other.steps
+
 
 _CPU = torch.device("cpu")
 
@@ -376,3 +431,44 @@ def _own_storages(model: Any) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()
+
+
+@contextmanager
+def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
+    """Yield a copy of the model on fake tensors; its steps can be recorded inside the context.
+
+    Args:
+        model: A model in host memory.
+        device: Device of the steps; the recorded operators depend on it.
+
+    Raises:
+        CaptureUnsupported: HP511 when the model's code needs a value or a size that depends on the data.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # numbers of the model's code
+    with FakeCopyMode(mode):
+        fake = copy.deepcopy(model)
+    try:
+        with mode, OperatorMode(grouped_products):
+            _move(fake, device)
+            yield fake
+    except DynamicOutputShapeException as error:
+        raise CaptureUnsupported(
+            f"`{error.func}` makes a result whose size depends on the data",
+            hint="leave out --device-memory; for experts, `model.set_experts_implementation('grouped_mm')`",
+        ) from error
+
+
+def _move(model: torch.nn.Module, device: torch.device) -> None:
+    """Put fake parameters and buffers on a device, which `Module.to` cannot; shared tensors stay shared."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device == device:
+                    continue
+                if id(tensor) not in moved:
+                    target = tensor.detach().to(device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        target = torch.nn.Parameter(target, tensor.requires_grad)
+                    moved[id(tensor)] = target
+                tensors[name] = moved[id(tensor)]  # type: ignore[index]

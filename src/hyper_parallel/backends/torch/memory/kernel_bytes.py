@@ -20,10 +20,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hyper_parallel.backends.torch.memory._workspace import device_workspace
-from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, View
+from hyper_parallel.backends.torch.memory._fake_values import device_workspace
+from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, Entry, View
 from hyper_parallel.backends.torch.memory.out_variants import out_variant
-from hyper_parallel.backends.torch.memory.storages import Entry
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.ir import GRADIENT_PIECES, Operator
 from hyper_parallel.units import KiB

@@ -399,3 +399,33 @@ class _PipelinePass:
             with purpose(_DIRECTIONS[direction][1]):
                 work = dist.isend(tensor, group=self._pipeline.group, group_dst=peer)
             self._sent.append((work, tensor))
+
+
+def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Run the stages in sequence; return the logits on the rank of the last stage, None on others.
+
+    All ranks pass the same inputs.
+    """
+    stages, rank = pipeline.stages, pipeline.rank
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    for stage in range(pipeline.last + 1):
+        if stages.rank_of[stage] != rank:
+            continue
+        if stage and (source := stages.rank_of[stage - 1]) != rank:
+            hidden = pipeline.message(inputs)
+            dist.recv(hidden, group=pipeline.group, group_src=source)
+        if pipeline.tp is not None:
+            # Set by the model's first layer otherwise
+            pipeline.tp.shape = PassShape(pipeline.tokens(inputs))
+        running = stages.running
+        with running.run(stage, hidden), running.trace_media(model, inputs):
+            output = model(**inputs)
+            hidden = running.output
+        if stage == pipeline.last:
+            logits = output.logits
+        elif (target := stages.rank_of[stage + 1]) != rank:
+            assert hidden is not None
+            with purpose(Purpose.PIPELINE_ACTIVATIONS):
+                dist.send(hidden.contiguous(), group=pipeline.group, group_dst=target)
+    return logits

@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.layer_flow import LayerFlow, flow_error, trace_layer_flow
+from hyper_parallel.backends.torch.model_layouts import read_model
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule, SlotList
-from hyper_parallel.backends.torch.module_spec import read_model
 from hyper_parallel.backends.torch.partial_use import encoder_inputs
 from hyper_parallel.backends.torch.pipeline.media import (
     MediaTrace,

@@ -19,10 +19,10 @@ from typing import Final
 
 import numpy as np
 
-from hyper_parallel.cost._candidates import Array, distinct, shape_of
 from hyper_parallel.cost._communication import Communication, expert_seconds, tensor_seconds
 from hyper_parallel.cost._layer import Compute, layer_compute, matmuls
 from hyper_parallel.cost._pricing_case import PricingCase
+from hyper_parallel.cost.candidates import Array, distinct, shape_of
 from hyper_parallel.sim import LaneProgram
 
 _COMPUTE, _LINK = 0, 1
