@@ -159,8 +159,8 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
     try:
         text = read_text(Path(path), _LIMITS)
     except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) else str(error)
-        raise ScheduleError("the schedule file cannot be read", where=path, got=got) from error
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise ScheduleError("the schedule file cannot be read", where=path, got=problem) from error
     schedule = Schedule.from_csv(text, name=path)
     if schedule.graph is not None:
         raise ScheduleError(
