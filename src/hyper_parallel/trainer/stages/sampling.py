@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch._step import token_logprobs
+from hyper_parallel.backends.torch import token_logprobs
 from hyper_parallel.backends.torch.decode_slots import WholePasses
 from hyper_parallel.trainer.data import IGNORE_INDEX
 from hyper_parallel.trainer.decoding import (
