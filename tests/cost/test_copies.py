@@ -14,7 +14,7 @@ from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.memory import Channel, MemoryMachine, plan_memory, refine_order
 from hyper_parallel.memory.bound import reload_bound
 from hyper_parallel.memory.def_use import live_bytes, use_definitions
-from hyper_parallel.memory.linear_program import LinearProgram
+from hyper_parallel.memory.residency_lp import LinearProgram
 from hyper_parallel.topology import MemoryPool
 from tests.cost.machines import machine, quantity, score_strategy, small_model
 from tests.memory.programs import training_chain

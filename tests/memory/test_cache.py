@@ -37,7 +37,9 @@ def test_the_second_call_reads_the_first_ones_plan(filled, tmp_path, monkeypatch
     plan, path = filled
     assert plan == plan_memory(training_chain(), MACHINE, budget_bytes=9000)
     written = path.stat().st_mtime_ns
-    monkeypatch.setattr("hyper_parallel.memory.plan_cache.plan_memory", None)  # planning would fail
+    monkeypatch.setattr(
+        "hyper_parallel.memory.memory_planner.plan_memory", None
+    )  # planning would fail
     assert plan_memory_cached(training_chain(), MACHINE, cache=tmp_path, budget_bytes=9000) == plan
     assert path.stat().st_mtime_ns == written
 

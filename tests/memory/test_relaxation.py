@@ -5,8 +5,7 @@ import pytest
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.memory import Channel, MemoryMachine, order_peak, plan_memory
-from hyper_parallel.memory.linear_program import LinearProgram, SolverFailed
-from hyper_parallel.memory.residency_lp import ResidencyLP
+from hyper_parallel.memory.residency_lp import LinearProgram, ResidencyLP, SolverFailed
 from hyper_parallel.memory.rounding import Rounding
 from tests.memory.programs import training_chain
 from tests.slow import slow_cells
@@ -119,7 +118,7 @@ def test_a_plan_does_not_depend_on_the_method_of_the_solver(monkeypatch, goal):
     machine = MemoryMachine(Channel(600.0), Channel(600.0))
     plans = []
     for method in ("simplex", "ipm"):
-        monkeypatch.setattr("hyper_parallel.memory.linear_program._METHODS", ({"solver": method},))
+        monkeypatch.setattr("hyper_parallel.memory.residency_lp._METHODS", ({"solver": method},))
         plans.append(plan_memory(program, machine, **goal))
     assert plans[0].choices
     assert plans[0].actions == plans[1].actions

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_parallel.backends.torch.regather import RegatherScope
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
+from hyper_parallel.backends.torch.tensor.state import RegatherScope
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.runtime import World, launch
 

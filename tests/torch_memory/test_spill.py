@@ -16,7 +16,7 @@ from hyper_parallel.backends.torch.memory import (
     model_state,
     optimizer_state,
 )
-from hyper_parallel.backends.torch.memory.host_pool import HostPool
+from hyper_parallel.backends.torch.memory.hardware import HostPool
 from tests.torch_memory.models import tiny_model, tokens
 
 pytestmark = pytest.mark.torch

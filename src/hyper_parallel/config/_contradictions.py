@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from hyper_parallel.config._maxima import MOST_RANKS, MOST_SEQUENCES
 from hyper_parallel.config._preference_checks import check_preference_stages
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
 from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.config._sections import Submodels
+from hyper_parallel.config._values import MOST_RANKS, MOST_SEQUENCES
 from hyper_parallel.config.schedules import check_schedule
 from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
 

@@ -6,8 +6,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from hyper_parallel.config._maxima import MOST_RANKS, MOST_REPEATS, MOST_SEQ_LEN
 from hyper_parallel.config._sections import Section
+from hyper_parallel.config._values import MOST_RANKS, MOST_REPEATS, MOST_SEQ_LEN
 
 PREFERENCE_STAGES: Final = {
     "dpo": "pairs of answers",

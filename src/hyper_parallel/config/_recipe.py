@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from hyper_parallel.config._maxima import MOST_RANK, MOST_RANKS
 from hyper_parallel.config._preference_sections import Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._sections import (
     Checkpoint,
@@ -21,7 +20,7 @@ from hyper_parallel.config._sections import (
     Training,
     source_tag,
 )
-from hyper_parallel.config._values import directory, rate, size, size_or_auto
+from hyper_parallel.config._values import MOST_RANK, MOST_RANKS, directory, rate, size, size_or_auto
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS, FOREIGN_VALUES, ForeignKey
 from hyper_parallel.errors import abbreviated
 

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from hyper_parallel.config._maxima import (
+from hyper_parallel.config._values import (
     MOST_CHUNKS,
     MOST_LAYERS,
     MOST_RANKS,
@@ -34,8 +34,11 @@ from hyper_parallel.config._maxima import (
     MOST_TOKENS,
     MOST_VOCABULARY,
     MOST_WEIGHT,
+    arguments,
+    canonical_dtype,
+    canonical_optimizer,
+    size,
 )
-from hyper_parallel.config._values import arguments, canonical_dtype, canonical_optimizer, size
 from hyper_parallel.config.foreign_keys import ForeignKey
 from hyper_parallel.config.schedules import ScheduleName
 from hyper_parallel.units import MiB, TiB

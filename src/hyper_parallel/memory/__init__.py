@@ -16,8 +16,7 @@ from hyper_parallel.memory.def_use import (
     working_set_bytes,
 )
 from hyper_parallel.memory.memory_machine import Channel, MemoryMachine, Roofline, with_seconds
-from hyper_parallel.memory.memory_planner import plan_memory
-from hyper_parallel.memory.plan_cache import plan_memory_cached
+from hyper_parallel.memory.memory_planner import plan_memory, plan_memory_cached
 from hyper_parallel.memory.timeline import (
     Copied,
     ProgramClock,

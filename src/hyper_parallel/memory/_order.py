@@ -5,7 +5,7 @@ move into the backward pass, right behind their gradient and the last reader of 
 their consumer, and results without an early use to their first use.
 
 With several ranks, communication then moves under computation. Collectives keep their recorded order on every rank,
-whatever its memory plan is (`_comms`); only the computation around them moves. A collective takes along the operators
+whatever its memory plan is (`def_use`); only the computation around them moves. A collective takes along the operators
 that prepare its operands and compute nothing, and never passes another collective. Its result lives longer the earlier
 it begins. So it begins as late as its lane allows, a limited number of uses ahead.
 """

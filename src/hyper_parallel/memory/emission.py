@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram, MemoryTier
-from hyper_parallel.memory._comms import CommsInFlight
 from hyper_parallel.memory._in_flight import EmissionLedger, InFlightCopies
 from hyper_parallel.memory.copy_issue import Gap, ReloadQueue, early_stores, issue_positions
+from hyper_parallel.memory.def_use import CommsInFlight
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 

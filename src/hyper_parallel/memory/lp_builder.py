@@ -12,9 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from hyper_parallel.memory.candidates import OffloadCandidate, OffloadCandidates
-from hyper_parallel.memory.linear_program import SolverFailed
 from hyper_parallel.memory.recompute import MAX_CHAIN, Chain, ChainFinder, longest_gap
-from hyper_parallel.memory.residency_lp import LPOptimum, ResidencyLP
+from hyper_parallel.memory.residency_lp import LPOptimum, ResidencyLP, SolverFailed
 
 _LOG = logging.getLogger(__name__)
 

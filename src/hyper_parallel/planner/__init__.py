@@ -1,13 +1,12 @@
 """Planner: legal strategies of a model on a machine, their cost, and the best Plan."""
 
 from hyper_parallel.planner._explain import half_width
-from hyper_parallel.planner._launch_settings import launch_settings
 from hyper_parallel.planner._objective import plan
 from hyper_parallel.planner._recipe import parse_strategy, plan_recipe
 from hyper_parallel.planner._simulate import gantt, plan_tasks, simulate_plan
 from hyper_parallel.planner.plan_builder import recheck
 from hyper_parallel.planner.request import default_workload
-from hyper_parallel.planner.saved_plan import check_saved_plan, plan_overrides
+from hyper_parallel.planner.saved_plan import check_saved_plan, launch_settings, plan_overrides
 
 __all__ = [
     "check_saved_plan",

@@ -1,13 +1,193 @@
-"""Application of a saved plan to a recipe: its layout and batch as overrides, and checks that both match."""
+"""Launch settings of a plan as text, and application of a saved plan to a recipe, with checks that both match.
+
+Launch settings are a recipe of this framework, or flags of Megatron-LM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import yaml
 
 from hyper_parallel.config import DEGREES, Recipe
-from hyper_parallel.errors import PlanMismatch
-from hyper_parallel.ir import Plan
-from hyper_parallel.planner._launch_settings import recipe_values
+from hyper_parallel.errors import BadValue, PlanMismatch
+from hyper_parallel.ir import AXES, Plan
+from hyper_parallel.units import format_bytes
+
+STACKS: Final = ("ours", "megatron")
+_HEAD: Final = """\
+# Layout and batch of a plan. Three keys are yours to give before training:
+#   model.path   a directory with weights, or org/name on the hub; now {model}
+#   data.source  a file, a directory or a data set; now the source text of Python's standard library
+#   stage        pt (all tokens), sft (conversations), dpo, orpo, kto, rm or grpo; now pt
+"""
+
+
+def launch_settings(plan: Plan, stack: str) -> str:
+    """Return settings that start a run with the plan; choices that the stack cannot express become comments.
+
+    Args:
+        plan: The plan.
+        stack: `ours`: a recipe for `hyper-parallel train`; `megatron`: flags of Megatron-LM's `pretrain_gpt.py`.
+
+    Raises:
+        BadValue: HP102 for another stack.
+    """
+    if stack not in STACKS:
+        raise BadValue("there are no launch settings for that stack", got=stack, allowed=STACKS)
+    settings = _recipe(plan) if stack == "ours" else _megatron(plan)
+    dropped = _not_in_recipe(plan) if stack == "ours" else _not_in_megatron(plan)
+    return "\n".join([*(f"# not expressed: {text}" for text in dropped), settings]) + "\n"
+
+
+def recipe_values(plan: Plan) -> dict[str, Any]:
+    """Return layout, batch and formats of a plan as recipe sections, with the standard library's source as data."""
+    s, w = plan.strategy, plan.workload
+    parallel: dict[str, object] = {
+        name: degree for name, degree in s.degrees().items() if degree > 1
+    } or {"dp_shard": 1}
+    if s.tp_y > 1:
+        parallel.update(attention_shape=s.attention_shape, mlp_shape=s.mlp_shape)
+        if s.attention_shape == "2d" and s.attention_scatter == "token":
+            parallel["attention_scatter"] = "token"
+    if s.tp > 1 and s.gathered_inputs == "re-gather":
+        parallel["gathered_inputs"] = "re-gather"
+    if s.cp > 1:
+        parallel["cp_kind"] = s.cp_kind
+        if s.cp_kind == "hybrid":
+            parallel["cp_ulysses"] = s.cp_ulysses
+    if s.pp > 1:
+        parallel.update(schedule=s.schedule, virtual_stages=s.virtual_stages)
+        parallel["stage_layers"] = [stage.layers for stage in plan.stages]
+    if s.zero_stage == 1:
+        parallel["zero"] = 1
+    else:
+        parallel["reshard_after_forward"] = s.zero_stage in (0, 3)
+    dtype = w.compute_dtype if w.compute_dtype in ("float64", "float32", "bfloat16") else "bfloat16"
+    recipe: dict[str, Any] = {
+        "model": {"path": plan.model.name},
+        "stage": "pt",
+        "data": {"source": "python-stdlib", "seq_len": w.seq_len},
+        "training": {
+            "dtype": dtype,
+            "microbatch": w.microbatch,
+            "accumulation_steps": w.accumulation_steps,
+            "recompute": "full" if s.recompute == "full" else "none",
+            **({"recompute_layers": s.recompute_layers} if s.recompute_layers is not None else {}),
+        },
+        "parallel": parallel,
+        "topology": plan.topology,
+    }
+    if s.offload:
+        recipe["offload"] = {"budget": "auto"}
+    return recipe
+
+
+def _recipe(plan: Plan) -> str:
+    """Return the recipe as text; its head names the keys that a plan does not determine."""
+    return (
+        _HEAD.format(model=plan.model.name)
+        + str(yaml.safe_dump(recipe_values(plan), sort_keys=False)).rstrip()
+    )
+
+
+def _host_bytes(plan: Plan) -> dict[str, int]:
+    """Return bytes in host memory at the peak, by content."""
+    return {t.name: t.bytes for t in plan.memory if t.tier == "dram"}
+
+
+def _layers_per_rank(plan: Plan) -> list[int]:
+    """Return the number of decoder layers of every pipeline rank, over all its stages."""
+    s = plan.strategy
+    return [sum(plan.stages[i].layers for i in s.stages_of(rank)) for rank in range(s.pp)]
+
+
+def _megatron(plan: Plan) -> str:
+    """Return a `torchrun` command with the flags of Megatron-LM."""
+    s, w = plan.strategy, plan.workload
+    sequences = (w.tokens_per_step or 0) // w.seq_len
+    flags: list[str] = [
+        f"--tensor-model-parallel-size {s.tp}",
+        f"--pipeline-model-parallel-size {s.pp}",
+        f"--context-parallel-size {s.cp}",
+        f"--micro-batch-size {w.microbatch}",
+        f"--global-batch-size {sequences}",
+        f"--seq-length {w.seq_len}",
+    ]
+    if s.tp > 1:
+        flags.append("--sequence-parallel")
+    if s.cp > 1:
+        kinds = {"ring": "p2p", "ulysses": "a2a", "hybrid": "a2a+p2p", "all_gather": "all_gather"}
+        flags.append(f"--cp-comm-type {kinds[s.cp_kind]}")
+        if s.cp_kind == "hybrid":
+            ring = s.cp // s.cp_ulysses
+            flags.append(f"--hierarchical-context-parallel-sizes {s.cp_ulysses} {ring}")
+    if s.pp > 1:
+        first, *middle, last = _layers_per_rank(plan)
+        middle_layers = (middle or [max(first, last)])[0]
+        if first != middle_layers:
+            flags.append(f"--decoder-first-pipeline-num-layers {first}")
+        if last != middle_layers:
+            flags.append(f"--decoder-last-pipeline-num-layers {last}")
+    if s.schedule == "interleaved" and s.virtual_stages > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {s.virtual_stages}")
+    if s.ep > 1:
+        flags += [
+            f"--expert-model-parallel-size {s.ep}",
+            f"--expert-tensor-parallel-size {s.expert_tp}",
+        ]
+    if s.zero_stage == 1:
+        flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    elif s.dp_shard * s.cp > 1:
+        flags.append("--use-torch-fsdp2")
+    if s.dp_replicate > 1 and s.zero_stage == 1:
+        flags.append(f"--num-distributed-optimizer-instances {s.dp_replicate}")
+    if s.recompute == "full":
+        layers = s.recompute_layers or max(stage.layers for stage in plan.stages)
+        flags += ["--recompute-granularity full", "--recompute-method block"]
+        flags.append(f"--recompute-num-layers {layers}")
+    elif s.recompute == "selective":
+        flags.append("--recompute-granularity selective")
+    offloaded = _host_bytes(plan)
+    if set(offloaded) == {"optimizer states"}:
+        total = sum(t.bytes for t in plan.memory if t.name == "optimizer states")
+        share = offloaded["optimizer states"] / total
+        flags += ["--optimizer-cpu-offload", f"--optimizer-offload-fraction {share:.2f}"]
+    if w.compute_dtype in ("bfloat16", "float16"):
+        flags.append("--bf16" if w.compute_dtype == "bfloat16" else "--fp16")
+    head = f"torchrun --nproc-per-node <devices per node> pretrain_gpt.py  # {s.world_size} devices"
+    return "\n".join([head, *(f"    {flag}" for flag in flags)])
+
+
+def _not_in_recipe(plan: Plan) -> Iterator[str]:
+    """Yield choices of a strategy without a recipe key."""
+    s = plan.strategy
+    if s.order != AXES:
+        yield f"order of the axes {'>'.join(s.order)}"
+    if s.recompute == "selective":
+        yield "selective recomputation"
+    if s.etp is not None:
+        yield f"experts cut over etp={s.etp} ranks"
+
+
+def _not_in_megatron(plan: Plan) -> Iterator[str]:
+    """Yield choices of a strategy without a flag of Megatron-LM."""
+    s = plan.strategy
+    if s.order != AXES:
+        yield f"order of the axes {'>'.join(s.order)} (its own order is tp-cp-ep-dp-pp)"
+    if s.tp_y > 1:
+        yield f"two tensor-parallel axes {s.tp_x} x {s.tp_y}; {s.tp} ranks on one axis are used instead"
+    offloaded = _host_bytes(plan)
+    if offloaded and set(offloaded) != {"optimizer states"}:
+        yield "offload of " + ", ".join(
+            f"{format_bytes(b)} of {name}" for name, b in offloaded.items()
+        )
+    if s.pp > 1 and s.schedule not in ("1f1b", "interleaved"):
+        yield f"schedule {s.schedule}; 1F1B is used instead"
+    layers = _layers_per_rank(plan)
+    if len({*layers[1:-1]}) > 1:
+        yield f"layers of the pipeline ranks {layers}; those between first and last are equal there"
 
 
 def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file: str) -> list[str]:

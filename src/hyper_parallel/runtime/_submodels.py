@@ -14,12 +14,12 @@ from hyper_parallel.backends.torch import Routing, attach, handle
 from hyper_parallel.backends.torch.submodels.channel import Channel
 from hyper_parallel.backends.torch.submodels.exchange import (
     Border,
+    JointSteps,
     Reader,
     Role,
     Submodels,
     Tower,
 )
-from hyper_parallel.backends.torch.submodels.joint_steps import JointSteps
 from hyper_parallel.backends.torch.submodels.parts import (
     LANGUAGE,
     Division,

@@ -6,17 +6,23 @@ the layer index come from the model. Only values at stage boundaries are replace
 
     layers          layers before the running stage return the received activations; the output of its last layer is the
                     output of the stage, returned by all later layers
-    media           images and recordings are inputs of the first stage, and of others by exception, see `media`
+    media           images and recordings are inputs of the first stage, and of others by exception
     other modules   outside of the layer list, modules with parameters run on the stages where `LayerFlow` records a use
                     of their result: an embedding on the first stage, norm and head on the last, some on several; on
                     other stages they return zeros of the shape of their result, which are unused, or their input
 
 A weight used by several stages is on all of them.
+
+With images and recordings, the first stage runs the encoders and merges features into the embeddings.
+Stages with layers that features enter by
+themselves (`layers_with_media`) run the encoders again, on a copy of their weights. Other stages run the forward
+without the media; integer inputs such as grids and token types stay, because positions and masks follow from them. A
+trace of the first pass with media refuses models in which features enter other layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -26,21 +32,96 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.torch.flow_tracer import FILL_OPS
 from hyper_parallel.backends.torch.layer_flow import LayerFlow, flow_error, trace_layer_flow
 from hyper_parallel.backends.torch.model_layouts import read_model
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch.partial_use import encoder_inputs
-from hyper_parallel.backends.torch.pipeline.media import (
-    MediaTrace,
-    layers_with_media,
-    without_media,
-)
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
 from hyper_parallel.mpmd import check_pipeline
+
+
+class MediaTrace(TorchDispatchMode):
+    """Dispatch mode that records the layers whose arguments depend on media, by storage.
+
+    Args:
+        media: Arrays of images and recordings.
+        allowed: Layers of other stages that may depend on them.
+    """
+
+    def __init__(self, media: Mapping[str, Tensor], allowed: Set[int]) -> None:
+        super().__init__()
+        self._allowed = allowed
+        # The values keep storages alive, so that no address is used again
+        self._dependent: dict[int, Any] = {}
+        self._layers: list[int] = []
+        self.mark([*media.values()])
+
+    def record_arguments(self, layer: int, arguments: Any) -> None:
+        """Record a layer of another stage if its arguments depend on media."""
+        if layer not in self._allowed and self._depends(arguments):
+            self._layers.append(layer)
+
+    def independent(self, hidden: Tensor) -> Tensor:
+        """Return zeros for activations of the running stage, whose dependence on media is allowed."""
+        return torch.zeros_like(hidden)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise HP205 if a layer of another stage depends on media by more than the activations."""
+        if self._layers:
+            why = f"features of media enter layer {self._layers[0]}, after the first stage"
+            raise flow_error(model, why, "pp")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in FILL_OPS and self._depends((args, kwargs)):
+            written = args[:1] if func._schema.is_mutable else ()
+            self.mark((out, written))
+        return out
+
+    def _depends(self, value: Any) -> bool:
+        return any(key in self._dependent for key in map(_storage_key, _tensors(value)))
+
+    def mark(self, value: Any) -> None:
+        """Count the tensors of a value as media."""
+        for tensor in _tensors(value):
+            self._dependent[_storage_key(tensor)] = tensor
+
+
+def layers_with_media(model: nn.Module) -> set[int]:
+    """Return the layers whose arguments depend on features of media by more than the activations, from the config."""
+    config: Any = getattr(model, "config", None)
+    parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
+    layers: set[int] = set()
+    for part in parts:
+        # One feature map for each of these encoder layers is added after a decoder layer, from the first layer on.
+        layers |= {*range(1, 1 + len(getattr(part, "deepstack_visual_indexes", None) or ()))}
+        # Pairs of an encoder layer and the decoder layer before which its features are added.
+        layers |= {layer for _, layer in getattr(part, "deepstack_layer_map", None) or ()}
+    return layers
+
+
+def without_media(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward without images and recordings."""
+    media = encoder_inputs(inputs)
+    return {name: value for name, value in inputs.items() if name not in media}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage_key(tensor: Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
+    return local.untyped_storage()._cdata
+
 
 _OuterModule = tuple[str, frozenset[int], Callable[..., Tensor]]
 """Name of a module outside of the layers, the stages that run it, and its replacement on other stages."""

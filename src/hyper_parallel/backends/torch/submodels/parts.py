@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
 from hyper_parallel.backends.torch.model_structure import decoder_of
-from hyper_parallel.backends.torch.pipeline.media import layers_with_media
+from hyper_parallel.backends.torch.pipeline.stages import layers_with_media
 from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
 from hyper_parallel.backends.torch.weights.huggingface import COMPLETE, model_of_part

@@ -14,8 +14,9 @@ from hyper_parallel.backends.torch.submodels.exchange import (
     is_trained,
     mismatch,
     rounds_of,
+    share_gradients,
+    sum_gradients,
 )
-from hyper_parallel.backends.torch.submodels.joint_steps import share_gradients, sum_gradients
 from hyper_parallel.ir import Action
 
 _Served = Sequence[Sequence[Mapping[str, Any] | None]]
