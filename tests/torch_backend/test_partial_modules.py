@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import check_flow
+from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
 from hyper_parallel.errors import CollectiveMismatch, UnsupportedSharding
 from hyper_parallel.ir import Strategy
 
@@ -241,6 +242,20 @@ def test_features_that_enter_an_unknown_layer_of_a_later_stage_are_refused() -> 
 
     with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*features of media enter layer 1"):
         hp.launch(rank, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("audio_ids", torch.long), ("pixels", torch.double)])
+def test_context_parallelism_refuses_media_by_name_and_reads_text(
+    name: str, dtype: torch.dtype
+) -> None:
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "position_ids": ids, "shift_labels": ids, "lengths": ids[0]}
+    model = nn.Identity()
+    refuse_other_inputs(model, ("cp",), batch)
+    media = {**batch, name: torch.ones(1, 3, 2, dtype=dtype)}
+    refuse_other_inputs(model, (), media)
+    with pytest.raises(UnsupportedSharding, match=f"HP205[\\s\\S]*`{name}`[\\s\\S]*parallel.cp=1"):
+        refuse_other_inputs(model, ("cp",), media)
 
 
 @pytest.mark.dist
