@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import check_flow
-from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
-from hyper_parallel.errors import CollectiveMismatch, UnsupportedSharding
+from hyper_parallel.backends.torch.partial_use import encoder_inputs, refuse_other_inputs
+from hyper_parallel.errors import CollectiveMismatch, NoLoss, UnsupportedSharding
 from hyper_parallel.ir import Strategy
 
 LAYOUTS = ("dp_shard=2", "dp_replicate=2", "dp_shard=2 zero=1")
@@ -242,6 +242,43 @@ def test_features_that_enter_an_unknown_layer_of_a_later_stage_are_refused() -> 
 
     with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*features of media enter layer 1"):
         hp.launch(rank, 2, timeout_s=100)
+
+
+@pytest.mark.dist
+def test_a_stage_that_adds_tokens_is_refused() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    class ExpandingForCausalLM(Qwen2ForCausalLM):
+        def forward(
+            self, input_ids: Any = None, labels: Any = None, repeats: Any = None, **kwargs: Any
+        ) -> Any:
+            ids = input_ids if repeats is None else torch.cat([input_ids] * len(repeats), dim=1)
+            return super().forward(input_ids=ids, labels=labels, **kwargs)
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 2}
+    model = ExpandingForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, "repeats": torch.ones(2)}
+
+    def rank(number: int) -> None:
+        with hp.World.join("cpu") as world:
+            hp.parallelize(model, hp.plan_of(model, "pp=2"), world)
+            hp.forward_backward(model, [batch, batch])
+
+    with pytest.raises(NoLoss, match=r"HP514[\s\S]*other positions than those of its tokens"):
+        hp.launch(rank, 2, timeout_s=100)
+
+
+def test_codes_of_media_are_inputs_of_an_encoder_and_grids_and_masks_are_not() -> None:
+    batch = {
+        "codes": torch.ones(1, 3, 2, dtype=torch.long),
+        "pixels": torch.ones(1, 3),
+        "grid": torch.ones(1, 3, dtype=torch.long),
+        "pixel_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "input_ids": torch.ones(1, 4, 2, dtype=torch.long),
+        "num_items_in_batch": torch.tensor(1.0),
+    }
+    assert {*encoder_inputs(batch)} == {"codes", "pixels"}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("audio_ids", torch.long), ("pixels", torch.double)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from hyper_parallel.backends.torch.pipeline._split_backward import input_gradien
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.tensor.state import PassShape, TpState
 from hyper_parallel.backends.torch.weights.shard_ranges import local
+from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Action, Purpose, Schedule, Strategy
 from hyper_parallel.mpmd import forward_schedule, one_by_one, step_schedule
 
@@ -154,11 +156,24 @@ class Pipeline:
 
     def message(self, batch: Microbatch) -> Tensor:
         """Return a receive buffer for a microbatch's activations or their gradient: this rank's part of [B, S, D]."""
-        stages, tp, tokens = self.stages, self.tp, self.tokens(batch)
-        shape: tuple[int, ...] = (*tokens, *stages.tail)
-        if tp is not None:
-            shape = tp.grid_of(tokens).part_shape(*stages.tail)
-        return torch.empty(shape, dtype=stages.dtype, device=stages.device)
+        stages = self.stages
+        return torch.empty(self._shape(batch), dtype=stages.dtype, device=stages.device)
+
+    def check_activations(self, hidden: Tensor, batch: Microbatch) -> None:
+        """Raise HP514 for activations that do not fit the receive buffer of the next stage."""
+        shape = self._shape(batch)
+        if hidden.numel() != prod(shape):
+            raise NoLoss(
+                "the model computes activations of other positions than those of its tokens",
+                got=f"activations {tuple(hidden.shape)} after a pipeline stage",
+                allowed=f"{shape}",
+            )
+
+    def _shape(self, batch: Microbatch) -> tuple[int, ...]:
+        tp, tokens = self.tp, self.tokens(batch)
+        if tp is None:
+            return (*tokens, *self.stages.tail)
+        return tp.grid_of(tokens).part_shape(*self.stages.tail)
 
     def tokens(self, batch: Microbatch) -> tuple[int, int]:
         """Return the number of sequences and of local tokens per sequence."""
@@ -327,6 +342,7 @@ class _PipelinePass:
                 self._total += share
                 self._slopes[i] = slope
         if stage < last:
+            pipeline.check_activations(out, batch)
             self._outgoing["F", stage + 1, i] = (out.detach(), *counts)
         if self._train:
             inputs = features if received is None else [received]
