@@ -28,6 +28,7 @@ from hyper_parallel.backends.torch.data.fsdp import (
     reduce_now,
 )
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
+from hyper_parallel.backends.torch.layer_flow import flow_error
 from hyper_parallel.backends.torch.pipeline._split_backward import input_gradients
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.tensor.state import PassShape, TpState
@@ -328,8 +329,7 @@ class _PipelinePass:
                 out = self._loss_of(i)
                 self._total += out.detach()
             else:
-                inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
-                self._model(**inputs, use_cache=False)
+                self._run_stage(batch)
                 out = running.output
             features = running.features
         roots, counts = [out], ()
@@ -347,6 +347,22 @@ class _PipelinePass:
         if self._train:
             inputs = features if received is None else [received]
             self._saved[stage, i] = (inputs, roots)
+
+    def _run_stage(self, batch: Microbatch) -> None:
+        """Run the model on a stage before the last one.
+
+        Raises:
+            UnsupportedSharding: HP205 when code after the layers fails because the head is on another stage.
+        """
+        inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
+        try:
+            self._model(**inputs, use_cache=False)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            if self._pipeline.stages.running.output is None:
+                raise
+            reason = f"{type(error).__name__}: {str(error)[:120]}"
+            why = f"code after its layers does not run on stages without the head ({reason})"
+            raise flow_error(self._model, why, "pp") from error
 
     def _pop_backward(self, stage: int, i: int, message: _Message | None) -> tuple[Any, ...]:
         """Return a stage's inputs, the roots of its backward, their gradients, and the derivatives to forward."""
