@@ -89,10 +89,10 @@ def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
         except Exception as error:  # another layout
             reason = reason or f"get_{kind}_features: {_first_line(error)}"
             continue
-        trials, tried = [(draw, count, words) for count, words in reversed(counts)], set[int]()
+        trials, attempts = [(draw, count, words) for count, words in reversed(counts)], set[int]()
         while trials:
             form, count, words = trials.pop()
-            tried.add(count)
+            attempts.add(count)
             batches = [_sequence(model, kind, form, count, seed, words) for seed in (1, 2)]
             try:
                 if _trains(model, batches[0], form):
@@ -100,20 +100,20 @@ def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
                 best = best or "the media do not change the loss, or a gradient is not finite"
             except Exception as error:  # another layout
                 best = best or _first_line(error)
-                trials += _retries(error, form, tried)
+                trials += _retries(error, form, attempts)
             finally:
                 model.zero_grad()
     return None, best or reason or "no layout of the media is known"
 
 
-def _retries(error: Exception, draw: Draw, tried: set[int]) -> list[tuple[Draw, int, int]]:
+def _retries(error: Exception, draw: Draw, attempts: set[int]) -> list[tuple[Draw, int, int]]:
     """Return further trials if an error says how many features there are, or that a mask has one element for each."""
-    found = re.findall(
+    matches = re.findall(
         r"features:? (?:of )?(\d+)|value tensor of shape \[(\d+)|\[\d+, (\d+), \d+\] at index 1",
         str(error),
     )
-    numbers = {int(next(filter(None, groups))) for groups in found} - {0}
-    trials = [(draw, n, TEXT_TOKENS) for n in sorted(numbers - tried) if n <= MOST_TOKENS]
+    numbers = {int(next(filter(None, groups))) for groups in matches} - {0}
+    trials = [(draw, n, TEXT_TOKENS) for n in sorted(numbers - attempts) if n <= MOST_TOKENS]
     if "shape of the mask" in str(error) and getattr(draw, "func", None) is not _masked:
         trials += [(functools.partial(_masked, draw, n), n, TEXT_TOKENS) for n in sorted(numbers)]
     return trials

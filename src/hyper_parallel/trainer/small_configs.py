@@ -224,6 +224,15 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         },
         **{"projector_hidden_size": HIDDEN, "vision_hidden_size": HIDDEN},
     },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                **{"embed_dim": HIDDEN, "depth": 2, "num_heads": 2, "patch_size": 4},
+                **{"img_size": [16, 16], "ref_feat_shape": [4, 4], "global_pool": ""},
+            },
+        }
+    },
     "phi4_multimodal": {
         "vision_config": {"crop_size": 16},
         "audio_config": {

@@ -53,10 +53,10 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
             that the forward cannot run without, because the stages after the first do.
     """
     media = encoder_inputs(batch) if axes else {}
-    refused = (media.keys() or _integer_inputs(batch)) if "cp" in axes else set()
-    if refused:
+    names = (media.keys() or _integer_inputs(batch)) if "cp" in axes else set()
+    if names:
         raise UnsupportedSharding(
-            f"`{min(refused)}` is an input of a module outside the decoder, which cp does not support",
+            f"`{min(names)}` is an input of a module outside the decoder, which cp does not support",
             where=type(model).__name__,
             got="cp",
             allowed="dp_replicate, dp_shard, tp, pp",
