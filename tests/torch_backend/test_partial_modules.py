@@ -311,7 +311,7 @@ def test_context_parallelism_refuses_media_by_name_and_reads_text(
     name: str, dtype: torch.dtype
 ) -> None:
     ids = torch.ones(1, 4, dtype=torch.long)
-    batch = {"input_ids": ids, "position_ids": ids, "shift_labels": ids, "lengths": ids[0]}
+    batch = {"input_ids": ids, "position_ids": ids, "shift_labels": ids, "token_mask": ids.bool()}
     model = nn.Identity()
     refuse_other_inputs(model, ("cp",), batch)
     media = {**batch, name: torch.ones(1, 3, 2, dtype=dtype)}

@@ -22,7 +22,7 @@ from hyper_parallel.ir import Strategy
 _TEXT_INPUTS: Final = {"inputs_embeds", "attention_mask", "position_ids"}
 """Inputs of a language model that may be floating-point tensors."""
 _TOKEN_INPUTS: Final = _TEXT_INPUTS | {"input_ids", "labels", "shift_labels"}
-"""Inputs with one element or vector for each token that context parallelism shards or refuses."""
+"""Inputs with values for each token, of any dtype."""
 
 
 def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -49,14 +49,13 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
         batch: Arguments of the model's forward.
 
     Raises:
-        UnsupportedSharding: HP205 naming the input: any under cp, also tokens of images or recordings; under pp one
-            that the forward cannot run without, because the stages after the first do.
+        UnsupportedSharding: HP205 naming the input: any under cp; under pp one that the forward cannot run without,
+            because the stages after the first do.
     """
     media = encoder_inputs(batch) if axes else {}
-    names = (media.keys() or _integer_inputs(batch)) if "cp" in axes else set()
-    if names:
+    if media and "cp" in axes:
         raise UnsupportedSharding(
-            f"`{min(names)}` is an input of a module outside the decoder, which cp does not support",
+            f"`{min(media)}` is an input of a module outside the decoder, which cp does not support",
             where=type(model).__name__,
             got="cp",
             allowed="dp_replicate, dp_shard, tp, pp",
@@ -66,15 +65,6 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
     for name in sorted(media.keys() & parameters.keys()):
         if parameters[name].default is inspect.Parameter.empty:
             raise flow_error(model, f"its forward cannot run without `{name}`", "pp")
-
-
-def _integer_inputs(batch: Mapping[str, Any]) -> set[str]:
-    """Return the names of integer inputs [B, ...] that are not sharded with the tokens."""
-    return {
-        name
-        for name, value in batch.items()
-        if isinstance(value, Tensor) and value.dim() > 1 and name not in _TOKEN_INPUTS
-    }
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
