@@ -394,7 +394,7 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
 def _audio_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
     audio = _part(model.config, ("audio", "encoder", "speech"))
     numbers = (_inner_number(audio, names) for names in (_MELS, ("input_size", "input_dim")))
-    widths = [number for number in dict.fromkeys(numbers) if number] or [8]
+    widths = [number for number in dict.fromkeys(numbers) if number] or [128, 8]
     limit = number_of(audio, ("max_source_positions",), 16)
     hop = number_of(audio, ("hop_length",), 160)
     for frames, mels in itertools.product(
