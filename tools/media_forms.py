@@ -8,8 +8,11 @@ transformers trains: the loss is finite, has gradients, and differs between two 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import numpy
@@ -18,8 +21,11 @@ import transformers
 from PIL import Image
 from sweeps.interface import names_of, number_of
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 TEXT_TOKENS = 12
+MOST_TOKENS = 600
+"""Most placeholder tokens of one image or recording."""
 Batch = dict[str, Any]
 Draw = Callable[[int], Batch]
 """Function from a seed to media, with the arrays that describe them."""
@@ -29,7 +35,10 @@ _ARRAYS = {
 }
 """Names under which forwards read media, by kind."""
 _PLACEHOLDERS = {
-    "image": ("image_token_id", "image_token_index", "media_placeholder_token_id", "im_patch_id"),
+    "image": (
+        *("image_token_id", "image_token_index", "media_placeholder_token_id", "im_patch_id"),
+        "video_token_index",
+    ),
     "audio": ("audio_token_id", "audio_token_index"),
 }
 _STARTS = {
@@ -44,6 +53,8 @@ _MASKS = {
     *("input_values_mask", "flattened_attention_mask", "image_attention_mask"),
 }
 """Names in forwards of the `attention_mask` of a processor of media."""
+_MELS = ("num_mel_bins", "input_feat_size", "n_mels", "n_mel_bins", "mel_bins", "feature_size")
+"""Names of the number of frequencies of a recording."""
 _TYPES = {"image": 1, "audio": 3}
 """Values of `mm_token_type_ids`, as processors give them."""
 
@@ -56,7 +67,8 @@ def name_placeholders(config: Any) -> None:
     if getattr(config, "image_grid_pinpoints", None):
         side = number_of(_part(config, ("vision",)), ("image_size",), 16)
         config.image_grid_pinpoints = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side]]
-    published = {"vision_start_token_id": 318} if "omni_thinker" in config.model_type else {}
+    of_thinker = "omni" in config.model_type and config.model_type.endswith("thinker")
+    published = {"vision_start_token_id": 318} if of_thinker else {}
     for name, value in {**published, "ignore_index": -100}.items():
         if not hasattr(config, name):
             setattr(config, name, value)
@@ -77,17 +89,41 @@ def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
         except Exception as error:  # another layout
             reason = reason or f"get_{kind}_features: {_first_line(error)}"
             continue
-        for count in counts:
-            batches = [_sequence(model, kind, draw, count, seed) for seed in (1, 2)]
+        trials, attempts = [(draw, count, words) for count, words in reversed(counts)], set[int]()
+        while trials:
+            form, count, words = trials.pop()
+            attempts.add(count)
+            batches = [_sequence(model, kind, form, count, seed, words) for seed in (1, 2)]
             try:
-                if _trains(model, batches[0], draw):
+                if _trains(model, batches[0], form):
                     return batches, ""
                 best = best or "the media do not change the loss, or a gradient is not finite"
             except Exception as error:  # another layout
                 best = best or _first_line(error)
+                trials += _retries(error, form, attempts)
             finally:
                 model.zero_grad()
     return None, best or reason or "no layout of the media is known"
+
+
+def _retries(error: Exception, draw: Draw, attempts: set[int]) -> list[tuple[Draw, int, int]]:
+    """Return further trials if an error says how many features there are, or that a mask has one element for each."""
+    matches = re.findall(
+        r"features:? (?:of )?(\d+)|value tensor of shape \[(\d+)|\[\d+, (\d+), \d+\] at index 1",
+        str(error),
+    )
+    numbers = {int(next(filter(None, groups))) for groups in matches} - {0}
+    trials = [(draw, n, TEXT_TOKENS) for n in sorted(numbers - attempts) if n <= MOST_TOKENS]
+    if "shape of the mask" in str(error) and getattr(draw, "func", None) is not _masked:
+        trials += [(functools.partial(_masked, draw, n), n, TEXT_TOKENS) for n in sorted(numbers)]
+    return trials
+
+
+def _masked(draw: Draw, count: int, seed: int) -> Batch:
+    """Return media with masks that have one element for each placeholder."""
+    media = draw(seed)
+    names = _MASKS & media.keys()
+    return {**media, **{n: torch.ones(1, count, dtype=media[n].dtype) for n in names}}
 
 
 def _first_line(error: Exception) -> str:
@@ -125,35 +161,47 @@ def _drawn(form: Batch, described: Batch, seed: int) -> Batch:
     return {**described, **drawn}
 
 
-def _counts(model: Any, kind: str, inputs: Batch) -> list[int]:
-    """Return candidates for the number of placeholder tokens of the media; raise if the encoder raises."""
+def _counts(model: Any, kind: str, inputs: Batch) -> list[tuple[int, int]]:
+    """Return candidates for the numbers of placeholder tokens and of words; raise if the encoder raises."""
     method = f"get_{kind}_features"
     functions = [getattr(m, method) for m in model.modules() if hasattr(m, method)]
     if not functions:
-        return [0, 16, 4, 1, number_of(model.config, ("latent_query_num",), 2)]
+        latents = number_of(model.config, ("latent_query_num",), 2)
+        return [(count, TEXT_TOKENS) for count in (0, 16, 4, 1, latents)]
     function = max(functions, key=lambda f: len(names_of(f)))  # others pass all arguments on
     with torch.no_grad():
-        features = function(**{k: v for k, v in inputs.items() if k in names_of(function)})
+        output = function(**{k: v for k, v in inputs.items() if k in names_of(function)})
     width = model.get_input_embeddings().weight.shape[1]
-    pooled = getattr(features, "pooler_output", None)
-    features = getattr(features, "last_hidden_state", features) if pooled is None else pooled
+    pooled = getattr(output, "pooler_output", None)
+    features = getattr(output, "last_hidden_state", output) if pooled is None else pooled
     parts = features if isinstance(features, (tuple, list)) else [features]
     tensors = [p for p in parts if isinstance(p, Tensor)]
-    elements = sum(t.numel() for t in tensors)
     discrete = bool(tensors) and not tensors[0].is_floating_point()
-    exact = elements if discrete else elements // width
-    return [exact] if exact <= 600 else []
+    sizes = [sum(t.numel() for t in tensors)]
+    if not tensors:  # features of several decoder layers, one placeholder for each position
+        sizes = [t.numel() for t in tree_leaves([*output.values()]) if isinstance(t, Tensor)]
+    exact = {size if discrete else size // width for size in sizes}
+    counts = [(count, TEXT_TOKENS) for count in sorted(exact) if count <= MOST_TOKENS]
+    if _placeholder(model, kind) is None:  # features that are added to all tokens
+        counts += [(0, count - len(_HEAD)) for count, _ in counts if count > 2 * len(_HEAD)]
+    return counts
 
 
-def _sequence(model: Any, kind: str, draw: Draw, count: int, seed: int) -> Batch:
+_HEAD = (1, 5)
+"""Tokens in front of the media; the last one differs between sequences."""
+
+
+def _sequence(
+    model: Any, kind: str, draw: Draw, count: int, seed: int, num_words: int = TEXT_TOKENS
+) -> Batch:
     """Return a batch of one sequence with `count` placeholders and text on both sides."""
     config, placeholder = model.config, _placeholder(model, kind)
     start = number_of(config, _STARTS[kind], -1)
     if placeholder is None and "image_embeds_position_mask" in names_of(model.forward):
         placeholder = 4  # any token: the mask gives the places
     media = [] if placeholder is None else [placeholder] * count
-    head = [1, 5 + seed] + ([start] if start >= 0 and media else [])
-    words = [(7 * i + 11 * seed) % 200 + 5 for i in range(TEXT_TOKENS)]
+    head = [_HEAD[0], _HEAD[1] + seed] + ([start] if start >= 0 and media else [])
+    words = [(7 * i + 11 * seed) % 200 + 5 for i in range(num_words)]
     ids = torch.tensor([head + media + words])
     labels = ids.clone()
     labels[0, : len(head) + len(media)] = -100
@@ -165,11 +213,12 @@ def _sequence(model: Any, kind: str, draw: Draw, count: int, seed: int) -> Batch
         "mm_token_type_ids": types * _TYPES[kind],
         "moe_mm_token_type_ids": types,
         "token_type_ids": types,
+        "bbox": torch.zeros(1, ids.shape[1], 4, dtype=torch.long),
         "image_embeds_position_mask": types.bool(),
         "image_attention_mask": torch.ones(1, ids.shape[1], 1, dtype=torch.long),
         "cross_attention_mask": torch.ones(1, ids.shape[1], 1, tiles, dtype=torch.long),
         "decoder_input_ids": ids,
-        "qformer_input_ids": ids[:, -TEXT_TOKENS:],
+        "qformer_input_ids": ids[:, -num_words:],
     }
     return accepted(model, {"input_ids": ids, "labels": labels, **more, **draw(seed)})
 
@@ -190,7 +239,8 @@ def _processed(model: Any, kind: str) -> Iterator[Draw]:
         listed = feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES
     model_type = model.config.model_type
     name = listed.get(model_type) or listed.get(model_type.removesuffix("_thinker"))
-    name = name.get("torchvision", name.get("pil")) if isinstance(name, dict) else name
+    if isinstance(name, dict):  # a processor of Pillow where torchvision is not installed
+        name = name.get("torchvision" if find_spec("torchvision") else "pil")
     if name is None:
         return
     cls = getattr(transformers, name)
@@ -222,9 +272,10 @@ def _image_output(cls: Any, config: Any, scale: int, names: set[str], seed: int)
         "image_grid_pinpoints": getattr(config, "image_grid_pinpoints", None),
         "scale_resolution": side,
         "max_patches": 16,
-        "max_soft_tokens": 16 * scale,
+        "max_soft_tokens": 70 * scale,
         "dynamic_hd": 1,
         "max_crops": 1,
+        "overlap_margins": [1, 1],
         "min_pixels": (2 * merge * patch) ** 2,
         "max_pixels": (2 * merge * patch * scale) ** 2,
     }
@@ -252,7 +303,7 @@ def _audio_output(cls: Any, config: Any, scale: int, names: set[str], seed: int)
     rate = getattr(default, "sampling_rate", 16_000)
     hop = getattr(default, "hop_length", 160)
     frames = 2 * number_of(audio, ("max_source_positions",), 32) * scale
-    mels = number_of(audio, ("num_mel_bins", "input_feat_size", "n_mels", "mel_bins"), 0)
+    mels = _inner_number(audio, _MELS)
     options: Batch = {"feature_size": mels} if mels and hasattr(default, "feature_size") else {}
     if hasattr(default, "chunk_length") and default.chunk_length:
         options["chunk_length"] = frames * hop / rate
@@ -294,7 +345,8 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
     side = number_of(vision, ("image_size", "max_image_size"), 16)
     frames = number_of(vision, ("temporal_patch_size",), 2)
     channels = number_of(vision, ("in_channels", "num_channels", "in_chans"), 3)
-    merge = number_of(vision, ("spatial_merge_size", "merge_size"), 2)
+    merge = number_of(vision, ("spatial_merge_size", "merge_size", "merge_kernel_size"), 2)
+    patches: list[tuple[tuple[int, ...], Batch]] = []
     for cells in (2 * merge, 4 * merge, 4):
         count, grid = cells * cells, torch.tensor([[1, cells, cells]])
         positions = torch.cartesian_prod(torch.arange(cells), torch.arange(cells))[None]
@@ -308,14 +360,17 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
             "image_merge_sizes": torch.tensor([merge]),
             "pixel_attention_mask": torch.ones(1, count, dtype=torch.long),
         }
+        flat, wide = channels * patch**2, merge * patch
+        shapes = (
+            (count, frames * flat), (count, flat), (count, channels, patch, patch),
+            (count, channels, frames, patch, patch), (1, count, flat), (count, frames, channels, patch, patch),
+            (1, channels, patch, patch * count), (count, 1, channels, patch, patch), (count, wide, wide, channels),
+            (count, frames, patch, patch, channels),
+        )  # fmt: skip
         if (described.keys() - _OF_PIXELS | _PATCHES) & names_of(model.forward):
-            flat = channels * patch**2
-            for shape in (
-                (count, frames * flat), (count, flat), (count, channels, patch, patch),
-                (count, channels, frames, patch, patch), (1, count, flat), (count, frames, channels, patch, patch),
-                (1, channels, patch, patch * count), (count, 1, channels, patch, patch),
-            ):  # fmt: skip
-                yield shape, described
+            yield from ((shape, described) for shape in shapes)
+        elif cells == 4:
+            patches += [(shape, described) for shape in shapes if len(shape) > 4]
     known = names_of(model.forward)
     for pixels in dict.fromkeys((side, 4 * patch, 16, 32, 64)):
         sizes = torch.tensor([[pixels, pixels]])
@@ -333,15 +388,18 @@ def _image_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
                         "num_local_patches": torch.tensor([1]) if not listed else [1],
                     },
                 )
+    yield from patches
 
 
 def _audio_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
     audio = _part(model.config, ("audio", "encoder", "speech"))
-    mels = number_of(
-        audio, ("num_mel_bins", "input_feat_size", "input_size", "n_mels", "input_dim"), 8
-    )
+    numbers = (_inner_number(audio, names) for names in (_MELS, ("input_size", "input_dim")))
+    widths = [number for number in dict.fromkeys(numbers) if number] or [128, 8]
     limit = number_of(audio, ("max_source_positions",), 16)
-    for frames in dict.fromkeys((2 * limit, 32, 64, 100, 128, 200)):
+    hop = number_of(audio, ("hop_length",), 160)
+    for frames, mels in itertools.product(
+        dict.fromkeys((2 * limit, 32, 64, 100, 112, 128, 200)), widths
+    ):
         for shape in (
             (1, mels, frames),
             (1, frames, mels),
@@ -361,6 +419,7 @@ def _audio_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
                         "input_values_mask": ones,
                         "audio_embed_sizes": torch.tensor([frames // 8]),
                         "audio_feature_lengths": torch.tensor([frames]),
+                        "chunk_sample_lengths": torch.tensor([frames * hop]),
                     },
                 )
 
@@ -375,3 +434,10 @@ def _part(config: Any, words: tuple[str, ...]) -> Any:
     return next(
         (p for key, p in zip(keys, inner, strict=True) if p is not getattr(config, key)), config
     )
+
+
+def _inner_number(config: Any, names: tuple[str, ...]) -> int:
+    """Return the first number of a config or of its parts under one of the names, or 0."""
+    parts = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
+    inner = (_inner_number(part, names) for part in parts if part is not None)
+    return number_of(config, names, 0) or next(filter(None, inner), 0)

@@ -120,6 +120,8 @@ def test_image_columns_of_a_saved_dataset_are_read_like_files(
         ({"images": ["data.jsonl"]}, "cannot be decoded"),
         ({"images": [{"bytes": None, "path": None}]}, "no file name"),
         ({"videos": ["a.mp4"], "images": ["pictures/0.png"]}, "videos"),
+        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, _ANSWER]},
+         "`video`, not text"),
         ({"messages": [_ASKED, {"role": "assistant", "content": "<image>"}], "images": ["pictures/0.png"] * 2},
          "an answer contains an image"),
     ],

@@ -14,10 +14,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import check_flow
-from hyper_parallel.errors import CollectiveMismatch, UnsupportedSharding
+from hyper_parallel.backends.torch.partial_use import encoder_inputs, refuse_other_inputs
+from hyper_parallel.errors import (
+    CollectiveMismatch,
+    HyperParallelError,
+    NoLoss,
+    UnsupportedSharding,
+)
 from hyper_parallel.ir import Strategy
 
 LAYOUTS = ("dp_shard=2", "dp_replicate=2", "dp_shard=2 zero=1")
@@ -241,6 +248,76 @@ def test_features_that_enter_an_unknown_layer_of_a_later_stage_are_refused() -> 
 
     with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*features of media enter layer 1"):
         hp.launch(rank, 2, timeout_s=100)
+
+
+class _FirstStageForCausalLM(Qwen2ForCausalLM):
+    """Model that repeats its tokens, or masks a logit, in passes with the argument of that name."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        labels: Any = None,
+        repeats: Any = None,
+        masked: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        ids = input_ids if repeats is None else torch.cat([input_ids] * len(repeats), dim=1)
+        out = super().forward(input_ids=ids, labels=labels, **kwargs)
+        if masked is not None:
+            out.logits[:, :, 5] = 0
+        return out
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "error", "match"),
+    [
+        ("repeats", NoLoss, "HP514[\\s\\S]*other positions than those of its tokens"),
+        ("masked", UnsupportedSharding, "HP205[\\s\\S]*code after its layers"),
+    ],
+)
+def test_code_that_fails_on_the_first_stage_only_is_refused(
+    name: str, error: type[HyperParallelError], match: str
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 2}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model = _FirstStageForCausalLM(config)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids, name: torch.ones(2)}
+
+    def rank(number: int) -> None:
+        with hp.World.join("cpu") as world:
+            hp.parallelize(model, hp.plan_of(model, "pp=2"), world)
+            hp.forward_backward(model, [batch, batch])
+
+    with pytest.raises(error, match=match):
+        hp.launch(rank, 2, timeout_s=100)
+
+
+def test_codes_of_media_are_inputs_of_an_encoder_and_grids_and_masks_are_not() -> None:
+    batch = {
+        "codes": torch.ones(1, 3, 2, dtype=torch.long),
+        "pixels": torch.ones(1, 3),
+        "grid": torch.ones(1, 3, dtype=torch.long),
+        "pixel_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "input_ids": torch.ones(1, 4, 2, dtype=torch.long),
+        "num_items_in_batch": torch.tensor(1.0),
+    }
+    assert {*encoder_inputs(batch)} == {"codes", "pixels"}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("audio_ids", torch.long), ("pixels", torch.double)])
+def test_context_parallelism_refuses_media_by_name_and_reads_text(
+    name: str, dtype: torch.dtype
+) -> None:
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = {"input_ids": ids, "position_ids": ids, "shift_labels": ids, "token_mask": ids.bool()}
+    model = nn.Identity()
+    refuse_other_inputs(model, ("cp",), batch)
+    media = {**batch, name: torch.ones(1, 3, 2, dtype=dtype)}
+    refuse_other_inputs(model, (), media)
+    with pytest.raises(UnsupportedSharding, match=f"HP205[\\s\\S]*`{name}`[\\s\\S]*parallel.cp=1"):
+        refuse_other_inputs(model, ("cp",), media)
 
 
 @pytest.mark.dist

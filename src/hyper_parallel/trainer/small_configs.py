@@ -85,6 +85,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _FULL_ROPE = {"rope_parameters": {"full_attention": _ROPE}}
 _MROPE = {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}}
 _CODES = {"base_channels": 32, "latent_channels": 32, "num_res_blocks": 1}
+_SOUNDS = {"num_filters": 4, "downsampling_ratios": [2, 4], "depths": [1, 1, 1]}
 _SAM = {"sam_config": {"output_channels": 8, "downsample_channels": [16, 32]}}
 _VOCAB = {"unpadded_vocab_size": SIZES["vocab_size"]}
 FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
@@ -114,8 +115,11 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "big_bird": {"attention_type": "original_full"},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "chameleon": {
-        "vocabulary_map": {"<image>": 303},
-        "vq_config": _CODES,
+        "vocabulary_map": {
+            "<image>": 303,
+            **{f"IMGIMG{letter}Z": 304 + i for i, letter in enumerate("ABCDEFGH")},
+        },
+        "vq_config": {**_CODES, "num_embeddings": 8},
     },
     "cohere2_vision": {"alignment_intermediate_size": 48},
     "dbrx": {
@@ -134,6 +138,13 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         "audio_config": {"adapter_input_size": HIDDEN, "adapter_output_size": HIDDEN},
     },
     "dots3_note_text": _DOTS3,
+    "emu3": {
+        "vocabulary_map": {
+            **{"<image>": 303, "<|extra_200|>": 304},
+            **{f"<|visual token {i:06}|>": 305 + i for i in range(8)},
+        },
+        "vq_config": {**_CODES, "codebook_size": 8, "hidden_size": 4 * HIDDEN},
+    },
     "ernie4_5_vl_moe": {
         "text_config": {
             **{"moe_num_experts": 4, "moe_k": 2},
@@ -141,7 +152,27 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         }
     },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "fast_vlm": {"vision_config": {"hidden_size": 2048}},
+    "florence2": {
+        "vision_config": {
+            **{"depths": [1] * 4, "embed_dim": [8, 16, 16, 32], "num_heads": [2] * 4},
+            **{"num_groups": [2] * 4, "patch_size": [7, 3, 3, 3], "projection_dim": HIDDEN},
+            "window_size": 4,
+        }
+    },
+    "fun_asr_nano": {
+        "adaptor_config": {"hidden_size": HIDDEN, "intermediate_size": HIDDEN // 4},
+        "audio_config": {"num_timestamp_prediction_layers": 1},
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granite4_vision": {
+        **{"downsample_rate": "1/2", "projector_dropout": 0.0, "deepstack_layer_map": [[1, 0]]},
+        **{"spatial_target_layers": [1, 2, 3, 3], "vision_config": {"hidden_size": 2 * HIDDEN}},
+    },
+    **{
+        name: {"projector_config": {"encoder_hidden_size": HIDDEN}}
+        for name in ("granite_speech", "granite_speech_plus")
+    },
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hy_v4_vl": {"vision_config": {"max_image_size": 16}},
     "hunyuan_vl": {"vision_config": {"max_image_size": 16}, **_MROPE},
@@ -159,17 +190,25 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         },
     },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "kosmos-2.5": {"latent_query_num": 16},
+    "kyutai_speech_to_text": {"codec_config": {"upsample_groups": HIDDEN}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemo_speechlm": {
+        "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": HIDDEN}}},
+        "text_config": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+    },
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
     "mamba2": {"num_heads": 8, "n_groups": 2, "state_size": 8},
     "mistral4": {"head_dim": 16},
     "molmo2": {
+        "image_patch_id": 318,
         "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
         "adapter_config": {"vision_feature_layer": [3, 1]},
     },
     "mllama": {
         "vision_config": {"intermediate_layers_indices": [1, 2], "vision_output_dim": 3 * HIDDEN}
     },
+    "moss_transcribe_diarize": {"audio_config": {"max_source_positions": 16}},
     "muse_glimmer": {"projector_hidden_size": HIDDEN, "out_hidden_size": 4 * HIDDEN},
     "muse_spark": {
         "out_hidden_size": 4 * HIDDEN,
@@ -185,6 +224,15 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         },
         **{"projector_hidden_size": HIDDEN, "vision_hidden_size": HIDDEN},
     },
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_large_patch14_336",
+            "model_args": {
+                **{"embed_dim": HIDDEN, "depth": 2, "num_heads": 2, "patch_size": 4},
+                **{"img_size": [16, 16], "ref_feat_shape": [4, 4], "global_pool": ""},
+            },
+        }
+    },
     "phi4_multimodal": {
         "vision_config": {"crop_size": 16},
         "audio_config": {
@@ -193,10 +241,17 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
             "nemo_final_size": 2,
         },
     },
+    "paligemma": {"projection_dim": HIDDEN},
+    "pix2struct": {"text_config": {"d_kv": 8}, "vision_config": {"d_kv": 8}},
+    "qwen2_audio": {"audio_config": {"max_source_positions": 16}},
+    "qwen3_asr": {"audio_config": {"downsample_hidden_size": 8, "output_dim": HIDDEN}},
     "qwen3_omni_moe_thinker": {
         "audio_config": {"downsample_hidden_size": 8, "output_dim": HIDDEN},
     },
-    "qwen2_5_omni_thinker": _MROPE,
+    "qwen2_5_omni_thinker": {
+        **_MROPE,
+        "audio_config": {"max_source_positions": 16, "output_dim": HIDDEN},
+    },
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {
@@ -212,7 +267,15 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         **{"pronunciation_embed_dim": 16, "pronunciation_vocab_size": 32},
         **{"shape_embed_dim": 16, "shape_vocab_size": 32},
     },
+    "t5gemma2": {"encoder": {"mm_tokens_per_image": 4}},
     "unlimited_ocr": {"vision_config": _SAM},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": {**_SOUNDS, "vae_std": 0.0},
+        "semantic_tokenizer_encoder_config": _SOUNDS,
+    },
+    "vipllava": {"vision_feature_layer": [-2, -3, 1]},
+    "vision-encoder-decoder": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
+    "voxtral": {"audio_config": {"intermediate_size": 4 * HIDDEN, "max_source_positions": 16}},
     "xlstm": {"num_blocks": LAYERS},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": _PAIRS, "attention_hidden_size": 64, "attention_head_dim": 16},

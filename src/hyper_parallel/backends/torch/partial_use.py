@@ -21,16 +21,22 @@ from hyper_parallel.ir import Strategy
 
 _TEXT_INPUTS: Final = {"inputs_embeds", "attention_mask", "position_ids"}
 """Inputs of a language model that may be floating-point tensors."""
+_TOKEN_INPUTS: Final = _TEXT_INPUTS | {"input_ids", "labels", "shift_labels"}
+"""Inputs with values for each token, of any dtype."""
 
 
 def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the images, recordings and other inputs of an encoder outside the decoder."""
+    """Return the images, recordings and other inputs of an encoder outside the decoder.
+
+    They are floating-point arrays, or codes: integer arrays with three or more dims that are no masks.
+    """
     return {
         name: value
         for name, value in batch.items()
+        if isinstance(value, Tensor) and name not in _TOKEN_INPUTS
         # Scalars such as `num_items_in_batch` are inputs of the loss.
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-        if name not in _TEXT_INPUTS
+        if value.dim() > (0 if value.is_floating_point() else 2)
+        if value.is_floating_point() or "mask" not in name
     }
 
 

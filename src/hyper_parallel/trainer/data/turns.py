@@ -201,7 +201,8 @@ def _content(value: Any, message: Message, rules: RecordRules, where: str) -> st
         return value
     if value is None:
         return ""
-    allowed = "a text, or a list of parts of type text"
+    kinds = ", ".join(("text", *(kind.name for kind in rules.media_kinds)))
+    allowed = f"a text, or a list of parts of type {kinds}"
     if not isinstance(value, list | tuple):
         raise _unreadable("the content of a turn is not a text", where, value, allowed)
     texts = []

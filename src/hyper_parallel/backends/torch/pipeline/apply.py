@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ from hyper_parallel.backends.torch.data.fsdp import (
     reduce_now,
 )
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
+from hyper_parallel.backends.torch.layer_flow import flow_error
 from hyper_parallel.backends.torch.pipeline._split_backward import input_gradients
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.tensor.state import PassShape, TpState
 from hyper_parallel.backends.torch.weights.shard_ranges import local
+from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Action, Purpose, Schedule, Strategy
 from hyper_parallel.mpmd import forward_schedule, one_by_one, step_schedule
 
@@ -154,11 +157,24 @@ class Pipeline:
 
     def message(self, batch: Microbatch) -> Tensor:
         """Return a receive buffer for a microbatch's activations or their gradient: this rank's part of [B, S, D]."""
-        stages, tp, tokens = self.stages, self.tp, self.tokens(batch)
-        shape: tuple[int, ...] = (*tokens, *stages.tail)
-        if tp is not None:
-            shape = tp.grid_of(tokens).part_shape(*stages.tail)
-        return torch.empty(shape, dtype=stages.dtype, device=stages.device)
+        stages = self.stages
+        return torch.empty(self._shape(batch), dtype=stages.dtype, device=stages.device)
+
+    def check_activations(self, hidden: Tensor, batch: Microbatch) -> None:
+        """Raise HP514 for activations that do not fit the receive buffer of the next stage."""
+        shape = self._shape(batch)
+        if hidden.numel() != prod(shape):
+            raise NoLoss(
+                "the model computes activations of other positions than those of its tokens",
+                got=f"activations {tuple(hidden.shape)} after a pipeline stage",
+                allowed=f"{shape}",
+            )
+
+    def _shape(self, batch: Microbatch) -> tuple[int, ...]:
+        tp, tokens = self.tp, self.tokens(batch)
+        if tp is None:
+            return (*tokens, *self.stages.tail)
+        return tp.grid_of(tokens).part_shape(*self.stages.tail)
 
     def tokens(self, batch: Microbatch) -> tuple[int, int]:
         """Return the number of sequences and of local tokens per sequence."""
@@ -313,8 +329,7 @@ class _PipelinePass:
                 out = self._loss_of(i)
                 self._total += out.detach()
             else:
-                inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
-                self._model(**inputs, use_cache=False)
+                self._run_stage(batch)
                 out = running.output
             features = running.features
         roots, counts = [out], ()
@@ -327,10 +342,27 @@ class _PipelinePass:
                 self._total += share
                 self._slopes[i] = slope
         if stage < last:
+            pipeline.check_activations(out, batch)
             self._outgoing["F", stage + 1, i] = (out.detach(), *counts)
         if self._train:
             inputs = features if received is None else [received]
             self._saved[stage, i] = (inputs, roots)
+
+    def _run_stage(self, batch: Microbatch) -> None:
+        """Run the model on a stage before the last one.
+
+        Raises:
+            UnsupportedSharding: HP205 when code after the layers fails because the head is on another stage.
+        """
+        inputs = {k: v for k, v in batch.items() if k not in _TARGETS}
+        try:
+            self._model(**inputs, use_cache=False)
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            if self._pipeline.stages.running.output is None:
+                raise
+            reason = f"{type(error).__name__}: {str(error)[:120]}"
+            why = f"code after its layers does not run on stages without the head ({reason})"
+            raise flow_error(self._model, why, "pp") from error
 
     def _pop_backward(self, stage: int, i: int, message: _Message | None) -> tuple[Any, ...]:
         """Return a stage's inputs, the roots of its backward, their gradients, and the derivatives to forward."""

@@ -105,6 +105,8 @@ def layers_with_media(model: nn.Module) -> set[int]:
         layers |= {*range(1, 1 + len(getattr(part, "deepstack_visual_indexes", None) or ()))}
         # Pairs of an encoder layer and the decoder layer before which its features are added.
         layers |= {layer for _, layer in getattr(part, "deepstack_layer_map", None) or ()}
+        # Decoder layers before which features of some of the patches are added, one for each group of patches.
+        layers |= {*(getattr(part, "spatial_target_layers", None) or ())}
     return layers
 
 
