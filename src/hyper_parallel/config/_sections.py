@@ -259,7 +259,7 @@ class Training(Section):
     warmup_steps: int = Field(default=10, ge=0, le=MOST_STEPS)
     """Steps of linear warm-up. A run shorter than the default has no warm-up unless this key is set."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Fraction of `steps` used for warm-up, rounded up; replaces `warmup_steps`. None: `warmup_steps` decides."""
+    """Fraction of `steps` used for warm-up, rounded up, in place of `warmup_steps`. None: `warmup_steps` decides."""
     decay_steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
