@@ -206,6 +206,15 @@ RECORDS: Final[dict[str, Input]] = {
     "question, answer": _of({"question": "Which way?", "answer": "To the left."}, _ONE),
     "columns": _of(_UNCOMMON, _ONE,
                    data={"columns": {"prompt": "frage", "completion": "antwort"}, "ignore_keys": ["nummer"]}),
+    "query, response, history": _of(
+        {"query": "And then?", "response": "Go on, friend.", "history": [["Which way?", "To the left."]]}, _TALK),
+    "name in capitals": _of({"messages": [_U, _A]}, _ONE, name="A.JSONL"),
+    "pt, name in capitals": _of({"text": "Zebra way"}, _TEXT, name="A.JSONL", stage="pt"),
+    "pt, records in a text file": _refused({"text": "Zebra way"}, "first line is a JSON record", name="a.txt", stage="pt"),
+    "archive": Input((), {"a.zip": "PK"}, refused="format that is not read"),
+    "columns of a data frame": Input(
+        (), {"a.json": json.dumps({"prompt": {"0": "Which way?"}, "completion": {"0": "To the left."}})},
+        refused="columns, not records"),
     "columns not named": _refused(_UNCOMMON, "which of them holds"),
     "two answers": _refused({"question": "Which way?", "answer": "Left.", "solution": "Long."}, "`answer` and `solution`"),
     "text": _of({"text": "Zebra way"}, _TEXT, stage="pt"),

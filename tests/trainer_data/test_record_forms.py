@@ -62,6 +62,8 @@ FORMS = {
     "parts": form({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]},
                                 {"role": "assistant", "content": [{"type": "text", "text": "r"}, "s"]}]},
                   U, {"role": "assistant", "content": "rs"}),
+    "history beside a question": form({"query": "q", "response": "r", "history": [["a", "b"]]},
+                                      {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, U, A),
     "roles in capitals": form({"messages": [{**U, "role": "User"}, {**A, "role": "ASSISTANT"}]}, U, A),
     "developer": form({"messages": [{"role": "developer", "content": "d"}, U, A]},
                       {"role": "developer", "content": "d"}, U, A),

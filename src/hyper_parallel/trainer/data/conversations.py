@@ -8,6 +8,7 @@ Tables in `record_keys` hold synonyms of keys; unknown keys raise there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import PAIRED_STAGES
@@ -32,7 +33,7 @@ from hyper_parallel.trainer.data.record_keys import (
     RecordRules,
     is_empty,
 )
-from hyper_parallel.trainer.data.records import over_lines_hint, several_lists, text_of
+from hyper_parallel.trainer.data.records import several_lists, text_of, turns_hint
 from hyper_parallel.trainer.data.turns import (
     conversation_of,
     flag_names,
@@ -78,10 +79,14 @@ def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
 
 
 def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt and its completion, each a text or turns."""
+    """Read a prompt and its completion, each a text or turns; a `history` of pairs precedes texts."""
     prompt = rules.one_of(values, _prompt_keys(values), where)
     turns = _turns_of(prompt, "user", rules, where, "prompt")
     answer = rules.one_of(values, ANSWERS, where)
+    if "history" in _read_keys(values, "prompt_completion"):
+        last = _message("assistant", _text(answer, "answer", where))
+        yield [*_history(values, where), *turns, last], None
+        return
     yield _joined(turns, _turns_of(answer, "assistant", rules, where, "completion"))
 
 
@@ -340,7 +345,9 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
             where=where,
             got=sorted(values),
             allowed=[words for _, words in _FORMATS.values()],
-            hint=over_lines_hint(where.partition(": record ")[0]) if ": record " in where else None,
+            hint=turns_hint(Path(where.partition(": record ")[0]))
+            if ": record " in where
+            else None,
         )
     lists = [
         key
@@ -493,7 +500,11 @@ def _read_keys(values: Values, shape: str) -> frozenset[str]:
     if shape == "sharegpt":
         return _TURNS_ALONE[_turns_key(values)]
     if shape == "prompt_completion":
-        return frozenset((*_prompt_keys(values), *ANSWERS))
+        prompts = _prompt_keys(values)
+        is_pair = all(isinstance(values.get(key), str) for key in prompts)
+        return frozenset(
+            (*prompts, *ANSWERS, *(["history"] if is_pair and values.get("history") else []))
+        )
     if shape == "alpaca":
         return frozenset(("instruction", "history", *_INPUTS, *ANSWERS))
     questions = [key for key in QUESTIONS if not is_empty(values.get(key))]
