@@ -386,6 +386,7 @@ def test_two_lengths_of_the_warm_up_in_one_layer_are_refused(write):
     ("text", "hint"),
     [
         ("lora={r:8}", "'lora={r: 8}'"),
+        ("data.source=[{source:a.jsonl, weight:2}]", "'data.source=[{source: a.jsonl, weight: 2}]'"),
         ("lora={r: 8,lora_alpha:16}", "'lora={r: 8,lora_alpha: 16}'"),
         ("training.optimizer_args={eps:1e-7, amsgrad:true}", "'training.optimizer_args={eps: 1e-7, amsgrad: true}'"),
     ],
@@ -396,6 +397,17 @@ def test_a_mapping_without_spaces_is_refused_with_the_mapping_that_is_meant(writ
         load_recipe(path, [text])
     assert caught.value.hint == hint
     assert load_recipe(path, shlex.split(hint)).recipe
+
+
+def test_a_list_of_texts_is_a_mixture_of_equal_weights(write):
+    path = write(f"model: {{path: tiny}}\n{SFT}")
+    data = load_recipe(path, ["data.source=[a.jsonl, {source: b.csv, weight: 3}]"]).recipe.data
+    assert [(part.source, weight) for part, weight in data.parts()] == [
+        ("a.jsonl", 1),
+        ("b.csv", 3),
+    ]
+    with pytest.raises(BadValue, match=r"data.source\[0\]"):
+        load_recipe(path, ["data.source=[3]"])
 
 
 def test_null_unsets_a_key_of_any_type(write):

@@ -426,11 +426,17 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
 
 def _with_spaces(value: Any, text: str) -> str | None:
     """Return a mapping such as `{r:8}` with the spaces that YAML needs; None for another value."""
-    if not isinstance(value, Mapping) or not any(
-        isinstance(key, str) and ":" in key and inner is None for key, inner in value.items()
-    ):
-        return None
-    return re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text)
+    return re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text) if _has_joined_key(value) else None
+
+
+def _has_joined_key(value: Any) -> bool:
+    """Return whether a mapping, at any depth, has a key with a colon in place of a value."""
+    if isinstance(value, list):
+        return any(map(_has_joined_key, value))
+    return isinstance(value, Mapping) and any(
+        _has_joined_key(inner) or (inner is None and isinstance(key, str) and ":" in key)
+        for key, inner in value.items()
+    )
 
 
 # --- merging --------------------------------------------------------------------------------------------------------

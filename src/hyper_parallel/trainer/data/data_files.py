@@ -63,6 +63,8 @@ _DESCRIPTIONS: Final = frozenset(
 _LONGEST_FIRST_LINE: Final = 2**20
 """Bytes of the first line of a text file that are searched for a record."""
 _MOST_NAMES: Final = 5000
+_MOST_LISTED: Final = 20
+"""Largest number of files of a pattern that a hint lists."""
 _MOST_TRIED: Final = 5
 """Largest number of similar names per folder."""
 _MISSPELT: Final = 0.75
@@ -221,6 +223,17 @@ def pipe_command(path: Path, command: str) -> str:
     tool = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(path.suffix.lower())
     name = shlex.quote(str(path))
     return f"{tool} {name} | {command}" if tool else f"{command} {name}"
+
+
+def several_paths(text: str) -> list[str]:
+    """Return the existing files of a list with commas, or of a pattern (`part-*.jsonl`); empty for another text."""
+    parts = [part.strip() for part in text.split(",")]
+    pattern = Path(text)
+    if len(parts) == 1 and "*" in pattern.name:
+        matches = itertools.islice(pattern.parent.glob(pattern.name), _MOST_LISTED + 1)
+        parts = sorted(map(str, matches))
+    plain = all(re.fullmatch(r"[\w./~-]+", part) and Path(part).exists() for part in parts)
+    return parts if plain and 0 < len(parts) <= _MOST_LISTED else []
 
 
 def nearest(

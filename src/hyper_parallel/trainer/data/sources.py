@@ -44,6 +44,7 @@ from hyper_parallel.trainer.data.data_files import (
     open_bytes,
     refuse_splits,
     refuse_unread,
+    several_paths,
 )
 from hyper_parallel.trainer.data.document import BadMedia, Conversation, Document, has_content
 from hyper_parallel.trainer.data.record_keys import (
@@ -487,8 +488,11 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
             return False
         return True
 
-    near = nearest(path, folders, fits)
+    several = several_paths(data.source)
+    near = None if several else nearest(path, folders, fits)
     hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
+    if several and key:
+        hint = shlex.quote(f"{key}=[{', '.join(several)}]")
     if near is not None:
         hint = shlex.quote(f"{key}={near}") if key else f"write `{near}`"
     raise NoData(
