@@ -410,6 +410,15 @@ def test_a_list_of_texts_is_a_mixture_of_equal_weights(write):
         load_recipe(path, ["data.source=[3]"])
 
 
+@pytest.mark.parametrize("section", ["columns", "roles"])
+def test_one_name_in_the_data_has_one_meaning(write, section):
+    names = ("prompt", "completion") if section == "columns" else ("user", "assistant")
+    path = write(f"model: {{path: tiny}}\n{SFT}")
+    with pytest.raises(Contradiction, match="one meaning") as caught:
+        load_recipe(path, [f"data.{section}.{name}=q" for name in names])
+    assert caught.value.hint == f"set `data.{section}.{names[1]}=NAME`"
+
+
 def test_null_unsets_a_key_of_any_type(write):
     path = write(f"model: {{path: tiny}}\n{SFT}output_dir: elsewhere\nsample_prompt: x\n")
     loaded = load_recipe(
