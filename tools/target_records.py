@@ -176,6 +176,8 @@ RECORDS: Final[dict[str, Input]] = {
         {"messages": [_U, _A], "chat_template_kwargs": {"enable_thinking": False}},
         Row((_U, _A), values={"enable_thinking": False}), family="Qwen 3 without reasoning"),
     "messages as text": _of({"messages": json.dumps([_U, _A])}, _ONE),
+    "messages, roles in capitals": _of(
+        {"messages": [{**_S, "role": "System"}, {**_U, "role": "USER"}, {**_A, "role": "Assistant"}]}, _row(_S, _U, _A)),
     "messages, unknown role": _refused({"messages": [_U, {**_A, "role": "narrator"}]}, "role.*narrator|narrator"),
     "messages, unknown key": _refused({"messages": [_U, _A], "mood": "good"}, "`mood` has no known meaning"),
     "messages, image": _refused({"messages": [_U, _A], "images": ["a.png"]}, "`images`.*not supported"),
@@ -204,6 +206,15 @@ RECORDS: Final[dict[str, Input]] = {
     "question, answer": _of({"question": "Which way?", "answer": "To the left."}, _ONE),
     "columns": _of(_UNCOMMON, _ONE,
                    data={"columns": {"prompt": "frage", "completion": "antwort"}, "ignore_keys": ["nummer"]}),
+    "query, response, history": _of(
+        {"query": "And then?", "response": "Go on, friend.", "history": [["Which way?", "To the left."]]}, _TALK),
+    "name in capitals": _of({"messages": [_U, _A]}, _ONE, name="A.JSONL"),
+    "pt, name in capitals": _of({"text": "Zebra way"}, _TEXT, name="A.JSONL", stage="pt"),
+    "pt, records in a text file": _refused({"text": "Zebra way"}, "first line is a JSON record", name="a.txt", stage="pt"),
+    "archive": Input((), {"a.zip": "PK"}, refused="format that is not read"),
+    "columns of a data frame": Input(
+        (), {"a.json": json.dumps({"prompt": {"0": "Which way?"}, "completion": {"0": "To the left."}})},
+        refused="columns, not records"),
     "columns not named": _refused(_UNCOMMON, "which of them holds"),
     "two answers": _refused({"question": "Which way?", "answer": "Left.", "solution": "Long."}, "`answer` and `solution`"),
     "text": _of({"text": "Zebra way"}, _TEXT, stage="pt"),
@@ -248,6 +259,9 @@ RECORDS: Final[dict[str, Input]] = {
     "kto, no label": _refused({"prompt": "Which way?", "completion": "To the left."}, "whether its answer is good", stage="kto"),
     "grpo": _of({"prompt": "Which way?", "answer": "To the left."}, _ASKED, stage="grpo"),
     "grpo, turns": _of({"prompt": [_S, _U], "solution": "left"}, Row((_S, _U), is_prompt=True), stage="grpo"),
+    "dpo, a worse answer beside another form": _refused(
+        {"query": "Which way?", "response": "To the left.", "rejected_response": "No idea."},
+        "worse answer under a name", stage="dpo"),
     "pair, stage sft": _refused(_PAIR, "dpo|preference|chosen"),
 }  # fmt: skip
 """Inputs by name."""

@@ -133,8 +133,19 @@ def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
             where=str(folder),
             got=got,
             allowed="an empty or missing directory, or one as it was written",
-            hint=_move_away(folder),
+            hint=_other_folder() if _is_entered(folder) else _move_away(folder),
         )
+
+
+def _is_entered(folder: Path) -> bool:
+    """Return whether a folder is, or contains, the current directory, which no command should move."""
+    return Path.cwd().is_relative_to(os.path.realpath(folder))
+
+
+def _other_folder() -> str:
+    """Return the option that names an unused folder in the current directory."""
+    names = itertools.chain(["export"], (f"export-{number}" for number in itertools.count(2)))
+    return f"--out {next(name for name in names if not os.path.lexists(name))}"
 
 
 def remove_files(

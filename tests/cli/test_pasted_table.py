@@ -40,6 +40,8 @@ KEYS = (
     "data.format=sharegp", "data.max_length=64", "data.packing_=true", "parallel.schedule=GPIPE",
     "parallel.schedule=1F1B", "checkpoint.resume=neve", "checkpoint.save_steps=3", "launch.launcher=Slurm",
     "launch.launcher=k8s launch.nnodes=2", "offload.budget=lots", "training.warmup_steps=50",
+    "'lora={r:8}'", "'training.lr_schedule_args={power:2.0}' training.lr_schedule=polynomial",
+    "datasets.0.path=my_data.jsonl", "training.warmup_ratio=0.5 training.warmup_steps=1",
     "training.epochs=1 training.steps=5", "data.validation_split=x", "parallel.world_size=3",
 )  # fmt: skip
 """Words behind `hyper-parallel config show my.yaml`."""

@@ -1,6 +1,7 @@
 """Recipes: merging with origins, the rules of `parallel`, and every mistake refused with a hint."""
 
 import pickle
+import shlex
 import textwrap
 
 import pytest
@@ -370,6 +371,52 @@ def test_a_later_layer_replaces_what_says_the_same_in_another_way(write):
     assert load_recipe(path, ["training.warmup_steps=3"]).recipe.training.warmup_steps == 3
     with pytest.raises(Contradiction, match="epochs and steps"):
         load_recipe(path, ["training.epochs=1", "training.steps=7"])
+
+
+def test_two_lengths_of_the_warm_up_in_one_layer_are_refused(write):
+    path = write(f"model: {{path: tiny}}\n{SFT}")
+    with pytest.raises(Contradiction, match="warmup_steps and warmup_ratio") as caught:
+        load_recipe(path, ["training.warmup_steps=3", "training.warmup_ratio=0.1"])
+    assert caught.value.hint.startswith("set `training.warmup_ratio=null`")
+    ratio = load_recipe(path, ["training.warmup_steps=0", "training.warmup_ratio=0.1"]).recipe
+    assert ratio.training.warmup_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("lora={r:8}", "'lora={r: 8}'"),
+        ("data.source=[{source:a.jsonl, weight:2}]", "'data.source=[{source: a.jsonl, weight: 2}]'"),
+        ("lora={r: 8,lora_alpha:16}", "'lora={r: 8,lora_alpha: 16}'"),
+        ("training.optimizer_args={eps:1e-7, amsgrad:true}", "'training.optimizer_args={eps: 1e-7, amsgrad: true}'"),
+    ],
+)  # fmt: skip
+def test_a_mapping_without_spaces_is_refused_with_the_mapping_that_is_meant(write, text, hint):
+    path = write(f"model: {{path: tiny}}\n{SFT}")
+    with pytest.raises(BadValue, match="colon without a space") as caught:
+        load_recipe(path, [text])
+    assert caught.value.hint == hint
+    assert load_recipe(path, shlex.split(hint)).recipe
+
+
+def test_a_list_of_texts_is_a_mixture_of_equal_weights(write):
+    path = write(f"model: {{path: tiny}}\n{SFT}")
+    data = load_recipe(path, ["data.source=[a.jsonl, {source: b.csv, weight: 3}]"]).recipe.data
+    assert [(part.source, weight) for part, weight in data.parts()] == [
+        ("a.jsonl", 1),
+        ("b.csv", 3),
+    ]
+    with pytest.raises(BadValue, match=r"data.source\[0\]"):
+        load_recipe(path, ["data.source=[3]"])
+
+
+@pytest.mark.parametrize("section", ["columns", "roles"])
+def test_one_name_in_the_data_has_one_meaning(write, section):
+    names = ("prompt", "completion") if section == "columns" else ("user", "assistant")
+    path = write(f"model: {{path: tiny}}\n{SFT}")
+    with pytest.raises(Contradiction, match="one meaning") as caught:
+        load_recipe(path, [f"data.{section}.{name}=q" for name in names])
+    assert caught.value.hint == f"set `data.{section}.{names[1]}=NAME`"
 
 
 def test_null_unsets_a_key_of_any_type(write):

@@ -16,6 +16,7 @@ from hyper_parallel.owned_folder import (
     Marker,
     Replacement,
     check_output_file,
+    check_replaceable,
     read_marker,
     remove_files,
     write_marker,
@@ -200,3 +201,19 @@ def test_an_output_file_of_another_content_is_refused(tmp_path):
         own.write_bytes(content)
         check_output_file(own, lambda text: text.startswith("plan"), "a plan", "--output")
     check_output_file(Path("/dev/stdout"), lambda text: False, "a plan", "--output")
+
+
+@pytest.mark.parametrize(("inside", "hint"), [(".", "--out export-2"), ("work", "--out export")])
+def test_the_hint_never_moves_the_current_directory(tmp_path, monkeypatch, inside, hint):
+    folder = tmp_path / "project"
+    (folder / "export").mkdir(parents=True)
+    (folder / "work").mkdir()
+    (folder / "thesis.tex").write_text("x")
+    monkeypatch.chdir(folder / inside)
+    with pytest.raises(OutputNotWritable) as caught:
+        check_replaceable(folder, ["export"], "the export directory")
+    assert caught.value.hint == hint
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputNotWritable) as caught:
+        check_replaceable(folder, ["export"], "the export directory")
+    assert caught.value.hint == f"mv {folder} {folder}.moved"

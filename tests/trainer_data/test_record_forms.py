@@ -62,6 +62,9 @@ FORMS = {
     "parts": form({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]},
                                 {"role": "assistant", "content": [{"type": "text", "text": "r"}, "s"]}]},
                   U, {"role": "assistant", "content": "rs"}),
+    "history beside a question": form({"query": "q", "response": "r", "history": [["a", "b"]]},
+                                      {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, U, A),
+    "roles in capitals": form({"messages": [{**U, "role": "User"}, {**A, "role": "ASSISTANT"}]}, U, A),
     "developer": form({"messages": [{"role": "developer", "content": "d"}, U, A]},
                       {"role": "developer", "content": "d"}, U, A),
     "weight": form({"messages": [U, {**A, "weight": 0}, U, {**A, "weight": 1.0}]}, U, A, U, A, untrained=[1]),
@@ -144,6 +147,27 @@ REFUSED = {
     "a list of another name": ({"dialog": [U, A]}, "which of them holds", "data.columns.messages=dialog"),
     "two texts": ({"frage": "q", "antwort": "r"}, "which of them holds",
                   "data.columns.prompt=frage data.columns.completion=antwort"),
+    "texts by name": ({"kind": "x", "input": "q", "target": "r"}, "which of them holds",
+                      "data.columns.completion=target"),
+    "texts between others": ({"title": "x", "question_text": "q", "answer_text": "r"}, "which of them holds",
+                             "data.columns.prompt=question_text data.columns.completion=answer_text"),
+    "several answers by name": ({"problem": "q", "their_solution": "r", "true_solution": "s"}, "which of them holds",
+                                None),
+    "a system key in capitals": ({"System": "s", "User": "q", "Assistant": "r"}, "which of them holds",
+                                 "data.columns.prompt=User data.columns.completion=Assistant "
+                                 "data.columns.system=System"),
+    "no question beside a system key": ({"system": "s", "chat": "USER: q ASSISTANT: r"}, "which of them holds", None),
+    "a column with a space": ({"prompt": "q", " completion": "r"}, "which of them holds",
+                              "'data.columns.completion=\" completion\"'"),
+    "a column of digits": ({"1": "q", "2": "r"}, "which of them holds",
+                           "'data.columns.prompt=\"1\"' 'data.columns.completion=\"2\"'"),
+    "turns without a role": ({"messages": [{"speaker": "human", "text": "q"}, {"speaker": "gpt", "text": "r"}]},
+                             "turn has no role", "data.columns.role=speaker data.columns.content=text"),
+    "turns of another form": ({"messages": [{"input": "q", "output": "r"}]}, "turn has no role", None),
+    "a role of the assistant": ({"messages": [U, {**A, "role": "Chatbot"}]}, "no known role",
+                                "data.roles.assistant=Chatbot"),
+    "a role of a tool": ({"messages": [U, {"role": "environment", "content": "s"}, A]}, "no known role",
+                         "data.roles.tool=environment"),
 }  # fmt: skip
 
 
@@ -154,6 +178,33 @@ def test_a_record_that_says_more_than_is_read_is_refused_with_its_place(tmp_path
         read(tmp_path, record)
     assert caught.value.where.startswith(f"{tmp_path / 'a.jsonl'}:1")
     assert caught.value.hint == hint
+
+
+REFUSED_PAIRS = {
+    "a worse answer beside another form": (
+        {"query": "q", "response": "r", "rejected_response": "n"}, "worse answer under a name",
+        "data.columns.chosen=response data.columns.rejected=rejected_response"),
+    "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which of them", None),
+    "a number that says which is better": (
+        {"prompt": "q", "first": "r", "second": "n", "better_response_id": 1}, "which of them", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED_PAIRS)
+def test_a_pair_under_other_names_is_refused_with_the_names_that_say_which_is_better(
+    tmp_path, name
+):
+    record, match, hint = REFUSED_PAIRS[name]
+    with pytest.raises(NoData, match=match) as caught:
+        read(tmp_path, record, stage="dpo")
+    assert caught.value.hint == hint
+
+
+def test_a_second_word_for_a_role_gets_no_hint_that_replaces_the_first(tmp_path):
+    record = {"messages": [{**U, "role": "customer"}, A, {**U, "role": "client"}, A]}
+    with pytest.raises(NoData, match="no known role") as caught:
+        read(tmp_path, record, roles={"user": "customer"})
+    assert (caught.value.got, caught.value.hint) == ("client", None)
 
 
 def test_the_hint_names_every_key_and_keeps_those_that_are_ignored_already(tmp_path):

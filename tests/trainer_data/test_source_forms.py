@@ -134,6 +134,20 @@ CONVERSATIONS = [
 ]
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize("text", ["a-0.jsonl,a-1.jsonl", "a-0.jsonl, a-1.jsonl", "a-*.jsonl"])
+def test_several_files_in_one_text_are_refused_with_their_list(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    for number in range(2):
+        (tmp_path / f"a-{number}.jsonl").write_text(lines([{"messages": [U, A]}]))
+    with pytest.raises(NoData, match="does not exist") as caught:
+        resolve(Data(source=text), "sft")
+    assert caught.value.hint == "'data.source=[a-0.jsonl, a-1.jsonl]'"
+    with pytest.raises(NoData, match="does not exist") as caught:
+        resolve(Data(source="b-*.jsonl"), "sft")
+    assert "[" not in (caught.value.hint or "")
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("streaming", [False, True])
 def test_prepared_data_and_streams_count_alike(tmp_path, make, streaming):

@@ -199,6 +199,12 @@ def test_an_empty_answer_among_others_is_no_target(tmp_path, make):
 
 
 SPLITS = {"train": [{"messages": [U, A]}], "test": [{"messages": [U, A]}]}
+ROWS = {"prompt": {"0": "q", "1": "z"}, "completion": {"0": "r", "1": "y"}}
+COLUMNS = {"prompt": ["q", "z"], "completion": ["r", "y"]}
+TO_LINES = 'python -c \'import pandas; pandas.read_json("{}").to_json("lines.jsonl", orient="records", lines=True)\''
+TO_PARQUET = (
+    'python -c \'import datasets; datasets.Dataset.from_file("{}").to_parquet("data.parquet")\''
+)
 OVER_LINES = json.dumps({"prompt": "q", "completion": "r"}, indent=1)
 
 
@@ -232,6 +238,26 @@ def test_turns_that_are_a_text_of_json_are_read(tmp_path):
             "jq -c '.[\"train\"][]' {} > train.jsonl",
         ),
         ("a.jsonl", json.dumps(SPLITS), "several lists", "jq -c '.[\"train\"][]' {} > train.jsonl"),
+        ("a.json", json.dumps([U, A]), "single turn", "jq -c '{{messages: .}}' {} > lines.jsonl"),
+        (
+            "a.jsonl",
+            f"{json.dumps([U, A])}\n" * 2,
+            "single turn",
+            "jq -c '{{messages: .}}' {} > lines.jsonl",
+        ),
+        (
+            "a.json",
+            json.dumps([[U, A]]),
+            "not an object",
+            "jq -c '.[] | {{messages: .}}' {} > lines.jsonl",
+        ),
+        ("a.json", json.dumps(ROWS), "columns, not records", TO_LINES),
+        ("a.json", json.dumps(COLUMNS), "columns, not records", TO_LINES),
+        ("a.zip", "PK", "format that is not read", "unzip {}"),
+        ("A.ARROW", "ARROW1", "format that is not read", TO_PARQUET),
+        ("a.pkl", "x", "format that is not read", None),
+        ("a.jsonl.txt", json.dumps({"messages": [U, A]}), "JSON record", "data.format=sharegpt"),
+        ("train", json.dumps({"text": "q"}), "JSON record", "data.format=jsonl"),
     ],
 )
 def test_a_file_of_another_form_is_refused_with_the_command_that_mends_it(
@@ -240,7 +266,40 @@ def test_a_file_of_another_form_is_refused_with_the_command_that_mends_it(
     path = write(tmp_path / name, text)
     with pytest.raises(NoData, match=says) as caught:
         list(resolve(Data(source=str(path)), "sft").documents())
-    assert caught.value.hint == hint.format(path)
+    assert caught.value.hint == (hint and hint.format(path))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", ["A.JSONL", "a.jsonlines", "a.NDJSON", "A.Json"])
+@pytest.mark.parametrize("stage", ["sft", "pt"])
+def test_the_suffix_of_records_may_be_in_capitals(tmp_path, name, stage):
+    record = {"messages": [U, A]} if stage == "sft" else {"text": "q"}
+    source = resolve(Data(source=str(write(tmp_path / name, [record]))), stage)
+    (document,) = source.documents()
+    assert document.text == "q" if stage == "pt" else document.conversation.messages == (U, A)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("train", "other"),
+    [
+        ("train", "test"),
+        ("train-00000-of-00002", "validation-00000-of-00001"),
+        ("train/a", "dev/a"),
+    ],
+)
+def test_a_directory_of_several_splits_is_refused_with_one_of_them(tmp_path, train, other):
+    for number, name in enumerate((train, other)):
+        path = tmp_path / "d" / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, [{"prompt": f"q{number}", "completion": "r"}])
+    with pytest.raises(NoData, match="several splits") as caught:
+        resolve(Data(source=str(tmp_path / "d")), "sft")
+    assert caught.value.hint == "data.split=train"
+    (document,) = resolve(Data(source=str(tmp_path / "d"), split="train"), "sft").documents()
+    assert document.conversation.messages[0]["content"] == "q0"
+    (tmp_path / "d" / f"{other}.jsonl").unlink()
+    assert len(list(resolve(Data(source=str(tmp_path / "d")), "sft").documents())) == 1
 
 
 @pytest.mark.unit

@@ -72,6 +72,16 @@ def _check_stage(recipe: Recipe, conflict: _Conflict) -> None:
 def _check_data(recipe: Recipe, conflict: _Conflict) -> None:
     """Check packing, streaming, held-out data and masks."""
     data, training = recipe.data, recipe.training
+    for key, entries in (("columns", data.columns), ("roles", data.roles)):
+        names = [*entries.values()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            given = [entry for entry, name in entries.items() if name == twice]
+            conflict(
+                f"data.{key}",
+                f"two entries of `data.{key}` have one name, and a name in the data has one meaning",
+                ", ".join(f"{entry}={twice}" for entry in given),
+                f"set `data.{key}.{given[-1]}=NAME`",
+            )
     if not data.packing and data.mask_documents is not None:
         conflict(
             "data.mask_documents",

@@ -6,12 +6,25 @@ import math
 
 from hyper_parallel.config._preference_sections import PAIRED_STAGES, PREFERENCE_STAGES
 from hyper_parallel.config._recipe import Recipe
+from hyper_parallel.errors import Contradiction
 
 
 def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Derive warm-up steps from `warmup_ratio`, or drop the default warm-up of a very short run."""
+    """Derive warm-up steps from `warmup_ratio`, or drop the default warm-up of a very short run.
+
+    Raises:
+        Contradiction: HP104 if the recipe also gives a number of steps.
+    """
     training = recipe.training
     if training.warmup_ratio is not None:
+        origin = origins.get("training.warmup_steps", "default")
+        if training.warmup_steps and not origin.startswith(("default", "derived")):
+            raise Contradiction(
+                "warmup_steps and warmup_ratio both set the length of the warm-up",
+                where=f"training.warmup_ratio (training.warmup_steps: set by {origin})",
+                got=f"warmup_steps={training.warmup_steps}, warmup_ratio={training.warmup_ratio:g}",
+                hint="set `training.warmup_ratio=null`, or leave out `training.warmup_steps`",
+            )
         origins["training.warmup_steps"] = "derived: training.warmup_ratio of training.steps"
         warmup = {"warmup_steps": math.ceil(training.warmup_ratio * training.steps)}
         return recipe.model_copy(update={"training": training.model_copy(update=warmup)})

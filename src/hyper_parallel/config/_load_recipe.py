@@ -428,7 +428,15 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
     if takes_text and text.strip() != "null":
         return text
     try:
-        return parse_yaml(text)
+        value = parse_yaml(text)
+        if spaced := _with_spaces(value, text):
+            raise BadValue(
+                f"the value of `{name}` has a colon without a space behind it, so it is not a mapping",
+                where=_where(path, name, _COMMAND_LINE),
+                got=abbreviated(text),
+                hint=shlex.quote(f"{name}={spaced}"),
+            )
+        return value
     except (yaml.YAMLError, LimitExceeded) as cause:
         limit = f": {cause}" if isinstance(cause, LimitExceeded) else ""
         raise BadValue(
@@ -437,6 +445,21 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
             got=abbreviated(text) if limit else text,
             hint=None if limit else f"quote it for the shell: '{name}=\"{text}\"'",
         ) from cause
+
+
+def _with_spaces(value: Any, text: str) -> str | None:
+    """Return a mapping such as `{r:8}` with the spaces that YAML needs; None for another value."""
+    return re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text) if _has_joined_key(value) else None
+
+
+def _has_joined_key(value: Any) -> bool:
+    """Return whether a mapping, at any depth, has a key with a colon in place of a value."""
+    if isinstance(value, list):
+        return any(map(_has_joined_key, value))
+    return isinstance(value, Mapping) and any(
+        _has_joined_key(inner) or (inner is None and isinstance(key, str) and ":" in key)
+        for key, inner in value.items()
+    )
 
 
 # --- merging --------------------------------------------------------------------------------------------------------

@@ -173,7 +173,8 @@ def _foreign_hint(
 ) -> str | None:
     """Return the hint for a key of another training program, or None if the name is unknown."""
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
-    parts = key.lower().replace("-", "_").split(".")
+    written = key.lower().replace("-", "_").split(".")
+    parts = [part for part in written if not part.isdigit()] or written
     # Two parts first, because `optimizer.name` differs from `model.name`; then `lora.rank` as `lora_rank`.
     spellings = (".".join(parts[-2:]), "_".join(parts[-2:]), parts[-1])
     foreign = next((names[name] for name in spellings if name in names), None)

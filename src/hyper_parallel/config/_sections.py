@@ -129,6 +129,11 @@ class MixedSource(Section):
     """Like `data.ignore_keys`."""
 
 
+def _entry(value: object) -> object:
+    """Return a text in a list of sources as an entry of weight 1."""
+    return {"source": value} if isinstance(value, str) else value
+
+
 def source_tag(value: object) -> str:
     """Return the union tag of a value that is either one text or a list."""
     return "[list]" if isinstance(value, (list, tuple)) else "[text]"
@@ -141,12 +146,16 @@ class Data(Section):
 
     source: Annotated[
         Annotated[str, Tag("[text]")]
-        | Annotated[tuple[MixedSource, ...], Field(min_length=1), Tag("[list]")],
+        | Annotated[
+            tuple[Annotated[MixedSource, BeforeValidator(_entry)], ...],
+            Field(min_length=1),
+            Tag("[list]"),
+        ],
         Discriminator(source_tag),
     ] = "python-stdlib"
     """Training data: a file, a directory, a folder written by `datasets`, a dataset name on the Hugging Face Hub, or
     `python-stdlib` (source text of this machine's standard library, so that a first run needs no download). A list of
-    `{source, weight}` entries is mixed."""
+    `{source, weight}` entries, or of texts, is mixed."""
     name: str | None = None
     """Configuration of the dataset, if it has several."""
     split: str | None = None
@@ -262,7 +271,7 @@ class Training(Section):
     warmup_steps: int = Field(default=10, ge=0, le=MOST_STEPS)
     """Steps of linear warm-up. A run shorter than the default has no warm-up unless this key is set."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
-    """Fraction of `steps` used for warm-up, rounded up; replaces `warmup_steps`. None: `warmup_steps` decides."""
+    """Fraction of `steps` used for warm-up, rounded up, in place of `warmup_steps`. None: `warmup_steps` decides."""
     decay_steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
     """Steps of the final decay of `wsd`. None: a tenth of the run."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)

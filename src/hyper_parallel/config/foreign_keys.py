@@ -59,7 +59,9 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
         "model.hf_assets_path", "load", "pretrained_checkpoint",
     ),
     "data.tokenizer": ("tokenizer_name_or_path", "tokenizer_name", "tokenizer_config"),
-    "data.source": ("dataset_name", "train_file", "data_path", "dataset_path", "train_data", "train_files"),
+    "data.source": (
+        "dataset_name", "train_file", "data_path", "dataset_path", "datasets.path", "train_data", "train_files",
+    ),
     "data.validation": (
         "eval_dataset", "validation_file", "eval_file", "valid_data_path", "val_files", "test_datasets",
     ),

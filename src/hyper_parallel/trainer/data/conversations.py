@@ -7,12 +7,19 @@ Tables in `record_keys` hold synonyms of keys; unknown keys raise there.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.config import PAIRED_STAGES
 from hyper_parallel.errors import NoData, abbreviated
+from hyper_parallel.trainer.data.column_guesses import (
+    QUESTIONS,
+    column_hint,
+    guess_named_pair,
+    guess_pair,
+    guess_texts,
+)
 from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
 from hyper_parallel.trainer.data.media_records import check_media, take_media
 from hyper_parallel.trainer.data.record_keys import (
@@ -26,7 +33,7 @@ from hyper_parallel.trainer.data.record_keys import (
     RecordRules,
     is_empty,
 )
-from hyper_parallel.trainer.data.records import over_lines_hint, several_lists, text_of
+from hyper_parallel.trainer.data.records import several_lists, text_of, turns_hint
 from hyper_parallel.trainer.data.turns import (
     conversation_of,
     flag_names,
@@ -41,11 +48,11 @@ Values = dict[str, Any]
 Part = tuple[list[Message], int | None]
 """Turns of a conversation, and the number of turns of its prompt; None: the record names no prompt."""
 
-_QUESTIONS: Final = tuple(key for key in PROMPTS if key not in ("instruction", "input"))
 _INPUTS: Final = ("input", "context")
 _SHARED: Final = frozenset((*SYSTEMS, *TOOLS, "chat_template_kwargs"))
 _TEXT_KEYS: Final = frozenset((*PROMPTS, *ANSWERS, *TURNS, *SYSTEMS, "context", "text", "history"))
 """Keys of text. If a record's format does not read such a key, its value must repeat the record's turns."""
+_OF_PAIRS: Final = ("dpo", "orpo", "rm")
 _TURNS_ALONE: Final = {key: frozenset((key,)) for key in TURNS}
 _STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orpo": ("margin",)}
 """Keys that a stage reads; `dpo` and `orpo` only count `margin`."""
@@ -72,10 +79,14 @@ def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
 
 
 def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt and its completion, each a text or turns."""
+    """Read a prompt and its completion, each a text or turns; a `history` of pairs precedes texts."""
     prompt = rules.one_of(values, _prompt_keys(values), where)
     turns = _turns_of(prompt, "user", rules, where, "prompt")
     answer = rules.one_of(values, ANSWERS, where)
+    if "history" in _read_keys(values, "prompt_completion"):
+        last = _message("assistant", _text(answer, "answer", where))
+        yield [*_history(values, where), *turns, last], None
+        return
     yield _joined(turns, _turns_of(answer, "assistant", rules, where, "completion"))
 
 
@@ -126,7 +137,7 @@ def _prompt_of_pair(
 
     The turns are empty if the answers contain the whole conversation.
     """
-    prompt = rules.one_of(values, _QUESTIONS, where)
+    prompt = rules.one_of(values, QUESTIONS, where)
     if isinstance(prompt, str) and (prompt or isinstance(values["chosen"], str)):
         turn = _message("user", prompt)
         return ([turn] if prompt else []), turn
@@ -294,6 +305,16 @@ def shape_of(
     text = isinstance(record.get(text_key), str)
     if shape == "prompt_completion" and text and stage != "grpo":
         shape = None
+    if shape != "preference" and stage in _OF_PAIRS:
+        columns = guess_named_pair(values, with_answers=shape == "prompt_completion")
+        if columns and shape is not None:
+            raise NoData(
+                "a record has a worse answer under a name of its own, so it is not read as a pair",
+                where=where,
+                got=sorted(values),
+                allowed=_FORMATS["preference"][1],
+                hint=column_hint(columns),
+            )
     if shape is None:
         _check_names(values, text, stage, where)
         text_of(record, text_key, where)
@@ -315,33 +336,6 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
     return values
 
 
-_BETTER: Final = ("chosen", "win", "good", "better", "prefer", "accept", "positive", "best")
-_WORSE: Final = ("reject", "lose", "loser", "bad", "worse", "dispref", "negative", "worst")
-
-
-def _pair_columns(values: Values) -> dict[str, str]:
-    """Guess the keys of a pair and its prompt from the names and values of a record; empty without a guess."""
-    turns = [key for key, value in values.items() if isinstance(value, list | tuple | dict)]
-    texts = [key for key, value in values.items() if isinstance(value, str)]
-    for keys in (turns, texts):
-        worse = next((k for k in keys if any(w in k.lower() for w in _WORSE)), None)
-        better = [k for k in keys if any(w in k.lower() for w in _BETTER) and k != worse]
-        if worse is None or not better:
-            continue
-        columns = {"chosen": better[0], "rejected": worse}
-        known = not values.keys().isdisjoint(PROMPTS) or keys is turns
-        rest = [key for key in keys if key not in columns.values()]
-        return columns | ({} if known or not rest else {"prompt": rest[0]})
-    if len(turns) == 2:
-        return dict(zip(("chosen", "rejected"), turns, strict=True))
-    if len(texts) == 3:
-        question = next((key for key in texts if key in _QUESTIONS), texts[0])
-        answers = [key for key in texts if key != question]
-        prompt = {} if question in _QUESTIONS else {"prompt": question}
-        return prompt | dict(zip(("chosen", "rejected"), answers, strict=True))
-    return {}
-
-
 def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
     """Raise for a record that may be a conversation under other key names; the hint is the override for them."""
     columns = {}
@@ -351,7 +345,9 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
             where=where,
             got=sorted(values),
             allowed=[words for _, words in _FORMATS.values()],
-            hint=over_lines_hint(where.partition(": record ")[0]) if ": record " in where else None,
+            hint=turns_hint(Path(where.partition(": record ")[0]))
+            if ": record " in where
+            else None,
         )
     lists = [
         key
@@ -362,17 +358,12 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
     if len(lists) > 1 and all(_is_records(values[key]) for key in lists):
         raise several_lists(lists, where.rpartition(":")[0])
     texts = [key for key, value in values.items() if isinstance(value, str)]
-    if stage in ("dpo", "orpo", "rm"):
-        columns = {} if text and len(texts) == 1 else _pair_columns(values)
+    if stage in _OF_PAIRS:
+        columns = {} if text and len(texts) == 1 else guess_pair(values)
     elif lists:
         columns["messages"] = lists[0]
     elif stage != "pt" and not text and len(texts) >= 2:
-        question = next((key for key in texts if key in _QUESTIONS), texts[0])
-        answer = next((key for key in texts if key in ANSWERS and key != question), None)
-        answer = answer or next(key for key in texts if key != question)
-        synonyms = {"prompt": PROMPTS, "completion": ANSWERS}
-        columns = {"prompt": question, "completion": answer}
-        columns = {name: key for name, key in columns.items() if key not in synonyms[name]}
+        columns = guess_texts(values)
     if columns or (stage != "pt" and not text):
         for key in () if columns else TURNS:
             if key in values:
@@ -387,10 +378,7 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
             where=where,
             got=sorted(values),
             allowed="; or: ".join(words for _, words in _FORMATS.values()),
-            hint=" ".join(
-                shlex.quote(f"data.columns.{name}={key}") for name, key in columns.items()
-            )
-            or None,
+            hint=column_hint(columns),
         )
 
 
@@ -414,13 +402,13 @@ def _conversation(values: Record, stage: str) -> str | None:
     has_answer = any(key in values for key in ANSWERS)
     if "instruction" in values and has_answer:
         return "alpaca"
-    has_question = any(key in values for key in (PROMPTS if has_answer else _QUESTIONS))
+    has_question = any(key in values for key in (PROMPTS if has_answer else QUESTIONS))
     return "prompt_completion" if has_question and (has_answer or stage == "grpo") else None
 
 
 def _prompt_keys(values: Values) -> tuple[str, ...]:
     """Return the keys of the prompt; `instruction` and `input` count only without another prompt key."""
-    present = tuple(key for key in _QUESTIONS if key in values)
+    present = tuple(key for key in QUESTIONS if key in values)
     return present or tuple(key for key in PROMPTS if key in values)
 
 
@@ -512,10 +500,14 @@ def _read_keys(values: Values, shape: str) -> frozenset[str]:
     if shape == "sharegpt":
         return _TURNS_ALONE[_turns_key(values)]
     if shape == "prompt_completion":
-        return frozenset((*_prompt_keys(values), *ANSWERS))
+        prompts = _prompt_keys(values)
+        is_pair = all(isinstance(values.get(key), str) for key in prompts)
+        return frozenset(
+            (*prompts, *ANSWERS, *(["history"] if is_pair and values.get("history") else []))
+        )
     if shape == "alpaca":
         return frozenset(("instruction", "history", *_INPUTS, *ANSWERS))
-    questions = [key for key in _QUESTIONS if not is_empty(values.get(key))]
+    questions = [key for key in QUESTIONS if not is_empty(values.get(key))]
     turns = [key for key in TURNS if not is_empty(values.get(key))][:1]
     return frozenset(
         ("chosen", "rejected", *(questions or turns or ("instruction", "history", *_INPUTS)))

@@ -6,9 +6,11 @@ import difflib
 import gzip
 import io
 import itertools
+import json
+import re
 import shlex
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
@@ -18,14 +20,37 @@ from hyper_parallel.errors import MissingDependency, NoData
 KINDS: Final = {
     ".json": "json",
     ".jsonl": "json",
+    ".jsonlines": "json",
     ".ndjson": "json",
     ".parquet": "parquet",
     ".csv": "csv",
     ".tsv": "csv",
 }
-"""Content of a file by its suffix; every other file is text."""
+"""Content of a file by its suffix in lower case; every other file is text."""
 _COMPRESSED: Final = (".gz", ".zst")
-_UNREAD: Final = (".zip", ".bz2", ".xz", ".arrow", ".xlsx")
+_PACKED: Final[Mapping[str, str]] = {
+    ".zip": "unzip",
+    ".tar": "tar -xf",
+    ".tgz": "tar -xzf",
+    ".7z": "7z x",
+    ".bz2": "bunzip2 -k",
+    ".xz": "unxz -k",
+    ".lz4": "unlz4",
+}
+"""Commands that unpack a file, by its suffix."""
+_TABLES: Final[Mapping[str, str]] = {
+    ".arrow": "datasets.Dataset.from_file",
+    ".feather": "pandas.read_feather",
+    ".orc": "pandas.read_orc",
+    ".xlsx": "pandas.read_excel",
+    ".xls": "pandas.read_excel",
+}
+"""Functions whose result has `to_parquet`, by the suffix of the file that they read."""
+_BINARY: Final = (
+    ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pickle", ".pt", ".safetensors", ".db", ".sqlite", ".pdf", ".docx",
+)  # fmt: skip
+"""Suffixes of binary files that no single command converts."""
+_UNREAD: Final = (*_PACKED, *_TABLES, *_BINARY)
 _SUFFIXES: Final = frozenset((*KINDS, *_COMPRESSED, *_UNREAD, ".txt", ".text", ".md", ".yaml"))
 """Suffixes of files; a name with one of them is not a hub name."""
 _DESCRIPTIONS: Final = frozenset(
@@ -35,7 +60,11 @@ _DESCRIPTIONS: Final = frozenset(
     )
 )  # fmt: skip
 """Names, without suffix, of files that describe the data in their folder."""
+_LONGEST_FIRST_LINE: Final = 2**20
+"""Bytes of the first line of a text file that are searched for a record."""
 _MOST_NAMES: Final = 5000
+_MOST_LISTED: Final = 20
+"""Largest number of files of a pattern that a hint lists."""
 _MOST_TRIED: Final = 5
 """Largest number of similar names per folder."""
 _MISSPELT: Final = 0.75
@@ -44,14 +73,77 @@ _WINDOW_BYTES: Final = 2**27
 """Memory for zstd decompression; the largest window that the `zstd` tool accepts by default."""
 
 
-def inner_name(path: Path) -> Path:
-    """Return the name of a file without the suffix of its compression."""
-    return path.with_suffix("") if path.suffix in _COMPRESSED else path
+def inner_suffix(path: Path) -> str:
+    """Return the suffix of a file in lower case, without the suffix of its compression."""
+    inner = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
+    return inner.suffix.lower()
 
 
 def kind_of(path: Path) -> str:
     """Return the kind of a file: a value of `KINDS`, or text."""
-    return KINDS.get(inner_name(path).suffix, "text")
+    return KINDS.get(inner_suffix(path), "text")
+
+
+def refuse_unread(path: Path) -> None:
+    """Raise for a file whose suffix names a format that is not read; it would be read as text.
+
+    Raises:
+        NoData: HP602 with the command that converts the file.
+    """
+    suffix, hint = path.suffix.lower(), None
+    if suffix not in _UNREAD:
+        return
+    if suffix in _PACKED:
+        hint = f"{_PACKED[suffix]} {shlex.quote(str(path))}"
+    elif function := _TABLES.get(suffix):
+        code = f'{function}({json.dumps(str(path))}).to_parquet("data.parquet")'
+        hint = shlex.join(["python", "-c", f"import {function.partition('.')[0]}; {code}"])
+    raise NoData(
+        "a data file has a format that is not read",
+        where=str(path),
+        got=suffix,
+        allowed=f"{', '.join(KINDS)}, text; each also with {' or '.join(_COMPRESSED)}",
+        hint=hint,
+    )
+
+
+_SPLITS: Final = frozenset(
+    ("test", "testing", "eval", "evaluation", "val", "valid", "validation", "dev")
+)
+"""Words in names of files that are held out from training."""
+
+
+def refuse_splits(root: Path, files: Sequence[Path]) -> None:
+    """Raise for records of several splits, all of which would be trained on.
+
+    Raises:
+        NoData: HP602.
+    """
+    if kind_of(files[0]) == "text":
+        return
+    names = {file.relative_to(root).as_posix(): file for file in files}
+    words = {name: {*re.split(r"[\W_\d]+", name.lower())} for name in names}
+    trained = [name for name in names if "train" in words[name]]
+    held_out = [name for name in names if words[name] & _SPLITS and name not in trained]
+    if trained and held_out:
+        raise NoData(
+            "the data directory holds several splits, and a source is one of them",
+            where=f"data.source: {root}",
+            got=[trained[0], held_out[0]],
+            allowed="a file, a directory with one split, or a list of sources",
+            hint="data.split=train",
+        )
+
+
+def json_record(path: Path) -> dict[str, Any] | None:
+    """Return the first line of a file if it is a JSON object with keys; else None."""
+    with open_bytes(path) as file:
+        line = file.readline(_LONGEST_FIRST_LINE)
+    try:
+        record = json.loads(line) if line.lstrip()[:1] == b"{" else None
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and record else None
 
 
 def is_file_name(name: str) -> bool:
@@ -74,14 +166,15 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
         NoData: HP602 for a damaged compressed file.
         MissingDependency: HP602 when the package for its decompression is not installed.
     """
-    if path.suffix not in _COMPRESSED:
+    compression = path.suffix.lower()
+    if compression not in _COMPRESSED:
         with path.open("rb") as file:
             yield file
         return
     try:
         with path.open("rb") as packed:
             opened: Any = (
-                _zstd(packed, path) if path.suffix == ".zst" else gzip.GzipFile(fileobj=packed)
+                _zstd(packed, path) if compression == ".zst" else gzip.GzipFile(fileobj=packed)
             )
             with io.BufferedReader(opened) as file:
                 yield file
@@ -127,9 +220,20 @@ def line_command(path: Path, number: int) -> str:
 
 def pipe_command(path: Path, command: str) -> str:
     """Return the shell command that runs `command` on the decompressed content of a file."""
-    tool = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(path.suffix)
+    tool = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(path.suffix.lower())
     name = shlex.quote(str(path))
     return f"{tool} {name} | {command}" if tool else f"{command} {name}"
+
+
+def several_paths(text: str) -> list[str]:
+    """Return the existing files of a list with commas, or of a pattern (`part-*.jsonl`); empty for another text."""
+    parts = [part.strip() for part in text.split(",")]
+    pattern = Path(text)
+    if len(parts) == 1 and "*" in pattern.name:
+        matches = itertools.islice(pattern.parent.glob(pattern.name), _MOST_LISTED + 1)
+        parts = sorted(map(str, matches))
+    plain = all(re.fullmatch(r"[\w./~-]+", part) and Path(part).exists() for part in parts)
+    return parts if plain and 0 < len(parts) <= _MOST_LISTED else []
 
 
 def nearest(

@@ -21,7 +21,8 @@ from hyper_parallel.errors import NoData
 from hyper_parallel.received import LimitExceeded
 from hyper_parallel.trainer.data._tables import read_parquet, records_too_long
 from hyper_parallel.trainer.data.data_files import (
-    inner_name,
+    KINDS,
+    inner_suffix,
     line_command,
     open_bytes,
     open_text,
@@ -214,7 +215,7 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
     Raises:
         NoData: HP602 naming the line or row that is unreadable or too long.
     """
-    suffix = inner_name(path).suffix
+    suffix = inner_suffix(path)
     if suffix == ".parquet":
         reader = read_parquet(path, most)
     else:
@@ -222,21 +223,45 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
     try:
         for where, record in reader:
             if not isinstance(record, Mapping):
+                of_turns = isinstance(record, list) and record and isinstance(record[0], dict)
+                rewrite = pipe_command(path, "jq -c '.[] | {messages: .}'")
                 raise NoData(
                     "a record is not an object with keys",
                     where=where,
                     got=type(record).__name__,
                     allowed='objects such as {"text": "..."}',
+                    hint=f"{rewrite} > lines.jsonl" if of_turns else None,
                 )
+            _refuse_columns(record, path, where)
             yield where, record
     except UnicodeDecodeError as error:
-        kind = "JSON" if suffix in (".json", ".jsonl", ".ndjson") else suffix[1:].upper()
+        kind = "JSON" if KINDS.get(suffix, "json") == "json" else suffix[1:].upper()
         line = _undecodable_line(path)
         raise NoData(
             f"a {kind} file is not UTF-8 text", where=f"{path}:{line}", got=error.reason
         ) from error
     except OSError as error:
         raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from error
+
+
+def _refuse_columns(record: Record, path: Path, where: str) -> None:
+    """Raise for an object whose values are whole columns, as `DataFrame.to_json` writes by default."""
+    first = next(iter(record.values()), None)
+    if not isinstance(first, (dict, list)) or len(record) < 2:
+        return
+    of_rows = isinstance(first, dict) and bool(first) and all(key.isdigit() for key in first)
+    of_texts = isinstance(first, list) and bool(first) and all(isinstance(v, str) for v in first)
+    alike = all(type(v) is type(first) and len(v) == len(first) for v in record.values())
+    if alike and (of_rows or of_texts) and inner_suffix(path) == ".json":
+        written = f'pandas.read_json({json.dumps(str(path))}).to_json("lines.jsonl"'
+        code = f'import pandas; {written}, orient="records", lines=True)'
+        raise NoData(
+            "a file holds columns, not records",
+            where=where,
+            got=[str(key) for key in record],
+            allowed="a record in each line, or a list of records",
+            hint=shlex.join(["python", "-c", code]),
+        )
 
 
 def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
@@ -267,7 +292,7 @@ def _undecodable_line(path: Path) -> int:
 
 def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     with open_text(path) as file:
-        is_array = _is_array(file, most, inner_name(path).suffix != ".json")
+        is_array = _is_array(file, most, inner_suffix(path) != ".json")
     with open_text(path) as file:
         if is_array:
             yield from _read_array(file, path, most)
@@ -379,6 +404,16 @@ def _parse(text: str, path: Path, number: int) -> Any:
         raise _unreadable(error, f"{path}:{number}") from error
 
 
+def turns_hint(path: Path) -> str:
+    """Return the command that rewrites a file whose records are turns with one conversation per line."""
+    with open_text(path) as file:
+        of_lists = file.read(_HEAD).lstrip().startswith("[")
+    if not of_lists:
+        return over_lines_hint(path)
+    rewrite = pipe_command(path, "jq -c '{messages: .}'")
+    return f"{rewrite} > lines.jsonl"
+
+
 def over_lines_hint(path: Path | str) -> str:
     """Return the command that rewrites a file with one record per line."""
     return f"{pipe_command(Path(path), 'jq -c .')} > lines.jsonl"
@@ -427,7 +462,7 @@ def _unicode(record: Any, text: str, where: str) -> Any:
 
 def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(min(most, 2**31 - 1))
-    delimiter = "\t" if inner_name(path).suffix == ".tsv" else ","
+    delimiter = "\t" if inner_suffix(path) == ".tsv" else ","
     with open_text(path, newline="") as file:
         lines = _narrow(_lines(file, path, most), path, delimiter)
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)

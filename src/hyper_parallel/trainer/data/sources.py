@@ -12,6 +12,7 @@ import re
 import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -37,9 +38,13 @@ from hyper_parallel.trainer.data.counts import BAD_MEDIA, EMPTY_ANSWERS, EMPTY_R
 from hyper_parallel.trainer.data.data_files import (
     KINDS,
     describes,
+    json_record,
     kind_of,
     nearest,
     open_bytes,
+    refuse_splits,
+    refuse_unread,
+    several_paths,
 )
 from hyper_parallel.trainer.data.document import BadMedia, Conversation, Document, has_content
 from hyper_parallel.trainer.data.record_keys import (
@@ -483,8 +488,11 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
             return False
         return True
 
-    near = nearest(path, folders, fits)
+    several = several_paths(data.source)
+    near = None if several else nearest(path, folders, fits)
     hint = f"ls {shlex.quote(str(path.parent))}" if path.parent.is_dir() else None
+    if several and key:
+        hint = shlex.quote(f"{key}=[{', '.join(several)}]")
     if near is not None:
         hint = shlex.quote(f"{key}={near}") if key else f"write `{near}`"
     raise NoData(
@@ -512,6 +520,10 @@ def _files(data: Data, stage: str) -> list[Path]:
         raise NoData("the data directory holds no files", where=where, got=str(path))
     if path.is_dir():
         files = _of_one_kind(path, _without_descriptions(files, data.format), data.format)
+        refuse_splits(path, files)
+    for file in files:
+        if kind_of(file) == "text":
+            refuse_unread(file)
     if all(f.stat().st_size == 0 for f in files):
         raise NoData("the data source is empty", where=where, got="0 bytes")
     return files
@@ -571,6 +583,8 @@ def _shape(
         NoData: HP602 without a record, or when it lacks a key that the recipe names.
     """
     if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
+        if data.format == "auto":
+            _refuse_json(files[0], data, stage, rules)
         return "text"
     for where, record in _records(files[:1], table, data.max_record_bytes):
         _check_columns(record, data, where, table is not None or kind_of(files[0]) != "json")
@@ -579,6 +593,27 @@ def _shape(
         return shape_of(record, data.text_key, where, stage, rules)
     problem = "the dataset holds no row" if table else "the first data file holds no record"
     raise NoData(problem, where=table.name if table else str(files[0]))
+
+
+def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:
+    """Raise for a text file whose first line is a JSON object: records under another name.
+
+    Raises:
+        NoData: HP602.
+    """
+    record = json_record(file)
+    if record is None:
+        return
+    shape = "records"
+    with suppress(NoData):
+        shape = shape_of(record, data.text_key, str(file), stage, rules)
+    raise NoData(
+        "a file is text by its name, but its first line is a JSON record",
+        where=str(file),
+        got=sorted(record),
+        allowed="a name that ends in .jsonl, or data.format: text trains on the JSON as text",
+        hint=f"data.format={'jsonl' if shape == 'records' else shape}",
+    )
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:

@@ -6,15 +6,19 @@ messages in OpenAI's form, which chat templates read.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hyper_parallel.errors import NoData, abbreviated
 from hyper_parallel.received import LimitExceeded, Limits, parse_json
+from hyper_parallel.trainer.data.column_guesses import (
+    column_hint,
+    guess_role,
+    guess_turn_columns,
+)
 from hyper_parallel.trainer.data.document import Conversation, MediaFile, Message
 from hyper_parallel.trainer.data.media_kinds import kind_of_part
-from hyper_parallel.trainer.data.record_keys import TOOLS, RecordRules, is_empty
+from hyper_parallel.trainer.data.record_keys import ROLES, TOOLS, RecordRules, is_empty
 
 _ROLE: Final = ("role", "from")
 _CONTENT: Final = ("content", "value")
@@ -142,14 +146,16 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
     if not isinstance(turn, Mapping):
         raise _unreadable("a turn is not an object with keys", where, turn, "role and content")
     values = rules.named(turn, rules.turn_columns, where)
+    if values.keys().isdisjoint(_ROLE):
+        raise NoData(
+            "a turn has no role",
+            where=where,
+            got=sorted(map(str, turn)),
+            allowed="a role under role or from, and a text under content or value",
+            hint=column_hint(guess_turn_columns(values)),
+        )
     rules.refuse_unknown(values, _KEYS, "a turn", where)
-    named = {k: values[k] for k in _ROLE if not is_empty(values.get(k))}
-    word = rules.one_of({k: _role(text, rules) for k, text in named.items()}, _ROLE, where)
-    if word is None or any(_role(text, rules) is None for text in named.values()):
-        got = next((values[key] for key in _ROLE if key in values), sorted(values))
-        problem = "a turn has no known role"
-        hint = shlex.quote(f"data.roles.user={got}") if isinstance(got, str) else None
-        raise NoData(problem, where=where, got=got, allowed=sorted(rules.roles), hint=hint)
+    word = _role_of(values, rules, where)
     content = rules.one_of(values, _CONTENT, where)
     role = "assistant" if word == "function_call" else word
     message: Message = {"role": role, "content": ""}
@@ -191,8 +197,31 @@ def _references(parts: Sequence[Any], rules: RecordRules) -> list[tuple[str, Any
     return references
 
 
+def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
+    """Return the role of a turn.
+
+    Raises:
+        NoData: HP602 for an unknown word. A hint names its probable role, unless the recipe uses another word for it.
+    """
+    named = {k: values[k] for k in _ROLE if not is_empty(values.get(k))}
+    roles = {key: _role(word, rules) for key, word in named.items()}
+    unknown = [named[key] for key, role in roles.items() if role is None]
+    role: str | None = None if unknown else rules.one_of(roles, _ROLE, where)
+    if role is not None:
+        return role
+    got = unknown[0] if unknown else sorted(values)
+    role = guess_role(got) if isinstance(got, str) else None
+    has_word = any(role == other and ROLES.get(w) != other for w, other in rules.roles.items())
+    hint = None if role is None or has_word else column_hint({role: got}, "roles")
+    problem = "a turn has no known role"
+    raise NoData(problem, where=where, got=got, allowed=sorted(rules.roles), hint=hint)
+
+
 def _role(word: Any, rules: RecordRules) -> str | None:
-    return rules.roles.get(word) if isinstance(word, str) else None
+    """Return the role of a word in any case; None for an unknown word."""
+    if not isinstance(word, str):
+        return None
+    return rules.roles.get(word) or ROLES.get(word.lower())
 
 
 def _content(value: Any, message: Message, rules: RecordRules, where: str) -> str:

@@ -1,0 +1,153 @@
+"""Guesses of the keys that hold a prompt, an answer, a pair or a turn, for the hints of errors.
+
+A hint is pasted, so a wrong guess trains on the wrong text: a key is named if its name says its meaning, or if no name
+of the record says any. Without such a key there is no guess.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hyper_parallel.trainer.data.record_keys import (
+    ANSWERS,
+    PROMPTS,
+    ROLES,
+    SYSTEMS,
+    TOOLS,
+    WITHOUT_INFLUENCE,
+    Record,
+)
+
+QUESTIONS: Final = tuple(key for key in PROMPTS if key not in ("instruction", "input"))
+"""Keys that hold a whole question, by priority."""
+_QUESTION_WORDS: Final = (
+    "question",
+    "prompt",
+    "query",
+    "instruct",
+    "problem",
+    "request",
+    "user",
+    "human",
+    "input",
+)
+_ANSWER_WORDS: Final = (
+    "answer", "response", "completion", "output", "solution", "target", "reply", "assistant", "summary",
+)  # fmt: skip
+_BETTER: Final = ("chosen", "win", "good", "better", "prefer", "accept", "positive", "best")
+_WORSE: Final = ("reject", "lose", "loser", "bad", "worse", "dispref", "negative", "worst")
+_CHOICES: Final = ("better", "prefer", "winner", "choice", "label", "safer", "rank")
+"""Parts of names of a number that says which of two answers is the better one."""
+_ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "function_call": ("function_call", "tool_call", "action"),
+    "tool": ("tool", "function", "observation", "environment", "result"),
+    "system": ("system", "instruction"),
+    "assistant": ("assistant", "bot", "agent", "model", "gpt", "llm", "answer", "response", "claude"),
+}  # fmt: skip
+"""Parts of words for roles; a word without such a part is one of the user."""
+
+
+def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | None:
+    """Return the overrides that name the keys of records or the words of roles; None without any."""
+    pairs = (f"data.{section}.{name}={_as_value(key)}" for name, key in columns.items())
+    return " ".join(map(shlex.quote, pairs)) or None
+
+
+def _as_value(text: str) -> str:
+    """Return a text as a YAML value that is read as the same text."""
+    is_plain = re.fullmatch(r"[^\W\d][\w.-]*", text) is not None
+    is_word = text.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+    return text if is_plain and is_word else json.dumps(text, ensure_ascii=False)
+
+
+def guess_role(word: str) -> str:
+    """Return the role that a word of a data set probably names."""
+    lower = word.lower()
+    named = (r for r, parts in _ROLE_WORDS.items() if any(part in lower for part in parts))
+    return next(named, "user")
+
+
+def guess_turn_columns(turn: Record) -> dict[str, str]:
+    """Guess the keys of role and text of a turn that has neither; empty without a guess."""
+    texts = [key for key, value in turn.items() if isinstance(value, str)]
+    roles = [key for key in texts if turn[key].lower() in ROLES]
+    contents = [key for key in texts if key not in roles and key not in WITHOUT_INFLUENCE]
+    if len(roles) != 1 or len(contents) != 1:
+        return {}
+    return {"role": roles[0], "content": contents[0]}
+
+
+def guess_texts(values: Record) -> dict[str, str]:
+    """Guess the keys of a prompt and its answer; empty without a guess."""
+    systems = [key for key in values if key.lower() in SYSTEMS]
+    texts = [k for k, v in values.items() if isinstance(v, str) and k not in (*systems, *TOOLS)]
+    words = [key for key in texts if key.lower() not in WITHOUT_INFLUENCE]
+    texts = words if len(words) > 1 else texts
+    answers = _named(texts, ANSWERS, _ANSWER_WORDS)
+    rest = [key for key in texts if not any(word in key.lower() for word in _ANSWER_WORDS)]
+    questions = _named(rest, (*QUESTIONS, *PROMPTS), _QUESTION_WORDS)
+    if not answers and not questions:
+        pair = texts[:2]
+    else:
+        others = [key for key in texts if key not in (*answers, *questions)]
+        pair = [*(questions or others), *(answers or others)]
+    if len(pair) != 2 or pair[0] == pair[1]:
+        return {}
+    columns = dict(zip(("prompt", "completion"), pair, strict=True))
+    columns |= {"system": systems[0]} if systems else {}
+    synonyms = {"prompt": PROMPTS, "completion": ANSWERS, "system": SYSTEMS}
+    return {name: key for name, key in columns.items() if key not in synonyms[name]}
+
+
+def _named(texts: list[str], names: tuple[str, ...], words: tuple[str, ...]) -> list[str]:
+    """Return the first key that is one of the names, else all keys with one of the words in their name."""
+    exact = [name for name in names if name in texts]
+    return exact[:1] or [key for key in texts if any(word in key.lower() for word in words)]
+
+
+def guess_pair(values: Record) -> dict[str, str]:
+    """Guess the keys of a pair and its prompt from the names and values of a record; empty without a guess."""
+    turns = [key for key, value in values.items() if isinstance(value, list | tuple | dict)]
+    texts = [key for key, value in values.items() if isinstance(value, str)]
+    if named := guess_named_pair(values):
+        return named
+    others = (key.lower() for key in values if key not in (*turns, *texts))
+    if any(word in key for key in others for word in _CHOICES):
+        return {}
+    if len(turns) == 2:
+        return dict(zip(("chosen", "rejected"), turns, strict=True))
+    if len(texts) == 3:
+        question = next((key for key in texts if key in QUESTIONS), texts[0])
+        answers = [key for key in texts if key != question]
+        if len({answer[:-1] for answer in answers}) == 1:  # response_a, response_b
+            return {}
+        prompt = {} if question in QUESTIONS else {"prompt": question}
+        return prompt | dict(zip(("chosen", "rejected"), answers, strict=True))
+    return {}
+
+
+def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
+    """Guess the keys of a pair from names that say which answer is the worse one; empty without a guess.
+
+    Args:
+        values: Record.
+        with_answers: Whether the key of an answer, such as `response`, may name the better one.
+    """
+    kinds: tuple[Any, ...] = (list | tuple | dict, str)
+    for kind in kinds:
+        keys = [key for key, value in values.items() if isinstance(value, kind)]
+        worse = next((k for k in keys if any(w in k.lower() for w in _WORSE)), None)
+        better = [k for k in keys if any(w in k.lower() for w in _BETTER) and k != worse]
+        if with_answers:
+            better += [key for key in ANSWERS if key in keys and key != worse]
+        if worse is None or not better:
+            continue
+        columns = {"chosen": better[0], "rejected": worse}
+        known = not values.keys().isdisjoint(PROMPTS) or kind is not str
+        rest = [key for key in keys if key not in columns.values()]
+        return columns | ({} if known or not rest else {"prompt": rest[0]})
+    return {}
