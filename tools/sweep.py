@@ -26,6 +26,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,42 +69,71 @@ def load(name: str) -> Sweep:
     return sweep
 
 
-def run_type(sweep: Sweep, model_type: str) -> dict[str, str]:
-    """Return the cells of one model type, computed in a child process under the time limit of the sweep."""
+def run_types(sweep: Sweep, model_types: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the cells of model types, computed in child processes under the limits of the sweep.
+
+    A child computes `TYPES_PER_PROCESS` types, by default one. If it dies, the type under way fails, and another child
+    computes the rest.
+    """
+    waiting = list(model_types)
+    while waiting:
+        batch = waiting[: getattr(sweep, "TYPES_PER_PROCESS", 1)]
+        computed = 0
+        for computed, cells in enumerate(_child_cells(sweep, batch), 1):
+            yield batch[computed - 1], cells
+        del waiting[:computed]
+
+
+def _child_cells(sweep: Sweep, batch: list[str]) -> Iterator[dict[str, str]]:
+    """Yield the cells of types that one child process computes, up to the first type that it does not survive."""
     scratch = Path(tempfile.mkdtemp(prefix="sweep_"))
-    result = scratch / "cells.json"
+    results = scratch / "cells.jsonl"
+    results.touch()
     pid = os.fork()
     if pid == 0:
         os.setsid()
-        try:
-            if cpu_seconds := getattr(sweep, "CPU_SECONDS", None):
-                resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
-            folder = scratch / "work"
-            folder.mkdir()
-            cells = sweep.run(model_type, folder)
-        except BaseException as error:
-            traceback.print_exc()
-            cells = {sweep.COLUMNS[0]: f"fails: {one_line(error)}"}
-        result.write_text(json.dumps(cells), encoding="utf-8")
+        _compute(sweep, batch, scratch, results)
         sys.stdout.flush()
         os._exit(0)
-    deadline, ended, status = time.monotonic() + sweep.SECONDS, 0, 0
-    while not ended and time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.02)
+    deadline, ended, status, finished = time.monotonic() + sweep.SECONDS, 0, 0, 0
+    with results.open(encoding="utf-8") as lines:
+        while finished < len(batch):
+            if not ended:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+            if line := lines.readline():
+                yield json.loads(line)
+                deadline, finished = time.monotonic() + sweep.SECONDS, finished + 1
+            elif ended or time.monotonic() >= deadline:
+                break
+            else:
+                time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     if not ended:
         os.waitpid(pid, 0)
-    try:
-        cells = json.loads(result.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    shutil.rmtree(scratch, ignore_errors=True)
+    if finished < len(batch):
         why = "killed" if ended else f"no end after {sweep.SECONDS} s"
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
             why = f"no end after {sweep.CPU_SECONDS} s of processor time"
-        cells = {sweep.COLUMNS[0]: f"fails: {why}"}
-    shutil.rmtree(scratch, ignore_errors=True)
-    return cells
+        yield {sweep.COLUMNS[0]: f"fails: {why}"}
+
+
+def _compute(sweep: Sweep, batch: list[str], scratch: Path, results: Path) -> None:
+    """Append the cells of types to a file, a line each."""
+    for model_type in batch:
+        folder = scratch / model_type
+        folder.mkdir()
+        try:
+            if cpu_seconds := getattr(sweep, "CPU_SECONDS", None):
+                limit = int(time.process_time()) + cpu_seconds
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+            cells = sweep.run(model_type, folder)
+        except BaseException as error:
+            traceback.print_exc()
+            cells = {sweep.COLUMNS[0]: f"fails: {one_line(error)}"}
+        with results.open("ab", buffering=0) as file:
+            file.write(json.dumps(cells).encode() + b"\n")
 
 
 def record(name: str, model_type: str, cells: dict[str, str]) -> None:
@@ -190,12 +220,11 @@ def main() -> None:
     part, parts = map(int, given.shard.split("/"))
     chosen = (given.types or sweep.model_types())[part::parts]
     counts: Counter[str] = Counter()
-    for model_type in chosen:
-        if given.missing and model_type in old:
-            continue
-        if given.containing and given.containing not in json.dumps(old.get(model_type)):
-            continue
-        cells = run_type(sweep, model_type)
+    if given.missing:
+        chosen = [name for name in chosen if name not in old]
+    if given.containing:
+        chosen = [name for name in chosen if given.containing in json.dumps(old.get(name))]
+    for model_type, cells in run_types(sweep, chosen):
         print(model_type, json.dumps(cells), flush=True)
         counts.update(kind(cell) for cell in cells.values())
         if given.record or not given.types:

@@ -26,6 +26,10 @@ PERMUTATIONS = np.stack([draw.permutation(3) for _ in range(8)]).reshape(2, 4, 3
 CHANNELS = draw.standard_normal((3, 1, 3)).astype(np.float32)  # a filter per channel
 MIXED = draw.standard_normal((5, 3, 2)).astype(np.float32)
 FURTHER = draw.standard_normal((2, 3, 6)).astype(np.float32)
+SQUARE = draw.standard_normal((2, 3, 3)).astype(np.float32) + 2 * np.eye(3, dtype=np.float32)
+GROUPED = draw.standard_normal((6, 2, 2)).astype(np.float32)
+FOUR = draw.standard_normal((2, 4, 5)).astype(np.float32)
+SIX = draw.standard_normal((2, 6, 6)).astype(np.float32)
 WIDE = draw.standard_normal((2, 5, 5)).astype(np.float32)
 ORDER = PERMUTATIONS.transpose(0, 2, 1).copy()
 
@@ -103,6 +107,10 @@ CASES = {
     "aten.mean.dim": [((X, [-1], True), {}), ((X, [0, 1]), {})],
     "aten.mean.default": [((X,), {})],
     "aten.var.correction": [((X, [-1]), {"correction": 0, "keepdim": True}), ((X, [1]), {"correction": 1})],
+    "aten.linalg_solve_triangular.default": [
+        ((SQUARE, Y), {"upper": False, "unitriangular": True}), ((SQUARE, Y), {"upper": True}),
+        ((SQUARE[:1], Y), {"upper": True, "unitriangular": True}), ((SQUARE[0], Y[0]), {"upper": False}),
+    ],
     "aten.linalg_vector_norm.default": [((X,), {}), ((X, 2, [-1], True), {}), ((X, 2.0, [0, 1]), {})],
     "aten.amax.default": [((X, [-1], True), {})],
     "aten.amin.default": [((X, [0]), {})],
@@ -150,11 +158,14 @@ CASES = {
         ((X, CHANNELS, BIAS[:3], [1], [1], [1], False, [0], 3), {}),
         ((X, CHANNELS, None, [1], [2], [2], False, [0], 3), {}),
         ((X, MIXED, None, [1], [0], [1], False, [0], 1), {}),
+        ((FOUR, GROUPED, None, [1], [1], [1], False, [0], 2), {}),
+        ((X, GROUPED[:, :1].copy(), None, [1], [0], [1], False, [0], 3), {}),
     ],
     "aten.convolution_backward.default": [
         ((X, X, CHANNELS[..., :1], [3], [1], [0], [1], False, [0], 3, [True] * 3), {}),
         ((FURTHER, X, CHANNELS, [3], [1], [2], [1], False, [0], 3, [True] * 3), {}),
         ((WIDE, X, MIXED, [5], [1], [1], [1], False, [0], 1, [True] * 3), {}),
+        ((SIX, FOUR, GROUPED, [6], [1], [1], [1], False, [0], 2, [True] * 3), {}),
     ],
     "aten.full.default": [(([2, 3], 4.0), {"dtype": torch.float32}), (([2], 1), {"dtype": torch.int64})],
     "aten.full_like.default": [((X, 0), {}), ((LONG, 2), {"dtype": torch.float32})],

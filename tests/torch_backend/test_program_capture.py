@@ -175,6 +175,27 @@ def _capture(function):
     return capture_gradients(model, {"x": torch.ones(3)}, lambda model, x: model(x))
 
 
+def test_a_program_has_no_tensors_without_elements():
+    """Rotary embeddings of a whole head slice an empty rest and append it."""
+
+    def function(x):
+        return torch.cat([x[:3].sin(), x[3:], x[3:] * 2, x.cos()[:2]]) * torch.cat(
+            [x, x[3:], x[:2]]
+        )
+
+    model = _Inner(function)
+    program = capture_gradients(model, {"x": torch.ones(3)}, lambda model, x: model(x))
+    kinds = [kind for node in program.nodes for kind in node.types]
+    assert all(0 not in kind.shape for kind in kinds)
+    assert all(array.size > 0 for array in program.constants.values())
+    values = {"batch.x": torch.tensor([0.5, -1.0, 2.0]), "param.weight": torch.ones(3)}
+    loss = model(values["batch.x"])
+    loss.backward()
+    results = _run(program, values | {"sum.weight": torch.zeros(3)})
+    torch.testing.assert_close(results["loss"], loss.detach())
+    torch.testing.assert_close(results["sum.weight"], model.weight.grad)
+
+
 @pytest.mark.parametrize(
     ("function", "operator"),
     [

@@ -1,33 +1,54 @@
 """MindSpore functions of the table `OPERATORS`.
 
 Each function takes the arguments of the ATen operator, with tensors of MindSpore, data types of MindSpore, and tuples
-in place of lists. Shapes are static, so `x.shape` is a constant while a graph is compiled.
+in place of lists. Shapes are static, so `x.shape` is a constant while a graph is compiled. MindSpore compiles the text
+of a function once per call; a function with `constexpr` is run instead, and a primitive is a node of the graph.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, ops
+from mindspore.ops.auto_generate import SolveTriangular
 
 # --- elementwise ----------------------------------------------------------------------------------------------------
 
 
-def add(x, y, alpha=1):
-    return ops.add(x, y if alpha == 1 else y * alpha)
-
-
-def sub(x, y, alpha=1):
-    return ops.sub(x, y if alpha == 1 else y * alpha)
+add = ops.Add()
+sub = ops.Sub()
+mul = ops.Mul()
+floor_divide = ops.FloorDiv()
+remainder = ops.FloorMod()
+neg = ops.Neg()
+absolute = ops.Abs()
+sign = ops.Sign()
+exp = ops.Exp()
+expm1 = ops.Expm1()
+log = ops.Log()
+log1p = ops.Log1p()
+sqrt = ops.Sqrt()
+rsqrt = ops.Rsqrt()
+reciprocal = ops.Reciprocal()
+sin = ops.Sin()
+cos = ops.Cos()
+tanh = ops.Tanh()
+sigmoid = ops.Sigmoid()
+erf = ops.Erf()
+relu = ops.ReLU()
+ceil = ops.Ceil()
+trunc = ops.Trunc()
+floor = ops.Floor()
+power = ops.Pow()
+maximum = ops.Maximum()
+minimum = ops.Minimum()
 
 
 def rsub(x, y, alpha=1):
     return ops.sub(y, x if alpha == 1 else x * alpha)
-
-
-def mul(x, y):
-    return ops.mul(x, y)
 
 
 def div(x, y):
@@ -38,80 +59,8 @@ def div_mode(x, y, rounding_mode=None):
     return ops.div(x, y, rounding_mode=rounding_mode)
 
 
-def floor_divide(x, y):
-    return ops.floor_div(x, y)
-
-
-def remainder(x, y):
-    return ops.floor_mod(x, y)
-
-
 def fmod(x, y):
     return x - ops.trunc(x / y) * y
-
-
-def neg(x):
-    return ops.neg(x)
-
-
-def absolute(x):
-    return ops.abs(x)
-
-
-def sign(x):
-    return ops.sign(x)
-
-
-def exp(x):
-    return ops.exp(x)
-
-
-def expm1(x):
-    return ops.expm1(x)
-
-
-def log(x):
-    return ops.log(x)
-
-
-def log1p(x):
-    return ops.log1p(x)
-
-
-def sqrt(x):
-    return ops.sqrt(x)
-
-
-def rsqrt(x):
-    return ops.rsqrt(x)
-
-
-def reciprocal(x):
-    return ops.reciprocal(x)
-
-
-def sin(x):
-    return ops.sin(x)
-
-
-def cos(x):
-    return ops.cos(x)
-
-
-def tanh(x):
-    return ops.tanh(x)
-
-
-def sigmoid(x):
-    return ops.sigmoid(x)
-
-
-def erf(x):
-    return ops.erf(x)
-
-
-def relu(x):
-    return ops.relu(x)
 
 
 def silu(x):
@@ -142,32 +91,8 @@ def hardtanh(x, low=-1.0, high=1.0):
     return ops.clamp(x, low, high)
 
 
-def ceil(x):
-    return ops.ceil(x)
-
-
-def trunc(x):
-    return ops.trunc(x)
-
-
-def floor(x):
-    return ops.floor(x)
-
-
 def round_half_even(x):
     return ops.round(x)
-
-
-def power(x, y):
-    return ops.pow(x, y)
-
-
-def maximum(x, y):
-    return ops.maximum(x, y)
-
-
-def minimum(x, y):
-    return ops.minimum(x, y)
 
 
 def clamp(x, low=None, high=None):
@@ -183,39 +108,30 @@ def where(condition, x, y):
 
 
 def _broadcast(condition, x, y):
-    shape = ops.add(condition.astype(ms.float32), ops.add(x, y).astype(ms.float32)).shape
-    return (
-        ops.broadcast_to(condition, shape),
-        ops.broadcast_to(x, shape),
-        ops.broadcast_to(y, shape),
-    )
+    shape = _joint_shape(condition.shape, x.shape, y.shape)
+    return _as_shape(condition, shape), _as_shape(x, shape), _as_shape(y, shape)
+
+
+@ops.constexpr
+def _joint_shape(*shapes):
+    return np.broadcast_shapes(*shapes)
+
+
+def _as_shape(x, shape):
+    return x if x.shape == shape else ops.broadcast_to(x, shape)
 
 
 # --- comparison and logic -------------------------------------------------------------------------------------------
 
 
-def equal(x, y):
-    return ops.equal(x, y)
-
-
-def not_equal(x, y):
-    return ops.not_equal(x, y)
-
-
-def less(x, y):
-    return ops.less(x, y)
-
-
-def less_equal(x, y):
-    return ops.less_equal(x, y)
-
-
-def greater(x, y):
-    return ops.greater(x, y)
-
-
-def greater_equal(x, y):
-    return ops.greater_equal(x, y)
+equal = ops.Equal()
+not_equal = ops.NotEqual()
+less = ops.Less()
+less_equal = ops.LessEqual()
+greater = ops.Greater()
+greater_equal = ops.GreaterEqual()
+isnan = ops.IsNan()
+isinf = ops.IsInf()
 
 
 def _truth(x):
@@ -250,23 +166,11 @@ def logical_not(x):
     return ops.logical_not(_truth(x))
 
 
-def isnan(x):
-    return ops.isnan(x)
-
-
-def isinf(x):
-    return ops.isinf(x)
-
-
 # --- products and reductions ----------------------------------------------------------------------------------------
 
 
-def mm(x, y):
-    return ops.MatMul()(x, y)
-
-
-def bmm(x, y):
-    return ops.BatchMatMul()(x, y)
+mm = ops.MatMul()
+bmm = ops.BatchMatMul()
 
 
 def addmm(bias, x, y, beta=1, alpha=1):
@@ -279,12 +183,25 @@ def baddbmm(bias, x, y, beta=1, alpha=1):
     return (bias if beta == 1 else beta * bias) + (product if alpha == 1 else alpha * product)
 
 
+_solve_triangular = SolveTriangular()
+
+
+def solve_triangular(a, b, upper=False, left=True, unitriangular=False):
+    batch = _joint_shape(a.shape[:-2], b.shape[:-2])
+    a, b = _as_shape(a, batch + a.shape[-2:]), _as_shape(b, batch + b.shape[-2:])
+    return _solve_triangular(a, b, 0, not upper, unitriangular)
+
+
 def sum_over(x, dims=None, keepdim=False, dtype=None):
     value = x if dtype is None else ops.cast(x, dtype)
     if value.dtype == ms.bool_:
         value = ops.cast(value, ms.int64)
-    axes = tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
-    return ops.ReduceSum(keep_dims=keepdim)(value, axes)
+    return ops.ReduceSum(keep_dims=keepdim)(value, _axes(dims, x.ndim))
+
+
+@ops.constexpr
+def _axes(dims, rank):
+    return tuple(dims) if dims else tuple(range(rank))
 
 
 def sum_all(x, dtype=None):
@@ -292,8 +209,8 @@ def sum_all(x, dtype=None):
 
 
 def mean(x, dims=None, keepdim=False, dtype=None):
-    axes = tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
-    return ops.ReduceMean(keep_dims=keepdim)(x if dtype is None else ops.cast(x, dtype), axes)
+    value = x if dtype is None else ops.cast(x, dtype)
+    return ops.ReduceMean(keep_dims=keepdim)(value, _axes(dims, x.ndim))
 
 
 def mean_all(x, dtype=None):
@@ -301,12 +218,15 @@ def mean_all(x, dtype=None):
 
 
 def variance(x, dims=None, correction=1, keepdim=False):
-    axes = tuple(range(x.ndim)) if dims is None else dims
+    axes = _axes(dims, x.ndim)
     centred = x - ops.ReduceMean(keep_dims=True)(x, axes)
-    count = 1
-    for axis in axes:
-        count = count * x.shape[axis]
+    count = _count(x.shape, axes)
     return ops.ReduceSum(keep_dims=keepdim)(centred * centred, axes) / (count - correction)
+
+
+@ops.constexpr
+def _count(shape, axes):
+    return math.prod(shape[axis] for axis in axes)
 
 
 def vector_norm(x, order=2, dims=None, keepdim=False, dtype=None):
@@ -400,51 +320,50 @@ def sort_stable(x, stable=True, dim=-1, descending=False):
 # --- shapes ---------------------------------------------------------------------------------------------------------
 
 
-def view(x, shape):
-    return ops.reshape(x, shape)
+view = ops.Reshape()
+unsqueeze = ops.ExpandDims()
 
 
 def permute(x, dims):
     return ops.transpose(x, _positive(dims, x.ndim))
 
 
+@ops.constexpr
 def _positive(dims, rank):
-    out = ()
-    for dim in dims:
-        out = (*out, dim + rank if dim < 0 else dim)
-    return out
+    return tuple(dim % rank for dim in dims)
 
 
 def expand(x, shape):
-    added = len(shape) - x.ndim
-    full = ()
-    for i in range(len(shape)):
-        full = (*full, x.shape[i - added] if shape[i] == -1 else shape[i])
-    return ops.broadcast_to(x, full)
+    return ops.broadcast_to(x, _filled(shape, x.shape))
+
+
+@ops.constexpr
+def _filled(shape, own):
+    added = len(shape) - len(own)
+    return tuple(own[i - added] if size == -1 else size for i, size in enumerate(shape))
 
 
 def repeat(x, repeats):
-    shape = x.shape
-    for _ in range(len(repeats) - x.ndim):
-        shape = (1, *shape)
-    return ops.tile(ops.reshape(x, shape), repeats)
+    return ops.tile(ops.reshape(x, _prefixed(x.shape, len(repeats))), repeats)
+
+
+@ops.constexpr
+def _prefixed(shape, rank):
+    return (1,) * (rank - len(shape)) + tuple(shape)
 
 
 def copy(x, source, *_):
     return ops.broadcast_to(ops.cast(source, x.dtype), x.shape)
 
 
-def unsqueeze(x, dim):
-    return ops.expand_dims(x, dim)
-
-
 def squeeze(x, dims):
-    axes = _positive(dims if isinstance(dims, tuple) else (dims,), x.ndim)
-    shape = ()
-    for i in range(x.ndim):
-        if i not in axes or x.shape[i] != 1:
-            shape = (*shape, x.shape[i])
-    return ops.reshape(x, shape)
+    return ops.reshape(x, _squeezed(x.shape, dims if isinstance(dims, tuple) else (dims,)))
+
+
+@ops.constexpr
+def _squeezed(shape, dims):
+    axes = {dim % len(shape) for dim in dims} if shape else ()
+    return tuple(size for i, size in enumerate(shape) if i not in axes or size != 1)
 
 
 def cat(tensors, dim=0):
@@ -462,32 +381,33 @@ def split_with_sizes(x, sizes, dim=0):
 
 
 def _narrow(x, axis, begin, size):
-    begins, sizes = (), ()
-    for i in range(x.ndim):
-        begins = (*begins, begin if i == axis else 0)
-        sizes = (*sizes, size if i == axis else x.shape[i])
+    begins, sizes = _window(x.shape, axis, begin, size)
     return ops.slice(x, begins, sizes)
 
 
+@ops.constexpr
+def _window(shape, axis, begin, size):
+    begins = tuple(begin if i == axis else 0 for i in range(len(shape)))
+    return begins, tuple(size if i == axis else n for i, n in enumerate(shape))
+
+
+@ops.constexpr
 def _limits(size, start, end):
-    first = 0 if start is None else start
-    last = size if end is None else end
-    first = first + size if first < 0 else first
-    last = last + size if last < 0 else last
-    return min(first, size), min(last, size)
+    return slice(start, end).indices(size)[:2]
 
 
 def slice_along(x, dim=0, start=None, end=None, step=1):
     axis = dim + x.ndim if dim < 0 else dim
     first, last = _limits(x.shape[axis], start, end)
     if step == 1:
-        return _narrow(x, axis, first, last - first)
-    begins, ends, steps = (), (), ()
-    for i in range(x.ndim):
-        begins = (*begins, first if i == axis else 0)
-        ends = (*ends, last if i == axis else x.shape[i])
-        steps = (*steps, step if i == axis else 1)
-    return ops.strided_slice(x, begins, ends, steps)
+        return x if last - first == x.shape[axis] else _narrow(x, axis, first, last - first)
+    begins, ends = _window(x.shape, axis, first, last)
+    return ops.strided_slice(x, begins, ends, _steps(x.ndim, axis, step))
+
+
+@ops.constexpr
+def _steps(rank, axis, step):
+    return tuple(step if i == axis else 1 for i in range(rank))
 
 
 def slice_scatter(x, source, dim=0, start=None, end=None, step=1):
@@ -521,16 +441,21 @@ def flip(x, dims):
 
 
 def constant_pad_nd(x, pad, value=0.0):
-    added, total = (), 0
-    for i in range(len(pad) // 2):
-        axis = x.ndim - 1 - i
-        before, after = pad[2 * i], pad[2 * i + 1]
-        first, last = max(-before, 0), max(-after, 0)  # negative numbers cut
-        if first + last > 0:
-            x = _narrow(x, axis, first, x.shape[axis] - first - last)
-        added = (*added, max(before, 0), max(after, 0))
-        total = total + max(before, 0) + max(after, 0)
-    return ops.pad(x, added, "constant", value) if total > 0 else x
+    begins, sizes, added = _padding(x.shape, pad)
+    inner = x if sizes == x.shape else ops.slice(x, begins, sizes)
+    return inner if len(added) == 0 else ops.pad(inner, added, "constant", value)
+
+
+@ops.constexpr
+def _padding(shape, pad):
+    """Return the window that negative numbers leave, and the positive ones, if there are any."""
+    begins, sizes = [0] * len(shape), list(shape)
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        axis = len(shape) - 1 - i
+        begins[axis] = max(-before, 0)
+        sizes[axis] -= begins[axis] + max(-after, 0)
+    added = tuple(max(n, 0) for n in pad)
+    return tuple(begins), tuple(sizes), added if any(added) else ()
 
 
 def to_copy(x, dtype=None, **_):
@@ -660,9 +585,19 @@ def _taps(x, weight, padding, dilation):
     return parts
 
 
+def _is_depthwise(weight, groups):
+    return weight.shape[1] == 1 and weight.shape[0] == groups
+
+
 def _column(weight, k, groups):
-    """Return a column of the weight: a matrix, or one factor per channel."""
-    return select(weight, 2, k) if groups == 1 else _narrow(ops.squeeze(weight, 1), 1, k, 1)
+    """Return a column of the weight: one factor per channel, or a matrix per group."""
+    if _is_depthwise(weight, groups):
+        return _narrow(ops.squeeze(weight, 1), 1, k, 1)
+    return ops.reshape(select(weight, 2, k), (groups, -1, weight.shape[1]))
+
+
+def _by_group(x, groups):
+    return ops.reshape(x, (x.shape[0], groups, -1, x.shape[2]))
 
 
 def convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
@@ -670,7 +605,11 @@ def convolution(x, weight, bias, stride, padding, dilation, transposed, output_p
     parts = _taps(x, weight, padding, dilation)
     for k in range(len(parts)):
         column = _column(weight, k, groups)
-        total = total + (ops.matmul(column, parts[k]) if groups == 1 else column * parts[k])
+        if _is_depthwise(weight, groups):
+            total = total + column * parts[k]
+        else:
+            total = total + ops.matmul(column, _by_group(parts[k], groups))
+    total = ops.reshape(total, (x.shape[0], weight.shape[0], -1))
     return total if bias is None else total + ops.reshape(bias, (1, -1, 1))
 
 
@@ -682,16 +621,18 @@ def convolution_backward(
     of_x, of_weight = 0, ()
     for k in range(len(parts)):
         column = _column(weight, k, groups)
-        if groups == 1:
-            share = ops.matmul(ops.transpose(column, (1, 0)), grad)
-            step = ops.matmul(grad, ops.transpose(parts[k], (0, 2, 1)))
-            step = ops.ReduceSum()(step, 0)
-        else:
+        if _is_depthwise(weight, groups):
             share = column * grad
-            step = ops.expand_dims(ops.ReduceSum()(grad * parts[k], (0, 2)), 1)
+            step = ops.ReduceSum()(grad * parts[k], (0, 2))
+        else:
+            grads = _by_group(grad, groups)
+            share = ops.matmul(ops.transpose(column, (0, 2, 1)), grads)
+            share = ops.reshape(share, parts[k].shape)
+            columns = ops.transpose(_by_group(parts[k], groups), (0, 1, 3, 2))
+            step = ops.ReduceSum()(ops.matmul(grads, columns), 0)
         begin = k * dilation[0]
         of_x = of_x + constant_pad_nd(share, (begin, last - begin))
-        of_weight = (*of_weight, step)
+        of_weight = (*of_weight, ops.reshape(step, weight.shape[:2]))
     of_x = constant_pad_nd(of_x, (-padding[0], -padding[0]))
     return of_x, ops.stack(of_weight, 2), ops.ReduceSum()(grad, (0, 2))
 

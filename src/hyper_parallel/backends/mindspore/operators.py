@@ -75,6 +75,7 @@ OPERATORS: Final = {
     "aten.le.Scalar": "less_equal",
     "aten.le.Tensor": "less_equal",
     "aten.leaky_relu.default": "leaky_relu",
+    "aten.linalg_solve_triangular.default": "solve_triangular",
     "aten.linalg_vector_norm.default": "vector_norm",
     "aten.log.default": "log",
     "aten.log1p.default": "log1p",
@@ -154,10 +155,9 @@ def _of_floats(node: Node) -> bool:
 
 def _has_one_dim(node: Node) -> bool:
     forward = node.op == "aten.convolution.default"
-    stride, _, _, transposed, _, groups = node.args[3:9] if forward else node.args[4:10]
+    stride, _, _, transposed = node.args[3:7] if forward else node.args[4:8]
     shape = node.types[0 if forward else 1].shape  # of the result, or of the gradient of the weight
-    simple = len(shape) == 3 and list(stride) == [1] and not transposed
-    return simple and groups in (1, shape[1 if forward else 0])
+    return len(shape) == 3 and list(stride) == [1] and not transposed
 
 
 def _sorts_integers(node: Node) -> bool:
@@ -165,7 +165,7 @@ def _sorts_integers(node: Node) -> bool:
     return kind.dtype == "int64" and len(kind.shape) == 1 and not descending
 
 
-_CONVOLUTION: Final = "one dimension, a stride of 1, one group or one per channel", _has_one_dim
+_CONVOLUTION: Final = "one dimension, a stride of 1", _has_one_dim
 _FLOATS: Final = "numbers of floating point", _of_floats
 LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
     "_c10d_functional.all_to_all_single.default": (
@@ -174,6 +174,10 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
     ),
     "aten.convolution.default": _CONVOLUTION,
     "aten.convolution_backward.default": _CONVOLUTION,
+    "aten.linalg_solve_triangular.default": (
+        "matrix on the left",
+        lambda node: node.kwargs.get("left", True),
+    ),
     "aten.linalg_vector_norm.default": ("order 2", lambda node: node.args[1:2] in ((), (2,))),
     "aten.max.dim": _FLOATS,
     "aten.min.dim": _FLOATS,

@@ -54,6 +54,8 @@ def _call(node: Node, previous: str) -> str:
     if node.op.startswith(COLLECTIVES):
         args[-1] = f"g_{node.args[-1]}"
         args[0] = f"k.after({args[0]}, {previous})" if previous else args[0]
+    if node.op in _SCALED and "alpha" in kwargs:
+        args[1] = f"k.mul({args[1]}, {kwargs.pop('alpha')!r})"
     words = [*args, *(f"{k}={_keyword(k, v)}" for k, v in kwargs.items())]
     results = ", ".join(f"v{i}" for i in node.results)
     if node.op == "aten.split_with_sizes.default":  # a tuple, also of one part
@@ -61,6 +63,7 @@ def _call(node: Node, previous: str) -> str:
     return f"{results} = k.{OPERATORS[node.op]}({', '.join(words)})"
 
 
+_SCALED = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar")
 _IGNORED = ("device", "layout", "memory_format", "pin_memory", "non_blocking")
 
 

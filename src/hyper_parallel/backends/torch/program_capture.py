@@ -107,6 +107,8 @@ _SAME_VALUE: Final = (
     "aten.lift_fresh_copy.default",
 )
 """Operators whose result is their argument, in a program without writes in place."""
+_CAT: Final = "aten.cat.default"
+_SLICE_SCATTER: Final = "aten.slice_scatter.default"
 _FOLDED_ELEMENTS: Final = 1 << 16
 """Results of constants above this number of elements are computed in each step instead of being stored."""
 
@@ -423,14 +425,16 @@ class _Builder:
             else:
                 self._numbers[node] = self._results[source][index]
             return
-        if name in _SAME_VALUE:
-            source = node.args[0]
-            if (
-                source in self._folded
-            ):  # called for its strides: later nodes may need them for a view
-                self._folded[node] = node.target(self._folded[source], **node.kwargs)
+        if (source := _same_value(node, name)) is not None:
+            if source in self._folded:
+                value = self._folded[source]  # an alias for its strides: views may need them
+                same = name in _SAME_VALUE
+                self._folded[node] = node.target(value, **node.kwargs) if same else value
             else:
                 self._numbers[node] = self.value(source)
+            return
+        if _is_empty(node):  # it depends on nothing
+            self._folded[node] = torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
             return
         if name == "aten.full_like.default" and node.meta["val"].numel() <= _FOLDED_ELEMENTS:
             like = node.meta["val"]  # its shape is static, so its value depends on nothing
@@ -443,6 +447,8 @@ class _Builder:
             return
         if _writes(node.target):
             self._writing.add(name)
+        if name == _CAT:
+            node.args = ([t for t in node.args[0] if not _is_empty(t)], *node.args[1:])
         self._append(node, name)
 
     def _folds(self, node: FxNode) -> bool:
@@ -472,6 +478,21 @@ class _Builder:
     def _new(self) -> int:
         self._count += 1
         return self._count - 1
+
+
+def _same_value(node: FxNode, name: str) -> FxNode | None:
+    """Return the argument that is the value of a node, if one is."""
+    if name in _SAME_VALUE or (name == _SLICE_SCATTER and _is_empty(node.args[1])):
+        return node.args[0]
+    if name == _CAT and len(full := [t for t in node.args[0] if not _is_empty(t)]) == 1:
+        return full[0]
+    return None
+
+
+def _is_empty(node: FxNode) -> bool:
+    """Return whether the value of a node is a tensor without elements."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.numel() == 0
 
 
 def _type(tensor: Tensor | None) -> ValueType:
