@@ -71,6 +71,21 @@ def test_a_missing_framework_is_named(recipe):
     assert (error.value.code, error.value.hint) == ("HP501", "make setup-mindspore")
 
 
+def test_a_package_that_fusion_needs_is_named(recipe, installed, monkeypatch):
+    from importlib.util import find_spec
+
+    monkeypatch.setattr(
+        "hyper_parallel.backends.mindspore.fusion.find_spec",
+        lambda package: None if package == "decorator" else find_spec(package),
+    )
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(HyperParallelError) as error:
+        _prepare(recipe, "training.compile=graph-kernel")
+    assert error.value.code == "HP501"
+    assert "training.compile" in error.value.where
+    assert error.value.hint == "pip install decorator && apt-get install g++"
+
+
 def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
     job = _prepare(recipe)
     (programs,) = job.programs
