@@ -27,6 +27,7 @@ REFUSED = [
     (("training.dtype=bfloat16",), "HP104"),
     (("parallel.pp=2", "parallel.dp_shard=2", "parallel.tp=2"), "HP205"),
     (("training.optimizer=muon",), "HP104"),
+    (("training.recompute=full", "training.recompute_layers=1"), "HP104"),
     (("training.neftune_noise_alpha=5",), "HP104"),
     (("training.check_ranks_every=2", "training.deterministic=true"), "HP104"),
     (("parallel.cp=2",), "HP205"),

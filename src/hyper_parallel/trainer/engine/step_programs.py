@@ -254,6 +254,10 @@ def _check_recipe(
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
         "lora": (recipe.lora is not None, "adapters", "lora=null"),
         "offload": (recipe.offload.on, "offload", "offload.budget=null offload.max_slowdown=null"),
+        "training.recompute": (
+            plan.strategy.recompute != "none", f"recompute={plan.strategy.recompute}",
+            "training.recompute=none training.recompute_layers=null",
+        ),
         "training.dtype": (training.dtype != "float32", training.dtype, "training.dtype=float32"),
         "training.neftune_noise_alpha": (
             training.neftune_noise_alpha is not None, "embedding noise", "training.neftune_noise_alpha=null",
