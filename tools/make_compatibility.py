@@ -87,7 +87,7 @@ Parts of `backend: mindspore` that were not run, because MindSpore on a CPU does
 | reduce-scatter of MindSpore | its CPU has no kernel; composed of an all-reduce and a slice |
 | all-to-all of MindSpore | its CPU has no kernel; composed of an all-gather and a slice |
 | `training.dtype: bfloat16` | all-reduce takes no bfloat16 on the CPU; the dtype is refused |
-| graph kernels by DVM, `jit_level` | DVM needs Ascend, and the CPU ignores `jit_level`; `training.compile` is refused |
+| graph kernels by DVM, `jit_level` | not run: no Ascend, where they are set; the CPU fuses by AKG |
 | offload | needs memory of a device; refused |
 
 ## Layouts of four ranks

@@ -165,6 +165,13 @@ With `pp`, each rank has two programs of its stage: one for the activations that
 gradients, which computes the stage again from the activations that it has received. Ranks run them in the order of the
 schedule, one stage per rank. Activations and their gradients are sent by torch, through the memory of the host.
 
+With `training.compile: graph-kernel`, the compiler AKG of MindSpore generates one kernel from each chain of
+elementwise operators and reductions. It needs the package `decorator`, which MindSpore does not declare, and `g++`; a
+recipe is refused with HP501 without them, and `hyper-parallel doctor` names them. The report and the summary of a run
+list the kernels with their operators, as read from the files that AKG has written; `run.json` has them as
+`fused_kernels`. Kernels are generated again at each start. AKG uses fast math, so results differ in the last digits:
+losses of a tiny Llama agree to 1e-5. `python benchmarks/fusion.py` compares losses and times with those without fusion.
+
 `memory_bytes` in `metrics.jsonl` is the anonymous memory of the process above its start. Losses agree with torch to
 float32 rounding; the exponential function of MindSpore on the CPU is off by up to 3e-6.
 

@@ -119,6 +119,20 @@ def test_several_processes_train_as_one(place, sgd_on_torch, layout):
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fused_kernels_train_as_torch(place, sgd_on_torch, ranks):
+    name, words = f"fused{ranks}", ("backend=mindspore", "training.compile=graph-kernel")
+    rows = _train(place, name, *words, f"parallel.dp_shard={ranks}", *SGD)
+    losses = [row["loss"] for row in rows]
+    assert losses == pytest.approx([row["loss"] for row in sgd_on_torch], rel=1e-5)
+    kernels = json.loads((place / name / "run.json").read_text())["fused_kernels"]
+    assert len(kernels) >= 10
+    assert max(len(kernel["operators"]) for kernel in kernels) > 4
+    page = (place / name / "report.html").read_text()
+    assert all(kernel["name"] in page for kernel in kernels)
+    assert not [*place.glob("*.log"), *place.glob("akg_kernel_meta")]  # of the compiler
+
+
 @pytest.mark.parametrize("shards", [2, 4])
 def test_experts_on_two_ranks_train_as_on_torch(place, shards):
     """With four shards, two ranks share each half of the experts."""

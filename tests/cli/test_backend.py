@@ -27,6 +27,7 @@ REFUSED = [
     (("training.dtype=bfloat16",), "HP104"),
     (("parallel.pp=2", "parallel.dp_shard=2", "parallel.tp=2"), "HP205"),
     (("training.optimizer=muon",), "HP104"),
+    (("training.recompute=full", "training.recompute_layers=1"), "HP104"),
     (("training.neftune_noise_alpha=5",), "HP104"),
     (("training.check_ranks_every=2", "training.deterministic=true"), "HP104"),
     (("parallel.cp=2",), "HP205"),
@@ -69,6 +70,21 @@ def test_a_missing_framework_is_named(recipe):
     with pytest.raises(HyperParallelError) as error:
         _prepare(recipe)
     assert (error.value.code, error.value.hint) == ("HP501", "make setup-mindspore")
+
+
+def test_a_package_that_fusion_needs_is_named(recipe, installed, monkeypatch):
+    from importlib.util import find_spec
+
+    monkeypatch.setattr(
+        "hyper_parallel.backends.mindspore.fusion.find_spec",
+        lambda package: None if package == "decorator" else find_spec(package),
+    )
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(HyperParallelError) as error:
+        _prepare(recipe, "training.compile=graph-kernel")
+    assert error.value.code == "HP501"
+    assert "training.compile" in error.value.where
+    assert error.value.hint == "pip install decorator && apt-get install g++"
 
 
 def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):

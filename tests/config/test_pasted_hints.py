@@ -74,6 +74,8 @@ CONTRADICTIONS = (
     "offload.budget=auto training.dtype=float16",
     "offload.budget=auto training.on_nonfinite=skip",
     "offload.budget=auto training.compile=true",
+    "training.compile=graph-kernel",
+    "training.compile=true backend=mindspore",
     "overlap.tp=half-batch training.compile=true",
     "overlap.tp=chunks training.compile=true",
     "checkpoint.from_dir=x checkpoint.resume=never",

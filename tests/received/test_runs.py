@@ -138,6 +138,7 @@ def test_missing_values_are_left_out(place):
     ("name", "text"),
     [
         ("run.json", '{"device": 3}'),
+        ("run.json", '{"fused_kernels": [{"name": "k"}]}'),
         ("run.json", '{"ranks": 1' + "0" * 99 + "}"),
         ("run.json", "[]"),
         ("timeline.json", '{"kind": "measured", "spans": [{"lane": 1}]}'),

@@ -431,3 +431,18 @@ def test_exposed_communication_is_shown_with_both_figures_of_masking(run_dir: Pa
     (thread,) = [e for e in trace if e["ph"] == "M" and e["args"].get("name") == lane]
     (event,) = [e for e in trace if e.get("name") == "sequence gather"]
     assert (event["pid"], event["tid"]) == (thread["pid"], thread["tid"])
+
+
+def test_fused_kernels_are_listed_with_their_operators(run_dir: Path) -> None:
+    kernels = [
+        {"name": "Fused_Exp_Mul", "operators": ["Exp", "Mul", "Add"]},
+        {"name": "Fused_Rsqrt", "operators": ["ReduceSum", "Rsqrt"]},
+    ]
+    (run_dir / "run.json").write_text(json.dumps({"fused_kernels": kernels}))
+    text = " ".join(page_of(run_dir).text)
+    assert "Exp, Mul, Add" in text
+    assert text.index("Fused_Exp_Mul") < text.index("Fused_Rsqrt")
+    (tile,) = [r for r in results(load_run(run_dir)) if r.name == "fused kernels"]
+    assert (tile.text, tile.note) == ("2", "generated from 5 operators")
+    (run_dir / "run.json").write_text("{}")
+    assert "used kernels" not in " ".join(page_of(run_dir).text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -12,10 +13,23 @@ from numpy.typing import NDArray
 from hyper_parallel.backends.step_program import StepProgram
 
 PROGRAM_BACKENDS: Final = {"mindspore": "hyper_parallel.backends.mindspore"}
-"""Value of `backend` to a package with modules `operators` and `runner`."""
+"""Value of `backend` to a package with modules `operators`, `fusion` and `runner`."""
 
 CompiledProgram = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Compiled program: values of the back end by name in, values by name out."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedKernel:
+    """Kernel that a back end generated from several operators.
+
+    Attributes:
+        name: Name of the kernel.
+        operators: Its operators in the names of the back end, in order.
+    """
+
+    name: str
+    operators: tuple[str, ...]
 
 
 class ProgramRunner(Protocol):
@@ -37,8 +51,11 @@ class ProgramRunner(Protocol):
         """End the services of this rank; at once if the run has failed, else when all ranks have ended."""
         ...
 
-    def facts(self) -> dict[str, str]:
-        """Return name and version of the framework for the record of the run."""
+    def facts(self) -> dict[str, Any]:
+        """Return name and version of the framework for the record of the run, and `fused_kernels` with fusion.
+
+        These are the kernels built so far, each as an object with the attributes of `FusedKernel`.
+        """
         ...
 
 
@@ -55,12 +72,21 @@ def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
     return missing
 
 
+def missing_for_fusion(backend: str) -> dict[str, str]:
+    """Return the packages and programs that a back end lacks to fuse operators, with the commands to install them."""
+    module = import_module(f"{PROGRAM_BACKENDS[backend]}.fusion")
+    missing: dict[str, str] = module.missing_for_fusion()
+    return missing
+
+
 def join_ranks(
     backend: str,
     rank: int,
     ranks: int,
     agree: Callable[[str | None], str],
     groups: Mapping[str, Sequence[int]],
+    *,
+    fuse: bool = False,
 ) -> ProgramRunner:
     """Return the runner of this rank; imports its framework.
 
@@ -70,7 +96,8 @@ def join_ranks(
         ranks: Number of processes.
         agree: Returns the text of rank 0 on every rank; other ranks pass None.
         groups: Axis that collectives of the programs name to the ranks of this rank's group.
+        fuse: Whether to fuse operators into generated kernels.
     """
     module = import_module(f"{PROGRAM_BACKENDS[backend]}.runner")
-    runner: ProgramRunner = module.join(rank, ranks, agree, groups)
+    runner: ProgramRunner = module.join(rank, ranks, agree, groups, fuse=fuse)
     return runner

@@ -75,7 +75,7 @@ def doctor(
         return
     packages = [check_package(requirement) for requirement in REQUIREMENTS]
     machine, machine_json = _machine(measure)
-    findings = [_python(), *packages, *machine, *_storage()]
+    findings = [_python(), *packages, _compiler(), *machine, *_storage()]
     usable = {need: _usable(findings, need) for need in ("core", "training")}
     if as_json:
         report = {
@@ -169,6 +169,14 @@ def _python() -> Finding:
         f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
     )
     return Finding("python", "ok", detail, "core", "everything")
+
+
+def _compiler() -> Finding:
+    """Check the program that links generated kernels."""
+    path, gives = shutil.which("g++"), "torch.compile and graph kernels of MindSpore"
+    if path is None:
+        return Finding("g++", "missing", "not installed", "optional", gives, "apt-get install g++")
+    return Finding("g++", "ok", path, "optional", gives)
 
 
 def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:

@@ -60,6 +60,9 @@ REQUIREMENTS: Final = (
     Requirement("ray", "", "optional", "single controller over machines"),
     Requirement("mindspore", "", "optional", "MindSpore back end, in an environment of its own"),
     Requirement(
+        "decorator", "", "optional", "graph kernels of MindSpore, which does not install it"
+    ),
+    Requirement(
         "torch_npu", "", "optional", "Ascend accelerators; needs the vendor's libraries first"
     ),
 )

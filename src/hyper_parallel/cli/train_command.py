@@ -6,9 +6,9 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
     from hyper_parallel.trainer import Job, Summary
     from hyper_parallel.trainer.signals import Interrupted
+
+_MAX_KERNELS: Final = 12
+"""Number of fused kernels that the summary lists, half a screen."""
 
 
 def train(
@@ -303,6 +306,16 @@ def _is_newer(path: Path, other: Path) -> bool:
     return path.is_file() and other.is_file() and path.stat().st_mtime >= other.stat().st_mtime
 
 
+def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield lines about the fused kernels of a run, given the operators of each; those with most operators first."""
+    if not kernels:
+        return
+    yield f"{len(kernels)} fused kernels of {sum(map(len, kernels))} operators"
+    yield from (f"  {len(k)}: {', '.join(k)}" for k in kernels[:_MAX_KERNELS])
+    if len(kernels) > _MAX_KERNELS:
+        yield f"  {len(kernels) - _MAX_KERNELS} more in the report"
+
+
 def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
     """Print the result and report of a run on standard error and the sample on standard output.
 
@@ -329,6 +342,8 @@ def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten
         say(f"{summary.steps} steps in {summary.seconds:.0f} s, {losses}: {page}")
     if not math.isnan(last):
         console.print(f"held-out loss {first:.4f} -> {last:.4f} in {summary.seconds:.0f} s")
+    for line in _kernel_lines(summary.fused_kernels):
+        console.print(line, soft_wrap=True)
     if pages is not None:
         console.print(f"report {page}\ntrace  {pages[1]}")
     if (command := _next_command(job)) is not None:

@@ -128,6 +128,20 @@ def _check_data(recipe: Recipe, conflict: _Conflict) -> None:
         )
 
 
+def _check_compile(recipe: Recipe, conflict: _Conflict) -> None:
+    """Check that the back end compiles in the requested form."""
+    form = True if recipe.backend == "torch" else "graph-kernel"
+    if recipe.training.compile not in (False, form):
+        text = f"{form}".lower()
+        conflict(
+            "training.compile",
+            f"the back end {recipe.backend} does not compile in this form",
+            f"training.compile={recipe.training.compile}, backend={recipe.backend}".lower(),
+            f"set `training.compile={text}`, or `training.compile=false`",
+            f"false, {text}",
+        )
+
+
 def _check_overlap(recipe: Recipe, conflict: _Conflict) -> None:
     """Check overlap against the routing of experts and compiled layers."""
     overlap, capacity = recipe.overlap, recipe.moe.capacity_factor
@@ -539,6 +553,7 @@ def _check_members(submodels: Submodels, conflict: _Conflict) -> None:
 _CHECKS: Final = (
     _check_stage,
     _check_data,
+    _check_compile,
     _check_overlap,
     _check_run_length,
     _check_schedule,

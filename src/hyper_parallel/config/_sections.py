@@ -306,8 +306,9 @@ class Training(Section):
     """Activation recomputation in the backward pass: none, or every decoder layer (full)."""
     recompute_layers: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
     """Number of layers per rank that `recompute` applies to, counted from the first layer of its stages. None: all."""
-    compile: bool = False
-    """Compile each decoder layer with torch.compile."""
+    compile: bool | Literal["graph-kernel"] = False
+    """Fusion of operators: of each decoder layer by torch.compile (true), or of whole step programs into generated
+    kernels (graph-kernel), by a `backend` that runs step programs."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out data. 0: only before the first step and after the last one."""
     early_stopping_patience: int | None = Field(default=None, ge=1)

@@ -66,6 +66,14 @@ class _Row(TypedDict):
 
 
 @with_config(_STRICT)
+class _FusedKernel(TypedDict):
+    """Kernel that a back end generated from several operators."""
+
+    name: str
+    operators: list[str]
+
+
+@with_config(_STRICT)
 class _About(TypedDict):
     """Fields of run.json that a report uses."""
 
@@ -75,6 +83,7 @@ class _About(TypedDict):
     torch: NotRequired[str]
     transformers: NotRequired[str]
     training_s: NotRequired[_Number]
+    fused_kernels: NotRequired[list[_FusedKernel]]
 
 
 _ROW: Final[TypeAdapter[_Row]] = TypeAdapter(_Row)
@@ -135,6 +144,11 @@ class RunRecord:
         name, path = self.plan.model.name, Path(str(self.settings.get("model.path", "")))
         is_export = path.name == name and name in ("export", "merged")
         return "/".join(path.parts[-2:]) if is_export else name
+
+    @property
+    def fused_kernels(self) -> list[dict[str, Any]]:
+        """Kernels that the back end generated, each with `name` and `operators`; empty without fusion."""
+        return list(self.run_info.get("fused_kernels", []))
 
     @property
     def terms(self) -> StageTerms:

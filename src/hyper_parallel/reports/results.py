@@ -151,6 +151,9 @@ def _speed(run: RunRecord) -> Iterator[Result]:
     if (peak := part.peak_memory_bytes) is not None:
         note = _predicted_note(format_bytes(plan.memory_bytes), peak, plan.memory_bytes)
         yield Result("peak memory per rank", format_bytes(peak), float(peak), note)
+    if kernels := run.fused_kernels:
+        note = f"generated from {sum(len(kernel['operators']) for kernel in kernels)} operators"
+        yield Result("fused kernels", f"{len(kernels)}", float(len(kernels)), note)
     if skipped := sum(int(m.get("skipped", 0)) for m in run.metrics):
         note = "gradients were not finite, the loss scale was lowered"
         yield Result("skipped steps", f"{skipped}", float(skipped), note)

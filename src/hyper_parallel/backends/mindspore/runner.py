@@ -7,8 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,9 +19,13 @@ import mindspore as ms
 from mindspore import Tensor
 from numpy.typing import NDArray
 
+from hyper_parallel.backends.mindspore.fusion import CONTEXT, JIT_LEVEL, KernelFolder
 from hyper_parallel.backends.mindspore.translate import to_source
 from hyper_parallel.backends.program_runner import CompiledProgram
 from hyper_parallel.backends.step_program import StepProgram
+
+_DEVICE: Final = "CPU"
+"""Device of the ranks; others were not run."""
 
 _SCHEDULER: Final = "import mindspore as ms; ms.set_device('CPU'); ms.communication.init('mccl')"
 """Program of the process with which ranks register; it ends when they have ended."""
@@ -30,20 +37,26 @@ class MindSporeRunner:
     Args:
         groups: Name to the group of ranks, as `kernels` describes it.
         scheduler: Process with which the ranks have registered, on the rank that started it.
+        kernels: Folder of generated kernels, with fusion.
     """
 
     def __init__(
         self,
         groups: Mapping[str, tuple[Any, ...]],
         scheduler: subprocess.Popen[bytes] | None = None,
+        kernels: KernelFolder | None = None,
     ) -> None:
         self._groups = groups
         self._scheduler = scheduler
+        self._kernels = kernels
 
     def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
         """Compile a program as one graph."""
         source.write_text(to_source(program, self._groups), encoding="utf-8")
-        function = ms.jit(_function(source))
+        level = {} if self._kernels is None else {"jit_level": JIT_LEVEL[_DEVICE]}
+        function = ms.jit(_function(source.resolve()), **level)
+        if self._kernels is not None:
+            function = _build_in(self._kernels, function)
         constants = [Tensor.from_numpy(array) for array in program.constants.values()]
 
         def run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +75,12 @@ class MindSporeRunner:
         return array
 
     def close(self, *, failed: bool) -> None:
-        """End the scheduler after a failure; otherwise it ends with the last rank, which could not end without it."""
+        """End the scheduler after a failure; otherwise it ends with the last rank, which could not end without it.
+
+        Generated kernels are deleted; they remain loaded.
+        """
+        if self._kernels is not None:
+            self._kernels.remove()
         if self._scheduler is None:
             return
         atexit.unregister(self._scheduler.kill)
@@ -70,9 +88,12 @@ class MindSporeRunner:
             self._scheduler.kill()
             self._scheduler.wait()
 
-    def facts(self) -> dict[str, str]:
-        """Return the version of MindSpore."""
-        return {"mindspore": ms.__version__}
+    def facts(self) -> dict[str, Any]:
+        """Return the version of MindSpore, and the kernels built so far."""
+        facts: dict[str, Any] = {"mindspore": ms.__version__}
+        if self._kernels is not None:
+            facts["fused_kernels"] = [asdict(kernel) for kernel in self._kernels.kernels()]
+        return facts
 
 
 def join(
@@ -80,6 +101,8 @@ def join(
     ranks: int,
     agree: Callable[[str | None], str],
     groups: Mapping[str, Sequence[int]],
+    *,
+    fuse: bool = False,
 ) -> MindSporeRunner:
     """Return the runner of this rank; see `join_ranks`.
 
@@ -99,7 +122,8 @@ def join(
             )  # fmt: skip
             atexit.register(process.kill)  # also where an error ends this rank
         os.environ |= {**common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
-    ms.set_device("CPU")
+    kernels = _kernel_folder(rank, ranks, agree) if fuse else None
+    ms.set_device(_DEVICE)
     if ranks > 1:
         ms.communication.init("mccl")
     world = ms.communication.GlobalComm.WORLD_COMM_GROUP
@@ -107,7 +131,33 @@ def join(
         name: (world, members.index(rank), ranks, tuple(members))
         for name, members in groups.items()
     }
-    return MindSporeRunner(named, process)
+    return MindSporeRunner(named, process, kernels)
+
+
+def _kernel_folder(rank: int, ranks: int, agree: Callable[[str | None], str]) -> KernelFolder:
+    """Return the folder of generated kernels that the ranks of this job share; rank 0 deletes it in the end."""
+    own = tempfile.mkdtemp(prefix="hyper_parallel_kernels_") if rank == 0 else None
+    shared = agree(own) if ranks > 1 else str(own)
+    folder = KernelFolder(Path(shared), owned=rank == 0)
+    atexit.register(folder.remove)  # also where an error ends this rank
+    return folder
+
+
+def _build_in(folder: KernelFolder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function whose first call, which compiles, builds kernels into a folder."""
+    calls = count()
+
+    def call(*args: Any) -> Any:
+        if next(calls):
+            return function(*args)
+        with folder.building():
+            ms.set_context(**CONTEXT[_DEVICE])
+            try:
+                return function(*args)
+            finally:
+                ms.set_context(enable_graph_kernel=False)
+
+    return call
 
 
 def _free_port() -> int:

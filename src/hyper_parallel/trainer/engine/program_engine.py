@@ -211,8 +211,15 @@ class ProgramEngine(TorchEngine):
         first = self.rank // size * size
         positions = self._programs.gradients.groups() | self._programs.update.groups()
         groups |= {name: [first + p for p in own] for name, own in positions.items()}
-        backend = self._recipe.backend
-        self._runner = join_ranks(backend, self.rank, self.world_size, self._agree, groups)
+        recipe = self._recipe
+        self._runner = join_ranks(
+            recipe.backend,
+            self.rank,
+            self.world_size,
+            self._agree,
+            groups,
+            fuse=recipe.training.compile == "graph-kernel",
+        )
         return self
 
     def __exit__(self, *error: Any) -> None:

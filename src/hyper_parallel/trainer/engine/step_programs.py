@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyper_parallel.backends.program_runner import unsupported_operators
+from hyper_parallel.backends.program_runner import missing_for_fusion, unsupported_operators
 from hyper_parallel.backends.step_program import StepProgram, group_name
 from hyper_parallel.backends.torch import local, materialize, resolve_layouts
 from hyper_parallel.backends.torch.dropout import has_dropout
@@ -88,7 +88,7 @@ def capture_programs(
         Programs of each rank of the block, see `program_block`.
 
     Raises:
-        MissingDependency: HP501 when the back end is not installed.
+        MissingDependency: HP501 when the back end is not installed, or a package that fusion needs.
         Contradiction: HP104 for a feature of the recipe that programs do not have, or for operators that the back end
             does not have.
         UnsupportedSharding: HP205 for a layout with other axes.
@@ -99,6 +99,13 @@ def capture_programs(
             where=where("backend"),
             got=f"backend={recipe.backend}",
             hint="make setup-mindspore",
+        )
+    if recipe.training.compile and (commands := missing_for_fusion(recipe.backend)):
+        raise MissingDependency(
+            f"graph kernels need {', '.join(commands)}, which {recipe.backend} does not install",
+            where=where("training.compile"),
+            got=f"training.compile={recipe.training.compile}",
+            hint=" && ".join(commands.values()),
         )
     _check_recipe(recipe, plan, router_loss, where)
     captured = []
@@ -248,7 +255,10 @@ def _check_recipe(
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
         "lora": (recipe.lora is not None, "adapters", "lora=null"),
         "offload": (recipe.offload.on, "offload", "offload.budget=null offload.max_slowdown=null"),
-        "training.compile": (bool(training.compile), "torch.compile", "training.compile=false"),
+        "training.recompute": (
+            plan.strategy.recompute != "none", f"recompute={plan.strategy.recompute}",
+            "training.recompute=none training.recompute_layers=null",
+        ),
         "training.dtype": (training.dtype != "float32", training.dtype, "training.dtype=float32"),
         "training.neftune_noise_alpha": (
             training.neftune_noise_alpha is not None, "embedding noise", "training.neftune_noise_alpha=null",

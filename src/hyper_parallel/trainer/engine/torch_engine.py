@@ -358,7 +358,7 @@ class TorchEngine:
         if recipe.lora is not None:
             gaussian = recipe.lora.init_lora_weights == "gaussian"
             initialise_adapters(model, recipe.training.seed, gaussian=gaussian)
-        if recipe.training.compile:
+        if recipe.training.compile is True:
             compile_layers(model)
         return model
 

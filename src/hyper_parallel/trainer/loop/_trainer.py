@@ -160,6 +160,8 @@ class Summary:
     seconds: float  # seconds of training, evaluations included
     complete: bool = False  # the run had already ended: no record was written
     unwritten: tuple[HyperParallelError, ...] = ()  # write failures of optional outputs
+    # Names of the operators of each kernel that the back end generated
+    fused_kernels: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass
@@ -351,7 +353,10 @@ class Trainer:
                 write_data_record(self._job)
             write_text(directory / "run.json", json.dumps(about, indent=1) + "\n")
         unwritten = [*self._unwritten.errors, *(self._log.unwritten.errors if self._log else ())]
-        return Summary(run.done, *losses, seconds, unwritten=tuple(unwritten))
+        kernels = tuple(tuple(kernel["operators"]) for kernel in about.get("fused_kernels", ()))
+        return Summary(
+            run.done, *losses, seconds, unwritten=tuple(unwritten), fused_kernels=kernels
+        )
 
     def _close_log(self, failure: type[BaseException] | None, *_: object) -> None:
         """Close the records; an error of closing is suppressed if another failure is already propagating."""
