@@ -217,6 +217,25 @@ def test_a_dangling_link_is_refused_as_missing(tmp_path):
         resolve(Data(source=str(tmp_path / "words.txt"), seq_len=8), "pt")
 
 
+@pytest.mark.parametrize("target", ["chapter.txt", "rows.jsonl", "rows.jsonl.gz"])
+def test_a_link_to_a_file_of_another_format_is_refused(tmp_path, target):
+    (tmp_path / target).write_text("a password\n")
+    (tmp_path / "table.csv").symlink_to(tmp_path / target)
+    with pytest.raises(NoData, match="another format") as caught:
+        resolve(Data(source=str(tmp_path / "table.csv"), seq_len=8), "sft")
+    assert caught.value.hint == f"data.source={tmp_path / target}"
+    assert "password" not in caught.value.render()
+
+
+def test_a_link_to_a_file_of_the_same_or_no_format_is_read(tmp_path):
+    """Tools that keep data by checksum link to names without a suffix."""
+    for target in ("0f3a", "rows.csv"):
+        (tmp_path / target).write_text("text\nsome words\n")
+        (tmp_path / "table.csv").unlink(missing_ok=True)
+        (tmp_path / "table.csv").symlink_to(tmp_path / target)
+        assert [d.text for d in documents(tmp_path / "table.csv")] == ["some words"]
+
+
 def test_errors_show_no_line_of_a_linked_file(tmp_path):
     (tmp_path / "private").write_text("a password\n")
     (tmp_path / "rows.jsonl").symlink_to(tmp_path / "private")

@@ -7,6 +7,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import re
 import shlex
 import zlib
@@ -105,6 +106,23 @@ def refuse_unread(path: Path) -> None:
         allowed=f"{', '.join(KINDS)}, text; each also with {' or '.join(_COMPRESSED)}",
         hint=hint,
     )
+
+
+def refuse_other_target(path: Path) -> None:
+    """Raise for a link to a file of another format: errors would show its lines as names of columns.
+
+    Raises:
+        NoData: HP602 with the name of the target.
+    """
+    target = Path(os.path.realpath(path))
+    if inner_suffix(target) in _SUFFIXES and kind_of(target) != kind_of(path):
+        raise NoData(
+            "a data file is a link to a file of another format",
+            where=str(path),
+            got=str(target),
+            allowed=f"a file of format {kind_of(path)}",
+            hint=f"data.source={shlex.quote(str(target))}",
+        )
 
 
 _SPLITS: Final = frozenset(

@@ -42,6 +42,7 @@ from hyper_parallel.trainer.data.data_files import (
     kind_of,
     nearest,
     open_bytes,
+    refuse_other_target,
     refuse_splits,
     refuse_unread,
     several_paths,
@@ -522,6 +523,8 @@ def _files(data: Data, stage: str) -> list[Path]:
         files = _of_one_kind(path, _without_descriptions(files, data.format), data.format)
         refuse_splits(path, files)
     for file in files:
+        if file.is_symlink():
+            refuse_other_target(file)
         if kind_of(file) == "text":
             refuse_unread(file)
     if all(f.stat().st_size == 0 for f in files):
