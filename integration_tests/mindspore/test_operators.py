@@ -270,3 +270,24 @@ def test_programs_have_infinities_where_torch_has_them(tmp_path):
         np.testing.assert_allclose(
             runner.array(results[name]), wanted.numpy(), rtol=TOLERANCE, atol=1e-7, err_msg=name
         )
+
+
+def test_programs_scale_a_summand(tmp_path):
+    def combined(given):
+        a, b = given["a"], given["b"]
+        return {
+            "sum": torch.add(a, b, alpha=3),
+            "difference": torch.sub(a, b, alpha=0.5),
+            "reverse": torch.rsub(a, b, alpha=2),
+        }
+
+    given = {"a": torch.from_numpy(X), "b": torch.from_numpy(Y)}
+    program = capture_update(combined, given)
+    assert sum("alpha" in node.kwargs for node in program.nodes) == 3
+    runner = MindSporeRunner({})
+    step = runner.compile(program, tmp_path / "combined.py")
+    results = step({name: runner.value(tensor.numpy()) for name, tensor in given.items()})
+    for name, wanted in combined(given).items():
+        np.testing.assert_allclose(
+            runner.array(results[name]), wanted.numpy(), rtol=TOLERANCE, atol=1e-6, err_msg=name
+        )
