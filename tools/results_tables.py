@@ -64,6 +64,35 @@ def source(*names: str) -> str:
     return f"Raw data: {files}" + (f" ({place})." if place else ".")
 
 
+# MindSpore
+
+
+@table
+def fusion() -> str:
+    """Return kernels, losses and times with and without graph-kernel fusion."""
+    data = load("fusion_cpu")
+    llama, block = data["llama"], data["block"]
+    low, _, high = block["speedup_quartiles"]
+    chains = sum(map(len, block["kernels"]))
+    rows = [
+        ("training of Llama", f"{len(llama['kernels'])} of {sum(map(len, llama['kernels']))} operators",
+         f"{llama['largest_relative_difference']:.1e}", "-", "-"),
+        (f"block of {block['tokens']:,} x {block['features']:,}", f"{len(block['kernels'])} of {chains} operators",
+         f"{max(block['largest_relative_difference'].values()):.1e}",
+         f"{1e3 * block['seconds_plain']:.0f} ms, {1e3 * block['seconds_fused']:.0f} ms",
+         f"{block['speedup']:.2f} ({low:.2f} to {high:.2f})"),
+    ]  # fmt: skip
+    head = (
+        "case",
+        "fused kernels",
+        "largest relative difference",
+        "without, with",
+        "ratio (quartiles)",
+    )
+    versions = f"MindSpore {data['machine']['mindspore']}. Missed bars: {', '.join(data['missed']) or 'none'}."
+    return markdown(head, rows) + f"\n\n{versions}\n\n" + source("fusion_cpu")
+
+
 # Parallelism
 
 
