@@ -195,8 +195,9 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 def foreign_target(path: Path, folder: Path) -> Path | None:
     """Return the target of a path in a folder if it is a file of another name outside the folder, else None.
 
-    Folders of links to the files of a model are common; such a link has the name of its target. A link of another name
-    may publish any file, as the files of a received folder are copied into exports.
+    Folders of links to the files of a model are common; such a link has the name of its target, or leads to a blob in
+    the cache of the Hugging Face hub. A link of another name may publish any file, as the files of a received folder
+    are copied into exports.
     """
     if outside_target(path, folder) is None:
         return None
@@ -206,7 +207,10 @@ def foreign_target(path: Path, folder: Path) -> Path | None:
             break
         place = Path(os.path.abspath(place.parent / place.readlink()))  # noqa: PTH100
         if not place.is_relative_to(root):
-            return None if place.name == path.name else place
+            is_blob = place.parts[-2:-1] == ("blobs",) and place.parts[-3].startswith(
+                _CACHED_REPOSITORY
+            )
+            return None if is_blob or place.name == path.name else place
     return Path(os.path.realpath(path))
 
 

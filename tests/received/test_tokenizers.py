@@ -140,16 +140,19 @@ def test_a_link_to_another_file_outside_is_refused(tmp_path: Path, name: str) ->
 
 
 def test_a_folder_of_links_to_the_files_of_a_model_is_read(tmp_path: Path) -> None:
-    """The targets may be links themselves, as in the cache of the hub."""
-    blobs, store = tmp_path / "blobs", write(tmp_path / "store")
-    blobs.mkdir()
-    directory = tmp_path / "links"
+    """The targets may be links themselves, or blobs in the cache of the hub."""
+    blobs, store = tmp_path / "models--user--name" / "blobs", write(tmp_path / "store")
+    blobs.mkdir(parents=True)
+    directory, direct = tmp_path / "links", tmp_path / "direct"
     directory.mkdir()
+    direct.mkdir()
     for number, path in enumerate(sorted(store.iterdir())):
         path.rename(blobs / str(number))
         path.symlink_to(blobs / str(number))
         (directory / path.name).symlink_to(path)
+        (direct / path.name).symlink_to(blobs / str(number))
     assert load_tokenizer(directory).eos_token == "<|end|>"
+    assert load_tokenizer(direct).eos_token == "<|end|>"
 
 
 def test_a_config_beside_the_tokenizer_is_bounded_too(tmp_path: Path) -> None:
