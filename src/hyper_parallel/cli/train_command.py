@@ -107,7 +107,7 @@ def _train_recipe(
     loaded = load_any_recipe(recipe, values, no_code)
     saved = None if plan is None else _SavedPlan(plan)
     if saved is not None:
-        saved.refuse_degrees(values)
+        saved.refuse_degrees(recipe, values)
         loaded = load_any_recipe(recipe, [*values, *saved.overrides(loaded)], no_code)
     permit_stream(loaded.recipe.data.streaming, str(loaded.recipe.data.source))
     if loaded.recipe.launch.launcher in ("local", "slurm") and "SLURM_STEP_ID" in os.environ:
@@ -154,22 +154,24 @@ class _SavedPlan:
 
         self._path, self._plan = str(path), Plan.load(path)
 
-    def refuse_degrees(self, overrides: Sequence[str]) -> None:
+    def refuse_degrees(self, recipe: Path, overrides: Sequence[str]) -> None:
         """Reject overrides of degrees, because the plan determines them.
 
         Raises:
-            PlanMismatch: HP307 naming the override.
+            PlanMismatch: HP307 naming the override, with the command without it.
         """
         from hyper_parallel.errors import PlanMismatch
 
+        rest = [word for word in overrides if not word.startswith(("parallel.", "parallel="))]
+        words = ["hyper-parallel", "train", str(recipe), "--plan", self._path, *rest]
         for override in overrides:
-            if override.startswith(("parallel.", "parallel=")):
+            if override not in rest:
                 raise PlanMismatch(
                     "the command line sets degrees, but the saved plan already determines them",
                     where=self._path,
                     got=override,
                     allowed="overrides outside of the section `parallel`",
-                    hint=f"leave out `{override}`, or `--plan`",
+                    hint=f"{shlex.join(words)}, without `{override}`",
                 )
 
     def overrides(self, loaded: LoadedRecipe) -> list[str]:
