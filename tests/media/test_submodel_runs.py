@@ -23,7 +23,6 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.trainer.engine.recipe_model import joint_schedule, read_recipe_spec
-from hyper_parallel.trainer.engine.recipe_submodels import step_seconds
 from hyper_parallel.trainer.engine.submodel_search import layouts
 from hyper_parallel.trainer.job import plan_with_submodels, resolve_submodels
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
@@ -128,7 +127,7 @@ def test_no_layout_that_can_run_is_faster_than_the_chosen_one(place: Path) -> No
     def seconds(one: LoadedRecipe) -> float:
         plan = plan_recipe(one.recipe, None, one.where, spec)
         assert plan.workload.tokens_per_step == 384
-        return step_seconds(plan_with_submodels(one, plan))
+        return plan_with_submodels(one, plan).whole_step_s
 
     times = []
     for parts in layouts("vision", 2):

@@ -100,7 +100,7 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
 def one_line(plan: Plan) -> str:
     """Machine, strategy, step time and memory of a plan in one line."""
     return (
-        f"{plan.model.name} on {plan.strategy.world_size} devices of {plan.topology}: {plan.strategy}, "
+        f"{plan.model.name} on {plan.num_ranks} devices of {plan.topology}: {plan.degrees}, "
         f"{format_seconds(plan.whole_step_s)} per step, MFU {plan.predicted_mfu:.1%}, {_tier(plan, 'hbm')}"
     )
 
@@ -123,7 +123,7 @@ def _interval(plan: Plan, half_width: float | None) -> str:
 
 def _tokens_per_second(plan: Plan) -> float:
     """Return the tokens per second and device."""
-    per_step = (plan.workload.tokens_per_step or 0) / plan.strategy.world_size
+    per_step = (plan.workload.tokens_per_step or 0) / plan.num_ranks
     return per_step / plan.whole_step_s if plan.whole_step_s else 0.0
 
 
@@ -193,7 +193,7 @@ def _title(plan: Plan) -> str:
     size = f"{format_count(m.num_params)} parameters"
     if m.num_active_params != m.num_params:
         size += f", {format_count(m.num_active_params)} active"
-    return f"{m.name}: {size}, on {plan.strategy.world_size} devices of {plan.topology}"
+    return f"{m.name}: {size}, on {plan.num_ranks} devices of {plan.topology}"
 
 
 def _head(plan: Plan) -> Iterator[str]:

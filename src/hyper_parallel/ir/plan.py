@@ -127,6 +127,7 @@ class SubmodelsPlan:
         lower_s: Seconds that no order of the same work on these ranks undercuts: all work of the busiest rank if the
             tower's microbatches may lie on any of its ranks, or the longest microbatch from end to end.
         schedule: Joint schedule in the extended CSV form; empty: the tower computes in rounds.
+        wait_s: Seconds by which the step is longer than that of the language part alone.
     """
 
     parts: tuple[PartPlan, ...]
@@ -134,6 +135,7 @@ class SubmodelsPlan:
     bubble: float
     lower_s: float
     schedule: str = ""
+    wait_s: float = 0.0
 
 
 PLAN_VERSION: Final = 2
@@ -401,14 +403,30 @@ class Plan:
 
     @property
     def whole_step_s(self) -> float:
-        """Predicted seconds from one step to the next: of learning, and of sampling where a step does both."""
+        """Predicted seconds from one step to the next, with sampling where a step does both, and waits for a tower."""
+        if self.submodels is not None:
+            return self.step_s + self.submodels.wait_s
         return self.step_s if self.roles is None else self.roles.step_s
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that train: those of the mesh, or of all parts of the model."""
+        if self.submodels is None:
+            return self.strategy.world_size
+        return len({rank for part in self.submodels.parts for rank in part.ranks})
+
+    @property
+    def degrees(self) -> str:
+        """Degrees and choices as text: of the strategy, or of each part of the model."""
+        if self.submodels is None:
+            return str(self.strategy)
+        return ", ".join(f"{part.name} {part.degrees}" for part in self.submodels.parts)
 
     @property
     def predicted_mfu(self) -> float:
         """Model FLOP/s utilisation of the ranks that train that the prediction implies, against the dense peak."""
         tokens = self.workload.tokens_per_step or 0
-        peak = self.peak_flops * self.strategy.world_size
+        peak = self.peak_flops * self.num_ranks
         capacity = self.whole_step_s * peak
         return self.model.flops_per_token * tokens / capacity if capacity else 0.0
 

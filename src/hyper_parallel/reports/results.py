@@ -143,7 +143,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
     for name, share in run.busy.items():
         yield Result(f"busy, {name}", f"{share * 100:.0f} %", share, "of the seconds of steps")
     if (tps := part.steady("tps")) is not None:
-        note = f"all ranks {tps * plan.mesh.size:,.0f}"
+        note = f"all ranks {tps * plan.num_ranks:,.0f}"
         yield Result("tokens/s per rank", f"{tps:,.0f}", tps, note)
     if (mfu := part.steady("mfu")) is not None:
         note = f"predicted {plan.predicted_mfu * 100:.1f} %"
@@ -181,7 +181,7 @@ def part_rows(run: RunRecord) -> list[dict[str, str]]:
         rows.append(
             {
                 "steps": f"{part.rows[0]['step']} to {part.rows[-1]['step']}",
-                "layout": f"{plan.mesh.size}: {plan.strategy}",
+                "layout": f"{plan.num_ranks}: {plan.degrees}",
                 "predicted step": format_seconds(plan.whole_step_s),
                 "measured step": "-" if step_s is None else format_seconds(step_s),
                 "predicted peak": format_bytes(plan.memory_bytes),
@@ -199,7 +199,7 @@ def conditions(run: RunRecord) -> list[tuple[str, str]]:
     versions = ("python", "torch", "transformers")
     rows = {
         "machine": str(info.get("device", plan.topology)),
-        "ranks": f"{plan.mesh.size}: {plan.strategy}",
+        "ranks": f"{plan.num_ranks}: {plan.degrees}",
         "step": f"{format_count(work.tokens_per_step or 0)} tokens: {batch}",
         "parameters, reductions": f"{work.param_dtype}, {work.reduce_dtype}",
         "memory": f"{info['memory']}" if "memory" in info else "",

@@ -86,25 +86,21 @@ def plan_submodels(
         PartPlan(part, members[part], str(layouts[part]), *seconds)
         for part, seconds in (("language", busy[1]), (name, busy[0]))
     ]
-    return replace(plan, submodels=_step(parts, lanes, schedule, costs, joint))
+    step = _step(parts, lanes, schedule, costs, joint)
+    return replace(plan, submodels=replace(step, wait_s=_wait_s(plan, step.step_s)))
 
 
 def _busy(cost: StageCost, microbatches: float) -> tuple[float, float]:
     return cost.forward_s * microbatches, (cost.input_grad_s + cost.weight_grad_s) * microbatches
 
 
-def step_seconds(plan: Plan) -> float:
-    """Return the predicted seconds of a step with sub-models: that of the language part, and of waiting for the tower.
-
-    Args:
-        plan: Plan of `plan_submodels` with times.
-    """
-    assert plan.submodels is not None
+def _wait_s(plan: Plan, step_s: float) -> float:
+    """Return the seconds of a step beyond those of the language part alone, under 1F1B."""
     lanes = TowerLanes(plan.strategy.pp, (0,))
     costs = [StageCost(0.0, 0.0, 0.0), *(stage.cost for stage in plan.stages)]
     count = plan.workload.accumulation_steps or 1
-    alone = simulate(schedule_tasks(rounds_schedule(lanes, count, costs), costs)).end_s
-    return plan.step_s + max(0.0, plan.submodels.step_s - alone)
+    alone_s = simulate(schedule_tasks(rounds_schedule(lanes, count, costs), costs)).end_s
+    return max(0.0, step_s - alone_s)
 
 
 def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float | None:

@@ -17,7 +17,6 @@ from hyper_parallel.trainer.engine.recipe_submodels import (
     check_submodels,
     plan_submodels,
     sampled_tower_flops,
-    step_seconds,
 )
 
 _Parts = dict[str, dict[str, Any]]
@@ -63,7 +62,7 @@ def choose_submodels(
             if flops is None:
                 raise _no_time(loaded, parts)
         plan = plan_submodels(candidate.recipe, plan, model, flops)
-        options.append((step_seconds(plan) / (plan.workload.tokens_per_step or 1), candidate))
+        options.append((plan.whole_step_s / (plan.workload.tokens_per_step or 1), candidate))
     if not options:
         assert first is not None, "one rank has a layout"
         raise first

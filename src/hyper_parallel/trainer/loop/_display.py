@@ -87,7 +87,7 @@ def startup_panel(job: Job) -> Panel:
     tokens, params = format_count(work.tokens_per_step or 0), format_count(plan.model.num_params)
     batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens"
     rows = {
-        "topology": f"{plan.topology}, {plural(plan.strategy.world_size, 'rank')}"
+        "topology": f"{plan.topology}, {plural(plan.num_ranks, 'rank')}"
         + (
             ""
             if job.on_topology
@@ -96,7 +96,7 @@ def startup_panel(job: Job) -> Panel:
         "model": f"{plan.model.name} ({plan.model.family}), {params} parameters",
         "weights": weights,
         **({"trained": job.trained} if job.trained else {}),
-        "mesh": str(plan.mesh),
+        "mesh": str(plan.mesh) if plan.submodels is None else plan.degrees,
         "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
         **panel_rows(job),
         **({} if job.router_loss is None else {"router loss": job.router_loss}),
