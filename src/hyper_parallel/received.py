@@ -96,10 +96,10 @@ def read_text(path: Path, limits: Limits) -> str:
 
 
 def holds_text(path: Path, text: str) -> bool:
-    """Return whether a regular file holds exactly this text.
+    """Return whether a path is a regular file that holds exactly this text, in UTF-8.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The path is missing, a folder, or cannot be read.
     """
     content = text.encode()
     try:
@@ -196,7 +196,8 @@ def foreign_target(path: Path, folder: Path) -> Path | None:
     """Return the target of a path in a folder if it is a file of another name outside the folder, else None.
 
     Folders of links to the files of a model are common; such a link has the name of its target. A link of another name
-    may publish any file, as the files of a received folder are copied into exports.
+    may publish any file, as the files of a received folder are copied into exports. A target of the same name outside
+    the folder belongs to this machine, so links from there on are followed under any name.
     """
     if outside_target(path, folder) is None:
         return None
