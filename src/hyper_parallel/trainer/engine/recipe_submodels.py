@@ -25,7 +25,7 @@ from hyper_parallel.trainer.engine.optimizer import check_optimizer
 from hyper_parallel.trainer.engine.recipe_model import submodel_layouts
 
 _SAMPLED: Final = 16
-"""Microbatches of the first step whose media are counted: their arrays are made before the run starts."""
+"""Microbatches of the first step whose media are counted; few, as their arrays are made before the run starts."""
 
 
 def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
@@ -94,7 +94,7 @@ def _busy(cost: StageCost, microbatches: float) -> tuple[float, float]:
 
 
 def step_seconds(plan: Plan) -> float:
-    """Return the predicted seconds of a step with sub-models: that of the language part, and of waiting for the tower.
+    """Return the predicted seconds of a step with sub-models: the step of the language part, and waits for the tower.
 
     Args:
         plan: Plan of `plan_submodels` with times.
@@ -108,7 +108,10 @@ def step_seconds(plan: Plan) -> float:
 
 
 def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float | None:
-    """Return the mean FLOPs of the tower's forward per sequence at the start of the first step; None: not known."""
+    """Return the mean FLOPs of the tower's forward per sequence, over at most `_SAMPLED` microbatches of step 0.
+
+    The result is None for an encoder that does not run on meta tensors.
+    """
     work, strategy = plan.workload, plan.strategy
     rows, count = work.microbatch or 1, work.accumulation_steps or 1
     shares = min(strategy.dp, -(-_SAMPLED // count))
@@ -127,7 +130,7 @@ def _step(
     costs: list[StageCost],
     joint: bool,
 ) -> SubmodelsPlan:
-    """Return the simulated step of a schedule."""
+    """Return the parts with the simulated step of a schedule: its seconds, idle fraction, bound and actions."""
     step_s = simulate(schedule_tasks(schedule, costs)).end_s
     # Seconds of ranks: all ranks of a lane work together.
     language, tower = parts
