@@ -31,7 +31,7 @@ CONTEXT: Final[Mapping[str, Mapping[str, Any]]] = {
 """Device to the settings of MindSpore that switch fusion on. The row of Ascend was not run."""
 
 JIT_LEVEL: Final[Mapping[str, str]] = {"CPU": "O0", "Ascend": "O1"}
-"""Device to `jit_level`, the optimization level of graphs. The CPU ignores higher levels; the row of Ascend was not run."""
+"""Device to the optimization level of graphs, `jit_level`. The CPU ignores higher ones; Ascend's row was not run."""
 
 
 def missing_for_fusion() -> dict[str, str]:
