@@ -96,10 +96,10 @@ def read_text(path: Path, limits: Limits) -> str:
 
 
 def holds_text(path: Path, text: str) -> bool:
-    """Return whether a regular file holds exactly this text.
+    """Return whether a path is a regular file that holds exactly this text, in UTF-8.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The path is missing, a folder, or cannot be read.
     """
     content = text.encode()
     try:
@@ -195,23 +195,26 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 def foreign_target(path: Path, folder: Path) -> Path | None:
     """Return the target of a path in a folder if it is a file of another name outside the folder, else None.
 
-    Folders of links to the files of a model are common; such a link has the name of its target, or leads to a blob in
-    the cache of the Hugging Face hub. A link of another name may publish any file, as the files of a received folder
+    Folders of links to the files of a model are common; each link then has the name of its target, or leads to a blob
+    in the cache of the Hugging Face hub. A link of another name may publish any file, as the files of a received folder
     are copied into exports.
     """
     if outside_target(path, folder) is None:
         return None
     root, place = Path(os.path.abspath(folder)), Path(os.path.abspath(path))  # noqa: PTH100
+    leaves = False
     for _ in range(_MOST_LINKS):
         if not place.is_symlink():
             break
         place = Path(os.path.abspath(place.parent / place.readlink()))  # noqa: PTH100
-        if not place.is_relative_to(root):
-            is_blob = place.parts[-2:-1] == ("blobs",) and place.parts[-3].startswith(
-                _CACHED_REPOSITORY
-            )
-            return None if is_blob or place.name == path.name else place
-    return Path(os.path.realpath(path))
+        if place.is_relative_to(root):
+            continue
+        leaves = True
+        if place.parts[-2:-1] == ("blobs",) and place.parts[-3].startswith(_CACHED_REPOSITORY):
+            return None
+        if place.name != path.name:
+            return place
+    return None if leaves else Path(os.path.realpath(path))
 
 
 def names_outside(name: str) -> bool:

@@ -219,6 +219,20 @@ def test_resolved_recipe_round_trips(tmp_path_factory, lr, seed, prompt, degrees
         ("", ["training.deterministic=maybe"], BadValue, ["true or false"]),
         ("training: fast", [], BadValue, ["`training`", "a mapping of keys"]),
         ("parallel: sometimes", [], BadValue, ["`parallel`"]),
+        ("", ["parallel=aut"], BadValue, ["auto or a mapping of keys", "write `parallel=auto`"]),
+        ("overlap: every", [], BadValue, ["none or auto or a mapping of keys"]),
+        (
+            "", ["parallel.submodels=aut"], BadValue,
+            ["auto or a mapping of keys or null", "write `parallel.submodels=auto`"],
+        ),
+        (
+            "", ["training.compile=graph"], BadValue,
+            ["`training.compile` has", "true or false or graph-kernel", "=graph-kernel`"],
+        ),
+        (
+            "", ["grpo.rollout_ranks=many"], BadValue,
+            ["`grpo.rollout_ranks` has", "an integer or auto", "=0`, the default"],
+        ),
         ("", ["training.lr"], BadValue, ["not an override", "training.lr=VALUE"]),
         ("", ["data.seq_len=[1"], BadValue, ["is not YAML"]),
         ("stage: sft", [], Contradiction, ["conversations", "data.source"]),
@@ -250,6 +264,7 @@ def test_mistakes(write, text, overrides, error, words):
     assert str(path.parent) in rendered
     for word in words:
         assert word in rendered
+    assert "and 1 more" not in rendered
 
 
 @pytest.mark.parametrize(

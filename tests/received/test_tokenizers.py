@@ -139,6 +139,15 @@ def test_a_link_to_another_file_outside_is_refused(tmp_path: Path, name: str) ->
     assert not [*(tmp_path / "export").iterdir()]
 
 
+def test_a_link_of_the_same_name_to_another_link_is_followed(tmp_path: Path) -> None:
+    directory, other = write(tmp_path / "model"), tmp_path / "other"
+    (tmp_path / "secret.json").write_text('{"key": "words of somebody else"}')
+    other.mkdir()
+    (other / "processor_config.json").symlink_to("../secret.json")
+    (directory / "processor_config.json").symlink_to("../other/processor_config.json")
+    refusal(lambda: load_tokenizer(directory), "HP602", "processor_config.json", "secret.json")
+
+
 def test_a_folder_of_links_to_the_files_of_a_model_is_read(tmp_path: Path) -> None:
     """The targets may be links themselves, or blobs in the cache of the hub."""
     blobs, store = tmp_path / "models--user--name" / "blobs", write(tmp_path / "store")

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hyper_parallel.config import Data
-from hyper_parallel.errors import BadValue, NoData
+from hyper_parallel.errors import BadValue, Contradiction, NoData
 from hyper_parallel.trainer.data import StreamBatches, load_tokenizer
 from hyper_parallel.trainer.data.chat import assistant_spans
 from hyper_parallel.trainer.data.counts import EMPTY_ANSWERS
@@ -323,6 +323,14 @@ def test_hints_lead_to_columns_that_are_read(tmp_path, stage, record):
     )
     source = resolve(Data(source=str(path), columns=words, ignore_keys=["quelle"]), stage)
     assert list(source.documents())
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("key", ["closed_book", "badge", "enclosed"])
+def test_a_part_of_another_word_names_no_worse_answer(tmp_path, key):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "q", "completion": "a", key: "x"}])
+    with pytest.raises(Contradiction, match="trains on pairs"):
+        resolve(Data(source=str(path)), "dpo")
 
 
 CALLED = {"name": "look_up", "arguments": {"x": "ab"}}

@@ -46,7 +46,7 @@ from hyper_parallel.config._problems import (
 )
 from hyper_parallel.config._read import parse_yaml, read_mapping
 from hyper_parallel.config._recipe import Recipe
-from hyper_parallel.config._sections import Parallel, Submodels
+from hyper_parallel.config._sections import Overlap, Parallel, Submodels
 from hyper_parallel.errors import (
     BadValue,
     CodeRefused,
@@ -479,8 +479,8 @@ def _merge_layers(
         sources.append((_COMMAND_LINE, _override_layer(path, overrides)))
     for origin, layer in sources:
         _merge_parallel(path, merged, layer, origin)
-        _merge_word(merged, layer, ("overlap",), ("none", "auto"))
-        _merge_word(merged, layer, ("parallel", "submodels"), ("auto",))
+        _merge_word(merged, layer, ("overlap",), Overlap.WORDS)
+        _merge_word(merged, layer, ("parallel", "submodels"), Submodels.WORDS)
         _drop_replaced(merged, layer)
         for key, value in layer.items():
             if value is _UNSET:

@@ -116,7 +116,13 @@ def _describe(annotation: Any) -> str:
     if origin is dict:
         return f"a mapping, each value {_describe(arguments[1])}"
     simple = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-    return simple.get(annotation, "a mapping of keys")
+    return simple.get(annotation) or " or ".join([*_words_of(annotation), "a mapping of keys"])
+
+
+def _words_of(section: Any) -> tuple[str, ...]:
+    """Return the words that stand for a whole section."""
+    words: tuple[str, ...] = getattr(section, "WORDS", ())
+    return words
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
@@ -223,8 +229,28 @@ def problems(
         as_override: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
         data: Validated values.
     """
-    items = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
-    return [p for item in items for p in _item_problems(item, model, where, as_override, data)]
+    items: dict[object, ErrorDetails] = {}
+    details = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
+    for number, item in enumerate(details):
+        path = _without_member(model, item["loc"])
+        # Every member of a union fails with an item of its own.
+        items.setdefault(number if path == item["loc"] else path, item | {"loc": path})
+    return [
+        problem
+        for item in items.values()
+        for problem in _item_problems(item, model, where, as_override, data)
+    ]
+
+
+def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Return the path of a value without the name that pydantic appends for a failed member of a union."""
+    field = field_at(model, path[:-1])
+    if field is None or isinstance(path[-1], int) or field_at(model, path) is not None:
+        return path
+    members = typing.get_args(field.annotation)
+    is_union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
+    has_keys = any(section_of(member) or is_mapping(member) for member in members)
+    return path[:-1] if is_union and not has_keys else path
 
 
 def _item_problems(
@@ -352,13 +378,15 @@ def _near_word(value: str, words: Sequence[str]) -> str | None:
 
 
 def _allowed_strings(annotation: Any) -> list[str]:
-    """Return the string values that a type annotation allows: literals, and true/false."""
+    """Return the string values that a type annotation allows: literals, true/false, and words for a section."""
     if typing.get_origin(annotation) is typing.Literal:
         return [word for word in typing.get_args(annotation) if isinstance(word, str)]
     if annotation is bool:
         return ["true", "false"]
     if is_mapping(annotation):
         return _allowed_strings(typing.get_args(annotation)[1])
+    if words := _words_of(annotation):
+        return list(words)
     return [word for inner in typing.get_args(annotation) for word in _allowed_strings(inner)]
 
 

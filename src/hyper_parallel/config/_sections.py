@@ -53,6 +53,8 @@ class Section(BaseModel):
     """Other names of keys, accepted on input only."""
     MAIN_KEY: ClassVar[str] = ""
     """Key that is probably meant when a plain value replaces the section. Empty: none."""
+    WORDS: ClassVar[tuple[str, ...]] = ()
+    """Words that stand for the whole section: `parallel: auto`."""
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
     """Keys of other training programs, for hints. Set only on the class of a whole file."""
 
@@ -381,6 +383,8 @@ class LanguageDegrees(TowerDegrees):
 class Submodels(Section):
     """Parts of a multimodal model on ranks of their own: `language`, and `vision` or `audio`; or `auto`."""
 
+    WORDS: ClassVar[tuple[str, ...]] = ("auto",)
+
     auto: bool = False
     """Let the planner choose ranks and degrees of all parts, by predicted time. The other keys are then not allowed."""
     language: LanguageDegrees = Field(default_factory=LanguageDegrees)
@@ -393,7 +397,7 @@ class Submodels(Section):
     @model_validator(mode="before")
     @classmethod
     def _word(cls, data: object) -> object:
-        return {"auto": True} if data == "auto" else data
+        return {"auto": True} if data in cls.WORDS else data
 
     @model_validator(mode="after")
     def _auto_alone(self) -> Submodels:
@@ -423,6 +427,7 @@ class Parallel(Section):
     """Degrees of the mesh axes, outermost first. `parallel: auto` lets the planner choose all of them."""
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({"tp": "tp_x"})
+    WORDS: ClassVar[tuple[str, ...]] = ("auto",)
 
     auto: bool = False
     """Let the planner choose the degrees that are not given."""
@@ -524,6 +529,8 @@ class Moe(Section):
 class Overlap(Section):
     """Communication inside of a layer that runs while the same rank computes: `none` (default), `auto`, or keys."""
 
+    WORDS: ClassVar[tuple[str, ...]] = ("none", "auto")
+
     auto: bool = False
     """Let the planner choose, by predicted time. The other keys are then not allowed."""
     tp: Literal["none", "chunks", "half-batch"] = "none"
@@ -539,7 +546,7 @@ class Overlap(Section):
     @model_validator(mode="before")
     @classmethod
     def _word(cls, data: object) -> object:
-        return {"auto": data == "auto"} if data in ("none", "auto") else data
+        return {"auto": data == "auto"} if data in cls.WORDS else data
 
     @model_validator(mode="after")
     def _auto_alone(self) -> Overlap:

@@ -1,6 +1,8 @@
 """Inputs of every formula: a model, a machine, number formats and candidates, and values derived from them alone.
 
-The numbers of a machine are rates after efficiency, and the bandwidth of groups of ranks.
+`Machine` holds the rates of a device and its links after efficiency, and times of collectives over groups of ranks.
+`Places` are degree and stride of every mesh axis of the candidates, also of the groups of experts. `PricingCase` joins
+both with the model: its properties are columns over the candidates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Candidates: strategies as columns of numbers, priced in vectorized calls, and their pipelines.
+"""Candidates: strategies as columns of numbers, priced in vectorized calls; closed forms of their pipelines.
 
-Pipelines have a slowest stage, a bubble and microbatches in flight. With F, B and W the seconds of one microbatch on
-one rank in forward, in the backward of inputs and in that of weights, and sum over stages S, slowest stage t, p stages,
-m microbatches, v virtual stages:
+The closed forms are the split of layers into stages, the bubble and the microbatches in flight. F, B and W are the
+seconds of one microbatch on one rank in forward, in the backward of inputs and in that of weights. With the sum over
+stages S, slowest stage t, p stages, m microbatches, v virtual stages:
 
     GPipe, 1F1B       (m - 1) t + S            every stage is filled and drained once
     interleaved       m t + (S - t) / v        filled and drained by chunks

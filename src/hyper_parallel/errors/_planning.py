@@ -66,7 +66,7 @@ class MeshError(HyperParallelError, code="HP201"):
 class LayoutError(HyperParallelError, code="HP202"):
     """A layout uses an axis twice, or an axis that the mesh does not have.
 
-    Why: two tensor dims cannot be sharded over the same axis. Fix: use each axis once.
+    Why: two tensor dims cannot be sharded over the same axis. Fix: use each axis once, and only axes of the mesh.
     """
 
 

@@ -1,4 +1,10 @@
-"""MemoryPlan: a program in its chosen order, with residency actions and static addresses; a JSON document."""
+"""Memory plans, and their replay, which checks every action and counts bytes.
+
+`replay` walks the actions of a plan with the tier and content version of every storage. It raises for an action that
+reads absent or stale content, or breaks another rule, and returns peaks, copied bytes and live ranges. A `MemoryPlan`
+is a program in its chosen order, with residency actions and static addresses: a JSON document. Its peaks come from a
+replay.
+"""
 
 from __future__ import annotations
 
@@ -285,7 +291,7 @@ def replay(
 
 
 _LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
-"""Of plans of about a million actions."""
+"""Limits of the file of a plan, enough for about a million actions."""
 
 
 @dataclass(frozen=True)

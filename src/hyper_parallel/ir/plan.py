@@ -1,7 +1,7 @@
 """Plan: the one artefact between planning and running, a JSON file that people can read, compare and edit.
 
 A plan may have a `RolesPlan`, the division of devices into samplers and learners, and a `SubmodelsPlan`, the ranks of
-the parts of a multimodal model.
+the parts of a multimodal model. A loaded plan is refused if a number is out of its range (`range_problem`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Strategy and workload: how a step is divided over devices, and how much work it is.
+"""Strategy and workloads: how a step is divided over devices, and how much work training and generation are.
 
 A `Strategy` is the value of a recipe's `parallel:` section. Its `SequenceCut` says which tokens each context-parallel
 rank holds: cp ranks are a ring of n places with u Ulysses ranks in each; rank r is at place r // u and is Ulysses rank

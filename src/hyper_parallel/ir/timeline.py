@@ -10,6 +10,7 @@ executors that keep to the order of the list cannot deadlock. Times are integer 
 not depend on the order of additions.
 
 `sim.simulate` turns a task graph into a timeline. A measured run is a timeline too, so a report can overlay both.
+`masking` returns the exposed and the masked communication of a measured step from its collectives (`Flight`).
 """
 
 from __future__ import annotations

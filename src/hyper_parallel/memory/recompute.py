@@ -46,9 +46,10 @@ class Recomputes:
         return {*self.gaps, *(h for helpers in self.helpers.values() for h in helpers)}
 
     def added_seconds(self, program: MemoryProgram) -> dict[int, float]:
-        """Return, per position, the compute seconds that every program with this recomputation adds.
+        """Return, per position, a lower bound of the compute seconds that recomputation adds to a program.
 
-        Storages of collectives and messages do not count: they may still be on the device at their recomputation.
+        An operator counts if a result is certainly absent before it: dropped, or used for the last time. Results of
+        collectives and messages do not count, because they may still be on the device.
         """
         communicated = {s for op in program.operators if op.group or op.message for s in op.touched}
 

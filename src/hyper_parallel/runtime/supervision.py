@@ -37,6 +37,7 @@ BOARD_VARIABLE: Final = "HYPER_PARALLEL_BOARD"
 """Environment variable with the path of the launcher's board, for a forked rank."""
 
 _MOVE: Final = struct.Struct("<qqqqq48s")
+"""Slot without its note: five integers and the name of the phase, see the module's docstring."""
 _PID: Final = struct.Struct("<q")  # first field of `_MOVE`
 _NOTE: Final = struct.Struct("<200s")
 _SLOT_BYTES: Final = _MOVE.size + _NOTE.size
@@ -44,6 +45,7 @@ _IDLE_S: Final = 0.01
 """CPU seconds between two looks below which a thread counts as waiting."""
 _POLL_S: Final = 0.5  # this polling interval has no measurable cost
 _COMMUNICATION: Final = ("torch/distributed/", "backends/torch/collectives.py")
+"""Files of functions that communicate."""
 _BETWEEN: Final = (
     "torch/overrides.py",
     "torch/utils/_contextlib.py",
@@ -243,6 +245,7 @@ def _communication(frame: FrameType | None) -> str:
 _AWAIT: Final = "await_collective"
 """Function of `backends.torch.collectives` that waits for a collective in flight."""
 _NO_CALLS: Final = ("_", "wrapper", "wait", "<")
+"""Beginnings of names of functions that are no collective."""
 _PLAIN: Final = {
     "foreach_all_gather": "all_gather",
     "foreach_all_gather_copy_out": "all_gather",
@@ -256,6 +259,7 @@ _PLAIN: Final = {
     "launch_reduce_into": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
+"""Function of torch or FSDP to its collective, for messages."""
 
 
 def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -272,15 +276,22 @@ def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
-_BACKOFF_S: Final = 1.0  # doubles with every restart
+"""Seconds that count between two polls; a longer pause stopped the whole machine."""
+_BACKOFF_S: Final = 1.0
+"""Seconds before the first restart; doubled for each further one."""
 _LONGEST_BACKOFF_S: Final = 60.0
-_STOPPED: Final = "tT"  # stopped by a debugger, by a signal: proc(5)
+_STOPPED: Final = "tT"
+"""States of proc(5): stopped by a debugger, by a signal."""
 _GONE: Final = "ZX"
+"""States of proc(5): zombie, dead."""
 _LAST_WORDS_S: Final = 0.5
+"""Seconds in which the ranks of a machine print the reason and stacks, before the first of them ends."""
 _ENDING_S: Final = 10.0
 """Minimum seconds for a phase of a step after a signal to end, if no earlier phase lasted longer."""
-_ENDING_FIRST_S: Final = 20.0  # in the first step, without earlier phases
-_ENDING_PHASES: Final = 3.0  # factor on the longest phase so far
+_ENDING_FIRST_S: Final = 20.0
+"""The same in the first step, which has no earlier phases."""
+_ENDING_PHASES: Final = 3.0
+"""Multiple of the longest phase so far that a phase may take after a signal to end."""
 _QUIET_S: Final = 30.0
 """Seconds without progress after which waiting ranks are reported; a choice, longer than common steps."""
 _T = TypeVar("_T")
@@ -374,7 +385,7 @@ class HangDetector:
             is_idle = beat.beats == self._beats[rank]
             if not is_idle and beat.step:
                 self._longest_s = max(self._longest_s, self._idle_s[rank])
-            frozen = _is(states.get(rank, ""), _STOPPED + _GONE)
+            frozen = _is_one_of(states.get(rank, ""), _STOPPED + _GONE)
             self._idle_s[rank] = self._idle_s[rank] + passed if is_idle else 0.0
             self._frozen_s[rank] = self._frozen_s[rank] + passed if frozen else 0.0
             self._beats[rank] = beat.beats
@@ -446,8 +457,8 @@ def hang(
         first: Rank of slot 0.
     """
     waiting = [rank for rank in states if beats[rank].note.startswith("waits for")]
-    stopped = tuple(rank for rank, state in states.items() if _is(state, _STOPPED))
-    gone = tuple(rank for rank, state in states.items() if _is(state, _GONE))
+    stopped = tuple(rank for rank, state in states.items() if _is_one_of(state, _STOPPED))
+    gone = tuple(rank for rank, state in states.items() if _is_one_of(state, _GONE))
     culprits = stopped + gone or tuple(rank for rank in states if rank not in waiting)
     lines = {
         slot: f"rank {first + slot} {_doing(beats[slot], state)} since {idle_s[slot]:.0f} s, in {beats[slot]}"
@@ -463,14 +474,14 @@ def hang(
 
 
 def _doing(beat: Heartbeat, state: str) -> str:
-    if _is(state, _STOPPED):
+    if _is_one_of(state, _STOPPED):
         return "is stopped by a signal"
-    if _is(state, _GONE):
+    if _is_one_of(state, _GONE):
         return "has ended without a word"
     return beat.note or "does not move"
 
 
-def _is(state: str, states: str) -> bool:
+def _is_one_of(state: str, states: str) -> bool:
     return state != "" and state in states
 
 

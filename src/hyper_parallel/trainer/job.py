@@ -336,7 +336,7 @@ def resolve_submodels(
 ) -> tuple[LoadedRecipe, tuple[str, ...]]:
     """Return a recipe with the layout that the planner chooses for `parallel.submodels: auto`, and notes of the choice.
 
-    Without batch numbers, a step has one sequence per rank.
+    Without batch numbers in `training`, a step has one sequence per rank (`tokens_per_step`).
 
     Args:
         loaded: The recipe; returned as it is unless it leaves the choice to the planner.

@@ -31,7 +31,7 @@ CONTEXT: Final[Mapping[str, Mapping[str, Any]]] = {
 """Device to the settings of MindSpore that switch fusion on. The row of Ascend was not run."""
 
 JIT_LEVEL: Final[Mapping[str, str]] = {"CPU": "O0", "Ascend": "O1"}
-"""Device to the optimization level of graphs. The row of Ascend was not run; the CPU ignores higher levels."""
+"""Device to the optimization level of graphs, `jit_level`. The CPU ignores higher ones; Ascend's row was not run."""
 
 
 def missing_for_fusion() -> dict[str, str]:
@@ -42,6 +42,8 @@ def missing_for_fusion() -> dict[str, str]:
 
 class KernelFolder:
     """Folder of the generated kernels of a job on this machine.
+
+    The constructor sets `MS_COMPILER_CACHE_PATH` of this process.
 
     Args:
         folder: An existing folder, the same one on all ranks.

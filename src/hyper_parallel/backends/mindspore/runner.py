@@ -75,9 +75,10 @@ class MindSporeRunner:
         return array
 
     def close(self, *, failed: bool) -> None:
-        """End the scheduler after a failure; otherwise it ends with the last rank, which could not end without it.
+        """Release the process and the files of this rank.
 
-        Generated kernels are deleted; they remain loaded.
+        After a failure, the scheduler is killed. Otherwise it is left running: the other ranks need it to end, and it
+        ends after the last of them. Files of generated kernels are deleted; loaded kernels keep working.
         """
         if self._kernels is not None:
             self._kernels.remove()

@@ -1,4 +1,6 @@
-"""Measurements for cards: activations that a model saves for backward, and rates of kernels and collectives.
+"""Measurements for the cost model's cards: activations that a model saves for backward, rates of kernels and links.
+
+`measure_kept` counts the bytes of a model without a device, `measure_rates` times micro-benchmarks on all ranks.
 
 Formulas cover the operators of common decoders. A family may save more: attention scores without a fused kernel, an
 activation function composed of operators, capped logits. The forward of the user's class therefore runs on meta

@@ -25,21 +25,16 @@ from hyper_parallel.trainer.data.record_keys import (
 QUESTIONS: Final = tuple(key for key in PROMPTS if key not in ("instruction", "input"))
 """Keys that hold a whole question, by priority."""
 _QUESTION_WORDS: Final = (
-    "question",
-    "prompt",
-    "query",
-    "instruct",
-    "problem",
-    "request",
-    "user",
-    "human",
-    "input",
-)
+    "question", "prompt", "query", "instruct", "problem", "request", "user", "human", "input",
+)  # fmt: skip
+"""Parts of names of keys with a question."""
 _ANSWER_WORDS: Final = (
     "answer", "response", "completion", "output", "solution", "target", "reply", "assistant", "summary",
 )  # fmt: skip
-_BETTER: Final = ("chosen", "win", "good", "better", "prefer", "accept", "positive", "best")
-_WORSE: Final = ("reject", "lose", "loser", "bad", "worse", "dispref", "negative", "worst")
+"""Parts of names of keys with an answer."""
+_BETTER: Final = re.compile("chosen|win$|winner$|winning$|good|better|prefer|accept|positive|best")
+_WORSE: Final = re.compile("reject|lose|bad$|worse|dispref|negative|worst")
+"""Words, or their beginnings, in names of the better and the worse answer of a pair."""
 _CHOICES: Final = ("better", "prefer", "winner", "choice", "label", "safer", "rank")
 """Parts of names of a number that says which of two answers is the better one."""
 _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -72,7 +67,7 @@ def guess_role(word: str) -> str:
 
 
 def guess_turn_columns(turn: Record) -> dict[str, str]:
-    """Guess the keys of role and text of a turn that has neither; empty without a guess."""
+    """Return `role` and `content` to the keys that probably hold them in a turn without both; empty without a guess."""
     texts = [key for key, value in turn.items() if isinstance(value, str)]
     roles = [key for key in texts if turn[key].lower() in ROLES]
     contents = [key for key in texts if key not in roles and key not in WITHOUT_INFLUENCE]
@@ -82,7 +77,10 @@ def guess_turn_columns(turn: Record) -> dict[str, str]:
 
 
 def guess_texts(values: Record) -> dict[str, str]:
-    """Guess the keys of a prompt and its answer; empty without a guess."""
+    """Return `prompt`, `completion` and `system` to the keys that probably hold them; empty without a guess.
+
+    Names that readers know without `data.columns` are left out.
+    """
     systems = [key for key in values if key.lower() in SYSTEMS]
     texts = [k for k, v in values.items() if isinstance(v, str) and k not in (*systems, *TOOLS)]
     words = [key for key in texts if key.lower() not in WITHOUT_INFLUENCE]
@@ -110,7 +108,10 @@ def _named(texts: list[str], names: tuple[str, ...], words: tuple[str, ...]) -> 
 
 
 def guess_pair(values: Record) -> dict[str, str]:
-    """Guess the keys of a pair and its prompt from the names and values of a record; empty without a guess."""
+    """Return `chosen`, `rejected` and `prompt` to the keys that probably hold them; empty without a guess.
+
+    Without names that say the better answer, keys of a pair are guessed from their number and order.
+    """
     turns = [key for key, value in values.items() if isinstance(value, list | tuple | dict)]
     texts = [key for key, value in values.items() if isinstance(value, str)]
     if named := guess_named_pair(values):
@@ -130,6 +131,12 @@ def guess_pair(values: Record) -> dict[str, str]:
     return {}
 
 
+def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
+    """Return whether a word of a key matches: `bad$` matches `bad_reply` and `badReply`, but not `badge`."""
+    words = re.split(r"[\W_\d]+|(?<=[a-z])(?=[A-Z])", key)
+    return any(pattern.match(word.lower()) for word in words)
+
+
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
     """Guess the keys of a pair from names that say which answer is the worse one; empty without a guess.
 
@@ -140,8 +147,8 @@ def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str,
     kinds: tuple[Any, ...] = (list | tuple | dict, str)
     for kind in kinds:
         keys = [key for key, value in values.items() if isinstance(value, kind)]
-        worse = next((k for k in keys if any(w in k.lower() for w in _WORSE)), None)
-        better = [k for k in keys if any(w in k.lower() for w in _BETTER) and k != worse]
+        worse = next((key for key in keys if _has_word(key, _WORSE)), None)
+        better = [key for key in keys if _has_word(key, _BETTER) and key != worse]
         if with_answers:
             better += [key for key in ANSWERS if key in keys and key != worse]
         if worse is None or not better:

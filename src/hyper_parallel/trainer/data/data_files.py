@@ -61,9 +61,14 @@ _DESCRIPTIONS: Final = frozenset(
     )
 )  # fmt: skip
 """Names, without suffix, of files that describe the data in their folder."""
+_SPLITS: Final = frozenset(
+    ("test", "testing", "eval", "evaluation", "val", "valid", "validation", "dev")
+)
+"""Words in names of files that are held out from training; `datasets` reads the same words."""
 _LONGEST_FIRST_LINE: Final = 2**20
 """Bytes of the first line of a text file that are searched for a record."""
 _MOST_NAMES: Final = 5000
+"""Entries of a folder that are compared with a missing name; bounds the time of a hint."""
 _MOST_LISTED: Final = 20
 """Largest number of files of a pattern that a hint lists."""
 _MOST_TRIED: Final = 5
@@ -125,17 +130,17 @@ def refuse_other_target(path: Path) -> None:
         )
 
 
-_SPLITS: Final = frozenset(
-    ("test", "testing", "eval", "evaluation", "val", "valid", "validation", "dev")
-)
-"""Words in names of files that are held out from training."""
-
-
 def refuse_splits(root: Path, files: Sequence[Path]) -> None:
-    """Raise for records of several splits, all of which would be trained on.
+    """Raise for a directory of records whose names have both `train` and a word of held-out data.
+
+    All files of a directory are one source, so held-out records would be trained on.
+
+    Args:
+        root: The directory.
+        files: Its data files, all of one kind, at least one.
 
     Raises:
-        NoData: HP602.
+        NoData: HP602 with one file of each split.
     """
     if kind_of(files[0]) == "text":
         return
@@ -145,7 +150,7 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
     held_out = [name for name in names if words[name] & _SPLITS and name not in trained]
     if trained and held_out:
         raise NoData(
-            "the data directory holds several splits, and a source is one of them",
+            "the data directory holds several splits, all of which would be trained on",
             where=f"data.source: {root}",
             got=[trained[0], held_out[0]],
             allowed="a file, a directory with one split, or a list of sources",

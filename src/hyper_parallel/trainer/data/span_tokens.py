@@ -20,7 +20,7 @@ from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 _ANCHORS: Final = ("\n", "a", ".", "0")
 """Texts that precede a part if the tokenizer inserts a space before the first word of a text."""
 _MOST_STEPS: Final = 64
-"""Number of tokens that are searched for the last special token."""
+"""Number of tokens at the end of a prompt that `_restart` searches."""
 _FAR_WORDS: Final = 8
 """Number of words after which the end of a text has no effect on the words before, if `_Facts.restarts`.
 
@@ -34,6 +34,7 @@ _SAMPLE: Final = (
 _MOST_TAILS: Final = 1024
 """Number of prompt ends whose tokens are cached, and their largest length."""
 _MOST_ROUNDS: Final = 8
+"""Number of times that a text is cut further; each round cuts at all borders of spans that cross a token."""
 _PAIRS: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
 """Texts on which `_Facts.joins` is measured."""
 
@@ -92,7 +93,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
 
 
 def _restarts(tokenizer: Any) -> bool:
-    """Return `_Facts.restarts` of a tokenizer."""
+    """Return whether tokenization restarts at every word of `_SAMPLE`; False for a tokenizer without words."""
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
     return len(starts) > _FAR_WORDS and all(
@@ -195,7 +196,16 @@ def _is_prompt(
 
 
 def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
-    """Return a token near the end at which tokenization restarts: a special token, a word if all do, or 0."""
+    """Return the index of a token near the end at which tokenization restarts; 0: the whole prompt is tokenized.
+
+    It is the last special token. Without one, and if `facts.restarts`, it begins a word that has `_FAR_WORDS` words
+    behind it.
+
+    Args:
+        facts: Properties of the tokenizer.
+        ids: Tokens of the prompt.
+        offsets: Characters of the tokens of the whole text; only `_LazyOffsets` know the words.
+    """
     first = max(0, len(ids) - _MOST_STEPS)
     steps = range(len(ids) - 1, first - 1, -1)
     if (special := next((k for k in steps if ids[k] in facts.special), None)) is not None:

@@ -26,6 +26,8 @@ _MOST_GROWTH: Final = 256
 """Characters that a normalizer may produce from one; NFKC produces up to 18."""
 _MOST_TEXT: Final = 256
 """Characters that a part may insert at one position."""
+_MOST_WORD: Final = 40 * _MOST_TEXT
+"""Characters of a word that a model splits by itself; published WordPiece models have 100."""
 _MOST_PATTERN: Final = 20_000
 """Characters of a regular expression; the longest published ones have a few hundred."""
 _MOST_REPEAT: Final = 1000
@@ -96,12 +98,12 @@ def check_parts(backend: Any, where: str) -> None:
                 hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
             ) from error
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
-    if longest > _MOST_TEXT * 40:
+    if longest > _MOST_WORD:
         raise BadValue(
             "the tokenizer splits words of unbounded length",
             where=where,
             got=f"max_input_chars_per_word={longest}",
-            allowed=f"at most {_MOST_TEXT * 40}",
+            allowed=f"at most {_MOST_WORD}",
         )
 
 

@@ -25,7 +25,7 @@ from hyper_parallel.trainer.engine.optimizer import check_optimizer
 from hyper_parallel.trainer.engine.recipe_model import submodel_layouts
 
 _SAMPLED: Final = 16
-"""Microbatches of the first step whose media are counted: their arrays are made before the run starts."""
+"""Microbatches of the first step whose media are counted; few, as their arrays are made before the run starts."""
 
 
 def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
@@ -104,7 +104,10 @@ def _wait_s(plan: Plan, step_s: float) -> float:
 
 
 def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float | None:
-    """Return the mean FLOPs of the tower's forward per sequence at the start of the first step; None: not known."""
+    """Return the mean FLOPs of the tower's forward per sequence, over at most `_SAMPLED` microbatches of step 0.
+
+    The result is None for an encoder that does not run on meta tensors.
+    """
     work, strategy = plan.workload, plan.strategy
     rows, count = work.microbatch or 1, work.accumulation_steps or 1
     shares = min(strategy.dp, -(-_SAMPLED // count))
@@ -123,7 +126,7 @@ def _step(
     costs: list[StageCost],
     joint: bool,
 ) -> SubmodelsPlan:
-    """Return the simulated step of a schedule."""
+    """Return the parts with the simulated step of a schedule: its seconds, idle fraction, bound and actions."""
     step_s = simulate(schedule_tasks(schedule, costs)).end_s
     # Seconds of ranks: all ranks of a lane work together.
     language, tower = parts

@@ -1,4 +1,8 @@
-"""Search of the ranks and degrees of the parts of a multimodal model, for `parallel.submodels: auto`."""
+"""Search of the ranks and degrees of the parts of a multimodal model, for `parallel.submodels: auto`.
+
+Every layout of `layouts` is planned and its step is scheduled; the shortest predicted step per token wins. A layout
+that cannot run is left out. Most are refused by the planner or by the checks of sub-models.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +36,15 @@ def choose_submodels(
 ) -> tuple[LoadedRecipe, str]:
     """Return the recipe with the layout of the shortest predicted step per token, and a note about the choice.
 
-    Every layout that can run is planned, and its step is scheduled with the images or recordings of the first step.
-    The memory of the tower is not predicted.
+    The work of the tower is that of the images or recordings at the start of the first step. Its memory is not
+    predicted.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
         model: The model on the meta device, not changed.
         ranks: Ranks to use, all of them.
-        plan_of: Returns the plan of the language part.
-        batches_of: Returns the batches of a recipe.
+        plan_of: Returns the plan of the language part of a recipe with a layout.
+        batches_of: Returns the training batches of such a recipe and its plan.
 
     Raises:
         UnsupportedSharding: HP205 for a model without a tower, or whose tower has no predicted time.
@@ -74,7 +78,9 @@ def layouts(kind: str, ranks: int) -> Iterator[_Parts]:
     """Yield layouts of the language part and a tower that use all ranks.
 
     The tower has ranks of its own, or shares those of the language part: all of them, or those of the first or the last
-    pipeline stage. It is sharded, unless one schedule orders its microbatches and the pipeline stages.
+    pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and no data
+    parallelism: one schedule then orders the microbatches of all ranks. With pipeline stages and data parallelism,
+    ranks are never shared (HP104).
 
     Args:
         kind: Name of the tower: `vision` or `audio`.

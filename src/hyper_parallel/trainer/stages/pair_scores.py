@@ -86,7 +86,7 @@ class PairStage(LearningStage):
     scores: PairScores
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Return the microbatches of the data with the values of their rows."""
+        """Return the microbatches with the `row_values` of their rows; the count of tokens is that of the data."""
         self.scores.begin()
         return self._with_row_values(microbatches, rows, None), None
 

@@ -108,7 +108,7 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
 def regather_in_backward(
     scope: RegatherScope | None, gathered: Tensor, regather: Callable[[], Tensor]
 ) -> AbstractContextManager[None]:
-    """Return `scope.regather_in_backward`, or without a scope a context in which tensors are saved."""
+    """Return a context in which backward calls `regather` instead of saving `gathered`; saves it without a scope."""
     return nullcontext() if scope is None else scope.regather_in_backward(gathered, regather)
 
 

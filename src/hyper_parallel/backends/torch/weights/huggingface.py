@@ -38,12 +38,13 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Conversion of stored tensors to parameters by a converter of transformers; `keys` lists them by pattern."""
+    """Conversion of stored tensors to parameters by a converter of transformers."""
 
     name: str
     """The first parameter."""
     converter: Any
     keys: dict[str, list[str]]
+    """Names of the stored tensors, by the pattern of the converter that matches them."""
     reference: nn.Module
 
     def run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
