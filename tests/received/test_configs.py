@@ -59,6 +59,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "format": (SMALL | {"torch_dtype": "evil\x1b[31m"}, "dtype"),
     "formats": (SMALL | {"torch_dtype": [["x" * 10**5] * 50]}, "dtype"),
     "type": (SMALL | {"model_type": ["x"]}, "model_type"),
+    "classes": (SMALL | {"architectures": 0.5}, "architectures"),
+    "class": (SMALL | {"architectures": "Qwen3ForCausalLM"}, "architectures"),
+    "classes of numbers": (SMALL | {"architectures": [1]}, "architectures"),
     "special number": (SMALL | {"rope_theta": {"__float__": [1]}}, "__float__"),
 }  # fmt: skip
 

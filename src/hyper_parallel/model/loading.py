@@ -291,6 +291,15 @@ def read_config_values(path: Path) -> dict[str, Any]:
             got=abbreviated(values["model_type"]),
             hint="fetch config.json again from where the model was published",
         )
+    names = values.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelUnreadable(
+            "`architectures` of the config is not a list of class names",
+            where=str(path),
+            got=abbreviated(names),
+            allowed='a list such as `["Qwen3ForCausalLM"]`, or null',
+            hint="fetch config.json again from where the model was published",
+        )
     return values
 
 
