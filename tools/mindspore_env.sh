@@ -12,5 +12,5 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 "${PYTHON:-python3}" -m venv "$env"
 echo "mindspore: installing MindSpore $version and this package into $env (minutes)"
 # Graph-kernel fusion imports `decorator`, which MindSpore does not declare.
-"$env/bin/pip" install --quiet "mindspore==$version" decorator 'numpy<2' -c constraints/cpu.txt -e '.[torch]' pytest pytest-timeout
+"$env/bin/pip" install --quiet "mindspore==$version" decorator 'numpy<2' -c constraints/cpu.txt -e '.[torch,lora]' pytest pytest-timeout
 echo "$wanted" > "$stamp"

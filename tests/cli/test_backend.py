@@ -22,7 +22,7 @@ BASE = [
     "data.vocab_size=384", "parallel.dp_replicate=1", "backend=mindspore",
 ]  # fmt: skip
 
-
+LORA = ("lora.r=4", "checkpoint.export=false")
 REFUSED = [
     (("training.dtype=bfloat16",), "HP104"),
     (("parallel.pp=2", "parallel.dp_shard=2", "parallel.tp=2"), "HP205"),
@@ -30,6 +30,7 @@ REFUSED = [
     (("training.recompute=full", "training.recompute_layers=1"), "HP104"),
     (("training.neftune_noise_alpha=5",), "HP104"),
     (("training.check_ranks_every=2", "training.deterministic=true"), "HP104"),
+    (("lora.lora_dropout=0.1", *LORA), "HP104"),
     (("parallel.cp=2",), "HP205"),
     (("parallel.tp_x=2", "parallel.tp_y=2"), "HP205"),
 ]
@@ -98,6 +99,19 @@ def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
     job.write(job.plan)
     assert (tmp_path / "run" / "programs" / "update" / "program.json").is_file()
     assert _prepare(recipe, "backend=torch").programs is None
+
+
+def test_programs_update_adapters_only(recipe, installed):
+    (programs,) = _prepare(recipe, *LORA, "parallel.dp_shard=2").programs
+    sums = {n.partition(".")[2] for n in programs.gradients.inputs if n.startswith("sum.")}
+    assert len(sums) == 2 * 14  # two factors of seven projections in two layers
+    assert all(name.endswith(("lora_A", "lora_B")) for name in sums)
+    names = {n.partition(".")[2] for n in programs.update.inputs if n.startswith("exp_avg.")}
+    assert names == sums
+    base = "model.layers.0.self_attn.q_proj"
+    assert programs.gradients.inputs[f"param.{base}.weight"][1].shape == (16, 32)
+    assert programs.gradients.inputs[f"sum.{base}.lora_A"][1].shape == (2, 32)
+    assert programs.gradients.inputs[f"sum.{base}.lora_B"][1].shape == (16, 4)
 
 
 def test_programs_of_sharded_parameters_have_the_shapes_of_a_rank(recipe, installed):

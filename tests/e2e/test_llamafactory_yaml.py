@@ -210,6 +210,26 @@ def test_keys_mean_what_they_mean_there(root, words, wanted):
 
 
 @pytest.mark.parametrize(
+    ("words", "recompute", "noted"),
+    [
+        ("backend=torch", "full", False),
+        ("backend=mindspore", "none", True),
+        ("backend=mindspore disable_gradient_checkpointing=true", "none", False),
+        ("backend=mindspore gradient_checkpointing=true", "full", False),
+        ("backend=mindspore hyper_parallel_args={root}/layout.json", "full", False),
+        ("backend=mindspore training.recompute=full", "full", False),
+    ],
+)
+def test_checkpointing_by_default_does_not_apply_to_mindspore(
+    root, caplog, words, recompute, noted
+):
+    caplog.set_level("INFO", "hyper_parallel")
+    words = words.format(root=root).split()
+    assert said(root, *words)["training.recompute"] == recompute
+    assert ("keeps activations instead of recomputing them" in caplog.text) == noted
+
+
+@pytest.mark.parametrize(
     ("override", "code", "says"),
     [
         ("lora_rnk=8", "HP101", "lora_rank"),

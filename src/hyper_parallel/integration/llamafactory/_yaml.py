@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -33,9 +34,16 @@ from hyper_parallel.integration.llamafactory.keys import (
 from hyper_parallel.model import load_model
 from hyper_parallel.topology import find_accelerators
 
+logger = logging.getLogger(__name__)
+
 _OFF: Final = (None, False, 0, "", "none", "null")
 _ALL: Final = 10**6
 """Number of checkpoints to keep that no run exceeds."""
+
+_CHECKPOINTING: Final = "gradient_checkpointing"
+"""Key that is on by default in LlamaFactory; results do not depend on it."""
+_RECOMPUTES: Final = "torch"
+"""Back end that recomputes activations."""
 
 _DEGREES: Final = ("dp_replicate", "dp_shard", "cp", "tp_x", "ep")
 _SERVED: Final = {"activation_mode": ("none", "recompute"), "reduce_dtype": (None, "float32")}
@@ -69,8 +77,17 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     defaults = {key: default for key, (_, default) in {**SAME, **TOGETHER}.items()}
     if missing := [k for k, d in defaults.items() if d == NEEDED and k not in values]:
         raise BadValue(f"`{missing[0]}` is missing", where=str(path), allowed=f"{missing[0]}: ...")
+    backend = [o.partition("=")[2] for o in recipe_overrides if o.startswith("backend=")]
+    keeps = backend[-1:] not in ([], [_RECOMPUTES]) and _CHECKPOINTING not in values
+    if keeps:
+        defaults[_CHECKPOINTING] = False
     layers = list(_layers({**defaults, **values}, path, recipe_overrides))
-    return load_recipe(path, recipe_overrides, layers)
+    loaded = load_recipe(path, recipe_overrides, layers)
+    is_default = keeps and not values.get(f"disable_{_CHECKPOINTING}")
+    if is_default and loaded.recipe.training.recompute == "none":
+        name = loaded.recipe.backend
+        logger.info("note: backend=%s keeps activations instead of recomputing them", name)
+    return loaded
 
 
 def _check(key: str, value: Any, where: str) -> None:

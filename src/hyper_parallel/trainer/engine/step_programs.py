@@ -141,9 +141,9 @@ def _capture(
 ) -> StepPrograms:
     """Return the programs of a rank, whose parameters the model has; `layouts` are those of the plan."""
     if has_dropout(model):
-        raise _refused(
-            "dropout", where("training.disable_dropout"), "training.disable_dropout=true"
-        )
+        own = has_dropout(model, adapters=False)
+        key = "training.disable_dropout" if own else "lora.lora_dropout"
+        raise _refused("dropout", where(key), "training.disable_dropout=true")
     rows = plan.workload.microbatch or 1, recipe.data.seq_len
     ids = torch.zeros(rows, dtype=torch.int64)
     batch = {
@@ -253,7 +253,6 @@ def _check_recipe(
     training = recipe.training
     refused = {
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
-        "lora": (recipe.lora is not None, "adapters", "lora=null"),
         "offload": (recipe.offload.on, "offload", "offload.budget=null offload.max_slowdown=null"),
         "training.recompute": (
             plan.strategy.recompute != "none", f"recompute={plan.strategy.recompute}",
