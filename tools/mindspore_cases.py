@@ -146,6 +146,17 @@ def _losses(model: Any, batch: dict[str, Any], loss: Any) -> list[float]:
     return losses
 
 
+def rounding(model_type: str) -> list[float]:
+    """Return how much torch's losses in float32 differ from those in float64, relative, by step."""
+    import torch
+
+    model, batch, loss = _case(model_type)
+    exact = _losses(model.to(torch.float64), batch, loss)
+    model, batch, loss = _case(model_type)
+    own = _losses(model, batch, loss)
+    return [abs(a - b) / abs(b) for a, b in zip(own, exact, strict=True)]
+
+
 def count_missing() -> None:
     """Print per missing operator: types that lack nothing else, all types, name, some of the types."""
     from hyper_parallel.backends.program_runner import unsupported_operators

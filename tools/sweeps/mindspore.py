@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mindspore_cases import LR, prepared
+from mindspore_cases import LR, prepared, rounding
 
 from sweeps.interface import causal_types, refusal_or_failure
 
@@ -14,7 +14,8 @@ TITLE = "MindSpore"
 TEXT = """Losses of five SGD steps in float32 on MindSpore against the same steps in torch, to 1e-5 relative, on two
 rows of eight tokens. Models have four layers, or two where all layers are alike. They compute attention eagerly and
 experts as batched products on both. `HP104` names the operators that MindSpore lacks, each with the module that needs
-it, or refuses shapes and branches that depend on values of tensors. Further types have not been tried yet."""
+it, or refuses shapes and branches that depend on values of tensors. `skipped` are types whose steps are chaotic: losses
+of torch in float32 and float64 differ by more than the limit. Further types have not been tried yet."""
 COLUMNS = ("train",)
 SECONDS = 3600
 CPU_SECONDS = 240
@@ -90,6 +91,9 @@ def _compared(place: Path, folder: Path) -> str:
         values = {name: runner.value(array) for name, array in (arrays | zeros).items()}
         results = {name: runner.array(result) for name, result in step(values).items()}
         if not abs(float(results["loss"]) - value) <= LIMIT * abs(value):
+            if (own := rounding(place.name)[number]) > LIMIT:
+                what = f"torch's own losses in float32 and float64 differ by {own:.1e}"
+                return f"skipped: {what} in step {number + 1}, earlier steps are equal"
             return f"wrong: loss {float(results['loss'])!r} of step {number + 1} is not {value!r}"
         for name in zeros:
             param = name.replace("sum.", "param.", 1)
