@@ -204,8 +204,11 @@ class _Rules:
             self._rule[name] = plain if callable(plain) else None
 
     def values(self, name: str) -> dict[str, Tensor]:
-        """Return full-size values of the tensors, own and of descendants, that the rule of module `name` sets."""
-        if self._rule[name] is None:
+        """Return full-size values of the tensors, own and of descendants, that the rule of module `name` sets.
+
+        A module without tensors has none: they are on the ranks of another part of the model.
+        """
+        if self._rule[name] is None or not named_tensors(self._model.get_submodule(name)):
             return {}
         values, touched = self._run(name, {n: self._unset(n) for n in self.own[name]})
         if touched:
