@@ -83,6 +83,19 @@ def test_parts_that_share_ranks_repeat_one_rank(place: Path) -> None:
 
 
 @pytest.mark.slow
+def test_parts_train_from_scratch_while_the_number_of_microbatches_with_media_varies(
+    place: Path,
+) -> None:
+    """The tower is sharded on the ranks of the language part; after a few equal steps come others."""
+    values = ("model.init=random", "training.steps=12", "training.accumulation_steps=8")
+    train(place, place / "alone12", "parallel.dp_shard=1", *values)
+    shared = "parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {tp_x: 2}}"
+    for name, layout in (("varied", shared), ("apart12", SPLIT)):
+        train(place, place / name, layout, *values)
+        assert_same_curve(curve(place / name), curve(place / "alone12"))
+
+
+@pytest.mark.slow
 def test_a_language_part_with_pipeline_stages_continues_a_run_of_one_rank(place: Path) -> None:
     train(place, place / "whole", "parallel.dp_shard=1")
     train(place, place / "staged", "parallel.dp_shard=1", "training.steps=1", "checkpoint.every=1")

@@ -98,7 +98,9 @@ def parallelize_submodels(
         plan = replace(plan, workload=workload or plan.workload)
         own = None if is_tower else routing
         copied = is_tower and lanes is not None and strategies[name].dp > 1
-        parallelize(part, plan, world, members[name], routing=own, sync_replicas=not copied)
+        # A tower runs once for each microbatch with media, so the number of its calls differs from step to step.
+        options = {"sync_replicas": not copied, "one_order": not is_tower}
+        parallelize(part, plan, world, members[name], routing=own, **options)
         roles.append(_role(part, side, world))
     stages = _stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
     joint = lanes and _joint(lanes, roles, stages, world, frozen, schedule)
