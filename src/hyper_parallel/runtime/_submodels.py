@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -96,15 +96,22 @@ def parallelize_submodels(
         plan = plan_of(part, strategies[name])
         # A given workload is that of the language part: the tower's ranks need not divide its batch.
         plan = replace(plan, workload=workload or plan.workload)
-        own = None if is_tower else routing
         copied = is_tower and lanes is not None and strategies[name].dp > 1
-        # A tower runs once for each microbatch with media, so the number of its calls differs from step to step.
-        options = {"sync_replicas": not copied, "one_order": not is_tower}
-        parallelize(part, plan, world, members[name], routing=own, **options)
+        options = _options(is_tower, copied, routing)
+        parallelize(part, plan, world, members[name], **options)
         roles.append(_role(part, side, world))
     stages = _stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
     joint = lanes and _joint(lanes, roles, stages, world, frozen, schedule)
     return _whole(roles, division, joint)
+
+
+def _options(is_tower: bool, copied: bool, routing: Routing | None) -> dict[str, Any]:
+    """Return options of `parallelize` for a part.
+
+    A tower runs once for each microbatch with media, so the number of its calls differs from step to step.
+    """
+    own = None if is_tower else routing
+    return {"routing": own, "sync_replicas": not copied, "one_order": not is_tower}
 
 
 def _check_schedule(

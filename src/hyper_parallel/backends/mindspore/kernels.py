@@ -18,11 +18,6 @@ from mindspore.ops.auto_generate import SolveTriangular
 # --- elementwise ----------------------------------------------------------------------------------------------------
 
 
-add = ops.Add()
-sub = ops.Sub()
-mul = ops.Mul()
-floor_divide = ops.FloorDiv()
-remainder = ops.FloorMod()
 neg = ops.Neg()
 absolute = ops.Abs()
 sign = ops.Sign()
@@ -42,9 +37,38 @@ relu = ops.ReLU()
 ceil = ops.Ceil()
 trunc = ops.Trunc()
 floor = ops.Floor()
-power = ops.Pow()
-maximum = ops.Maximum()
-minimum = ops.Minimum()
+
+
+def add(x, y):
+    return ops.add(x, y)
+
+
+def sub(x, y):
+    return ops.sub(x, y)
+
+
+def mul(x, y):
+    return ops.mul(x, y)
+
+
+def floor_divide(x, y):
+    return ops.floor_div(x, y)
+
+
+def remainder(x, y):
+    return ops.floor_mod(x, y)
+
+
+def power(x, y):
+    return ops.pow(x, y)
+
+
+def maximum(x, y):
+    return ops.maximum(x, y)
+
+
+def minimum(x, y):
+    return ops.minimum(x, y)
 
 
 def rsub(x, y, alpha=1):
@@ -124,14 +148,32 @@ def _as_shape(x, shape):
 # --- comparison and logic -------------------------------------------------------------------------------------------
 
 
-equal = ops.Equal()
-not_equal = ops.NotEqual()
-less = ops.Less()
-less_equal = ops.LessEqual()
-greater = ops.Greater()
-greater_equal = ops.GreaterEqual()
 isnan = ops.IsNan()
 isinf = ops.IsInf()
+
+
+def equal(x, y):
+    return ops.equal(x, y)
+
+
+def not_equal(x, y):
+    return ops.not_equal(x, y)
+
+
+def less(x, y):
+    return ops.less(x, y)
+
+
+def less_equal(x, y):
+    return ops.less_equal(x, y)
+
+
+def greater(x, y):
+    return ops.greater(x, y)
+
+
+def greater_equal(x, y):
+    return ops.greater_equal(x, y)
 
 
 def _truth(x):
@@ -196,12 +238,8 @@ def sum_over(x, dims=None, keepdim=False, dtype=None):
     value = x if dtype is None else ops.cast(x, dtype)
     if value.dtype == ms.bool_:
         value = ops.cast(value, ms.int64)
-    return ops.ReduceSum(keep_dims=keepdim)(value, _axes(dims, x.ndim))
-
-
-@ops.constexpr
-def _axes(dims, rank):
-    return tuple(dims) if dims else tuple(range(rank))
+    axes = tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
+    return ops.ReduceSum(keep_dims=keepdim)(value, axes)
 
 
 def sum_all(x, dtype=None):
@@ -210,7 +248,8 @@ def sum_all(x, dtype=None):
 
 def mean(x, dims=None, keepdim=False, dtype=None):
     value = x if dtype is None else ops.cast(x, dtype)
-    return ops.ReduceMean(keep_dims=keepdim)(value, _axes(dims, x.ndim))
+    axes = tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
+    return ops.ReduceMean(keep_dims=keepdim)(value, axes)
 
 
 def mean_all(x, dtype=None):
@@ -218,7 +257,7 @@ def mean_all(x, dtype=None):
 
 
 def variance(x, dims=None, correction=1, keepdim=False):
-    axes = _axes(dims, x.ndim)
+    axes = tuple(range(x.ndim)) if dims is None or len(dims) == 0 else dims
     centred = x - ops.ReduceMean(keep_dims=True)(x, axes)
     count = _count(x.shape, axes)
     return ops.ReduceSum(keep_dims=keepdim)(centred * centred, axes) / (count - correction)
