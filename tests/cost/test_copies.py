@@ -75,7 +75,7 @@ def test_what_no_work_hides_costs_time(values, seconds):
 def test_a_shorter_step_with_its_copies_is_not_longer(
     need, states, again, again_s, micro, flight, shorter, more
 ):
-    """What the bounds of the search rest on: less time to hide behind costs at most the time that is gone."""
+    """Bounds of the search assume it: less time that hides copies costs at most the missing time."""
     values = {
         "need_bytes": need, "optimizer_bytes": states, "passing_bytes": again, "passing_s": again_s,
         "microbatches": micro, "in_flight": flight, "alternating": float(flight == 1),

@@ -53,7 +53,7 @@ class _Nothing:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank: its peak (0 when no step counted everything), and collectives as kind, axes -> calls, bytes."""
+    """Peak of a rank (0 if no step counted all bytes), and its collectives: kind and axes to calls and bytes."""
 
     peak_bytes: int
     collectives: dict[tuple[str, tuple[str, ...]], tuple[int, int]]
@@ -150,7 +150,7 @@ def _prepare(
     batch: Callable[[], dict[str, Tensor]],
     world: World,
 ) -> tuple[Callable[[], None], Callable[[], int]]:
-    """One step as a call, after a first one; and the bytes of what outlives a step."""
+    """Run a first step; return a function that runs a step, and one that returns the bytes that outlive a step."""
     model = parallelize(build(), plan, world)
     materialize(model, seed=0, device=world.device)
     optimizer = build_optimizer(model, training)

@@ -207,7 +207,7 @@ def test_conjugate_and_negative_views_are_addresses():
 
 
 def test_a_storage_may_end_while_others_are_looked_at():
-    """As when garbage is collected, or the thread of a collective lets go, in the middle of it."""
+    """Garbage collection or the thread of a collective may free it in the middle of the walk."""
     first, others = Holder(torch.empty(8)), [torch.empty(8)]
     storages = Storages(1, lambda _: others.clear())
     storages.add(first.tensor, Entry("first", 0, "activation"), watch=True)

@@ -46,6 +46,7 @@ Objective = Callable[[Any, Mapping[str, Any]], Tensor]
 Over = Literal["logprobs", "logits", "output"]
 OVER: Final = ("logprobs", "logits", "output")
 _IGNORED: Final = -100
+"""Label without loss: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:

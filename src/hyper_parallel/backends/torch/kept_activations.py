@@ -303,7 +303,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 _TURNS = 3
-"""Repetitions of each benchmark."""
+"""Repetitions of each benchmark; the fastest counts, so that one pause of the machine does not."""
 _SLOW_WINDOWS = 4
 """Windows within a call on a CPU that is its own measurement, such as a matmul in bfloat16 that is emulated: a quarter
 of a second, beside which the milliseconds of a first call do not count. The first call on an accelerator loads code."""
