@@ -22,6 +22,7 @@ from hyper_parallel.backends.torch.forward_variants import (
 )
 from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
+from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.rotary_lengths import document_lengths, rotate_by_document
 from hyper_parallel.backends.torch.tensor.apply import (
@@ -76,10 +77,11 @@ def replace_forwards(
     exact = compute == torch.float64
     shard_plan, stages, trials = sharded.shard_plan, sharded.stages, sharded.trials
     tp_mesh = tensor_mesh(mesh, strategy)
-    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream)
-    running_layers = None if stages is None else stages.layers_running
+    running = RunningPass()
+    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream, running)
+    stage_layers = None if stages is None else stages.layers_running
     context = apply_context_parallel(
-        model, decoder, strategy, mesh, running_layers, trials.attention_calls
+        model, decoder, strategy, mesh, stage_layers, trials.attention_calls, running
     )
 
     rotate_by_document(model, document_lengths if context is None else context.local_lengths)
@@ -92,7 +94,7 @@ def replace_forwards(
     # wrappers. Else it also wraps layers and the model, the outermost ones, because layers get sharded activations.
     per_module = tp is not None and (decoder is None or tp.replicated_activations)
     by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
-    tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context)
+    tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context, running)
     layers = [layer for stage in by_stage for layer in stage]
     halves = None
     if strategy.overlap.half_batch:
@@ -103,7 +105,7 @@ def replace_forwards(
     if tp is not None and per_module:
         apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trials.tensor)
     watch_padding(model, tokens)
-    recompute_layers(by_stage, strategy, tp, context, exact, tokens)
+    recompute_layers(by_stage, strategy, tp, exact, running)
     if exact:
         keep_float64(model)
     loop_over_experts(model, compute)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import sum_both, sum_forward
 from hyper_parallel.backends.torch.model_structure import final_norm
+from hyper_parallel.backends.torch.pass_context import PassShape, RunningPass
 from hyper_parallel.backends.torch.tensor._projections import (
     Region,
     colwise,
@@ -47,7 +48,7 @@ from hyper_parallel.backends.torch.tensor.partial_gradients import (
     TensorTrial,
 )
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
-from hyper_parallel.backends.torch.tensor.state import TP, PassShape, RandomStreams, TpState, X, Y
+from hyper_parallel.backends.torch.tensor.state import TP, RandomStreams, TpState, X, Y
 from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
@@ -69,6 +70,7 @@ def tensor_state(
     strategy: Strategy,
     shard_hidden_over_y: bool,
     replicated_activations: bool,
+    running: RunningPass,
 ) -> TpState | None:
     """Return the state of tensor parallelism; None without tensor parallelism."""
     if tp_mesh is None:
@@ -86,6 +88,7 @@ def tensor_state(
         shard_sequences_over_y,
         replicated_activations,
         regather,
+        running=running,
         num_chunks=strategy.overlap.tp_chunks,
     )
 
@@ -286,7 +289,7 @@ class TensorParallel:
         use_local_parameters(module, self.state.gradients, inside, rows)
 
     def _shard_logits(self, inner: Forward, x: Tensor) -> Tensor:
-        self.state.head = "vocabulary"
+        self.state.running.update(head="vocabulary")
         return cast("Tensor", inner(x))
 
     def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
@@ -315,7 +318,7 @@ class TensorParallel:
                 scale = module.embed_scale
                 out = out * (scale.to(out.dtype) if isinstance(scale, Tensor) else scale)
             if reduce is None:
-                state.partial_embedding = True
+                state.running.update(partial_embedding=True)
                 return out
             return reduce(out, state.group, Purpose.EMBEDDING)
 
@@ -328,10 +331,10 @@ class TensorParallel:
         split = any(p.is_shard() for p in module.weight.placements)
 
         def forward(x: Tensor) -> Tensor:
-            state.head = "vocabulary" if split else "tokens"
+            batch = tuple(x.shape[:-1])
+            state.running.update(head="vocabulary" if split else "tokens", head_batch=batch)
             if not split:
-                state.head_batch = tuple(x.shape[:-1])
-                x = state.local_part(state.list_of(state.head_batch).parts(x))
+                x = state.local_part(state.list_of(batch).parts(x))
             return F.linear(x, state.local(module.weight), state.local(module.bias))
 
         module.forward = forward
@@ -361,7 +364,7 @@ class TensorParallel:
         batch, parts = tuple(hidden_states.shape[:-1]), 1
         if state.halves is not None:
             parts = state.halves.parts(batch, (hidden_states, *args), kwargs)
-        state.shape = PassShape((batch[0] // parts, *batch[1:]), parts)
+        state.running.update(shape=PassShape((batch[0] // parts, *batch[1:]), parts))
         return inner(state.enter(hidden_states), *args, **kwargs)
 
     def _leave(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -388,27 +391,25 @@ class TensorParallel:
             if state.replicated_activations and module.training and not state.same_random:
                 share_random_numbers(state.group, next(module.parameters()).device)
                 state.same_random = True
-            state.loss_taken = False
-            state.partial_embedding = False
-            state.head = "whole"
+            state.running.update(loss_taken=False, partial_embedding=False, head="whole")
             state.gradients.begin_forward()
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            logits = getattr(output, "logits", None)
-            if logits is None and isinstance(output, tuple) and state.head != "whole":
+            logits, context = getattr(output, "logits", None), state.running.context
+            if logits is None and isinstance(output, tuple) and context.head != "whole":
                 raise UnsupportedSharding(
                     "tuple outputs are not assembled under tensor parallelism",
                     where=type(module).__name__,
                     hint="return_dict=True",
                 )
-            if logits is None or state.head == "whole":
+            if logits is None or context.head == "whole":
                 return
-            if state.loss_taken:
+            if context.loss_taken:
                 output.logits = None
-            elif state.head == "vocabulary":
+            elif context.head == "vocabulary":
                 output.logits = join(logits, -1, state.group)
             else:
-                whole = state.list_of(state.head_batch).whole
+                whole = state.list_of(context.head_batch).whole
                 output.logits = whole(join(logits, 1, state.group))
 
         self.model.register_forward_pre_hook(before, with_kwargs=True)
@@ -417,12 +418,7 @@ class TensorParallel:
 
 def _wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
     """Replace the module's forward by `outer(forward, *args)`, on this instance only."""
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return outer(inner, *args, **kwargs)
-
-    module.forward = forward
+    module.forward = partial(outer, module.forward)
 
 
 def _parent(name: str) -> str:
