@@ -10,7 +10,7 @@ from torch import nn
 from hyper_parallel.backends.torch.context.apply import count_attention_calls
 from hyper_parallel.backends.torch.layer_flow import trace_layer_flow
 from hyper_parallel.backends.torch.model_layouts import resolve_layouts
-from hyper_parallel.backends.torch.model_structure import decoder_of
+from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.partial_use import refuse_random_modules
 from hyper_parallel.backends.torch.pipeline.stages import trace_stages
 from hyper_parallel.backends.torch.tensor.partial_gradients import TensorTrial, try_forward
@@ -61,7 +61,7 @@ def _tensor_trial(
     model: nn.Module, shard_plan: ShardPlan, strategy: Strategy
 ) -> TensorTrial | None:
     """Return the result of `try_forward` for replicated activations; None for sharded activations or without tp."""
-    if strategy.tp == 1 or not (shard_plan.whole_stream or decoder_of(model) is None):
+    if strategy.tp == 1 or not (shard_plan.whole_stream or view_of(model).base is None):
         return None
     return try_forward(model, shard_plan.layouts, shard_plan.styles, strategy)
 

@@ -28,7 +28,7 @@ from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
 from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.layer_flow import flow_error
-from hyper_parallel.backends.torch.model_structure import decoder_of
+from hyper_parallel.backends.torch.model_structure import ModelView, view_of
 from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
 from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.tensor.collectives import join
@@ -44,7 +44,7 @@ _COUNTS = "create_position_ids_from_input_ids"
 
 def apply_context_parallel(
     model: nn.Module,
-    decoder: tuple[nn.Module, nn.ModuleList] | None,
+    view: ModelView,
     strategy: Strategy,
     mesh: DeviceMesh | None,
     stage_layers: Callable[[], range] | None,
@@ -55,7 +55,7 @@ def apply_context_parallel(
 
     Args:
         model: The model; changed in place.
-        decoder: Base model and list of decoder layers of `model`; None without such a list.
+        view: Parts of the model.
         strategy: The strategy of the plan.
         mesh: Device mesh with a cp axis.
         stage_layers: Returns the layers of the running pipeline stage; None without pipeline parallelism.
@@ -64,8 +64,7 @@ def apply_context_parallel(
     """
     if mesh is None or strategy.cp == 1:
         return None
-    assert decoder is not None, "refused by count_attention_calls"
-    base, layers = decoder
+    base, layers = view.base, view.layers
     config, all_layers = base.config, range(len(layers))
     context = ContextState.from_strategy(strategy, mesh["cp"].get_group(), running)
     cp_config = copy.deepcopy(config)  # other models may share the config
@@ -96,10 +95,11 @@ def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ..
     """
     if strategy.cp == 1:
         return ()
-    if (decoder := decoder_of(model)) is None:
+    view = view_of(model)
+    if view.base is None:
         raise flow_error(model, "it has no list of layers", "cp")
-    _refuse(decoder[0].config)
-    return probe_attention_calls(model, *decoder)
+    _refuse(view.base.config)
+    return probe_attention_calls(model, view.base, view.layers)
 
 
 def _wrap_root(

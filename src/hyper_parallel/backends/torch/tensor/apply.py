@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import sum_both, sum_forward
-from hyper_parallel.backends.torch.model_structure import final_norm
+from hyper_parallel.backends.torch.model_structure import ModelView
 from hyper_parallel.backends.torch.pass_context import PassShape, RunningPass
 from hyper_parallel.backends.torch.tensor._projections import (
     Region,
@@ -95,7 +95,7 @@ def tensor_state(
 
 def apply_tensor_parallel(
     model: nn.Module,
-    decoder: tuple[nn.Module, nn.ModuleList] | None,
+    view: ModelView,
     styles: dict[str, str],
     state: TpState,
     strategy: Strategy,
@@ -105,15 +105,15 @@ def apply_tensor_parallel(
 
     Args:
         model: The model; changed in place.
-        decoder: Base model and list of decoder layers of `model`; None without such a list.
+        view: Parts of the model.
         styles: Module or parameter name to its style.
         state: State of its tensor parallelism.
         strategy: The strategy of the plan.
         trial: Result of `try_forward`, with replicated activations.
     """
     parallel = TensorParallel(model, styles, state, strategy)
-    if decoder is not None and not state.replicated_activations:
-        parallel.apply_to_decoder(*decoder)
+    if view.base is not None and not state.replicated_activations:
+        parallel.apply_to_decoder(view)
     elif strategy.tp_y == 1:
         parallel.apply_to_modules(trial is not None and trial.splits_logits)
     else:
@@ -204,9 +204,9 @@ class TensorParallel:
         row = self.state.rank // (self.state.degree // heads) * width
         return slice(row, row + width)
 
-    def apply_to_decoder(self, base: nn.Module, layers: nn.ModuleList) -> None:
+    def apply_to_decoder(self, view: ModelView) -> None:
         """Wrap embedding, regions, layers, final norm and head of a Hugging Face model."""
-        embedding, head = base.get_input_embeddings(), head_of(self.model)
+        embedding, head = view.base.get_input_embeddings(), head_of(self.model)
         names = {m: n for n, m in self.modules.items()}
         for name, style in self.styles.items():
             module = self.modules[name]
@@ -233,8 +233,8 @@ class TensorParallel:
             self._replicated(embedding, names[embedding])
         if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
             self._head(head, names[head])
-        _wrap(layers[0], self._enter)
-        _wrap(final_norm(base), self._leave)
+        _wrap(view.layers[0], self._enter)
+        _wrap(view.final_norm(), self._leave)
         self._guard()
 
     def apply_to_modules(self, splits_logits: bool) -> None:
