@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from hyper_parallel.backends.torch.host_saved_activations import HOST_SAVED, HostSavedActivations
 from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.ir import Strategy
 
 _FLOAT32: Final = torch.float32
@@ -66,14 +66,12 @@ def float64_kept() -> TorchFunctionMode:
 
 def keep_float64(model: nn.Module) -> None:
     """Run the forward of a model in float64 throughout; its outputs and signature do not change."""
-    inner = model.forward
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _KeepFloat64():
             return inner(*args, **kwargs)
 
-    model.forward = forward
+    wrap(model, forward)
 
 
 def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
@@ -131,12 +129,10 @@ def recompute(
     layer: nn.Module, tp: TpState | None, exact: bool, running: RunningPass | None = None
 ) -> None:
     """Enable recomputation for one layer; see `recompute_layers`."""
-    inner = layer.forward
     current = RunningPass() if running is None else running
     precision = _KeepFloat64() if exact else nullcontext()
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = current.recomputed()
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +151,7 @@ def recompute(
         with saved.around() if saved.inputs else nullcontext():
             return checkpoint(run, *args, use_reentrant=False, context_fn=saved.contexts, **kwargs)
 
-    layer.forward = forward
+    wrap(layer, forward)
 
 
 def cache_argument(call: Callable[..., Any]) -> str:

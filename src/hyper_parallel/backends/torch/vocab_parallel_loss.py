@@ -7,7 +7,6 @@ so that forward saves only one number per token and the logits. Arithmetic is fl
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from hyper_parallel.backends.torch.collectives import gather_rows
 from hyper_parallel.backends.torch.held_out_predictions import counted_predictions
 from hyper_parallel.backends.torch.in_flight import sum_forward
 from hyper_parallel.backends.torch.tensor.state import TpState
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Purpose
 
@@ -205,10 +205,10 @@ def use_loss_function(model: nn.Module) -> None:
         or "labels" not in inspect.signature(own).parameters
     ):
         return
-    inner = model.forward
 
-    @functools.wraps(inner)
-    def forward(*args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        inner: Callable[..., Any], *args: Any, shift_labels: Tensor | None = None, **kwargs: Any
+    ) -> Any:
         if shift_labels is None:
             return inner(*args, **kwargs)
         labels, count = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
@@ -222,4 +222,4 @@ def use_loss_function(model: nn.Module) -> None:
         )
         return output
 
-    model.forward = forward
+    wrap(model, forward)

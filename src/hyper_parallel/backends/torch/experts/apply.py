@@ -13,6 +13,7 @@ experts are summed over the ranks, as the gradients of norms.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from hyper_parallel.backends.torch.experts.routing import (
 )
 from hyper_parallel.backends.torch.tensor.gradients import use_local_parameters
 from hyper_parallel.backends.torch.token_rows import Tokens
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
 
 
@@ -147,12 +149,11 @@ def _is_supported(
 
 def _attach_gradients_to_block(block: nn.Module, experts: nn.Module) -> None:
     """Attach zero gradients of all experts to the output of their block, for experts without tokens."""
-    inner = block.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return attach_zero_gradients(inner(*args, **kwargs), experts.parameters())
 
-    block.forward = forward
+    wrap(block, forward)
 
 
 class _Forward:

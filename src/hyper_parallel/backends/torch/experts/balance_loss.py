@@ -20,6 +20,7 @@ Backward of a stage has two roots: its output, and the sums of its probabilities
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from hyper_parallel.backends.torch.experts.routing import (
     is_first_forward,
 )
 from hyper_parallel.backends.torch.token_rows import Tokens
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose, Strategy
 
@@ -119,15 +121,13 @@ class BalanceLoss:
         self._share = 0.0
 
     def _record(self, router: nn.Module, output: int) -> None:
-        inner = router.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = inner(*args, **kwargs)
             if is_first_forward():
                 self._logits.append(result[output] if isinstance(result, tuple) else result)
             return result
 
-        router.forward = forward
+        wrap(router, forward)
 
     def messages(self) -> tuple[Tensor, Tensor]:
         """Return receive buffers: routing counts [2 E + 1] with activations, derivatives [E] with gradients."""

@@ -40,6 +40,7 @@ from hyper_parallel.backends.torch.layer_flow import LayerFlow, flow_error, trac
 from hyper_parallel.backends.torch.model_layouts import read_model
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch.partial_use import encoder_inputs
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Strategy
@@ -458,9 +459,7 @@ def _run_on_stages(
     running: StageLayers,
     replacement: Callable[..., Any],
 ) -> None:
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return (inner if running.stage in stages else replacement)(*args, **kwargs)
 
-    module.forward = forward
+    wrap(module, forward)

@@ -10,7 +10,6 @@ Source: Shoeybi et al. 2019 (Megatron-LM), section 3, the operators f and g.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +27,7 @@ from hyper_parallel.backends.torch.tensor.gradients import (
     to_local,
     use_local_parameters,
 )
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.ir import Purpose
 
 
@@ -84,10 +84,8 @@ def gather_embedding_when_read(
     model: nn.Module, embedding: nn.Module, gradients: TpGradients, group: ProcessGroup
 ) -> None:
     """Gather the weight of a sharded embedding where the model's forward reads it directly, as in Gemma 4."""
-    inner = model.forward
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params = embedding._parameters
         embedding.__dict__["_parameters"] = _GatheredParameters(params, gradients, group)
         try:
@@ -95,7 +93,7 @@ def gather_embedding_when_read(
         finally:
             embedding.__dict__["_parameters"] = params
 
-    model.forward = forward
+    wrap(model, forward)
 
 
 def use_local_replicated_parameters(

@@ -50,6 +50,7 @@ from hyper_parallel.backends.torch.tensor.partial_gradients import (
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
 from hyper_parallel.backends.torch.tensor.state import TP, RandomStreams, TpState, X, Y
 from hyper_parallel.backends.torch.token_scores import head_of
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
@@ -228,13 +229,13 @@ class TensorParallel:
         for name in dict.fromkeys(_parent(n) for n in self.own_parameters):
             self._replicated(self.modules[name], name)
         for name, region in self.regions.items():
-            _wrap(self.modules[name], region.forward)
+            wrap(self.modules[name], region.forward)
         if self.styles.get(names[embedding], "replicate") == "replicate":
             self._replicated(embedding, names[embedding])
         if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
             self._head(head, names[head])
-        _wrap(view.layers[0], self._enter)
-        _wrap(view.final_norm(), self._leave)
+        wrap(view.layers[0], self._enter)
+        wrap(view.final_norm(), self._leave)
         self._guard()
 
     def apply_to_modules(self, splits_logits: bool) -> None:
@@ -254,7 +255,7 @@ class TensorParallel:
             if style == "rowwise":
                 rowwise(module, name, self._region_of(name))
                 if state.streams is not None:
-                    _wrap(module, state.streams.run_row_projection)
+                    wrap(module, state.streams.run_row_projection)
             elif style == "norm_heads":
                 self._norm_over_heads(module, name, None)
             elif style == "vocab":
@@ -275,13 +276,13 @@ class TensorParallel:
             owner = module if self.config is None else self.modules[_parent(name)]
             exchange_packed(module, owner, style, self.config, state)
         shared = None if style == "head" else region
-        _wrap(module, partial(call_with_summed_input_grad, state.group, shared))
+        wrap(module, partial(call_with_summed_input_grad, state.group, shared))
         if state.streams is not None and style != "head":
-            _wrap(module, partial(state.streams.run_column_projection, module))
+            wrap(module, partial(state.streams.run_column_projection, module))
         if style == "head" and splits_logits:
-            _wrap(module, self._shard_logits)
+            wrap(module, self._shard_logits)
         elif style == "head":
-            _wrap(module, lambda inner, x: join(inner(x), -1, state.group))
+            wrap(module, lambda inner, x: join(inner(x), -1, state.group))
 
     def _norm_over_heads(self, module: nn.Module, name: str, rows: slice | None) -> None:
         """Compute the statistics of a norm over the heads of all ranks."""
@@ -414,11 +415,6 @@ class TensorParallel:
 
         self.model.register_forward_pre_hook(before, with_kwargs=True)
         self.model.register_forward_hook(after, with_kwargs=True)
-
-
-def _wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
-    """Replace the module's forward by `outer(forward, *args)`, on this instance only."""
-    module.forward = partial(outer, module.forward)
 
 
 def _parent(name: str) -> str:

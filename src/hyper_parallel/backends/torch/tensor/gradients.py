@@ -7,7 +7,6 @@ such parameters. It follows FSDP's reduction over the data-parallel ranks, so on
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.collectives import all_reduce, paired
 from hyper_parallel.backends.torch.weights.shard_ranges import local
+from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.ir import Purpose
 
 PartialParameter = tuple[nn.Parameter, dist.ProcessGroup]
@@ -83,13 +83,11 @@ def use_local_parameters(
         rows: Rows to select, see `to_local`.
         modules: Modules whose parameters are replaced; None: only `module`.
     """
-    inner = module.forward
     originals: list[dict[str, Any]] = []
     # Calls that run now: the second of two half-batches begins while the first one is suspended, and ends after it.
     running = 0
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal running
         holders = (module,) if modules is None else modules
         if running == 0:
@@ -107,7 +105,7 @@ def use_local_parameters(
                     m.__dict__["_parameters"] = params
                 originals.clear()
 
-    module.forward = forward
+    wrap(module, forward)
 
 
 class TpGradients:
