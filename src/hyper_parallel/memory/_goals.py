@@ -6,14 +6,13 @@ and by the arena that its addresses need. A budget that no program meets becomes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory.def_use import working_set_bytes
 from hyper_parallel.memory.emitted_programs import EmittedProgram, Search
-from hyper_parallel.memory.host_updates import device_part
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.units import format_bytes
 
@@ -40,15 +39,12 @@ _Probe = Callable[[MemoryMachine], EmittedProgram | None]
 
 
 def least_time(
-    searches: Sequence[Search], budget: int, finish: _Finish, limit_s: float = float("inf")
+    search: Search, budget: int, finish: _Finish, limit_s: float = float("inf")
 ) -> _PlannedProgram:
     """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
 
-    Every search fixes its own set of updates in host memory, so a larger choice of sets never gives a slower plan. The
-    time of one search limits the next.
-
     Args:
-        searches: Searches, run in turn.
+        search: Search of one order.
         budget: Device bytes.
         finish: Function that packs a program and returns its plan.
         limit_s: Seconds from which on a plan is useless.
@@ -57,23 +53,16 @@ def least_time(
         BudgetImpossible: HP402 when no program fits.
         TierFull: HP403 when more DRAM or flash would make one fit.
     """
-    results, errors = list[_PlannedProgram](), list[BudgetImpossible]()
-    for search in searches:
-        try:
-            results.append(_least_time(search, budget, finish, limit_s))
-            limit_s = min(limit_s, results[-1][0].seconds)
-        except BudgetImpossible as error:
-            errors.append(error)
-    if not results:
-        nearest = min(errors, key=lambda e: e.least_bytes)
+    try:
+        return _least_time(search, budget, finish, limit_s)
+    except BudgetImpossible as error:
         if limit_s < float("inf"):
-            raise nearest
-        raise _capacity_error(searches, budget, finish, nearest) or nearest
-    return min(results, key=lambda result: (result[0].seconds, result[1].device_bytes))
+            raise
+        raise _capacity_error(search, budget, finish, error) or error from None
 
 
 def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) -> _PlannedProgram:
-    """Return the fastest program of one search that fits the budget, or raise HP402."""
+    """Return the fastest program that fits the budget, or raise HP402."""
     best = _fastest_within(search, budget, finish, limit_s)
     if best is not None:
         return best
@@ -94,7 +83,7 @@ def _fastest_within(
     fastest_s = float("inf")  # of all emitted programs, whatever their arenas take
     tries = _PROGRAMS_PER_TARGET * (1 if len(search.program.operators) > _LARGE_PROGRAM else 4)
     aim = arena_budget - arena_budget // _PACKING_RESERVES[0]
-    fits = working_set_bytes(device_part(search.program, search.machine)) <= arena_budget
+    fits = working_set_bytes(search.program) <= arena_budget
     for count in range(1, _MAX_TARGETS + 1 if fits else 1):
         within_s = best[0].seconds if best else limit_s
         programs = [
@@ -134,7 +123,7 @@ def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _Pl
     Raise HP402 with the smallest feasible budget. The minimum-peak search does not depend on the budget.
     """
     arena_budget = budget - search.program.staging_bytes
-    floor = working_set_bytes(device_part(search.program, search.machine))
+    floor = working_set_bytes(search.program)
     fresh = search.without_cache()
     last = _descending_peaks(fresh, fresh.identity, float("inf"), refused=True)[-1]
     lowest = {id(e): e for e in (last, fresh.best_seen)}
@@ -163,24 +152,18 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
 
 
 def least_peak(
-    searches: Sequence[Search], identity: EmittedProgram, limit_s: float, finish: _Finish
+    search: Search, identity: EmittedProgram, limit_s: float, finish: _Finish
 ) -> _PlannedProgram:
     """Return the program of least peak within a time, with its plan; the identity when no program lowers the peak."""
-    best, programs = identity, {identity.actions: identity}
-    for search in searches:  # each search lowers the result of the one before
-        lower = best.peak - best.peak // _PEAK_RESOLUTION
-        candidates = search.programs(lower, limit_s) if best is not identity else [best]
-        if any(e.peak <= best.peak and e.seconds <= limit_s for e in candidates):
-            programs |= {e.actions: e for e in _descending_peaks(search, best, limit_s)}
-            best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
+    programs = {identity.actions: identity}
+    if identity.seconds <= limit_s:
+        programs |= {e.actions: e for e in _descending_peaks(search, identity, limit_s)}
+    best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
     plans = [(best, finish(best))]
     if plans[0][1].arena_bytes > _PACKING_SLACK_OK * best.peak:
         # A program that takes hardly more may have better addresses.
-        for search in searches:
-            slightly_larger = search.programs(
-                int(_PACKING_SLACK_OK * best.peak), limit_s, lowers=True
-            )
-            programs |= {e.actions: e for e in slightly_larger if e.seconds <= limit_s}
+        slightly_larger = search.programs(int(_PACKING_SLACK_OK * best.peak), limit_s, lowers=True)
+        programs |= {e.actions: e for e in slightly_larger if e.seconds <= limit_s}
         del programs[best.actions]
         ranked = sorted(programs.values(), key=lambda e: (e.peak, e.seconds))
         plans += [(e, finish(e)) for e in ranked[:_PROGRAMS_PER_TARGET]]
@@ -196,7 +179,7 @@ def _descending_peaks(
     emitted programs from there on. Every success counts with its real peak, so the result does not depend on
     monotonicity. Targets out of reach take longest, so a refusal tries fewer of them.
     """
-    low, high = working_set_bytes(device_part(search.program, search.machine)), best.peak
+    low, high = working_set_bytes(search.program), best.peak
     start = high
     result = [best]
 
@@ -239,27 +222,23 @@ def _descending_peaks(
 
 
 def _capacity_error(
-    searches: Sequence[Search], budget: int, finish: _Finish, error: BudgetImpossible
+    search: Search, budget: int, finish: _Finish, error: BudgetImpossible
 ) -> TierFull | None:
     """Return HP403 when more DRAM or flash would make the budget possible; None otherwise."""
-    program, machine = searches[0].program, searches[0].machine
-    if working_set_bytes(device_part(program, machine)) > budget - program.staging_bytes:
+    program, machine = search.program, search.machine
+    if working_set_bytes(program) > budget - program.staging_bytes:
         return None
 
     def plan(changed: MemoryMachine) -> EmittedProgram | None:
-        for search in searches:
-            try:
-                return _least_time(search.for_machine(changed), budget, finish, float("inf"))[0]
-            except BudgetImpossible:
-                continue
-        return None
+        try:
+            return _least_time(search.for_machine(changed), budget, finish, float("inf"))[0]
+        except BudgetImpossible:
+            return None
 
     def probe(changed: MemoryMachine) -> EmittedProgram | None:
         arena_budget = budget - program.staging_bytes
         aim = arena_budget - arena_budget // _PROBE_RESERVE
-        programs: Iterator[EmittedProgram] = (
-            e for s in searches for e in s.for_machine(changed).programs(aim, lowers=True)
-        )
+        programs = search.for_machine(changed).programs(aim, lowers=True)
         fits = (e for e in programs if e.peak <= arena_budget)
         return next((e for e in fits if finish(e).device_bytes <= budget), None)
 
