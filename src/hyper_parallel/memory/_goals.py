@@ -29,13 +29,10 @@ _MAX_BISECTIONS = 12
 _PEAK_RESOLUTION, _SAVING_RESOLUTION = 100, 40
 # A refusal needs only sufficient bytes: a coarser resolution, and faster growth of the step between targets.
 _REFUSAL_RESOLUTION, _REFUSAL_GROWTH = 32, 4
-# Divisor of the budget for the bytes left for gaps while DRAM capacities are probed
-_PROBE_RESERVE = 20
-_CAPACITY_ROUNDS = 5  # bisections for the DRAM before a flash tier
 
 _PlannedProgram = tuple[EmittedProgram, MemoryPlan]
 _Finish = Callable[[EmittedProgram], MemoryPlan]
-_Probe = Callable[[MemoryMachine], EmittedProgram | None]
+_PlanFor = Callable[[MemoryMachine], EmittedProgram | None]
 
 
 def least_time(
@@ -235,38 +232,28 @@ def _capacity_error(
         except BudgetImpossible:
             return None
 
-    def probe(changed: MemoryMachine) -> EmittedProgram | None:
-        arena_budget = budget - program.staging_bytes
-        aim = arena_budget - arena_budget // _PROBE_RESERVE
-        programs = search.for_machine(changed).programs(aim, lowers=True)
-        fits = (e for e in programs if e.peak <= arena_budget)
-        return next((e for e in fits if finish(e).device_bytes <= budget), None)
-
-    sufficient = _sufficient_capacity(machine, plan, probe)
+    sufficient = _sufficient_capacity(machine, plan)
     if not sufficient:
         return None
     return _tier_full(budget, machine, {**sufficient, "device": error.least_bytes})
 
 
-def _sufficient_capacity(machine: MemoryMachine, plan: _Probe, probe: _Probe) -> dict[str, int]:
+def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
     """Return bytes of DRAM or of flash, each with the other as it is, that planning succeeds with.
-
-    Without a flash tier that is the DRAM of a plan without the limit. Before a flash tier it is less, because most
-    bytes only pass through DRAM.
 
     Args:
         machine: Machine on which planning fails.
         plan: Function that plans with other capacities; None: planning fails.
-        probe: Function that runs only the first target of `plan`.
     """
     result = dict[str, int]()
     if machine.dram_bytes is not None:
         unlimited = plan(replace(machine, dram_bytes=None))
         if unlimited is not None:
             most = max(unlimited.dram_bytes, machine.dram_bytes + 1)
-            enough = (
-                most if machine.copy_out is None else _dram_before_flash(machine, most, plan, probe)
-            )
+            # Before a flash tier a limited DRAM is shared with bytes that pass through, so `most` may be too little.
+            sizes = (most, 2 * most, 4 * most)
+            fits = (n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None)
+            enough = most if machine.copy_out is None else next(fits, None)
             if enough is not None:
                 result["dram"] = enough
     if machine.copy_out is not None and machine.flash_bytes is not None:
@@ -274,29 +261,6 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _Probe, probe: _Probe) ->
         if unlimited is not None:
             result["flash"] = max(unlimited.peaks["flash"], machine.flash_bytes + 1)
     return result
-
-
-def _dram_before_flash(
-    machine: MemoryMachine, most: int, plan: _Probe, probe: _Probe
-) -> int | None:
-    """Return sufficient bytes of DRAM, bisected by `probe` and confirmed by `plan`; None when `plan` fails.
-
-    Args:
-        machine: Machine on which planning fails.
-        most: Bytes that a plan takes when DRAM has no limit.
-        plan: See `_sufficient_capacity`.
-        probe: See `_sufficient_capacity`.
-    """
-    low, high = machine.dram_bytes or 0, most
-    for _ in range(_CAPACITY_ROUNDS):
-        middle = (low + high) // 2
-        if (program := probe(replace(machine, dram_bytes=middle))) is None:
-            low = middle
-        else:
-            high = max(program.dram_bytes, low + 1)
-    # A capacity divides DRAM between resident storages and those on their way to flash, so `most` may not be enough.
-    sizes = dict.fromkeys((high, most, 2 * most, 4 * most))
-    return next((n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None), None)
 
 
 def _tier_full(
