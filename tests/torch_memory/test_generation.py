@@ -1,7 +1,5 @@
 """Generation on a device smaller than the model: the same tokens, exactly the predicted bytes."""
 
-from collections import Counter
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,7 +10,6 @@ from hyper_parallel.backends.torch.memory.generation import (
     PlannedGeneration,
     PlannedSlots,
 )
-from hyper_parallel.backends.torch.memory.plan_transition import RelocationPlan
 from hyper_parallel.backends.torch.static_cache import GrowingSteps, StaticSteps
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
@@ -159,19 +156,14 @@ def test_an_impossible_budget_is_refused_with_one_that_works():
 
 
 @pytest.mark.slow
-def test_the_way_to_the_decode_plan_is_predicted():
-    """Where state leaves the device while all DRAM buffers of its size are in use, one more is needed between steps."""
-    model, sampling, more = model_of("gpt2"), Sampling(3, temperature=0), 0
+def test_bytes_are_predicted_for_every_budget():
+    model, sampling = model_of("gpt2"), Sampling(3, temperature=0)
     expected = list(decode_tokens(model, PROMPT, sampling))
     for budget in range(98_000, 120_000, 3_000):
         steps = PlannedGeneration(model, len(PROMPT), len(PROMPT) + 2, limits(budget))
         assert list(decode_tokens(model, PROMPT, sampling, steps=steps)) == expected
         steps.close()
         assert steps.use.measured_bytes == steps.use.predicted_bytes
-        first, second = steps._plans
-        made = Counter(first.replayed.host_buffers) | Counter(second.replayed.host_buffers)
-        more += RelocationPlan(first, second, made).buffers != made
-    assert more
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

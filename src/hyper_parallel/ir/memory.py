@@ -33,7 +33,6 @@ MemoryActionKind = Literal[
     "detach",
     "free",
     "join",
-    "update",
 ]
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
@@ -46,7 +45,7 @@ COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "copy_out": ("dram", "flash"),
 }
 """Source and destination tier of each copying action."""
-OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "update", "join")
+OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "join")
 """Actions whose target is an operator; that of all others is a storage."""
 
 
@@ -201,10 +200,10 @@ class MemoryAction:
     """Action of an emitted program.
 
     Attributes:
-        kind: `run` or `recompute` an operator; `update`: start an operator on storages in host memory; `join`: wait for
-            an operator that runs in parallel to the compute lane; start a copy (`prefetch` host to device, `store`
-            device to host, `copy_in` file to host, `copy_out` host to file); `wait` for the latest copy of a storage
-            into `tier`; `detach` the storage's bytes in `tier` without a copy; `free` the storage in every tier.
+        kind: `run` or `recompute` an operator; `join`: wait for a collective; start a copy (`prefetch` host to device,
+            `store` device to host, `copy_in` file to host, `copy_out` host to file); `wait` for the latest copy of a
+            storage into `tier`; `detach` the storage's bytes in `tier` without a copy; `free` the storage in every
+            tier.
         target: Operator index for `OF_OPERATORS`, else storage index.
         tier: For `wait`: destination of the copy. For `detach`: the tier whose bytes are released.
     """
@@ -236,7 +235,7 @@ class Choice:
     """Decision for one idle gap of a storage, with its reason."""
 
     storage: int
-    what: Literal["offload", "recompute", "stream", "update"]
+    what: Literal["offload", "recompute", "stream"]
     first: int
     last: int
     tier: MemoryTier

@@ -74,7 +74,6 @@ class _Walk:
         self.since: dict[int, int] = {}
         self.stays: list[Extent] = []
         self.communicating: dict[int, None] = {}  # operators begun and not joined
-        self.updating: dict[int, None] = {}  # begun in host memory, not joined
 
     def take(self, storage: int, tier: str, version: int, at: int) -> None:
         if tier not in self.held[storage]:
@@ -94,11 +93,6 @@ class _Walk:
         elif tier == "dram":
             self.buffers.give(self.program.sizes[storage])
 
-    def write(self, op: Operator, tier: str) -> None:
-        for s in op.writes:
-            self.version[s] += 1
-            self.held[s][tier] = self.version[s]
-
     def copied(self, storage: int, tier: str) -> bool:
         """Return whether a copy into or out of `tier` may be running; one end of every copy is host memory."""
         return any(tier == to or "dram" in (tier, to) for to in self.in_flight[storage])
@@ -108,9 +102,9 @@ class _Walk:
         operators = (self.program.operators[i] for i in self.communicating)
         return any(storage in (*op.writes, *op.allocs) for op in operators)
 
-    def used(self, storage: int, by: dict[int, None]) -> bool:
-        """Return whether operators in flight still read or write a storage."""
-        return any(storage in self.program.touched[i] for i in by)
+    def used(self, storage: int) -> bool:
+        """Return whether collectives in flight still read or write a storage."""
+        return any(storage in self.program.touched[i] for i in self.communicating)
 
     def illegal(self, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:
         names: tuple[Operator, ...] | tuple[Storage, ...]
@@ -135,9 +129,7 @@ class _Walk:
                     raise self.illegal(at, action, f"its result {self.name(s)} already exists")
             elif self.held[s].get("device") != self.version[s] or "device" in self.in_flight[s]:
                 raise self.illegal(at, action, f"{self.name(s)} is not on the device")
-            if self.communicating and (
-                self.used(s, self.communicating) if s in op.writes else self.filled(s)
-            ):
+            if self.communicating and (self.used(s) if s in op.writes else self.filled(s)):
                 raise self.illegal(at, action, f"{self.name(s)} is in use by other ranks")
         inputs = tuple(self.version[s] for s in op.reads if s not in op.allocs)
         if is_recompute and (not op.repeatable or op.writes or inputs != self.seen[action.target]):
@@ -146,31 +138,15 @@ class _Walk:
         for s in op.writes:
             if self.copied(s, "device"):
                 raise self.illegal(at, action, f"{self.name(s)} is written while it is copied")
-        self.write(op, "device")
+            self.version[s] += 1
+            self.held[s]["device"] = self.version[s]
         for s in op.allocs:
             self.take(s, "device", self.version[s], at)
         if op.group:
             self.communicating[action.target] = None
 
-    def update(self, at: int, action: MemoryAction) -> None:
-        op = self.program.operators[action.target]
-        if action.target in self.seen:
-            raise self.illegal(at, action, "it ran before")
-        if op.allocs:
-            raise self.illegal(at, action, "its results come to life on the device")
-        for s in op.touched:
-            # On its way counts: the operator starts when what fills its operands is done.
-            if self.held[s].get("dram") != self.version[s]:
-                raise self.illegal(at, action, f"{self.name(s)} is not in dram")
-            if s in op.writes and any(to != "dram" for to in self.in_flight[s]):
-                raise self.illegal(at, action, f"{self.name(s)} is written while it is copied")
-        self.seen[action.target] = tuple(self.version[s] for s in op.reads)
-        self.write(op, "dram")
-        self.updating[action.target] = None
-
     def join(self, at: int, action: MemoryAction) -> None:
-        begun = self.updating if action.target in self.updating else self.communicating
-        if begun.pop(action.target, 0) is not None:
+        if self.communicating.pop(action.target, 0) is not None:
             raise self.illegal(at, action, "it was not begun, or has ended")
 
     def copy(self, at: int, action: MemoryAction) -> None:
@@ -183,8 +159,6 @@ class _Walk:
             raise self.illegal(at, action, f"the content is already in {to}")
         if to in self.in_flight[s]:
             raise self.illegal(at, action, f"another copy into {to} is running")
-        if to == "dram" and self.used(s, self.updating):
-            raise self.illegal(at, action, "an operator in host memory uses it")
         if source == "device" and self.filled(s):
             raise self.illegal(at, action, "it is in use by other ranks")
         self.take(s, to, version, at)
@@ -201,9 +175,7 @@ class _Walk:
                 raise self.illegal(at, action, f"it holds no bytes in {tier}")
             if self.copied(s, tier):
                 raise self.illegal(at, action, f"a copy of it in {tier} is still running")
-            if tier == "dram" and self.used(s, self.updating):
-                raise self.illegal(at, action, "an operator in host memory uses it")
-            if tier == "device" and self.used(s, self.communicating):
+            if tier == "device" and self.used(s):
                 raise self.illegal(at, action, "it is in use by other ranks")
             self.drop(s, tier, at + 1)
 
@@ -212,7 +184,7 @@ class _Walk:
         for index, op in enumerate(operators):
             if index not in self.seen:
                 raise MemoryPlanInvalid(f"operator {index} ({op.name}) never runs")
-        for index in (*self.communicating, *self.updating):
+        for index in self.communicating:
             name = operators[index].name
             raise MemoryPlanInvalid(
                 f"`{name}` is never joined, so the step could end before it has"
@@ -237,9 +209,8 @@ def replay(
     bytes, and the results of an operator are allocated before it runs. The profile does not depend on copy speed.
 
     Checks:
-        * operands are on the device with their latest content; operands of a host operator are in host memory or on
-          the way there;
-        * nothing is released or written under a running copy, or before the `join` of a collective or host operator;
+        * operands are on the device with their latest content;
+        * nothing is released or written under a running copy, or before the `join` of a collective;
         * the results of a collective are not read before its `join`;
         * a recomputed operator reads the contents of its first run;
         * every operator runs once;
@@ -255,7 +226,6 @@ def replay(
     steps = {
         **dict.fromkeys(("run", "recompute"), walk.run),
         **dict.fromkeys(COPIES, walk.copy),
-        "update": walk.update,
         "join": walk.join,
         "wait": walk.wait,
     }

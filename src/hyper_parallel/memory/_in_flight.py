@@ -1,4 +1,4 @@
-"""Books of an emission: its actions, their time, valid tiers per storage, and copies and host updates in flight."""
+"""Books of an emission: its actions, their time, valid tiers per storage, and copies in flight."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from hyper_parallel.ir import (
     slab_bytes,
 )
 from hyper_parallel.memory.copy_issue import Gap, OutgoingCopy, ReloadQueue
-from hyper_parallel.memory.host_updates import UpdatesInFlight
 from hyper_parallel.memory.memory_machine import MemoryMachine
-from hyper_parallel.memory.recompute import Recomputes
 from hyper_parallel.memory.timeline import ProgramClock
 
 
@@ -103,17 +101,15 @@ class EmissionLedger:
 
 
 class InFlightCopies:
-    """Copies and host updates that were issued and not waited for.
+    """Copies that were issued and not waited for.
 
     Args:
         program: Storages and operators.
         ledger: Ledger of the emission.
-        recomputes: Accesses, recomputation and host updates of the order.
         gaps: Gaps of evicted storages; those that begin the step give the homes.
         reloads: Queue that is notified when an outgoing copy has ended.
 
     Attributes:
-        updates: Operators in host memory.
         position: Position that is being emitted.
         homes: Tier of every storage between steps.
         outgoing: Copies out of the device or out of DRAM.
@@ -128,13 +124,11 @@ class InFlightCopies:
         self,
         program: MemoryProgram,
         ledger: EmissionLedger,
-        recomputes: Recomputes,
         gaps: Sequence[Gap],
         reloads: ReloadQueue,
     ) -> None:
-        self._program, self._ledger, self._recomputes = program, ledger, recomputes
+        self._program, self._ledger = program, ledger
         self._reloads = reloads
-        self.updates = UpdatesInFlight(program, recomputes.host)
         self.position = 0
         self.homes: list[MemoryTier] = ["device"] * len(program.storages)
         for gap in gaps:
@@ -143,45 +137,6 @@ class InFlightCopies:
         self.outgoing: list[OutgoingCopy] = []
         self.incoming: dict[tuple[int, str], None] = {}
         self.stored_early: set[int] = set()
-
-    def begin_update(self, index: int) -> None:
-        """Begin an operator in host memory, behind the copies of its operands."""
-        op = self._program.operators[index]
-        for s in op.touched:
-            tiers = self._ledger.valid[s]
-            if not tiers.get("dram"):
-                for running in self.updates.users(s) if "dram" in tiers else ():
-                    self.end_update(running)
-                self.make_dram_room(s)
-                self.store(s, detaches=False)
-            if s in self._recomputes.host.dram_state:
-                for item in [
-                    p for p in self.outgoing if p.storage == s and p.destination != "dram"
-                ]:
-                    self.finish(item)
-                for tier in [t for t in tiers if t != "dram"]:
-                    self._ledger.detach(s, tier)
-        self._ledger.emit("update", index)
-        self.updates.begin(index)
-
-    def end_update(self, index: int) -> None:
-        """Wait for an operator in host memory, and drop DRAM copies that only it needed."""
-        self._ledger.emit("join", index)
-        for s in self.updates.join(index):
-            uses = self._recomputes.uses[s]
-            if not self._program.storages[s].at_end and (not uses or uses[-1] < self.position):
-                self.release(s)
-            elif (
-                "device" in self._ledger.valid[s]
-                and self.homes[s] != "dram"
-                and s not in self.stored_early
-            ):
-                for item in [
-                    p for p in self.outgoing if p.storage == s and p.destination == "dram"
-                ]:
-                    self.finish(item)
-                if "dram" in self._ledger.valid[s]:
-                    self._ledger.detach(s, "dram")
 
     def finish(self, item: OutgoingCopy) -> None:
         """Wait for a copy and release its source."""
@@ -197,10 +152,7 @@ class InFlightCopies:
         if item.detaches:
             self._ledger.detach(s, "device" if item.destination == "dram" else "dram")
         elif item.destination == "dram" and not (
-            s in self.stored_early
-            or s in self.updates
-            or self.homes[s] == "dram"
-            or self._is_leaving(s, "flash")
+            s in self.stored_early or self.homes[s] == "dram" or self._is_leaving(s, "flash")
         ):
             self._ledger.detach(s, "dram")
 
@@ -252,15 +204,12 @@ class InFlightCopies:
         self.incoming[s, "dram"] = None
 
     def make_dram_room(self, s: int) -> None:
-        """Wait for host updates, then for copies to flash, until DRAM has room for a storage, if ever.
+        """Wait for copies to flash until DRAM has room for a storage, if ever.
 
         Buffers are not shared between sizes, so only storages of the same size make room.
         """
-        sizes, touched = self._program.sizes, self._program.touched
+        sizes = self._program.sizes
         while not self._ledger.fits_dram(s):
-            if any(sizes[x] == sizes[s] for i in self.updates.running for x in touched[i]):
-                self.end_update(self.updates.running[0])
-                continue
             running_copies = (
                 p
                 for p in self.outgoing

@@ -2,9 +2,9 @@
 
 Every action is one task on the compute lane, which issues the actions in program order. An operator that runs there
 takes its seconds, every other action none. The other lanes are serial and work in the order of issue; a copy also
-waits for the task that fills its source. Collectives are on `communication`. An update in host memory is on `host` and
-waits for all its operands. A `wait` or `join` on the compute lane waits for the task it names. Bytes change where an
-action is issued: the counters are the bytes allocated in every tier.
+waits for the task that fills its source. Collectives are on `communication`. A `wait` or `join` on the compute
+lane waits for the task it names. Bytes change where an action is issued: the counters are the bytes allocated in every
+tier.
 
 Emission asks for the time at which an action would end, thousands of times per plan, so it cannot build and simulate a
 task graph. `ProgramClock` applies the same rules one action at a time, and a test holds both to the same times.
@@ -87,13 +87,6 @@ class _PlanGraph:
             name = operator.name
             if kind == "join":
                 self._compute(f"wait {name}", 0.0, _WAIT, action, (self._done[target],))
-            elif kind == "update":
-                self._compute(name, 0.0, _ISSUE, action)
-                filled = ((s, "dram") for s in operator.touched)
-                deps = (*before, *(self._arrival[key] for key in filled if key in self._arrival))
-                task = self._append("host", name, self._machine.host_seconds(operator), kind, deps)
-                self._done[target] = task
-                self._arrival.update(((s, "dram"), task) for s in operator.writes)
             elif operator.group:
                 self._compute(name, operator.seconds, _ISSUE, action)
                 comm = "communication"
@@ -186,9 +179,6 @@ def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
     spans: list[Span] = []
     last: Span | None = None
     for span in timeline.spans:
-        if span.lane == "host":
-            spans.append(replace(span, name="update", category="host"))
-            continue
         if span.lane == "communication":
             spans.append(replace(span, name=span.name.rpartition(".")[2].strip("_")))
             continue
@@ -237,10 +227,10 @@ class ProgramClock:
 
     Args:
         program: Program that the actions refer to.
-        machine: Channels and host; None: no action copies.
+        machine: Channels; None: no action copies.
 
     Attributes:
-        wait_s: Seconds the compute lane waited for copies and for updates in host memory.
+        wait_s: Seconds the compute lane waited for copies.
         join_s: Seconds the compute lane waited for other ranks.
     """
 
@@ -273,13 +263,7 @@ class ProgramClock:
         elif kind == "wait":
             self.wait_s += self.stand_until(self._arrival_s[target, action.tier])
         elif kind == "join":
-            stood_s = self.stand_until(self._done_s[target])
-            if self._program.operators[target].group:
-                self.join_s += stood_s
-            else:
-                self.wait_s += stood_s
-        elif kind == "update":
-            self._update(target)
+            self.join_s += self.stand_until(self._done_s[target])
 
     @property
     def copied(self) -> dict[str, Copied]:
@@ -309,15 +293,6 @@ class ProgramClock:
         """Append work that the compute lane issues now, and return its end."""
         self._schedule.append(lane, seconds, (self._free["compute"], *ready_s))
         return self._free[lane]  # type: ignore[no-any-return]
-
-    def _update(self, index: int) -> None:
-        assert self._machine is not None, "an update needs a host"
-        operator = self._program.operators[index]
-        arrived = (self._arrival_s.get((s, "dram"), 0.0) for s in operator.touched)
-        end = self._append("host", self._machine.host_seconds(operator), *arrived)
-        self._done_s[index] = end
-        for s in operator.writes:
-            self._arrival_s[s, "dram"] = end
 
     def _copy(self, kind: str, target: int) -> None:
         assert self._machine is not None, "a copy needs a channel"

@@ -7,11 +7,9 @@ a budget, so every token is the same.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import grouped_products
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._tiers import run_folder
-from hyper_parallel.backends.torch.memory.plan_transition import RelocationPlan
 from hyper_parallel.backends.torch.static_cache import (
     TextSteps,
     bind_cache,
@@ -36,7 +33,7 @@ from hyper_parallel.backends.torch.static_cache import (
     why_no_static_cache,
 )
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
+from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
 from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory_cached
 from hyper_parallel.units import format_bytes
 
@@ -64,7 +61,7 @@ class MemoryUse:
 
     Attributes:
         predicted_bytes: Peak per tier of the two plans: the arena and staging on the device, the buffers in DRAM.
-        measured_bytes: Measured peaks of all steps, the transition from one plan to the other included.
+        measured_bytes: Measured peaks of all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
         wait_s: Part of `seconds` in which the device waited for copies.
@@ -141,13 +138,9 @@ class _TwoSteps:
             for size, storage in zip(state.sizes, state.storages, strict=True)
             if storage.persistent
         )
-        # One arena serves both steps; the plan of the prompt step allocates it.
-        arena_bytes = max(plan.arena_bytes for plan in self._plans)
-        if self._plans[0].arena_bytes < arena_bytes:
-            self._plans[0] = replace(self._plans[0], arena_bytes=arena_bytes)
         self.use.predicted_bytes = {
-            "device": arena_bytes + self._staging_bytes,
-            "dram": _dram_bytes(self._plans),
+            "device": max(plan.device_bytes for plan in self._plans),
+            "dram": max(plan.dram_bytes for plan in self._plans),
             "flash": max(plan.peak_bytes["flash"] for plan in self._plans),
         }
 
@@ -173,97 +166,60 @@ class _TwoSteps:
         ]
 
     def _plan(self) -> list[MemoryPlan]:
-        dram = self.limits.machine.dram_bytes
-        first_error: TierFull | None = None
-        while True:
-            try:
-                plans = self._planned(dram)
-            except TierFull as error:
-                first_error = first_error or error
-                dram = error.enough_bytes["dram"]
-                continue
-            if first_error is None:
-                return plans
-            raise TierFull(
-                "the bytes beyond the device budget exceed DRAM and flash",
-                got=f"device {self.limits.device_bytes} bytes, dram {self.limits.machine.dram_bytes} bytes, "
-                f"flash {'none' if self.limits.flash is None else 'unlimited'}",
-                hint=f"--dram {dram}",
-            ) from first_error
-
-    def _planned(self, dram_bytes: int | None) -> list[MemoryPlan]:
-        """Return plans whose DRAM buffers fit together, because the buffers of both steps coexist.
+        """Return a plan per step.
 
         Raises:
-            BudgetImpossible: HP402.
-            TierFull: HP403 with a larger DRAM size that may suffice.
+            BudgetImpossible: HP402 with a budget that both steps fit.
+            TierFull: HP403 with a DRAM size that both steps fit.
         """
-        machine, dram_totals = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
-        while True:
-            try:
-                plans = self._plan_each(machine)
-            except TierFull as error:
-                assert dram_bytes is not None
-                larger = min(dram_totals, default=error.enough_bytes["dram"])
-                error.enough_bytes = {"dram": max(larger, dram_bytes + dram_bytes // 64 + 1)}
-                raise
-            dram_totals.append(_dram_bytes(plans))
-            if dram_bytes is None or dram_totals[-1] <= dram_bytes:
-                return plans
-            # The plans need buffers of different sizes, so each is planned with less DRAM.
-            assert machine.dram_bytes is not None
-            smaller = machine.dram_bytes - (dram_totals[-1] - dram_bytes)
-            machine = replace(machine, dram_bytes=max(smaller, 0))
-
-    def _plan_each(self, machine: MemoryMachine) -> list[MemoryPlan]:
-        limits, plans, min_bytes = self.limits, [], 0
+        limits, plans, errors = self.limits, list[MemoryPlan](), list[BudgetImpossible | TierFull]()
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
-            # The staging buffers of the other step must fit too.
-            other_staging_bytes = self._staging_bytes - program.staging_bytes
-            budget = limits.device_bytes - other_staging_bytes
             try:
                 plans.append(
                     plan_memory_cached(
-                        program, machine, measured=captured.seconds, budget_bytes=budget
+                        program,
+                        limits.machine,
+                        measured=captured.seconds,
+                        budget_bytes=limits.device_bytes,
                     )
                 )
-            except BudgetImpossible as error:
-                min_bytes = max(min_bytes, error.least_bytes + other_staging_bytes)
-        if min_bytes:
+            except (BudgetImpossible, TierFull) as error:
+                errors.append(error)
+        if budgets := [e.least_bytes for e in errors if isinstance(e, BudgetImpossible)]:
+            least = max(budgets)
             raise BudgetImpossible(
                 f"no memory plan of this generation fits {format_bytes(limits.device_bytes)}",
                 got=f"{limits.device_bytes} bytes",
-                allowed=f"at least {min_bytes} bytes ({format_bytes(min_bytes)})",
-                hint=f"--device-memory {min_bytes}",
+                allowed=f"at least {least} bytes ({format_bytes(least)})",
+                hint=f"--device-memory {least}",
             )
+        if full := [e.enough_bytes["dram"] for e in errors if isinstance(e, TierFull)]:
+            raise TierFull(
+                "the bytes beyond the device budget exceed DRAM and flash",
+                got=f"device {limits.device_bytes} bytes, dram {limits.machine.dram_bytes} bytes, "
+                f"flash {'none' if limits.flash is None else 'unlimited'}",
+                hint=f"--dram {max(full)}",
+            ) from errors[0]
         return plans
-
-    @property
-    def _staging_bytes(self) -> int:
-        return max(captured.program.staging_bytes for captured in self._captured)
 
     def begin(self) -> None:
         """Open the device under the plan of the prompt step."""
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
-        self._device = PlannedDevice(
-            self._captured[0], self._plans[0], self.limits.machine, flash=self._files
+        self._device = self._open(0)
+
+    def _open(self, index: int) -> PlannedDevice:
+        return PlannedDevice(
+            self._captured[index], self._plans[index], self.limits.machine, flash=self._files
         )
 
     def enter_decode(self) -> None:
-        """Move the state to the plan of the decode step, unless that is active."""
+        """Return the state to the model and open the device under the plan of the decode step, unless it is active."""
         assert self._device is not None
         if len(self._plans) > 1 and self._device.plan is self._plans[0]:
-            self._device.hardware.reset_peaks()
-            self._device = PlannedDevice(
-                self._captured[1],
-                self._plans[1],
-                self.limits.machine,
-                flash=self._files,
-                source=self._device,
-            )
-            self._count({"device": self._device.hardware.gauge.peak_bytes})
+            self._device.close()
+            self._device = self._open(1)
 
     def close(self) -> None:
         """Return the weights' bytes to the model."""
@@ -276,22 +232,18 @@ class _TwoSteps:
         assert self._device is not None
         measured: Measured
         logits, measured = self._device.step(inputs)
-        self._count(
-            {
-                "device": measured.device_bytes,
-                "dram": measured.dram_bytes,
-                "flash": measured.peak_bytes["flash"],
-            }
-        )
+        peaks = {
+            "device": measured.device_bytes,
+            "dram": measured.dram_bytes,
+            "flash": measured.peak_bytes["flash"],
+        }
+        most = self.use.measured_bytes
+        most |= {tier: max(peak, most[tier]) for tier, peak in peaks.items()}
         self.use.seconds += measured.seconds
         self.use.wait_s += measured.wait_s
         self.use.steps += 1
         result: Tensor = logits
         return result
-
-    def _count(self, peaks: Mapping[str, int]) -> None:
-        for tier, peak in peaks.items():
-            self.use.measured_bytes[tier] = max(self.use.measured_bytes[tier], peak)
 
 
 class PlannedGeneration(_TwoSteps):
@@ -378,26 +330,6 @@ class PlannedSlots(Passes):
         """Relabel the rows, see `Passes.move_sequence`; every step has all slots, so nothing is copied."""
         slots = self._slots
         slots[source], slots[target] = slots[target], slots[source]
-
-
-def _dram_bytes(plans: list[MemoryPlan]) -> int:
-    """Return the bytes of the DRAM buffers of all plans and of the transitions between them."""
-    buffers, num_bytes = Counter[int](), 0
-    for before, plan in pairwise((None, *plans)):
-        assert plan is not None
-        buffers, num_bytes = _add_buffers(plan.replayed.host_buffers, buffers, num_bytes)
-        if before is not None:
-            buffers, num_bytes = _add_buffers(
-                RelocationPlan(before, plan, buffers).buffers, buffers, num_bytes
-            )
-    return num_bytes
-
-
-def _add_buffers(
-    wanted: Mapping[int, int], buffers: Counter[int], num_bytes: int
-) -> tuple[Counter[int], int]:
-    """Return buffers and their bytes after the wanted buffers were added."""
-    return buffers | Counter(wanted), num_bytes + slab_bytes(Counter(wanted) - buffers)
 
 
 def _record(
