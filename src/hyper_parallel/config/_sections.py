@@ -1,6 +1,6 @@
 """Sections of a recipe: one pydantic class each, a docstring under every field. Unknown keys are errors.
 
-`None` means derived. Field validators check one section; checks across sections are in `_contradictions.py`.
+`None` means derived. Field validators check one section; rules across sections are rows of `_contradictions.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ a budget, so every token is the same.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
 
-from hyper_parallel.backends.torch.decode_slots import Passes, SlotSteps
+from hyper_parallel.backends.torch.decode_slots import FixedPasses, SlotSteps
 from hyper_parallel.backends.torch.memory._capture import Named, model_state, record
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
@@ -25,11 +25,8 @@ from hyper_parallel.backends.torch.memory._fake_values import grouped_products
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._tiers import run_folder
 from hyper_parallel.backends.torch.static_cache import (
-    TextSteps,
     bind_cache,
     cache_tensors,
-    decode_inputs,
-    prompt_inputs,
     why_no_static_cache,
 )
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
@@ -93,14 +90,17 @@ class MemoryUse:
 _CPU = torch.device("cpu")
 
 
-class _TwoSteps:
-    """Prompt and decode steps under a device budget.
+class PlannedSlots(FixedPasses):
+    """Prompt and decode passes under a device budget; all prompts precede all decoding.
 
     Args:
         model: In host memory, in eval mode; its tensors are empty until `close`.
-        fixed: Shapes of the two steps.
+        fixed: Slots and lengths.
         limits: Budget and machine.
         device: Device of the steps; a CPU simulates one.
+
+    Attributes:
+        use: Predicted and measured memory use.
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
@@ -109,14 +109,8 @@ class _TwoSteps:
     """
 
     def __init__(
-        self, model: Any, fixed: TextSteps | SlotSteps, limits: MemoryLimits, device: torch.device
+        self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU
     ) -> None:
-        self.model, self.limits, self._fixed = model, limits, fixed
-        self.use = MemoryUse(simulated=device.type == "cpu")
-        self._target_device = device
-        self._device: PlannedDevice | None = None
-        self._stack = ExitStack()
-        self._files: Path | None = None
         if model.device.type != "cpu":
             raise CaptureUnsupported(
                 "a device budget needs the model in host memory, but it is on another device",
@@ -129,6 +123,13 @@ class _TwoSteps:
                 got=type(model).__name__,
                 hint="leave out --device-memory",
             )
+        super().__init__(model, fixed)
+        self.limits = limits
+        self.use = MemoryUse(simulated=device.type == "cpu")
+        self._target_device = device
+        self._planned_device: PlannedDevice | None = None
+        self._stack = ExitStack()
+        self._files: Path | None = None
         _own_storages(model)
         self._captured = self._capture()
         self._plans = self._plan()
@@ -146,7 +147,7 @@ class _TwoSteps:
 
     def _capture(self) -> list[Captured]:
         """Record the prompt step and, if needed, the decode step on fake tensors."""
-        model, fixed = self.model, self._fixed
+        model, fixed = self._model, self._fixed
         with fake_copy(model, self._target_device) as fake:
             cache = fixed.new_cache(fake)
             short = replace(fixed, prompt_tokens=1)
@@ -156,7 +157,6 @@ class _TwoSteps:
             recorded = [_record(fake, cache, fixed, named, prompt=True)]
             if fixed.length > fixed.prompt_tokens:
                 recorded.append(_record(fake, cache, fixed, named, prompt=False))
-        self.cache = fixed.new_cache(model)
         tensors = {k: torch.zeros(t.shape, dtype=t.dtype) for k, t in shapes.items()}
         bind_cache(self.cache, tensors)
         real = {**{k: t for k, (t, _) in model_state(model).items()}, **tensors}
@@ -207,7 +207,7 @@ class _TwoSteps:
         """Open the device under the plan of the prompt step."""
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
-        self._device = self._open(0)
+        self._planned_device = self._open(0)
 
     def _open(self, index: int) -> PlannedDevice:
         return PlannedDevice(
@@ -216,22 +216,29 @@ class _TwoSteps:
 
     def enter_decode(self) -> None:
         """Return the state to the model and open the device under the plan of the decode step, unless it is active."""
-        assert self._device is not None
-        if len(self._plans) > 1 and self._device.plan is self._plans[0]:
-            self._device.close()
-            self._device = self._open(1)
+        assert self._planned_device is not None
+        if len(self._plans) > 1 and self._planned_device.plan is self._plans[0]:
+            self._planned_device.close()
+            self._planned_device = self._open(1)
 
     def close(self) -> None:
         """Return the weights' bytes to the model."""
         with self._stack:
-            if self._device is not None:
-                self._device.close()
+            if self._planned_device is not None:
+                self._planned_device.close()
+
+    def _run_step(self, inputs: dict[str, Tensor], *, prompt: bool) -> Tensor:
+        if self._planned_device is None:
+            self.begin()
+        if not prompt:
+            self.enter_decode()
+        return self.run(inputs)
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
         """Run a step and return its logits."""
-        assert self._device is not None
+        assert self._planned_device is not None
         measured: Measured
-        logits, measured = self._device.step(inputs)
+        logits, measured = self._planned_device.step(inputs)
         peaks = {
             "device": measured.device_bytes,
             "dram": measured.dram_bytes,
@@ -246,95 +253,7 @@ class _TwoSteps:
         return result
 
 
-class PlannedGeneration(_TwoSteps):
-    """Prompt and decode steps of one text under a device budget.
-
-    Args:
-        model: In host memory, in eval mode; its tensors are empty until `close`.
-        prompt_tokens: Length of the prompt.
-        length: Slots of the cache: prompt and continuation.
-        limits: Budget and machine.
-        device: Device of the steps; a CPU simulates one.
-
-    Raises:
-        HyperParallelError: See `_TwoSteps`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        prompt_tokens: int,
-        length: int,
-        limits: MemoryLimits,
-        device: torch.device = _CPU,
-    ) -> None:
-        super().__init__(model, TextSteps(prompt_tokens, length), limits, device)
-        self.position = 0
-
-    def prompt(self, ids: list[int]) -> Tensor:
-        """Process the prompt and return the logits [V] after it."""
-        self.begin()
-        self.position = len(ids)
-        return self.run(prompt_inputs(self.model, ids))
-
-    def next(self, token: int) -> Tensor:
-        """Process the next token and return the logits [V] after it."""
-        self.enter_decode()
-        inputs = decode_inputs(self.model, token, self.position, self._fixed.length)
-        self.position += 1
-        return self.run(inputs)
-
-
-class PlannedSlots(Passes):
-    """Batched prompt and decode passes under a device budget, one slot per text; all prompts precede all decoding.
-
-    Args:
-        model: In host memory, in eval mode; its tensors are empty until `close`.
-        fixed: Slots and lengths.
-        limits: Budget and machine.
-        device: Device of the steps; a CPU simulates one.
-
-    Attributes:
-        use: Predicted and measured memory use.
-        close: Returns the weights' bytes to the model.
-
-    Raises:
-        CaptureUnsupported: See `PlannedGeneration`.
-        BudgetImpossible: See `PlannedGeneration`.
-        TierFull: See `PlannedGeneration`.
-    """
-
-    def __init__(
-        self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU
-    ) -> None:
-        self._planned = _TwoSteps(model, fixed, limits, device)
-        super().__init__(model, fixed.slots)
-        self._fixed, self._slots, self._begun = fixed, [*range(fixed.slots)], False
-        self.use, self.close = self._planned.use, self._planned.close
-
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
-        """Run a pass, see `Passes.read_tokens`; passes with several tokens per text precede the first decode pass."""
-        prompt = not self._begun or max(map(len, tokens)) > 1
-        if not self._begun:
-            self._planned.begin()
-            self._begun = True
-        if not prompt:
-            self._planned.enter_decode()
-        slots = [self._slots[row] for row in rows]
-        inputs = self._fixed.inputs(self._model, slots, tokens, starts, prompt=prompt)
-        return self._planned.run(inputs)[slots]
-
-    def move_sequence(self, source: int, target: int) -> None:
-        """Relabel the rows, see `Passes.move_sequence`; every step has all slots, so nothing is copied."""
-        slots = self._slots
-        slots[source], slots[target] = slots[target], slots[source]
-
-
-def _record(
-    model: Any, cache: Any, fixed: TextSteps | SlotSteps, named: Named, *, prompt: bool
-) -> Captured:
+def _record(model: Any, cache: Any, fixed: SlotSteps, named: Named, *, prompt: bool) -> Captured:
     def run(**batch: Tensor) -> Tensor:
         return fixed.run(model, cache, batch)
 
