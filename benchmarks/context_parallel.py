@@ -27,7 +27,8 @@ from _machine import machine
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, context_attention
-from hyper_parallel.backends.torch.context.state import ContextState, SequenceView
+from hyper_parallel.backends.torch.context.state import ContextState
+from hyper_parallel.backends.torch.pass_context import RunningPass, SequenceView
 from hyper_parallel.ir import SequenceCut, Strategy
 from hyper_parallel.runtime import CommCounter, World, launch
 
@@ -58,7 +59,8 @@ def kinds(size: Size) -> dict[str, Strategy]:
 
 def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
     """Forward and backward of one attention layer on this rank; returns its share of a checksum."""
-    context = ContextState.from_strategy(strategy, world.mesh(strategy)["cp"].get_group())
+    group = world.mesh(strategy)["cp"].get_group()
+    context = ContextState.from_strategy(strategy, group, RunningPass())
     cut = SequenceCut.of(size.seq_len, strategy.cp, strategy.cp_kind, strategy.cp_ulysses)
     mine = torch.tensor(cut.positions(context.group.rank()))
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +75,7 @@ def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
     object.__setattr__(module, ATTRIBUTE, context)
 
     def step() -> float:
-        context.view = SequenceView(cut, torch.tensor(size.seq_len - 1))
+        context.running.update(view=SequenceView(cut, torch.tensor(size.seq_len - 1)))
         out, _ = context_attention(module, q, k, v, None, sliding_window=size.window or None)
         out.backward(torch.ones_like(out))
         total = out.detach().double().sum() + sum(x.grad.double().abs().sum() for x in (q, k, v))

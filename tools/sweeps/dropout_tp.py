@@ -36,7 +36,7 @@ def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[An
 
     import hyper_parallel as hp
     from hyper_parallel.backends.torch import handle, local
-    from hyper_parallel.backends.torch.model_structure import decoder_of
+    from hyper_parallel.backends.torch.model_structure import view_of
     from hyper_parallel.runtime import World
 
     model = rated_model(model_type)
@@ -60,10 +60,10 @@ def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[An
         work = hp.Workload(LENGTH, microbatch=1, compute_dtype="float64", param_dtype="float64")
         words = "tp_x=2" + (" recompute=full" if recompute else "")
         net = hp.parallelize(model, hp.plan_of(model, words, work), world)
-        state, decoder = handle(net).tp, decoder_of(net)
-        if decoder is not None and state is not None and not state.replicated_activations:
+        state, view = handle(net).tp, view_of(net)
+        if view.base is not None and state is not None and not state.replicated_activations:
             net.register_forward_pre_hook(lambda *_: cut.insert(0, None))
-            decoder[1][0].register_forward_pre_hook(lambda *_: cut.insert(0, True))
+            view.layers[0].register_forward_pre_hook(lambda *_: cut.insert(0, True))
         F.dropout = dropout
         try:
             for _ in range(2):

@@ -21,7 +21,8 @@ from hyper_parallel.backends.torch.forward_variants import (
     recompute_layers,
 )
 from hyper_parallel.backends.torch.half_batch import HalfBatch
-from hyper_parallel.backends.torch.model_structure import decoder_of, layers_of
+from hyper_parallel.backends.torch.model_structure import view_of
+from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.rotary_lengths import document_lengths, rotate_by_document
 from hyper_parallel.backends.torch.tensor.apply import (
@@ -71,28 +72,29 @@ def replace_forwards(
     Returns:
         State of tensor parallelism, state of context parallelism, half-batches, and the layers of this rank.
     """
-    strategy, decoder = plan.strategy, decoder_of(model)
+    strategy, view = plan.strategy, view_of(model)
     compute = getattr(torch, plan.workload.compute_dtype)
     exact = compute == torch.float64
     shard_plan, stages, trials = sharded.shard_plan, sharded.stages, sharded.trials
     tp_mesh = tensor_mesh(mesh, strategy)
-    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream)
-    running_layers = None if stages is None else stages.layers_running
+    running = RunningPass()
+    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream, running)
+    stage_layers = None if stages is None else stages.layers_running
     context = apply_context_parallel(
-        model, decoder, strategy, mesh, running_layers, trials.attention_calls
+        model, view, strategy, mesh, stage_layers, trials.attention_calls, running
     )
 
     rotate_by_document(model, document_lengths if context is None else context.local_lengths)
     reset_before_calls(model)
 
     # From the innermost forward to the outermost: recomputed code runs on tokens that are already sharded.
-    if context is None and decoder is not None:
-        mask_documents(decoder[0], compute)
+    if context is None and view.base is not None:
+        mask_documents(view.base, compute)
     # Without sharded activations, tensor parallelism replaces the forwards of single projections, the innermost
     # wrappers. Else it also wraps layers and the model, the outermost ones, because layers get sharded activations.
-    per_module = tp is not None and (decoder is None or tp.replicated_activations)
-    by_stage = [layers_of(model)] if stages is None else list(stages.layers.values())
-    tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context)
+    per_module = tp is not None and (view.base is None or tp.replicated_activations)
+    by_stage = [[*view.layers]] if stages is None else list(stages.layers.values())
+    tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context, running)
     layers = [layer for stage in by_stage for layer in stage]
     halves = None
     if strategy.overlap.half_batch:
@@ -101,16 +103,16 @@ def replace_forwards(
         halves.install(layers)
         halves.watch(model)
     if tp is not None and per_module:
-        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trials.tensor)
+        apply_tensor_parallel(model, view, shard_plan.styles, tp, strategy, trials.tensor)
     watch_padding(model, tokens)
-    recompute_layers(by_stage, strategy, tp, context, exact, tokens)
+    recompute_layers(by_stage, strategy, tp, exact, running)
     if exact:
         keep_float64(model)
     loop_over_experts(model, compute)
     if sharded.experts is not None:
-        apply_to_experts(model, sharded.experts, tokens, in_decoder=decoder is not None)
+        apply_to_experts(model, sharded.experts, tokens, in_decoder=view.base is not None)
     if sharded.balance is not None:
         sharded.balance.watch(model, tokens)
     if tp is not None and not per_module:
-        apply_tensor_parallel(model, decoder, shard_plan.styles, tp, strategy, trials.tensor)
+        apply_tensor_parallel(model, view, shard_plan.styles, tp, strategy, trials.tensor)
     return tp, context, halves, layers

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hyper_parallel import ir
-from hyper_parallel.backends.torch._flow_checks import try_axes
+from hyper_parallel.backends.torch._flow_checks import check_flow
 from hyper_parallel.backends.torch._forwards import ShardedModel, replace_forwards
 from hyper_parallel.backends.torch._logits_hook import replace_loss
 from hyper_parallel.backends.torch.data.fsdp import FLAT, shard_data_parallel
@@ -108,7 +108,7 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
     check_half_batches(model, strategy, balance is not None)
     check_token_chunks(model, strategy)
     disable_model_router_loss(model, routing, strategy)
-    trials = try_axes(model, shard_plan, strategy)
+    trials = check_flow(model, plan, shard_plan)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
     experts = expert_state(
         model,
@@ -120,7 +120,7 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
         ranks.device,
         strategy.overlap.ep_chunks,
     )
-    stages = split_model(model, plan, mesh, ranks.device)
+    stages = split_model(model, plan, trials.flow, mesh, ranks.device)
     shard_expert_lists(model, experts)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layouts = {name: shard_plan.layouts[name] for name in shapes}

@@ -58,7 +58,8 @@ class EmbeddingNoise:
 
         def add_noise(_: nn.Module, __: Any, out: Tensor) -> Tensor | None:
             ids, tp = noise._ids, attached.tp
-            summand = tp is not None and tp.partial_embedding and tp.rank > 0  # rank 0 adds it
+            # The noise is added to one summand, that of rank 0.
+            summand = tp is not None and tp.running.context.partial_embedding and tp.rank > 0
             if ids is None or not model.training or not out.is_floating_point() or summand:
                 return None
             flat_index = torch.arange(ids.numel(), device=ids.device).view(ids.shape)

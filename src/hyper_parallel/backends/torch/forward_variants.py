@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel.backends.torch.context.state import ContextState
 from hyper_parallel.backends.torch.host_saved_activations import HOST_SAVED, HostSavedActivations
+from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.tensor.state import TpState
-from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.ir import Strategy
 
 _FLOAT32: Final = torch.float32
@@ -110,9 +109,8 @@ def recompute_layers(
     stages: Sequence[Sequence[nn.Module]],
     strategy: Strategy,
     tp: TpState | None,
-    context: ContextState | None,
     exact: bool,
-    tokens: Tokens,
+    running: RunningPass,
 ) -> None:
     """Enable recomputation for the layers of each stage that the strategy selects.
 
@@ -120,48 +118,36 @@ def recompute_layers(
         stages: Layers of each stage of this rank.
         strategy: Strategy with the recomputed layers.
         tp: Tensor-parallel state, or None.
-        context: Context-parallel state, or None.
         exact: Recompute in float64 throughout, see `keep_float64`.
-        tokens: Padding of the running pass.
+        running: The running pass, whose context is that of the forward in its recomputation.
     """
     layers = [layer for stage in stages for layer in stage]
     indices = iter(range(len(layers)))
     for i in strategy.recomputed([[next(indices) for _ in stage] for stage in stages]):
-        recompute(layers[i], tp, exact, context, tokens)
+        recompute(layers[i], tp, exact, running)
 
 
 def recompute(
-    layer: nn.Module,
-    tp: TpState | None,
-    exact: bool,
-    context: ContextState | None = None,
-    tokens: Tokens | None = None,
+    layer: nn.Module, tp: TpState | None, exact: bool, running: RunningPass | None = None
 ) -> None:
     """Enable recomputation for one layer; see `recompute_layers`."""
     inner = layer.forward
+    current = RunningPass() if running is None else running
+    precision = _KeepFloat64() if exact else nullcontext()
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        shape = tp.shape if tp is not None else None
-        view = context.view if context is not None else None
-        padding = tokens.padding if tokens is not None else None
+        context = current.recomputed()
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if context is not None:
-                context.view = view
-            if tokens is not None:
-                tokens.padding = padding
-            if tp is not None and shape is not None:
-                tp.shape = shape  # another batch may have run in between
-                tp.recomputed = True
+            now, current.context = current.context, context  # another batch may have run in between
             try:
-                with _KeepFloat64() if exact else nullcontext():
+                with precision:
                     return inner(*args, **kwargs)
             finally:
-                if tp is not None:
-                    tp.recomputed = False
-                    if tp.streams is not None:  # recomputation may end between two projections
-                        tp.streams.join()
+                current.context = now
+                if tp is not None and tp.streams is not None:
+                    tp.streams.join()  # recomputation may end between two projections
 
         saved: HostSavedActivations | None = getattr(layer, HOST_SAVED, None)
         if saved is None or not torch.is_grad_enabled():

@@ -30,7 +30,7 @@ from torch.func import functional_call
 
 from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
-from hyper_parallel.backends.torch.model_structure import block_list, decoder_of, text_config
+from hyper_parallel.backends.torch.model_structure import text_config, view_of
 from hyper_parallel.calibration import LocalRates, fastest_rates
 from hyper_parallel.model import KeptActivations
 
@@ -60,11 +60,10 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
     Returns:
         Saved bytes; None if the forward needs values or the model has no layer list.
     """
-    decoder, listed = decoder_of(model), block_list(model)
-    if decoder is None or listed is None:
+    view = view_of(model)
+    if view.base is None:
         return None
-    layers = decoder[1]
-    path = next((n for n, m in model.named_modules() if m is layers), listed[0])
+    path, layers = view.path, view.layers
     kinds = _kinds(model, layers)
     runs = _two_runs(model, layers, kinds, _SHORT)
     if runs is None and len(set(kinds)) < len(kinds):

@@ -7,7 +7,7 @@ parallelism uses the same tracer to find operators that mix tokens, and the sour
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,10 +19,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from hyper_parallel.backends.torch.driver import driver_untouched
 from hyper_parallel.backends.torch.flow_tracer import FIRST_FREE_BIT, IDS, TOKENS, FlowTracer
 from hyper_parallel.backends.torch.model_structure import (
+    ModelView,
     PlaceholderModule,
     SlotList,
-    decoder_of,
     text_config,
+    view_of,
 )
 from hyper_parallel.errors import UnsupportedSharding
 
@@ -68,10 +69,10 @@ def trace_layer_flow(model: nn.Module) -> LayerFlow:
     Raises:
         UnsupportedSharding: HP205 naming the data flow that pipeline stages cannot have.
     """
-    decoder = decoder_of(model)
-    if decoder is None:
+    view = view_of(model)
+    if view.base is None:
         raise flow_error(model, "it has no list of layers", "pp")
-    return _LayerTrace(model, decoder[1]).run()
+    return _LayerTrace(model, view).run()
 
 
 def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
@@ -115,63 +116,40 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
         raise flow_error(model, f"its forward does not run without values ({why})", axis) from error
 
 
-def count_norm_calls(model: nn.Module, layers: nn.ModuleList, norm: nn.Module) -> int:
+def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Module) -> int:
     """Return how often a forward pass of the model calls a norm outside its layers.
 
     Only the first layer runs; its result replaces those of the other layers. In a forward that fails on meta tensors,
     the calls before the failure count.
     """
-    calls = [0]
+    calls, results = [0], list[Any]()
+    first, run = layers[0], layers[0].forward
 
     def count(*_: Any) -> None:
         calls[0] += 1
 
-    path = next(name for name, module in model.named_modules() if module is layers)
+    def run_first(*args: Any, **kwargs: Any) -> Any:
+        results[:] = [run(*args, **kwargs)]
+        return results[0]
+
     with preserve_module_state(model), suppress(UnsupportedSharding):
         norm.register_forward_pre_hook(count)
-        model.set_submodule(path, _FirstLayerOnly(layers))
+        for layer in layers:
+            layer.forward = run_first if layer is first else lambda *_, **__: results[0]
         run_on_meta(model, FlowTracer(), "tp")
     return calls[0]
-
-
-class _FirstLayerOnly(SlotList):
-    """Layer list in which only the first layer runs; the other layers return its result."""
-
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__(layers)
-        self._slots = [_ResultOfFirst(layer, i, self) for i, layer in enumerate(layers)]
-        self.result: Any = None
-
-    def slots(self) -> list[Any]:
-        return self._slots
-
-
-class _ResultOfFirst:
-    """Slot of a `_FirstLayerOnly` list."""
-
-    def __init__(self, layer: nn.Module, index: int, owner: _FirstLayerOnly) -> None:
-        self._layer, self._index, self._owner = layer, index, owner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._index == 0:
-            self._owner.result = self._layer(*args, **kwargs)
-        return self._owner.result
 
 
 class _LayerTrace(SlotList):
     """Layer list that replaces the model's list during the trace."""
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        super().__init__(layers)
-        names = {id(module): name for name, module in model.named_modules()}
-        self.flow = LayerFlow(names[id(layers)], len(layers))
+    def __init__(self, model: nn.Module, view: ModelView) -> None:
+        super().__init__(view.layers)
+        self.flow = LayerFlow(view.path, len(view.layers))
         self.tracer = FlowTracer()
         self.called: list[int] = []
         self._bits: dict[int, tuple[str, int]] = {}
-        self._slots = [_Slot(layer, i, self) for i, layer in enumerate(layers)]
+        self._slots = [_Slot(layer, i, self) for i, layer in enumerate(view.layers)]
         object.__setattr__(self, "model", model)
 
     def slots(self) -> list[Any]:

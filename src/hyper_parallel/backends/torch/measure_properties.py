@@ -25,7 +25,7 @@ from hyper_parallel.backends.torch.decode_slots import (
 )
 from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.backends.torch.half_batch import HalfBatch
-from hyper_parallel.backends.torch.model_structure import layers_of
+from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.static_cache import why_no_own_cache
 from hyper_parallel.ir import Overlap
 from hyper_parallel.model import ModelProperties, Property
@@ -78,7 +78,7 @@ def prepare_model(model: nn.Module) -> None:
 
     model.eval()
     _perturb_parameters(model)
-    if (base := _decoder_base(model)) is not None:
+    if (base := view_of(model).base) is not None:
         mask_documents(base, torch.float64)
     keep_float64(model)
 
@@ -111,14 +111,6 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
         with suppress(Exception):  # code of any model may raise anything
             idle = texts.idle_modules()
     return ModelProperties(type(model).__name__, **answers, idle_modules=idle)
-
-
-def _decoder_base(model: nn.Module) -> nn.Module | None:
-    """Return the decoder without its head; None for a model without a list of layers."""
-    from hyper_parallel.backends.torch.model_structure import decoder_of
-
-    decoder = decoder_of(model)
-    return None if decoder is None else decoder[0]
 
 
 class _Unmeasured(Exception):
@@ -197,7 +189,7 @@ class _Texts:
 
     def half_batches(self) -> float:
         """Run the layers on half-batches; return the change of the logits."""
-        layers = layers_of(self._model)
+        layers = [*view_of(self._model).layers]
         if not layers:
             raise _Unmeasured("the model has no list of decoder layers")
         batch = self._drawn[:, :_DOCUMENT]

@@ -19,13 +19,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.layer_flow import count_norm_calls
-from hyper_parallel.backends.torch.model_structure import (
-    block_list,
-    decoder_of,
-    final_norm,
-    layers_of,
-    text_config,
-)
+from hyper_parallel.backends.torch.model_structure import text_config, view_of
 from hyper_parallel.backends.torch.token_scores import SCORE, scores_tokens
 from hyper_parallel.backends.torch.weights.initialization import base_parameters
 from hyper_parallel.backends.torch.weights.lora import adapter_layouts, has_adapters
@@ -79,7 +73,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     )
     if tp > 1:
         _require_linear(model, shard_plan.styles)
-    if plan.strategy.recompute != "none" and not layers_of(model):
+    if plan.strategy.recompute != "none" and not view_of(model).layers:
         raise UnsupportedSharding(
             "recompute needs a model with a list of layers of one class",
             where=type(model).__name__,
@@ -240,16 +234,16 @@ def _has_decoder(model: nn.Module) -> bool:
 
     False if the norm also runs before the layers, as in NanoChat.
     """
-    if (decoder := decoder_of(model)) is None:
+    view = view_of(model)
+    if view.base is None:
         return False
-    base, layers = decoder
     try:
-        norm = final_norm(base)
+        norm = view.final_norm()
     except UnsupportedSharding:
         return False
-    memo = _memo(type(model), type(base))
+    memo = _memo(type(model), type(view.base))
     if "calls" not in memo:
-        memo["calls"] = count_norm_calls(model, layers, norm)
+        memo["calls"] = count_norm_calls(model, view.layers, norm)
     return memo["calls"] <= 1
 
 
@@ -320,7 +314,8 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
     """
     config = text_config(model)
     hidden = _first_number(config, ("hidden_size", "n_embd", "d_model")) or _embedding_width(model)
-    path, layers = block_list(model) or ("", nn.ModuleList())
+    view = view_of(model)
+    path, layers = view.path, view.layers
     ends = _ends(model)
     inside: list[list[ParamSpec]] = [[] for _ in layers]
     outside: dict[str, list[ParamSpec]] = {"embedding": [], "final_norm": [], "head": []}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,29 +53,63 @@ class SlotList(nn.ModuleList):
         return nn.ModuleList(chosen) if isinstance(index, slice) else chosen
 
 
-def decoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList] | None:
-    """Return the base model and its decoder layers for a Hugging Face model with a layer list, else None.
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """Parts of a model, found by its structure.
 
-    The base is the innermost module around the list that has `get_input_embeddings`.
+    Attributes:
+        base: Innermost module around the layers that embeds tokens; None unless the model is a Hugging Face decoder.
+        path: Name of the layer list; "" without one.
+        layers: Layers of the decoder, else of the largest layer list; empty without a list.
     """
+
+    base: Any
+    path: str
+    layers: nn.ModuleList
+
+    def final_norm(self) -> nn.Module:
+        """Return the norm after the layers, by name, else the last child of the base that is a norm.
+
+        Raises:
+            UnsupportedSharding: HP205 without a norm.
+        """
+        base: nn.Module = self.base
+        for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
+            if isinstance(norm := getattr(base, name, None), nn.Module):
+                return norm
+        for module in reversed([*base.children()]):
+            if "norm" in type(module).__name__.lower():
+                return module
+        raise UnsupportedSharding(
+            "no final norm was found after the decoder layers",
+            where=type(base).__name__,
+            got=", ".join(name for name, _ in base.named_children()),
+            allowed="norm, final_layernorm, final_layer_norm, ln_f, or a module of a class *Norm*",
+        )
+
+
+def view_of(model: nn.Module) -> ModelView:
+    """Return the parts of a model, whole or with the modules of one pipeline rank."""
     prefix = getattr(model, "base_model_prefix", None)
-    if prefix is None or not hasattr(model, "config"):
-        return None
-    base = getattr(model, prefix, model)
-    layers = getattr(base, "layers", None)
-    if isinstance(layers, nn.ModuleList) and len(layers):
-        return base, layers
-    if (blocks := block_list(model)) is None:
-        return None
-    path, layers = blocks
-    while path := path.rpartition(".")[0]:
-        if hasattr(base := model.get_submodule(path), "get_input_embeddings"):
-            return base, layers
-    return model, layers
+    is_decoder = prefix is not None and hasattr(model, "config")
+    if is_decoder:
+        base = getattr(model, prefix, model)
+        layers = getattr(base, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers):
+            path = next(name for name, module in model.named_modules() if module is layers)
+            return ModelView(base, path, layers)
+    path, layers = _largest_list(model)
+    if not path or not is_decoder:
+        return ModelView(None, path, layers)
+    outer = path
+    while outer := outer.rpartition(".")[0]:
+        if hasattr(base := model.get_submodule(outer), "get_input_embeddings"):
+            return ModelView(base, path, layers)
+    return ModelView(model, path, layers)
 
 
-def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Return name and members of the layer list with most parameters; None for a model without a list.
+def _largest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return name and members of the layer list with most parameters; "" and no members without a list.
 
     Only outermost lists count. Lists in a module with the language part's config have priority, then lists of the
     classes in the model's `_no_split_modules`.
@@ -99,18 +134,9 @@ def block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     named = {n: m for n, m in lists.items() if any(type(layer).__name__ in whole for layer in m)}
     sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in (named or lists).items()}
     if not sizes:
-        return None
+        return "", nn.ModuleList()
     best = max(sizes, key=sizes.__getitem__)
     return best, lists[best]
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the model's decoder, or of its `block_list`; [] for a model without a list."""
-    decoder = decoder_of(model)
-    if decoder is not None:
-        return list(decoder[1])
-    blocks = block_list(model)
-    return [] if blocks is None else list(blocks[1])
 
 
 def text_config(model: nn.Module) -> Any:
@@ -121,19 +147,3 @@ def text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return text.per_layer_config[0] if getattr(text, "is_heterogeneous", False) else text
-
-
-def final_norm(base: nn.Module) -> nn.Module:
-    """Return the norm after the layers, by name, else the last child of the base that is a norm."""
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
-        if isinstance(norm := getattr(base, name, None), nn.Module):
-            return norm
-    for module in reversed([*base.children()]):
-        if "norm" in type(module).__name__.lower():
-            return module
-    raise UnsupportedSharding(
-        "no final norm was found after the decoder layers",
-        where=type(base).__name__,
-        got=", ".join(name for name, _ in base.named_children()),
-        allowed="norm, final_layernorm, final_layer_norm, ln_f, or a module of a class *Norm*",
-    )

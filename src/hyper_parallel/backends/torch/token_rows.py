@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
 from hyper_parallel.backends.torch.in_flight import rows_of_half
+from hyper_parallel.backends.torch.pass_context import Padding, RunningPass
 from hyper_parallel.backends.torch.tensor.collectives import piece_size
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.errors import UnsupportedSharding
@@ -26,25 +27,12 @@ TOKEN_MASK: Final = "token_mask"
 
 
 @dataclass(frozen=True, slots=True)
-class Padding:
-    """Padding of the batch of one forward pass.
-
-    Attributes:
-        real: [T], True for real tokens among the flattened tokens of this rank's layers.
-        unread: The results for padding are not used and need not be computed.
-    """
-
-    real: Tensor
-    unread: bool
-
-
-@dataclass(slots=True)
 class Tokens:
-    """Selector of tokens among the rows of a layer; `padding` belongs to the running pass, None without padding."""
+    """Selector of tokens among the rows of a layer in the running pass."""
 
     tp: TpState | None = None
     context: ContextState | None = None
-    padding: Padding | None = None
+    running: RunningPass = field(default_factory=RunningPass)
 
     def token_rows(self, rows: int, device: torch.device) -> Tensor | None:
         """Return the indices of the rows that are not padding of the layout; None for all rows."""
@@ -64,9 +52,9 @@ class Tokens:
 
     def select_real(self, selected: Tensor | None, rows: int) -> Tensor | None:
         """Return a mask of the real tokens among the rows of `token_rows`; None if all are real."""
-        if self.padding is None:
+        if (padding := self.running.context.padding) is None:
             return None
-        real = rows_of_half(self.padding.real)
+        real = rows_of_half(padding.real)
         if self.tp is not None:
             indices = self.tp.grid.token_indices(self.tp.rank).to(real.device)
             real = real[indices.clamp(min=0)]
@@ -89,12 +77,12 @@ class Tokens:
         indices = indices[indices >= 0]
         if (inside := self._inside(rows)) is not None:
             indices = indices[inside[indices]]
-        indices = indices.to(device)
-        return indices, None if self.padding is None else rows_of_half(self.padding.real)[indices]
+        indices, padding = indices.to(device), self.running.context.padding
+        return indices, None if padding is None else rows_of_half(padding.real)[indices]
 
     def _inside(self, total: int) -> Tensor | None:
         """Return a CPU mask of the tokens that are not padding of context parallelism; None without such padding."""
-        view = self.context.view if self.context is not None else None
+        view = self.running.context.view
         if view is None or view.cut.padded == view.cut.seq_len:
             return None
         assert self.context is not None
@@ -120,14 +108,16 @@ def watch_padding(model: nn.Module, tokens: Tokens) -> None:
         mask, unread = inputs.get(TOKEN_MASK), True
         if mask is None:
             mask, unread = inputs.get("attention_mask"), False
-        tokens.padding = None
+        padding = None
         if isinstance(mask, Tensor) and mask.dim() == 2:
             ids = next((t for n in TOKENS if (t := inputs.get(n)) is not None), None)
             context, real = tokens.context, mask.bool()
-            if context is not None and context.view is not None:
+            if context is not None and context.running.context.view is not None:
                 real = context.local_tokens(real, 0)
             if ids is not None and real.shape == ids.shape[:2]:
-                tokens.padding = Padding(real.reshape(-1).to(ids.device), unread)
+                padding = Padding(real.reshape(-1).to(ids.device), unread)
+        if padding is not tokens.running.context.padding:
+            tokens.running.update(padding=padding)
         return args, {name: value for name, value in kwargs.items() if name != TOKEN_MASK}
 
     model.register_forward_pre_hook(before, with_kwargs=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch.host_saved_activations import save_activations_on_host
-from hyper_parallel.backends.torch.model_structure import layers_of
+from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.integration.llamafactory.arguments import HyperParallelArguments
 from hyper_parallel.ir import Strategy
@@ -43,7 +43,7 @@ def shard_model(
     )
     hp.parallelize(model, hp.plan_of(model, strategy, workload), average=average)
     if hp_args.activation_mode == "swap":
-        save_activations_on_host(layers_of(model), hp_args.activation_swap_inputs)
+        save_activations_on_host([*view_of(model).layers], hp_args.activation_swap_inputs)
 
 
 def adopt_checkpointing(

@@ -28,8 +28,9 @@ from hyper_parallel.backends.torch.context.attention import ATTRIBUTE, INTERFACE
 from hyper_parallel.backends.torch.context.state import TOKENS, ContextState
 from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.layer_flow import flow_error
-from hyper_parallel.backends.torch.model_structure import decoder_of
+from hyper_parallel.backends.torch.model_structure import ModelView, view_of
 from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
+from hyper_parallel.backends.torch.pass_context import RunningPass
 from hyper_parallel.backends.torch.tensor.collectives import join
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
@@ -43,28 +44,29 @@ _COUNTS = "create_position_ids_from_input_ids"
 
 def apply_context_parallel(
     model: nn.Module,
-    decoder: tuple[nn.Module, nn.ModuleList] | None,
+    view: ModelView,
     strategy: Strategy,
     mesh: DeviceMesh | None,
     stage_layers: Callable[[], range] | None,
     calls: Sequence[int],
+    running: RunningPass,
 ) -> ContextState | None:
     """Shard the sequences of a model and make its attention cover all tokens; return None if cp is 1.
 
     Args:
         model: The model; changed in place.
-        decoder: Base model and list of decoder layers of `model`; None without such a list.
+        view: Parts of the model.
         strategy: The strategy of the plan.
         mesh: Device mesh with a cp axis.
         stage_layers: Returns the layers of the running pipeline stage; None without pipeline parallelism.
         calls: Result of `count_attention_calls`.
+        running: The running pass of the model.
     """
     if mesh is None or strategy.cp == 1:
         return None
-    assert decoder is not None, "refused by count_attention_calls"
-    base, layers = decoder
+    base, layers = view.base, view.layers
     config, all_layers = base.config, range(len(layers))
-    context = ContextState.from_strategy(strategy, mesh["cp"].get_group())
+    context = ContextState.from_strategy(strategy, mesh["cp"].get_group(), running)
     cp_config = copy.deepcopy(config)  # other models may share the config
     cp_config._attn_implementation = INTERFACE
     for module in model.modules():
@@ -73,11 +75,11 @@ def apply_context_parallel(
     for module in layers.modules():
         object.__setattr__(module, ATTRIBUTE, context)
     override_position_ids(base, context.position_ids)
-    running = stage_layers or (lambda: all_layers)
+    layers_running = stage_layers or (lambda: all_layers)
     _wrap_root(
         context,
         model,
-        lambda: sum(calls[i] for i in running()),
+        lambda: sum(calls[i] for i in layers_running()),
         gathers_outputs=stage_layers is None,  # pipeline stages return local outputs
         tables=[m for m in base.modules() if hasattr(m, _COUNTS)],
     )
@@ -93,10 +95,11 @@ def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ..
     """
     if strategy.cp == 1:
         return ()
-    if (decoder := decoder_of(model)) is None:
+    view = view_of(model)
+    if view.base is None:
         raise flow_error(model, "it has no list of layers", "cp")
-    _refuse(decoder[0].config)
-    return probe_attention_calls(model, *decoder)
+    _refuse(view.base.config)
+    return probe_attention_calls(model, view.base, view.layers)
 
 
 def _wrap_root(
@@ -160,7 +163,6 @@ def _wrap_root(
 
 def join_sequences(context: ContextState, local: Tensor) -> Tensor:
     """Gather complete sequences [B, S, ...], for the same computation on all ranks."""
-    assert context.view is not None
     cut, group = context.view.cut, context.group
     positions = [p for rank in range(group.size()) for p in cut.positions(rank)]
     # Index of each position in the concatenated tokens of all ranks.

@@ -31,7 +31,8 @@ from hyper_parallel.backends.torch.context.block_attention import (
     merge,
     score_dtype,
 )
-from hyper_parallel.backends.torch.context.state import ContextState, SequenceView
+from hyper_parallel.backends.torch.context.state import ContextState
+from hyper_parallel.backends.torch.pass_context import SequenceView
 from hyper_parallel.backends.torch.tensor.collectives import reshard
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Interval, Purpose, sees_all, sees_some
@@ -104,7 +105,7 @@ def context_attention(
     if not isinstance(context, ContextState):  # the trial forward on meta tensors
         out = context.attend(module, query, key, value, attention_mask, sliding_window, causal)
         return out, None
-    view = context.view
+    view = context.running.context.view
     assert view is not None, "attention outside of a forward pass of its model"
     context.calls += 1
     scale = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
@@ -141,7 +142,7 @@ def _exchange_tokens_for_heads(
 def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) -> None:
     """Raise HP205 for attention other than causal or full attention with windows and documents."""
     running = isinstance(context, ContextState)
-    packed = running and context.view.documents is not None
+    packed = running and context.running.context.view.documents is not None
     for name, unsupported in (
         ("attention_mask", options["attention_mask"] is not None and running),
         ("dropout", options["dropout"] != 0.0),

@@ -11,25 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyper_parallel.backends.torch.pass_context import RunningPass, SequenceView
 from hyper_parallel.backends.torch.rotary_lengths import document_lengths
 from hyper_parallel.backends.torch.vocab_parallel_loss import shifted
-from hyper_parallel.ir import Interval, SequenceCut, Strategy
+from hyper_parallel.ir import SequenceCut, Strategy
 
 TOKENS = ("input_ids", "inputs_embeds")
 _IGNORED = -100  # `ignore_index` of torch's cross entropy and of Hugging Face labels
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceView:
-    """Mask data of the sequences of one forward pass."""
-
-    cut: SequenceCut
-    lengths: Tensor
-    """Length of the document of each of this rank's tokens, counted in the full sequence, [B, padded length / cp]."""
-    documents: Tensor | None = None
-    """Document index of every position, [B, padded length]; None: one document per row."""
-    bounds: Mapping[Interval, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """First and last document per span of positions and row; empty without documents."""
 
 
 @dataclass(slots=True)
@@ -40,22 +28,24 @@ class ContextState:
         group: Context-parallel process group.
         gather_keys: True if one all-gather of keys and values replaces the ring steps.
         ulysses: Ulysses degree: ranks of the group that swap the head shard for the sequence shard by all-to-all.
-        view: Document lengths and boundaries of the running forward pass; None outside of a pass.
+        running: The running forward pass; its view has the document lengths and boundaries.
         calls: Attention calls of this pass.
     """
 
     group: dist.ProcessGroup
     gather_keys: bool
     ulysses: int
-    view: SequenceView | None = None
+    running: RunningPass = field(default_factory=RunningPass)
     calls: int = 0
     _cuts: dict[int, SequenceCut] = field(default_factory=dict)
     _positions: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def from_strategy(cls, strategy: Strategy, group: dist.ProcessGroup) -> ContextState:
+    def from_strategy(
+        cls, strategy: Strategy, group: dist.ProcessGroup, running: RunningPass
+    ) -> ContextState:
         """Return the state of a strategy with cp > 1."""
-        return cls(group, strategy.cp_kind == "all_gather", strategy.ulysses)
+        return cls(group, strategy.cp_kind == "all_gather", strategy.ulysses, running)
 
     @property
     def ring_size(self) -> int:
@@ -66,6 +56,13 @@ class ContextState:
     def ring_position(self) -> int:
         """Position of this rank in the ring."""
         return self.group.rank() // self.ulysses
+
+    @property
+    def view(self) -> SequenceView:
+        """Mask data of the running pass."""
+        view = self.running.context.view
+        assert view is not None, "outside of a forward pass of the model"
+        return view
 
     def cut(self, seq_len: int) -> SequenceCut:
         """Return the sharding of sequences of a length."""
@@ -78,13 +75,12 @@ class ContextState:
 
     def local_lengths(self, _: Tensor) -> Tensor:
         """Return the document lengths of this rank's tokens of the running pass."""
-        assert self.view is not None
         return self.view.lengths
 
     def position_ids(self) -> Tensor:
         """Return the positions of this rank's tokens in the running pass; padding has the last position."""
-        assert self.view is not None
-        length, device = self.view.cut.seq_len, self.view.lengths.device
+        view = self.view
+        length, device = view.cut.seq_len, view.lengths.device
         return self._positions[length, device].clamp(max=length - 1)
 
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,12 +103,12 @@ class ContextState:
         positions = inputs.get("position_ids")
         if positions is None:
             inputs["position_ids"] = index.unsqueeze(0)
-            self.view = SequenceView(cut, torch.full_like(inputs["position_ids"], length))
+            view = SequenceView(cut, torch.full_like(inputs["position_ids"], length))
         else:
             lengths = _select_tokens(document_lengths(positions), index, cut, 1)
             tail = positions[:, -1:] + torch.arange(1, cut.padded - length + 1, device=device)
             positions = torch.cat((positions, tail), dim=1)
-            self.view = sequence_view(cut, positions.expand(tokens.shape[0], -1), lengths)
+            view = sequence_view(cut, positions.expand(tokens.shape[0], -1), lengths)
             inputs["position_ids"] = positions.index_select(1, index)
         labels, targets = inputs.get("labels"), inputs.get("shift_labels")
         if targets is None and labels is not None:
@@ -125,6 +121,7 @@ class ContextState:
         for name in TOKENS:
             if inputs.get(name) is not None:
                 inputs[name] = _select_tokens(inputs[name], index, cut, 0)
+        self.running.update(view=view)
         self.calls = 0
         return inputs
 

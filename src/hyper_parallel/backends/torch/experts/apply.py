@@ -200,7 +200,7 @@ class _Forward:
         capacity = (
             None if factor is None else Capacity.from_factor(factor, index, num_experts, real)
         )
-        padding = self.state.tokens.padding
+        padding = self.state.tokens.running.context.padding
         # Padding uses no slots of a capacity, and is not computed if its results are unused.
         computed = real if capacity is not None or (padding and padding.unread) else None
         load = (

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.forward_variants import float64_kept
-from hyper_parallel.backends.torch.model_structure import decoder_of, text_config
+from hyper_parallel.backends.torch.model_structure import text_config, view_of
 
 FLAG: Final = "output_router_logits"
 """Argument and config key of transformers that adds the loss of the routers."""
@@ -275,10 +275,10 @@ def _integers(value: Any) -> Iterator[int]:
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield name and output index of the modules with router logits in the decoder."""
-    decoder = decoder_of(model)
-    if decoder is None:
+    view = view_of(model)
+    if view.base is None:
         return
-    within = next(n for n, m in model.named_modules() if m is decoder[1])
+    within = view.path
     declared = list(_declared(model, "", ()))
     if any(declares for _, declares in declared):
         for (name, module), tasks in declared:

@@ -29,9 +29,10 @@ from hyper_parallel.backends.torch.data.fsdp import (
 )
 from hyper_parallel.backends.torch.experts.balance_loss import BalanceLoss
 from hyper_parallel.backends.torch.layer_flow import flow_error
+from hyper_parallel.backends.torch.pass_context import PassShape
 from hyper_parallel.backends.torch.pipeline._split_backward import input_gradients
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
-from hyper_parallel.backends.torch.tensor.state import PassShape, TpState
+from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Action, Purpose, Schedule, Strategy
@@ -175,6 +176,11 @@ class Pipeline:
         if tp is None:
             return (*tokens, *self.stages.tail)
         return tp.grid_of(tokens).part_shape(*self.stages.tail)
+
+    def begin_pass(self, batch: Microbatch) -> None:
+        """Set the shape of a pass; the model's first layer does so too, but may be on another stage."""
+        if self.tp is not None:
+            self.tp.running.update(shape=PassShape(self.tokens(batch)))
 
     def tokens(self, batch: Microbatch) -> tuple[int, int]:
         """Return the number of sequences and of local tokens per sequence."""
@@ -320,9 +326,7 @@ class _PipelinePass:
         if received is not None and self._train:
             received = received.detach().requires_grad_()
         pipeline = self._pipeline
-        if pipeline.tp is not None:
-            # Set by the model's first layer otherwise, which may be on another stage.
-            pipeline.tp.shape = PassShape(pipeline.tokens(batch))
+        pipeline.begin_pass(batch)
         running = pipeline.stages.running
         with running.run(stage, received), running.trace_media(self._model, batch):
             if stage == last:
@@ -447,9 +451,7 @@ def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) 
         if stage and (source := stages.rank_of[stage - 1]) != rank:
             hidden = pipeline.message(inputs)
             dist.recv(hidden, group=pipeline.group, group_src=source)
-        if pipeline.tp is not None:
-            # Set by the model's first layer otherwise
-            pipeline.tp.shape = PassShape(pipeline.tokens(inputs))
+        pipeline.begin_pass(inputs)
         running = stages.running
         with running.run(stage, hidden), running.trace_media(model, inputs):
             output = model(**inputs)

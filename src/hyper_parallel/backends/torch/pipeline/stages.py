@@ -271,18 +271,24 @@ class StageModules:
 
 
 def split_model(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh | None, device: torch.device
+    model: nn.Module,
+    plan: Plan,
+    flow: LayerFlow | None,
+    mesh: DeviceMesh | None,
+    device: torch.device,
 ) -> StageModules | None:
     """Split a model at the layers of the plan, or by cost; return None for a plan without pipeline.
 
-    Raises:
-        UnsupportedSharding: HP205 for a model without a list of layers, or with layers that pass more than one tensor.
-            `mpmd.check_pipeline` raises further errors.
+    Args:
+        model: The complete model; changed in place.
+        plan: The plan.
+        flow: Result of `trace_stages`; None without pipeline.
+        mesh: Device mesh with a pp axis.
+        device: Device of this rank.
     """
     strategy, workload = plan.strategy, plan.workload
-    if mesh is None or strategy.pp == 1:
+    if mesh is None or flow is None:
         return None
-    flow = trace_stages(model, plan)
     counts = strategy.stage_layers or tuple(stage.layers for stage in plan.stages)
     if not counts:
         spec = read_model(model, type(model).__name__)
@@ -292,7 +298,12 @@ def split_model(
 
 
 def trace_stages(model: nn.Module, plan: Plan) -> LayerFlow:
-    """Return the flow between the layers of a plan with a pipeline; raise as `split_model` does. Needs no ranks."""
+    """Return the flow between the layers of a plan with a pipeline; needs no ranks.
+
+    Raises:
+        UnsupportedSharding: HP205 for a model without a list of layers, or with layers that pass more than one tensor.
+            `mpmd.check_pipeline` raises further errors.
+    """
     strategy, flow = plan.strategy, trace_layer_flow(model)
     check_pipeline(strategy, flow.layers, plan.workload.accumulation_steps or 1)
     check_stage_layers(strategy, flow.layers)

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import preserve_module_state, run_on_meta
-from hyper_parallel.backends.torch.model_structure import decoder_of
+from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.pipeline.stages import layers_with_media
 from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
@@ -79,7 +79,7 @@ def divide(model: nn.Module) -> Division:
     modalities = getattr(model, "input_modalities", "text")
     modalities = (modalities,) if isinstance(modalities, str) else modalities
     kinds = sorted({_KINDS[m] for m in modalities if m in _KINDS})
-    if len(kinds) != 1 or decoder_of(model) is None:
+    if len(kinds) != 1 or view_of(model).base is None:
         raise _refusal(
             model,
             "its inputs are not text and media of one kind",
@@ -226,20 +226,19 @@ class TowerModel(nn.Module):
         self._running = False
         for owner, attribute, label in _crossings(model, division):
             setattr(owner, attribute, self._recorded(label, getattr(owner, attribute)))
-        decoder, embedding = decoder_of(model), model.get_input_embeddings()  # type: ignore[operator]
-        assert decoder is not None
+        decoder, embedding = view_of(model).base, model.get_input_embeddings()  # type: ignore[operator]
         width = embedding.weight.shape[-1]
         dtype = model.get_parameter(min(division.tower)).dtype
         embedding.forward = lambda ids: torch.zeros(
             *ids.shape, width, dtype=dtype, device=ids.device
         )
-        decoder[0].forward = _stop
-        kept = {decoder[0], embedding}
+        decoder.forward = _stop
+        kept = {decoder, embedding}
         for name in division.modules:
             kept.update(model.get_submodule(name).modules())
         outer = {m for m in model.modules() if not kept.isdisjoint(m.modules())}
         _remove_children(model, kept | outer)
-        for module in (decoder[0], embedding):
+        for module in (decoder, embedding):
             module._buffers = {}
         language = {id(p) for n, p in model.named_parameters() if n not in division.tower}
         _drop_parameters(model, language)

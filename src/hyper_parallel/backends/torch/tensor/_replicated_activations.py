@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.in_flight import sum_backward
-from hyper_parallel.backends.torch.model_structure import layers_of
+from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.tensor._projections import Region
 from hyper_parallel.backends.torch.tensor.collectives import join
 from hyper_parallel.backends.torch.tensor.gradients import (
@@ -106,7 +106,7 @@ def use_local_replicated_parameters(
     The replacement is active during the forward of the module's layer, or of the model for modules outside of layers.
     """
     wrapped = {model.get_submodule(name) for name in split}
-    for unit in (*layers_of(model), model):
+    for unit in (*view_of(model).layers, model):
         modules = [m for m in unit.modules() if m._parameters and m not in wrapped]
         wrapped.update(modules)
         use_local_parameters(unit, gradients, modules=modules)

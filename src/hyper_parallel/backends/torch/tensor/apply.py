@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import sum_both, sum_forward
-from hyper_parallel.backends.torch.model_structure import final_norm
+from hyper_parallel.backends.torch.model_structure import ModelView
+from hyper_parallel.backends.torch.pass_context import PassShape, RunningPass
 from hyper_parallel.backends.torch.tensor._projections import (
     Region,
     colwise,
@@ -47,7 +48,7 @@ from hyper_parallel.backends.torch.tensor.partial_gradients import (
     TensorTrial,
 )
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
-from hyper_parallel.backends.torch.tensor.state import TP, PassShape, RandomStreams, TpState, X, Y
+from hyper_parallel.backends.torch.tensor.state import TP, RandomStreams, TpState, X, Y
 from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
@@ -69,6 +70,7 @@ def tensor_state(
     strategy: Strategy,
     shard_hidden_over_y: bool,
     replicated_activations: bool,
+    running: RunningPass,
 ) -> TpState | None:
     """Return the state of tensor parallelism; None without tensor parallelism."""
     if tp_mesh is None:
@@ -86,13 +88,14 @@ def tensor_state(
         shard_sequences_over_y,
         replicated_activations,
         regather,
+        running=running,
         num_chunks=strategy.overlap.tp_chunks,
     )
 
 
 def apply_tensor_parallel(
     model: nn.Module,
-    decoder: tuple[nn.Module, nn.ModuleList] | None,
+    view: ModelView,
     styles: dict[str, str],
     state: TpState,
     strategy: Strategy,
@@ -102,15 +105,15 @@ def apply_tensor_parallel(
 
     Args:
         model: The model; changed in place.
-        decoder: Base model and list of decoder layers of `model`; None without such a list.
+        view: Parts of the model.
         styles: Module or parameter name to its style.
         state: State of its tensor parallelism.
         strategy: The strategy of the plan.
         trial: Result of `try_forward`, with replicated activations.
     """
     parallel = TensorParallel(model, styles, state, strategy)
-    if decoder is not None and not state.replicated_activations:
-        parallel.apply_to_decoder(*decoder)
+    if view.base is not None and not state.replicated_activations:
+        parallel.apply_to_decoder(view)
     elif strategy.tp_y == 1:
         parallel.apply_to_modules(trial is not None and trial.splits_logits)
     else:
@@ -201,9 +204,9 @@ class TensorParallel:
         row = self.state.rank // (self.state.degree // heads) * width
         return slice(row, row + width)
 
-    def apply_to_decoder(self, base: nn.Module, layers: nn.ModuleList) -> None:
+    def apply_to_decoder(self, view: ModelView) -> None:
         """Wrap embedding, regions, layers, final norm and head of a Hugging Face model."""
-        embedding, head = base.get_input_embeddings(), head_of(self.model)
+        embedding, head = view.base.get_input_embeddings(), head_of(self.model)
         names = {m: n for n, m in self.modules.items()}
         for name, style in self.styles.items():
             module = self.modules[name]
@@ -231,8 +234,8 @@ class TensorParallel:
             self._replicated(embedding, names[embedding])
         if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
             self._head(head, names[head])
-        _wrap(layers[0], self._enter)
-        _wrap(final_norm(base), self._leave)
+        _wrap(view.layers[0], self._enter)
+        _wrap(view.final_norm(), self._leave)
         self._guard()
 
     def _link_regions(self, layers: nn.ModuleList) -> None:
@@ -295,7 +298,7 @@ class TensorParallel:
         use_local_parameters(module, self.state.gradients, inside, rows)
 
     def _shard_logits(self, inner: Forward, x: Tensor) -> Tensor:
-        self.state.head = "vocabulary"
+        self.state.running.update(head="vocabulary")
         return cast("Tensor", inner(x))
 
     def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
@@ -324,7 +327,7 @@ class TensorParallel:
                 scale = module.embed_scale
                 out = out * (scale.to(out.dtype) if isinstance(scale, Tensor) else scale)
             if reduce is None:
-                state.partial_embedding = True
+                state.running.update(partial_embedding=True)
                 return out
             return reduce(out, state.group, Purpose.EMBEDDING)
 
@@ -337,10 +340,10 @@ class TensorParallel:
         split = any(p.is_shard() for p in module.weight.placements)
 
         def forward(x: Tensor) -> Tensor:
-            state.head = "vocabulary" if split else "tokens"
+            batch = tuple(x.shape[:-1])
+            state.running.update(head="vocabulary" if split else "tokens", head_batch=batch)
             if not split:
-                state.head_batch = tuple(x.shape[:-1])
-                x = state.local_part(state.list_of(state.head_batch).parts(x))
+                x = state.local_part(state.list_of(batch).parts(x))
             return F.linear(x, state.local(module.weight), state.local(module.bias))
 
         module.forward = forward
@@ -370,7 +373,7 @@ class TensorParallel:
         batch, parts = tuple(hidden_states.shape[:-1]), 1
         if state.halves is not None:
             parts = state.halves.parts(batch, (hidden_states, *args), kwargs)
-        state.shape = PassShape((batch[0] // parts, *batch[1:]), parts)
+        state.running.update(shape=PassShape((batch[0] // parts, *batch[1:]), parts))
         return inner(state.enter(hidden_states), *args, **kwargs)
 
     def _leave(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -397,27 +400,25 @@ class TensorParallel:
             if state.replicated_activations and module.training and not state.same_random:
                 share_random_numbers(state.group, next(module.parameters()).device)
                 state.same_random = True
-            state.loss_taken = False
-            state.partial_embedding = False
-            state.head = "whole"
+            state.running.update(loss_taken=False, partial_embedding=False, head="whole")
             state.gradients.begin_forward()
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            logits = getattr(output, "logits", None)
-            if logits is None and isinstance(output, tuple) and state.head != "whole":
+            logits, context = getattr(output, "logits", None), state.running.context
+            if logits is None and isinstance(output, tuple) and context.head != "whole":
                 raise UnsupportedSharding(
                     "tuple outputs are not assembled under tensor parallelism",
                     where=type(module).__name__,
                     hint="return_dict=True",
                 )
-            if logits is None or state.head == "whole":
+            if logits is None or context.head == "whole":
                 return
-            if state.loss_taken:
+            if context.loss_taken:
                 output.logits = None
-            elif state.head == "vocabulary":
+            elif context.head == "vocabulary":
                 output.logits = join(logits, -1, state.group)
             else:
-                whole = state.list_of(state.head_batch).whole
+                whole = state.list_of(context.head_batch).whole
                 output.logits = whole(join(logits, 1, state.group))
 
         self.model.register_forward_pre_hook(before, with_kwargs=True)
@@ -426,12 +427,7 @@ class TensorParallel:
 
 def _wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
     """Replace the module's forward by `outer(forward, *args)`, on this instance only."""
-    inner = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return outer(inner, *args, **kwargs)
-
-    module.forward = forward
+    module.forward = partial(outer, module.forward)
 
 
 def _parent(name: str) -> str:

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hyper_parallel.backends.torch.pass_context import PassShape, RunningPass
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, scatter
 from hyper_parallel.backends.torch.tensor.gradients import TpGradients, to_local
 from hyper_parallel.ir import Purpose
@@ -274,19 +275,6 @@ def _hash64(x: int) -> int:
     return (x ^ (x >> 31)) >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class PassShape:
-    """Shape of a forward pass.
-
-    Attributes:
-        batch: Tokens of the pass, (B, S), or of each of its parts.
-        parts: Parts of the pass along its sequences, 2 for half-batches; the stream holds one after the other.
-    """
-
-    batch: tuple[int, ...] = ()
-    parts: int = 1
-
-
 class Halves(Protocol):
     """Executor of half-batches."""
 
@@ -315,12 +303,7 @@ class TpState:
         regather: True if gathered inputs are gathered again in backward instead of being saved.
         gradients: Reducer of the gradients of replicated parameters.
         halves: Executor of half-batches; None: passes run whole.
-        shape: Shape of the running forward pass; set at the first decoder layer.
-        head_batch: Shape of the head's input tokens, if the head shards them.
-        partial_embedding: True if the embedding returned partial sums that are not reduced yet.
-        loss_taken: True if the loss function has consumed this pass's logits.
-        head: Sharding of the logits: "whole", "vocabulary" or "tokens".
-        recomputed: True if the running layer is recomputed in backward, which gathers its inputs anyway.
+        running: The running forward pass.
         same_random: True if the ranks share their random numbers, required to train with replicated activations.
         num_chunks: Chunks in which blocks gather and scatter their tokens; 1: no chunks.
         chunked_blocks: Blocks run in chunks since the last `take_counts`.
@@ -335,12 +318,7 @@ class TpState:
     regather: bool = False
     gradients: TpGradients = field(default_factory=TpGradients)
     halves: Halves | None = None
-    shape: PassShape = field(default_factory=PassShape)
-    head_batch: tuple[int, ...] = ()
-    partial_embedding: bool = False
-    loss_taken: bool = False
-    head: str = "whole"
-    recomputed: bool = False
+    running: RunningPass = field(default_factory=RunningPass)
     same_random: bool = False
     num_chunks: int = 1
     chunked_blocks: int = 0
@@ -359,9 +337,24 @@ class TpState:
         return counts if self.num_chunks > 1 else {}
 
     @property
+    def shape(self) -> PassShape:
+        """Shape of the running pass."""
+        return self.running.context.shape
+
+    @property
     def batch(self) -> tuple[int, ...]:
         """Shape of the tokens of the running pass, or of each of its halves."""
-        return self.shape.batch
+        return self.running.context.shape.batch
+
+    @property
+    def head(self) -> str:
+        """Sharding of the logits of the running pass: "whole", "vocabulary" or "tokens"."""
+        return self.running.context.head
+
+    @property
+    def recomputed(self) -> bool:
+        """True if the running layer is recomputed in backward."""
+        return self.running.context.recomputed
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -381,7 +374,7 @@ class TpState:
     @property
     def regathers(self) -> bool:
         """True if the running layer gathers its inputs again in backward."""
-        return self.regather and not self.recomputed
+        return self.regather and not self.running.context.recomputed
 
     def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:
         """Return the sharding of the residual stream of a batch."""
@@ -393,7 +386,7 @@ class TpState:
     @property
     def grid(self) -> TokenGrid:
         """Sharding of the residual stream of the running pass."""
-        return self.grid_of(self.batch)
+        return self.grid_of(self.running.context.shape.batch)
 
     def list_of(self, batch: tuple[int, ...]) -> TokenGrid:
         """Return the sharding of a batch as one list of tokens, independent of the residual stream."""
@@ -401,8 +394,9 @@ class TpState:
 
     def enter(self, full: Tensor) -> Tensor:
         """Shard the stream [B, S, D] and return this rank's part; reduces the embedding's partial sums, if any."""
-        is_summand, self.partial_embedding = self.partial_embedding, False
-        calls = [partial(self._enter, x, is_summand) for x in full.chunk(self.shape.parts)]
+        context = self.running.context
+        chunks = full.chunk(context.shape.parts)
+        calls = [partial(self._enter, x, context.partial_embedding) for x in chunks]
         if self.halves is None or len(calls) == 1:
             return calls[0]()
         result: Tensor = self.halves.begin(calls, 1)
@@ -444,15 +438,16 @@ class TpState:
         scope: RegatherScope | None,
     ) -> Any:
         """Return `use(gather(piece))`; with a scope, backward gathers again instead of saving the result."""
-        whole, saved, shape = gather(piece), piece.detach(), self.shape
+        running = self.running
+        whole, saved, context = gather(piece), piece.detach(), running.context
 
         def regather() -> Tensor:
             # Backward may run during another forward pass.
-            running, self.shape = self.shape, shape
+            now, running.context = running.context, context
             try:
                 return gather(saved)
             finally:
-                self.shape = running
+                running.context = now
 
         with regather_in_backward(scope, whole, regather):
             return use(whole)

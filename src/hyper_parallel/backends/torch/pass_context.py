@@ -1,0 +1,99 @@
+"""Values of the running forward pass of a model, shared by the wrappers of its modules.
+
+A pass has one immutable `PassContext`. Wrappers at the root of the model, at the first layer and at the head replace it
+by one with further values. Code that runs again in backward captures the context of its forward, because another pass
+may have run in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hyper_parallel.ir import Interval, SequenceCut
+
+
+@dataclass(frozen=True, slots=True)
+class PassShape:
+    """Shape of a forward pass.
+
+    Attributes:
+        batch: Tokens of the pass, (B, S), or of each of its parts.
+        parts: Parts of the pass along its sequences, 2 for half-batches; the stream holds one after the other.
+    """
+
+    batch: tuple[int, ...] = ()
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """Mask data of the sequences of one forward pass."""
+
+    cut: SequenceCut
+    lengths: Tensor
+    """Length of the document of each of this rank's tokens, counted in the full sequence, [B, padded length / cp]."""
+    documents: Tensor | None = None
+    """Document index of every position, [B, padded length]; None: one document per row."""
+    bounds: Mapping[Interval, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """First and last document per span of positions and row; empty without documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Padding of the batch of one forward pass.
+
+    Attributes:
+        real: [T], True for real tokens among the flattened tokens of this rank's layers.
+        unread: The results for padding are not used and need not be computed.
+    """
+
+    real: Tensor
+    unread: bool
+
+
+class PassContext(NamedTuple):
+    """Values of one forward pass; a named tuple, because its copies with other values cost least.
+
+    Attributes:
+        shape: Shape of the pass; set at the first decoder layer, or by the pipeline.
+        view: Document lengths and boundaries under context parallelism; None outside of a pass.
+        padding: Padding of the batch; None without padding.
+        recomputed: True if the running layer is recomputed in backward, which gathers its inputs anyway.
+        partial_embedding: True if the embedding returned partial sums that are not reduced yet.
+        head: Sharding of the logits: "whole", "vocabulary" or "tokens".
+        head_batch: Shape of the head's input tokens, if the head shards them.
+        loss_taken: True if the loss function has consumed the logits.
+    """
+
+    shape: PassShape = PassShape()
+    view: SequenceView | None = None
+    padding: Padding | None = None
+    recomputed: bool = False
+    partial_embedding: bool = False
+    head: str = "whole"
+    head_batch: tuple[int, ...] = ()
+    loss_taken: bool = False
+
+
+@dataclass(slots=True)
+class RunningPass:
+    """Context of the pass of a model that runs now."""
+
+    context: PassContext = field(default_factory=PassContext)
+    _forward: PassContext | None = None
+    _recomputed: PassContext = field(default_factory=PassContext)
+
+    def update(self, **values: Any) -> None:
+        """Replace values of the context."""
+        self.context = self.context._replace(**values)
+
+    def recomputed(self) -> PassContext:
+        """Return the context of a recomputed layer of this pass."""
+        if self._forward is not self.context:
+            self._forward = self.context
+            self._recomputed = self.context._replace(recomputed=True)
+        return self._recomputed
