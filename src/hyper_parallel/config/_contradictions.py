@@ -97,6 +97,16 @@ def _check_data(recipe: Recipe, conflict: _Conflict) -> None:
             f"{len(data.source)} sources, streaming=true",
             "set `data.streaming=false`, or one `data.source`",
         )
+    if data.balance == "cost" and (data.streaming or recipe.stage != "sft"):
+        conflict(
+            "data.balance",
+            "a stream is read before the costs of its records are known"
+            if data.streaming
+            else "only conversations of `stage: sft` have images and audio to balance",
+            f"balance=cost, {'streaming=true' if data.streaming else f'stage={recipe.stage}'}",
+            "set `data.balance=auto`",
+            "auto, none",
+        )
     if data.streaming and training.epochs is not None:
         conflict(
             "training.epochs",
