@@ -229,7 +229,7 @@ class TensorParallel:
             self._replicated(self.modules[name], name)
         for name, region in self.regions.items():
             _wrap(self.modules[name], region.forward)
-        self._link_regions(layers)
+        self._link_regions(view.layers)
         if self.styles.get(names[embedding], "replicate") == "replicate":
             self._replicated(embedding, names[embedding])
         if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
