@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import all_to_all, paired
 from hyper_parallel.backends.torch.in_flight import half_index, offer_turn, sum_both, sum_forward
+from hyper_parallel.backends.torch.pass_context import PassShape
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.chunked_tokens import (
     ChunkedTokens,
@@ -38,7 +39,7 @@ from hyper_parallel.backends.torch.tensor.chunked_tokens import (
     scatter_products,
 )
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, reshard, scatter
-from hyper_parallel.backends.torch.tensor.state import PassShape, RegatherScope, TpState, Y
+from hyper_parallel.backends.torch.tensor.state import RegatherScope, TpState, Y
 from hyper_parallel.backends.torch.weights.initialization import LORA_A
 from hyper_parallel.backends.torch.weights.lora import delta
 from hyper_parallel.errors import UnsupportedSharding
