@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from hyper_parallel.config._preference_rules import PREFERENCE_RULES
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
@@ -50,15 +50,6 @@ _STAGE_RULES: Final[Rules] = (
 )  # fmt: skip
 
 
-def _settings_of_other_stages(recipe: Recipe) -> list[dict[str, str]]:
-    changed = {
-        name: sorted(getattr(recipe, name).model_dump(exclude_defaults=True))
-        for name in PREFERENCE_STAGES
-        if name != recipe.stage
-    }
-    return [{"name": name, "setting": keys[0]} for name, keys in changed.items() if keys]
-
-
 def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
     """Return each of `data.columns` and `data.roles` that has a name twice, with the entries of the first such name."""
     repeated = []
@@ -81,7 +72,9 @@ def _replaced_holdout(recipe: Recipe) -> dict[str, str] | None:
 
 
 _DATA_RULES: Final[Rules] = (
-    Rule("{name}.{setting}", _settings_of_other_stages,
+    Rule("{name}.{setting}",
+         lambda r: [{"name": name, "setting": setting} for name in PREFERENCE_STAGES if name != r.stage
+                    for setting in sorted(getattr(r, name).model_dump(exclude_defaults=True))[:1]],
          "`{name}.{setting}` has no effect in another stage",
          "stage={stage}", "set `stage={name}`, or leave out `{name}.{setting}`"),
     Rule("data.{key}", _repeated_names,
@@ -116,11 +109,6 @@ _DATA_RULES: Final[Rules] = (
          "offload with data.packing=true",
          "set `data.packing=false`, or `data.mask_documents=false` to let documents see each other"),
 )  # fmt: skip
-
-
-def _form_not_compiled(recipe: Recipe) -> dict[str, object] | None:
-    form = True if recipe.backend == "torch" else "graph-kernel"
-    return None if recipe.training.compile in (False, form) else {"form": form}
 
 
 def _halves_batches(recipe: Recipe) -> bool:
@@ -161,7 +149,9 @@ def _too_many_sequences(recipe: Recipe) -> dict[str, object] | None:
 
 
 _TRAINING_RULES: Final[Rules] = (
-    Rule("training.compile", _form_not_compiled,
+    Rule("training.compile",
+         lambda r: r.training.compile not in (False, form := True if r.backend == "torch" else "graph-kernel")
+         and {"form": form},
          "the back end {backend} does not compile in this form",
          "training.compile={training.compile}, backend={backend}",
          "set `training.compile={form}`, or `training.compile=false`", "false, {form}"),
@@ -273,20 +263,6 @@ _TRAINING_RULES: Final[Rules] = (
 )  # fmt: skip
 
 
-def _skipped_steps(recipe: Recipe) -> dict[str, Any] | None:
-    training = recipe.training
-    if recipe.offload.on and training.on_nonfinite == "skip":
-        return {"name": "on_nonfinite", "value": training.on_nonfinite}
-    if recipe.offload.on and training.skip_grad_norm is not None:
-        return {"name": "skip_grad_norm", "value": training.skip_grad_norm}
-    return None
-
-
-def _idle_offload(recipe: Recipe) -> dict[str, str] | None:
-    changed = sorted(recipe.offload.model_dump(exclude_defaults=True))
-    return {"name": changed[0]} if changed and not recipe.offload.on else None
-
-
 _MEMORY_AND_LAUNCH_RULES: Final[Rules] = (
     (
         Rule("training.recompute_layers",
@@ -303,7 +279,10 @@ _MEMORY_AND_LAUNCH_RULES: Final[Rules] = (
          "offload accepts one goal: least time within a budget, or least memory within a slowdown",
          "budget={offload.budget}, max_slowdown={offload.max_slowdown}",
          "set `offload.max_slowdown=null`, or `offload.budget=null`"),
-    Rule("offload.{name}", _idle_offload,
+    Rule("offload.{name}",
+         lambda r: not r.offload.on and [
+             {"name": name} for name in sorted(r.offload.model_dump(exclude_defaults=True))[:1]
+         ],
          "`offload.{name}` has no effect, because offload has no goal and is off",
          "budget=null, max_slowdown=null", "set `offload.budget=auto`, or `offload.max_slowdown=0.02`"),
     Rule("offload.flash", lambda r: r.offload.on and r.offload.flash is not None and r.offload.flash_dir is None,
@@ -312,10 +291,16 @@ _MEMORY_AND_LAUNCH_RULES: Final[Rules] = (
     Rule("training.dtype", lambda r: r.offload.on and r.training.dtype == "float16",
          "the loss scale of float16 changes between steps, but a planned step runs as recorded",
          "training.dtype=float16 with offload", "set `training.dtype=bfloat16`, or `offload.budget=null`"),
-    Rule("training.{name}", _skipped_steps,
-         "a planned step may update parameters before the gradient norm is known, so it cannot be skipped",
-         "{name}={value} with offload",
-         "set `training.on_nonfinite=stop training.skip_grad_norm=null`, or `offload.budget=null`"),
+    (
+        Rule("training.on_nonfinite", lambda r: r.offload.on and r.training.on_nonfinite == "skip",
+             "a planned step may update parameters before the gradient norm is known, so it cannot be skipped",
+             "on_nonfinite=skip with offload",
+             "set `training.on_nonfinite=stop training.skip_grad_norm=null`, or `offload.budget=null`"),
+        Rule("training.skip_grad_norm", lambda r: r.offload.on and r.training.skip_grad_norm is not None,
+             "a planned step may update parameters before the gradient norm is known, so it cannot be skipped",
+             "skip_grad_norm={training.skip_grad_norm} with offload",
+             "set `training.on_nonfinite=stop training.skip_grad_norm=null`, or `offload.budget=null`"),
+    ),
     Rule("training.compile", lambda r: r.offload.on and r.training.compile,
          "a compiled layer chooses its own operator order and buffers, so its memory cannot be planned",
          "training.compile=true with offload", "set `training.compile=false`, or `offload.budget=null`"),

@@ -2,80 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES, Grpo
-from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.config._rules import Rule, Rules
-
-
-def _unsupported_settings(recipe: Recipe) -> list[dict[str, Any]]:
-    data = recipe.data
-    rows = (
-        ("data.streaming", data.streaming, False, "data.streaming=false"),
-        ("data.max_bytes", data.max_bytes, None, "data.max_bytes=null"),
-        ("offload", recipe.offload.on, False, "offload.budget=null offload.max_slowdown=null"),
-    )
-    return [
-        {"key": key, "value": value, "hint": hint}
-        for key, value, required, hint in rows
-        if value != required
-    ]
-
-
-def _settings_of_tokens(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return the settings that a reward model does not have, as it predicts no tokens."""
-    rows = (
-        ("sample_prompt", recipe.sample_prompt, None),
-        ("training.check_ranks_every", recipe.training.check_ranks_every, 0),
-    )
-    return [
-        {"key": key, "value": value, "off": off}
-        for key, value, off in rows
-        if recipe.stage == "rm" and value != off
-    ]
-
-
-def _planned_roles(recipe: Recipe) -> list[dict[str, str]]:
-    if recipe.stage != "grpo" or recipe.parallel.auto:
-        return []
-    names = ("rollout_ranks", "rollout_tp")
-    return [{"name": name} for name in names if getattr(recipe.grpo, name) == "auto"]
-
-
-def _inexact_rollouts(recipe: Recipe) -> list[dict[str, str]]:
-    grpo = recipe.grpo
-    return [
-        {"name": name, "value": str(value).lower()}
-        for name in ("environment", "partial_rollout")
-        if grpo.exact_logprobs and (value := getattr(grpo, name))
-    ]
-
-
-def _unused_clipping(recipe: Recipe) -> list[dict[str, Any]]:
-    grpo = recipe.grpo
-    return [
-        {"name": name, "value": getattr(grpo, name)}
-        for name in ("epsilon", "epsilon_high")
-        if grpo.num_iterations == 1 and getattr(grpo, name) != Grpo.model_fields[name].default
-    ]
-
-
-def _saves_within_rollouts(recipe: Recipe) -> list[dict[str, Any]]:
-    size = recipe.grpo.num_iterations
-    return [
-        {"name": name, "every": every, "next": -(-every // size) * size}
-        for name in ("every", "snapshot_every")
-        if (every := getattr(recipe.checkpoint, name)) and every % size
-    ]
-
-
-def _missing_weights(recipe: Recipe) -> dict[str, Any] | None:
-    weights, count = recipe.grpo.reward_weights, len(recipe.grpo.reward_funcs)
-    if weights is None or len(weights) == count:
-        return None
-    return {"weights": len(weights), "count": count, "equal": [1.0] * count}
-
 
 PREFERENCE_RULES: Final[Rules] = (
     Rule("data.source",
@@ -86,12 +16,25 @@ PREFERENCE_RULES: Final[Rules] = (
     Rule("data.packing", lambda r: r.data.packing,
          "`stage: {stage}` has one conversation in a sequence and cannot pack several",
          "data.packing=true", "set `data.packing=false`"),
-    Rule("{key}", _unsupported_settings,
-         "`stage: {stage}` does not support `{key}` yet", "{key}={value}", "set `{hint}`"),
-    Rule("{key}", _settings_of_tokens,
+    Rule("data.streaming", lambda r: r.data.streaming,
+         "`stage: {stage}` does not support `data.streaming` yet",
+         "data.streaming=true", "set `data.streaming=false`"),
+    Rule("data.max_bytes", lambda r: r.data.max_bytes is not None,
+         "`stage: {stage}` does not support `data.max_bytes` yet",
+         "data.max_bytes={data.max_bytes}", "set `data.max_bytes=null`"),
+    Rule("offload", lambda r: r.offload.on,
+         "`stage: {stage}` does not support `offload` yet",
+         "offload=true", "set `offload.budget=null offload.max_slowdown=null`"),
+    Rule("sample_prompt", lambda r: r.stage == "rm" and r.sample_prompt is not None,
          "a reward model scores texts and does not predict tokens",
-         "stage=rm, {key}={value}", "set `{key}={off}`"),
-    Rule("grpo.{name}", _planned_roles,
+         "stage=rm, sample_prompt={sample_prompt}", "set `sample_prompt=null`"),
+    Rule("training.check_ranks_every", lambda r: r.stage == "rm" and r.training.check_ranks_every,
+         "a reward model scores texts and does not predict tokens",
+         "stage=rm, training.check_ranks_every={training.check_ranks_every}",
+         "set `training.check_ranks_every=0`"),
+    Rule("grpo.{name}",
+         lambda r: [{"name": name} for name in ("rollout_ranks", "rollout_tp")
+                    if r.stage == "grpo" and not r.parallel.auto and getattr(r.grpo, name) == "auto"],
          "the planner divides ranks between training and sampling only with `parallel: auto`",
          "{name}=auto, parallel.auto=false", "set `parallel=auto`, or `grpo.{name}=1`"),
     Rule("parallel", lambda r: r.stage == "grpo" and (r.parallel.pp > 1 or r.parallel.cp > 1),
@@ -116,7 +59,9 @@ PREFERENCE_RULES: Final[Rules] = (
          "sampling ranks that shard parameters (FSDP) can load newer weights only between rollouts",
          "partial_rollout=true, rollout_dp_shard={grpo.rollout_dp_shard}",
          "set `grpo.rollout_dp_shard=1 grpo.rollout_ep=1`, or `grpo.partial_rollout=false`"),
-    Rule("grpo.exact_logprobs", _inexact_rollouts,
+    Rule("grpo.exact_logprobs",
+         lambda r: [{"name": name, "value": str(value).lower()} for name in ("environment", "partial_rollout")
+                    if r.grpo.exact_logprobs and (value := getattr(r.grpo, name))],
          "with `{name}` completions are not sampled in the batches that they are trained in",
          "exact_logprobs=true, {name}={value}", "set `grpo.exact_logprobs=false`"),
     Rule("grpo.reward_funcs", lambda r: "environment" in r.grpo.reward_funcs and not r.grpo.environment,
@@ -127,14 +72,23 @@ PREFERENCE_RULES: Final[Rules] = (
          "without staleness all samples are on-policy, so this threshold has no effect",
          "min_effective_samples={grpo.min_effective_samples:g}, max_staleness=0",
          "set `grpo.min_effective_samples=null`, or `grpo.rollout_ranks=1 grpo.max_staleness=1`"),
-    Rule("grpo.{name}", _unused_clipping,
+    Rule("grpo.{name}",
+         lambda r: [{"name": name, "value": value} for name in ("epsilon", "epsilon_high")
+                    if r.grpo.num_iterations == 1
+                    and (value := getattr(r.grpo, name)) != Grpo.model_fields[name].default],
          "clipping has no effect on a single optimizer step per rollout, because all probability ratios are 1",
          "{name}={value:g}, num_iterations=1", "set `grpo.num_iterations=2`, or leave `grpo.{name}` out"),
-    Rule("checkpoint.{name}", _saves_within_rollouts,
+    Rule("checkpoint.{name}",
+         lambda r: [{"name": name, "every": every, "next": every + -every % r.grpo.num_iterations}
+                    for name in ("every", "snapshot_every")
+                    if (every := getattr(r.checkpoint, name)) % r.grpo.num_iterations],
          "a resumed run starts with a new rollout, so checkpoints must be saved between rollouts",
          "{name}={every}, num_iterations={grpo.num_iterations}",
          "set `checkpoint.{name}={next}`", "a multiple of grpo.num_iterations"),
-    Rule("grpo.reward_weights", _missing_weights,
+    Rule("grpo.reward_weights",
+         lambda r: r.grpo.reward_weights is not None and len(r.grpo.reward_weights) != len(r.grpo.reward_funcs)
+         and {"weights": len(r.grpo.reward_weights), "count": len(r.grpo.reward_funcs),
+              "equal": [1.0] * len(r.grpo.reward_funcs)},
          "every reward needs exactly one weight",
          "{weights} weights, {count} functions", "set `grpo.reward_weights={equal}`"),
 )  # fmt: skip
