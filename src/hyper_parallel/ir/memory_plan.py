@@ -230,7 +230,7 @@ def replay(
     for index in list(walk.since):
         walk.drop(index, "device")
     return Replay(
-        dict(walk.peaks),
+        dict[str, int](walk.peaks.items()),
         best_at,
         tuple(profile),
         copied,
