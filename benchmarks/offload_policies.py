@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import transformers
 from _llama_8b import copied, inference, training
+from _reload_bound import reload_bound
 from _simple_policies import simple_policy
 
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError
@@ -50,7 +51,6 @@ from hyper_parallel.memory import (
     plan_memory,
     refine_order,
 )
-from hyper_parallel.memory.bound import reload_bound
 
 ROOFLINE = Roofline(flops_s=450e12, bytes_s=2.8e12)
 SLOWDOWN = 0.02

@@ -8,7 +8,6 @@ from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import (
     ProgramClock,
     overlapped,
-    plan_tasks,
     predicted_timeline,
     use_definitions,
 )
@@ -17,6 +16,7 @@ from hyper_parallel.memory.emission import EmissionOptions, Emitter
 from hyper_parallel.memory.emitted_programs import assign_tiers
 from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
 from hyper_parallel.sim import peaks, simulate
+from tests.memory.plan_graph import plan_tasks
 from tests.memory.programs import training_chain
 from tests.memory.test_communication import communicating
 from tests.memory.test_random_programs import machines, programs
@@ -73,6 +73,17 @@ def test_the_clock_is_the_simulation(emission):
         if span.lane in copies:
             copies[span.lane] += span.duration_s
     assert copies == pytest.approx({k: c.seconds for k, c in clock.copied.items()}, abs=1e-9)
+    timelines = simulated, predicted_timeline(plan, machine)
+    one, other = (
+        sorted(
+            (s.lane, s.name, round(s.start_s * 1e9), round(s.duration_s * 1e9))
+            for s in timeline.spans
+            if s.lane != "compute" or s.category in ("run", "recompute")
+        )
+        for timeline in timelines
+    )
+    assert one == other
+    assert peaks(timelines[1]) == plan.peak_bytes
     waits = [s.duration_s for s in predicted_timeline(plan, machine).spans if s.category == "wait"]
     assert sum(waits) == pytest.approx(clock.wait_s + clock.join_s, abs=1e-9)
     assert peaks(simulated) == plan.peak_bytes

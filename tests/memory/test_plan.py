@@ -194,15 +194,12 @@ def test_updates_move_into_backward_unless_clipping_forbids_it():
     assert any("needs every gradient" in line and "norm" in line for line in sentences)
 
 
-def test_round_trip_and_a_damaged_plan_is_refused():
+def test_a_damaged_plan_is_refused():
     plan = plan_memory(training_chain(), machine(), budget_bytes=9000)
-    assert MemoryPlan.from_json(plan.to_json()) == plan
     index = next(i for i, a in enumerate(plan.actions) if a.kind == "wait" and a.tier == "device")
     broken = replace(plan, actions=plan.actions[:index] + plan.actions[index + 1 :])
     with pytest.raises(MemoryPlanInvalid):
-        MemoryPlan.from_json(broken.to_json())
-    with pytest.raises(MemoryPlanInvalid):
-        MemoryPlan.from_json("{}")
+        _ = broken.replayed
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,68 @@ class HostBuffers:
         return self._fitting[asked]
 
 
+class Residency:
+    """Tiers that hold the bytes of every storage, advanced by the actions of a plan in program order.
+
+    A copy allocates its destination when it is issued, the results of an operator are allocated before it runs, and
+    `detach` and `free` release bytes. No action is checked.
+
+    Args:
+        program: Storages and operators.
+        reserved: See `HostBuffers`.
+
+    Attributes:
+        valid: Per storage, the tiers that have its bytes, and whether their content is the newest.
+        live: Bytes now, per tier.
+        peaks: Peak bytes per tier.
+        buffers: Buffers of DRAM.
+    """
+
+    def __init__(self, program: MemoryProgram, reserved: Mapping[int, int] | None = None) -> None:
+        self._operators, self._sizes = program.operators, program.sizes
+        self.valid: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
+        self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.buffers = HostBuffers(reserved)
+
+    def take(self, s: int, tier: MemoryTier) -> None:
+        """Allocate the bytes of a storage in a tier unless it has them, and mark the content there as the newest."""
+        tiers = self.valid[s]
+        if tier not in tiers:
+            size = self._sizes[s]
+            live = self.live[tier] = self.live[tier] + size
+            if live > self.peaks[tier]:
+                self.peaks[tier] = live
+            if tier == "dram":
+                self.buffers.take(size)
+        tiers[tier] = True
+
+    def drop(self, s: int, tier: MemoryTier) -> None:
+        """Release the bytes of a storage in a tier."""
+        del self.valid[s][tier]
+        self.live[tier] -= self._sizes[s]
+        if tier == "dram":
+            self.buffers.give(self._sizes[s])
+
+    def apply(self, action: MemoryAction) -> None:
+        """Advance by one action."""
+        kind, target = action.kind, action.target
+        if kind in ("run", "recompute"):
+            for s in self._operators[target].allocs:
+                self.take(s, "device")
+            for s in self._operators[target].writes:
+                tiers = self.valid[s]
+                for tier in tiers:
+                    tiers[tier] = tier == "device"
+        elif kind in COPIES:
+            self.take(target, COPIES[kind][1])
+        elif kind == "detach":
+            self.drop(target, action.tier)
+        elif kind == "free":
+            for tier in list(self.valid[target]):
+                self.drop(target, tier)
+
+
 def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
     """Return the slabs for a number of buffers of every size.
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from hyper_parallel.ir import (
-    MEMORY_TIERS,
-    HostBuffers,
     MemoryAction,
     MemoryActionKind,
     MemoryProgram,
     MemoryTier,
+    Residency,
     slab_bytes,
 )
 from hyper_parallel.memory.copy_issue import Gap, OutgoingCopy, ReloadQueue
@@ -18,7 +17,7 @@ from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.timeline import ProgramClock
 
 
-class EmissionLedger:
+class EmissionLedger(Residency):
     """Actions of one emission, with their time and the bytes of every tier.
 
     Args:
@@ -29,10 +28,6 @@ class EmissionLedger:
     Attributes:
         clock: Time after the actions.
         actions: Emitted actions.
-        live: Bytes now, per tier.
-        peaks: Peak bytes per tier.
-        buffers: Buffers of DRAM.
-        valid: Per storage, the tiers that have its bytes, and whether their content is the newest.
     """
 
     def __init__(
@@ -41,37 +36,10 @@ class EmissionLedger:
         machine: MemoryMachine,
         reserved: Mapping[int, int] | None = None,
     ) -> None:
-        self._sizes = program.sizes
+        super().__init__(program, reserved)
         self._dram_capacity = machine.dram_bytes
         self.clock = ProgramClock(program, machine)
         self.actions: list[MemoryAction] = []
-        self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.buffers = HostBuffers(reserved)
-        self.valid: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
-
-    def allocate(self, s: int, tier: MemoryTier) -> None:
-        """Allocate the bytes of a storage in a tier unless it has them, and mark the content there as the newest."""
-        tiers = self.valid[s]
-        if tier not in tiers:
-            size = self._sizes[s]
-            live = self.live[tier] = self.live[tier] + size
-            if live > self.peaks[tier]:
-                self.peaks[tier] = live
-            if tier == "dram":
-                self.buffers.take(size)
-        tiers[tier] = True
-
-    def detach(self, s: int, tier: MemoryTier) -> None:
-        """Emit the release of a storage's bytes in one tier."""
-        self._release(s, tier)
-        self.emit("detach", s, tier)
-
-    def free(self, s: int) -> None:
-        """Emit the release of a storage's bytes in all tiers."""
-        for tier in list(self.valid[s]):
-            self._release(s, tier)
-        self.emit("free", s)
 
     def fits_dram(self, s: int) -> bool:
         """Return whether DRAM has the storage or a buffer for it."""
@@ -88,16 +56,11 @@ class EmissionLedger:
         return slab_bytes(self.buffers.most)
 
     def emit(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
-        """Append an action and advance the clock."""
+        """Append an action, and advance the residency and the clock."""
         action = MemoryAction(kind, target, tier)
         self.actions.append(action)
+        self.apply(action)
         self.clock.apply(action)
-
-    def _release(self, s: int, tier: MemoryTier) -> None:
-        del self.valid[s][tier]
-        self.live[tier] -= self._sizes[s]
-        if tier == "dram":
-            self.buffers.give(self._sizes[s])
 
 
 class InFlightCopies:
@@ -150,11 +113,11 @@ class InFlightCopies:
         self._reloads.copy_ended(s, self.position)
         self._ledger.emit("wait", s, item.destination)
         if item.detaches:
-            self._ledger.detach(s, "device" if item.destination == "dram" else "dram")
+            self._ledger.emit("detach", s, "device" if item.destination == "dram" else "dram")
         elif item.destination == "dram" and not (
             s in self.stored_early or self.homes[s] == "dram" or self._is_leaving(s, "flash")
         ):
-            self._ledger.detach(s, "dram")
+            self._ledger.emit("detach", s, "dram")
 
     def _is_leaving(self, s: int, destination: str) -> bool:
         """Return whether a copy of the storage to a tier is running."""
@@ -171,14 +134,14 @@ class InFlightCopies:
             for item in running_copies.values():
                 item.detaches = False
                 self.finish(item)
-            self._ledger.detach(s, "device")
+            self._ledger.emit("detach", s, "device")
             if "dram" in tiers:
-                self._ledger.detach(s, "dram")
+                self._ledger.emit("detach", s, "dram")
             return
         if "dram" in running_copies:
             running_copies["dram"].detaches = True
         elif tiers.get("dram"):
-            self._ledger.detach(s, "device")
+            self._ledger.emit("detach", s, "device")
         else:
             self.make_dram_room(s)
             self.store(s, detaches=True)
@@ -186,20 +149,17 @@ class InFlightCopies:
             if "flash" in running_copies:
                 running_copies["flash"].detaches = True
             else:
-                self._ledger.allocate(s, "flash")
                 self._ledger.emit("copy_out", s)
                 self.outgoing.append(OutgoingCopy(s, "flash", True))
 
     def store(self, s: int, *, detaches: bool) -> None:
         """Begin the copy of a storage to DRAM."""
-        self._ledger.allocate(s, "dram")
         self._ledger.emit("store", s)
         self.outgoing.append(OutgoingCopy(s, "dram", detaches))
 
     def copy_in(self, s: int) -> None:
         """Begin the copy of a storage from flash to DRAM."""
         self.make_dram_room(s)
-        self._ledger.allocate(s, "dram")
         self._ledger.emit("copy_in", s)
         self.incoming[s, "dram"] = None
 
@@ -234,4 +194,4 @@ class InFlightCopies:
         for item in [p for p in self.outgoing if p.storage == s]:
             item.detaches = False
             self.finish(item)
-        self._ledger.free(s)
+        self._ledger.emit("free", s)

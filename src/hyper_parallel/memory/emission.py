@@ -82,7 +82,7 @@ class Emitter:
         self.num_host_tiers = 1 if machine.copy_out is None else 2
         for s, storage in enumerate(program.storages):
             if storage.at_start:
-                self.ledger.allocate(s, self.copies.homes[s])
+                self.ledger.take(s, self.copies.homes[s])
         self.evictions = {(g.storage, g.first): g for g in gaps if g.first >= 0}
         self.evictions_of: dict[int, list[int]] = {}
         for g in gaps:
@@ -153,7 +153,7 @@ class Emitter:
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:
-                    self.ledger.detach(s, tier)
+                    self.ledger.emit("detach", s, tier)
 
     # -- one operator --------------------------------------------------------------------------
 
@@ -195,21 +195,15 @@ class Emitter:
         for i in rerun:
             for s in operators[i].allocs:
                 if "device" in valid[s]:  # its release waited for other ranks
-                    ledger.detach(s, "device")
-                ledger.allocate(s, "device")
+                    ledger.emit("detach", s, "device")
             ledger.emit("recompute", i)
         for h in self.recomputes.helpers.get(position, ()):
             if h in op.touched or "device" not in valid[h] or self._used_at(h, position):
                 continue
             if not self.comms.defer_release(h, position):
-                ledger.detach(h, "device")
-        for s in op.allocs:
-            ledger.allocate(s, "device")
-        for s in op.writes:
-            for tier in valid[s]:
-                valid[s][tier] = tier == "device"
-        self.live_bytes.append(ledger.live["device"])
+                ledger.emit("detach", h, "device")
         ledger.emit("run", index)
+        self.live_bytes.append(ledger.live["device"])
         if op.group:
             self.comms.begin(index)
         ends = self.ends[position]
@@ -249,7 +243,7 @@ class Emitter:
                 for item in [p for p in self.copies.outgoing if p.storage == s]:
                     item.detaches = False  # the eviction behind this copy was cancelled
                     self.copies.finish(item)
-                self.ledger.detach(s, "device")
+                self.ledger.emit("detach", s, "device")
         else:
             self.copies.release(s)
 
@@ -377,7 +371,6 @@ class Emitter:
             self.copies.finish(item)
         if not tiers.get("dram"):
             self.copies.copy_in(s)
-        self.ledger.allocate(s, "device")
         self.ledger.emit("prefetch", s)
         self.copies.incoming[s, "device"] = None
 
@@ -393,9 +386,9 @@ class Emitter:
         clean = later and not any(position <= w <= later[0] for w in self.writes[s])
         home = self.copies.homes[s]
         if "dram" in self.ledger.valid[s] and home != "dram" and not clean:
-            self.ledger.detach(s, "dram")
+            self.ledger.emit("detach", s, "dram")
         if "flash" in self.ledger.valid[s] and home != "flash" and not clean:
-            self.ledger.detach(s, "flash")
+            self.ledger.emit("detach", s, "flash")
 
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
         """Wait for running stores and for other ranks until `need` more bytes fit the budget."""
