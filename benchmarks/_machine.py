@@ -34,6 +34,19 @@ def cpu_pressure() -> float:
     return int(text.splitlines()[0].rpartition("total=")[2]) / 1e6
 
 
+def busy_s() -> float:
+    """Return the seconds since boot in which the cores of this machine ran processes, or were taken by its host.
+
+    Less the processor time of a benchmark's own processes, it is the load of others. Pressure is no measure of that
+    load where ranks have one core each: the threads of a rank that send and receive wait for its computation.
+    """
+    text = Path("/proc/stat").read_text(encoding="ascii")
+    user, nice, system, _idle, _io, _irq, _softirq, steal, *_ = map(
+        int, text.split(maxsplit=9)[1:9]
+    )
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def device_of(name: str) -> torch.device | None:
     """The device that `--device` names; None: `auto` on a machine without an accelerator."""
     if name == "auto":

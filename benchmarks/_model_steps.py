@@ -129,7 +129,7 @@ def capture_inference(
         raise CaptureUnsupported(
             "the cache counts its tokens in Python, so the recorded step holds for this position only",
             got=late_keys[0],
-            hint="record the prompt on a cache that was reset, or generate with `PlannedGeneration`",
+            hint="record the prompt on a cache that was reset, or generate with `PlannedSlots`",
         )
     if changed_counts:
         captured.run_eager = None  # a second run would continue at the position that Python counts

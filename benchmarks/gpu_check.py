@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_check.py                     # every check; a few minutes on one device
     python benchmarks/gpu_check.py --only sft,offload  # these only
-    python benchmarks/gpu_check.py --device cpu        # the same checks without an accelerator, as a rehearsal
+    python benchmarks/gpu_check.py --smoke             # the same checks on the CPU, with few timed steps
     python benchmarks/gpu_check.py --json              # numbers for a machine
 
 Each check is one row of `CHECKS`. Losses of the device are compared with those of the CPU in float32, runs that should
@@ -34,6 +34,7 @@ LOSS_BAR = 1e-4
 STEP_BAR = 1.03
 """Step time relative to a plain loop: a user does not see less."""
 PAIRS = 30
+SMOKE_PAIRS = 3
 BUDGET_SHARE = 0.7
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 128,
@@ -56,10 +57,11 @@ class Place:
     Args:
         root: An empty folder.
         device: The device that is checked.
+        pairs: Timed steps of each side.
     """
 
-    def __init__(self, root: Path, device: torch.device) -> None:
-        self.root, self.device = root, device
+    def __init__(self, root: Path, device: torch.device, pairs: int = PAIRS) -> None:
+        self.root, self.device, self.pairs = root, device, pairs
         (root / "model.json").write_text(json.dumps(MODEL))
         chats = [
             {"messages": [{"role": "user", "content": f"{a} + {b}"}, {"role": "assistant", "content": str(a + b)}]}
@@ -154,6 +156,70 @@ def generation(place: Place) -> Facts:
 
 def step_time(place: Place) -> Facts:
     """Time a step of a parallelized model against a plain loop; both take turns in one process."""
+    return _time_steps(place, compiled=False)
+
+
+def compiled_step_time(place: Place) -> Facts:
+    """Time a step of a parallelized model with compiled layers against a plain loop with them."""
+    return _time_steps(place, compiled=True)
+
+
+def overlap(place: Place) -> Facts:
+    """Compare overlapped steps of two ranks, which share the device and talk by gloo, with serial steps."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--device", place.device.type, "--rank", str(rank), str(place.root / "store")],
+            env={**os.environ, "LOCAL_RANK": "0"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    done = [rank.communicate(timeout=300) for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError("\n".join(errors[-1500:] for _, errors in done))
+    found: dict[str, Facts] = json.loads(done[0][0].splitlines()[-1])
+    serial = found["serial"]
+    worst = max(abs(f[key] / serial[key] - 1) for f in found.values() for key in ("loss", "norm"))
+    overlapped = found["half-batch"]["halved_layers"] and found["chunks"]["chunked_blocks"]
+    ok = worst <= LOSS_BAR and bool(overlapped)
+    return {"ok": ok, "worst_relative": worst, "bar": LOSS_BAR, "strategies": found}
+
+
+def overlap_rank(device: str, rank: int, store: str) -> None:
+    """Print the loss and the gradient norm of a step by each strategy, on one of two ranks."""
+    import torch.distributed as dist
+    from overlap import Case, make_plan
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from hyper_parallel.backends.torch import overlap_counts
+    from hyper_parallel.ir import Overlap, Strategy
+    from hyper_parallel.runtime import World, clip_grad_norm_, forward_backward, parallelize
+
+    kinds = "cpu:gloo" if device == "cpu" else f"cpu:gloo,{device}:gloo"
+    dist.init_process_group(kinds, init_method=f"file://{store}", rank=rank, world_size=2)
+    overlaps = {
+        "serial": Overlap(),
+        "half-batch": Overlap(half_batch=True),
+        "chunks": Overlap(tp_chunks=4),
+    }
+    case = Case(
+        Qwen3Config(**MODEL), 4, 128,
+        {name: Strategy(tp_x=2, overlap=o) for name, o in overlaps.items()}, (0, 0), 0.0,
+    )  # fmt: skip
+    found = {}
+    with World.join(device) as world:
+        for name, strategy in case.strategies.items():
+            torch.manual_seed(0)
+            plan = make_plan(case, strategy)
+            model = parallelize(AutoModelForCausalLM.from_config(case.config), plan, world)
+            ids = torch.randint(MODEL["vocab_size"], (4, 128)).to(world.device)
+            loss = forward_backward(model, [{"input_ids": ids, "labels": ids}], ids.numel())
+            norm = clip_grad_norm_(model, 1e9)
+            found[name] = {"loss": float(loss), "norm": float(norm), **overlap_counts(model)}
+    print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _time_steps(place: Place, *, compiled: bool) -> Facts:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     import hyper_parallel as hp
@@ -176,6 +242,9 @@ def step_time(place: Place) -> Facts:
             work = hp.Workload(512, microbatch=2, compute_dtype=name, param_dtype=name)
             model = hp.parallelize(model, hp.plan_of(model, "dp_shard=1", work), world)
             clip = clip_grad_norm_
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
         def step() -> None:
@@ -190,7 +259,7 @@ def step_time(place: Place) -> Facts:
     seconds: dict[str, list[float]] = {"ours": [], "plain": []}
     with World.join(place.device.type) as world:
         sides = {"ours": side(world), "plain": side(None)}
-        for number in range(PAIRS + 3):
+        for number in range(place.pairs + 3):
             for name in list(sides) if number % 2 else list(sides)[::-1]:
                 start = time.perf_counter()
                 sides[name]()
@@ -207,7 +276,9 @@ CHECKS: Mapping[str, Callable[[Place], Facts]] = {
     "resume": resume,
     "offload": offload,
     "generation": generation,
+    "overlap": overlap,
     "step_time": step_time,
+    "compiled_step_time": compiled_step_time,
 }
 
 
@@ -228,10 +299,15 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CHECKS), help="names, separated by commas")
     parser.add_argument("--device", default="auto", help="auto, cuda, npu or cpu")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="on the CPU, times are not judged")
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    device = device_of(given.device)
+    if given.rank:
+        overlap_rank(given.device, int(given.rank[0]), given.rank[1])
+        return
+    device = torch.device("cpu") if given.smoke else device_of(given.device)
     if device is None:
-        sys.exit("no accelerator on this machine; --device cpu rehearses the checks")
+        sys.exit("no accelerator on this machine; --smoke runs the checks on the CPU")
     names = given.only.split(",")
     if unknown := set(names) - CHECKS.keys():
         sys.exit(f"no such check: {sorted(unknown)}; there are {', '.join(CHECKS)}")
@@ -240,13 +316,16 @@ def main() -> None:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                found[name] = CHECKS[name](Place(Path(scratch), device))
+                found[name] = CHECKS[name](
+                    Place(Path(scratch), device, SMOKE_PAIRS if given.smoke else PAIRS)
+                )
             except Exception as error:  # the other checks are run too
                 found[name] = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         found[name]["seconds"] = time.perf_counter() - start
         if not given.json:
             print(name, json.dumps(found[name]), flush=True)
-    ok = all(facts["ok"] for facts in found.values())
+    judged = [facts for facts in found.values() if not (given.smoke and "ratio" in facts)]
+    ok = all(facts["ok"] for facts in judged)
     if given.json:
         print(
             json.dumps({**machine(), "checked": str(device), "ok": ok, "checks": found}, indent=1)

@@ -32,11 +32,11 @@ from dataclasses import asdict
 from typing import Any
 
 from _llama_8b import inference, training
+from _reload_bound import reload_bound
 from offload_policies import ROOFLINE, SLOWDOWN, machine
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage, StorageKind
 from hyper_parallel.memory import clocked, order_peak, plan_memory, refine_order
-from hyper_parallel.memory.bound import reload_bound
 
 MOE_LAYERS, MOE_WIDTH, EXPERTS, CHOSEN = 48, 2048, 128, 8
 MOE_EXPERT = 3 * MOE_WIDTH * 768  # numbers of one expert

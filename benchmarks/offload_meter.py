@@ -29,9 +29,9 @@ from _model_steps import capture_training, training_step
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hyper_parallel.backends.torch.decode_slots import SlotSteps
 from hyper_parallel.backends.torch.memory import Captured, PlannedDevice
-from hyper_parallel.backends.torch.memory.generation import MemoryLimits, PlannedGeneration
-from hyper_parallel.backends.torch.static_cache import decode_inputs, prompt_inputs
+from hyper_parallel.backends.torch.memory.generation import MemoryLimits, PlannedSlots
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 
 BAR = 0.01
@@ -93,7 +93,7 @@ def made(family: str, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-class Metered(PlannedGeneration):
+class Metered(PlannedSlots):
     """Generation whose kernels were measured; `unmetered` is what is made beside the arena without them."""
 
     def _capture(self) -> list[Captured]:
@@ -147,19 +147,21 @@ def generate(family: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     model = made(family, dtype).eval()
     budget = int(0.8 * sum(p.nbytes for p in model.parameters()))
     limits = MemoryLimits(budget, MACHINE, ROOFLINE)
-    planned = Metered(model, TOKENS, TOKENS + 16, limits)
+    fixed = SlotSteps(1, TOKENS, TOKENS + 16)
+    planned = Metered(model, fixed, limits)
     found = {}
     try:
         planned.begin()
-        inputs = prompt_inputs(model, list(range(3, 3 + TOKENS)))
+        ids = [*range(3, 3 + TOKENS)]
+        inputs = fixed.inputs(model, [0], [ids], [0], prompt=True)
         for name, unmetered in zip(("prefill", "decode"), planned.unmetered, strict=True):
-            device = planned._device
+            device = planned._planned_device
             assert device is not None
             arena = device.state.arena_bytes
             found[name] = cell(device, arena, unmetered, lambda at=inputs: planned.run(at))
             if name == "prefill":
                 planned.enter_decode()
-                inputs = decode_inputs(model, 7, TOKENS, TOKENS + 16)
+                inputs = fixed.inputs(model, [0], [[7]], [TOKENS], prompt=False)
     finally:
         planned.close()
     return found

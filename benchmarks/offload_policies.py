@@ -13,7 +13,6 @@ order of operators and the same simulator as ours:
 * keep: nothing moves; recorded. checkpoint: transformers' activation checkpointing, use_reentrant=False; recorded.
 * save-on-cpu: `torch.autograd.graph.save_on_cpu`; recorded, copies on the stream that computes, as fast as the link.
 * recompute-only: our planner without copies, the best of its sets.
-* ours-host: ours, and optimizer updates may run in host memory at --host-gb-s.
 * ours-margin: ours with the default reserve for links that are slower than was said; ours itself plans without one.
 * longest-gap, largest-first: gaps in that order of activations until the target is met, reloads as late as possible.
 * on-demand: longest-gap, and every reload is issued by its consumer.
@@ -36,6 +35,7 @@ from typing import Any
 import torch
 import transformers
 from _llama_8b import copied, inference, training
+from _reload_bound import reload_bound
 from _simple_policies import simple_policy
 
 from hyper_parallel.errors import BudgetImpossible, HyperParallelError
@@ -51,7 +51,6 @@ from hyper_parallel.memory import (
     plan_memory,
     refine_order,
 )
-from hyper_parallel.memory.bound import reload_bound
 
 ROOFLINE = Roofline(flops_s=450e12, bytes_s=2.8e12)
 SLOWDOWN = 0.02
@@ -72,7 +71,6 @@ class Row:
     arena_over_peak: float | None = None
     device_bytes: int | None = None
     simulated_dram_bytes: int | None = None
-    on_host: int = 0
     planning_cpu_s: float = 0.0
     note: str = ""
 
@@ -86,10 +84,9 @@ def fused(program: MemoryProgram, share: float) -> MemoryProgram:
     return replace(program, operators=tuple(ops))
 
 
-def machine(gb_s: float, host_gb_s: float | None = None) -> MemoryMachine:
-    """Copies of 10 us + bytes / link, both directions at once; updates in host memory at its bandwidth, beside them."""
-    host = None if host_gb_s is None else Roofline(flops_s=float("inf"), bytes_s=host_gb_s * 1e9)
-    return MemoryMachine(Channel(gb_s * 1e9), Channel(gb_s * 1e9), host=host)
+def machine(gb_s: float) -> MemoryMachine:
+    """Copies of 10 us + bytes / link, both directions at once."""
+    return MemoryMachine(Channel(gb_s * 1e9), Channel(gb_s * 1e9))
 
 
 def best_peak(
@@ -116,7 +113,6 @@ def rows_of(
     policies: list[str],
     budget: int,
     slowdown: float = SLOWDOWN,
-    host_gb_s: float | None = None,
     recorded: Mapping[str, MemoryProgram] | None = None,
 ) -> list[Row]:
     """All policies for one bandwidth and goal; `recorded` are steps that save for backward as others do."""
@@ -132,10 +128,10 @@ def rows_of(
         begin = time.process_time()
         row = Row(policy, goal, gb_s, None, None)
         try:
-            if policy in ("ours", "ours-host", "ours-margin", "ours-copies-only", "recompute-only"):
+            if policy in ("ours", "ours-margin", "ours-copies-only", "recompute-only"):
                 plan = plan_memory(
                     program,
-                    machine(gb_s, host_gb_s) if policy == "ours-host" else m,
+                    m,
                     **wanted,
                     bandwidth_margin=None if policy == "ours-margin" else 0.0,
                     recompute=policy != "ours-copies-only",
@@ -146,7 +142,6 @@ def rows_of(
                 row.device_bytes = plan.device_bytes
                 row.arena_over_peak = plan.arena_bytes / plan.peak_bytes["device"] - 1
                 row.simulated_dram_bytes = plan.peak_bytes["dram"]
-                row.on_host = sum(action.kind == "update" for action in plan.actions)
             elif policy == "keep":
                 row.simulated_peak_bytes, row.simulated_step_s = start, program.seconds
             elif policy in recorded:
@@ -247,9 +242,6 @@ def main() -> None:
         "--policies",
         default="ours,ours-margin,ours-copies-only,recompute-only,longest-gap,largest-first,on-demand,checkpoint,save-on-cpu,keep",
     )
-    parser.add_argument(
-        "--host-gb-s", type=float, default=200.0, help="host memory for updates there (ours-host)"
-    )
     parser.add_argument("--skip-error", action="store_true", help="leave out the wrong bandwidths")
     args = parser.parse_args()
     if args.step == "training":
@@ -280,7 +272,6 @@ def main() -> None:
             policies,
             int(args.budget_gb * 1e9),
             args.slowdown,
-            args.host_gb_s,
             recorded,
         )
     ]

@@ -5,6 +5,7 @@ import torch
 from benchmarks._model_steps import capture_inference, capture_training, training_step
 from transformers import StaticCache
 
+from hyper_parallel.backends.torch.decode_slots import SlotSteps
 from hyper_parallel.backends.torch.forward_variants import cache_argument
 from hyper_parallel.backends.torch.memory import (
     LruSpillMode,
@@ -14,7 +15,7 @@ from hyper_parallel.backends.torch.memory import (
     optimizer_state,
     record,
 )
-from hyper_parallel.backends.torch.memory.generation import PlannedGeneration
+from hyper_parallel.backends.torch.memory.generation import PlannedSlots
 from hyper_parallel.errors import BudgetImpossible
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline, plan_memory
 from hyper_parallel.trainer.generation import Sampling, decode_tokens
@@ -173,8 +174,9 @@ def on_prefill_and_decode_with_a_cache(knobs, folder):
 def generated(model, budget, **tiers):
     sampling = Sampling(6)
     length = len(PROMPT) + sampling.max_new_tokens - 1
-    steps = PlannedGeneration(model, len(PROMPT), length, limits(budget, **tiers), EMU)
-    found = list(decode_tokens(model, PROMPT, sampling, steps=steps))
+    fixed = SlotSteps(1, len(PROMPT), length)
+    steps = PlannedSlots(model, fixed, limits(budget, **tiers), EMU)
+    found = list(decode_tokens(model, PROMPT, sampling, passes=steps))
     steps.close()
     return found, steps.use
 

@@ -1,9 +1,8 @@
 """The command line on the emulated accelerator: training with and without a budget, on one and two ranks, a resumed
-run, updates on the host, a plan that is made again, and generation from what was trained."""
+run, a plan that is made again, and generation from what was trained."""
 
 import functools
 import json
-import re
 import tempfile
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hyper_parallel as hp
-from hyper_parallel.ir import Plan
 from hyper_parallel.runtime import World, launch
 from tests.e2e.runs import CONFIG, command, curve, rows, train, write_functions
 
@@ -140,30 +138,6 @@ def on_a_loop_on_two_ranks_by_one_call(knobs, folder):
                 assert 0 < most <= budget
 
     launch(body, 2, timeout_s=200)
-
-
-def on_train_with_updates_on_the_host(knobs, folder):
-    """The CPU's kernels compute on both sides here, so the bits are the plain run's.
-
-    Next to this link operators hardly count, and most bytes are state: updates go where the moments are.
-    """
-    config = CONFIG | {"num_hidden_layers": 2, "intermediate_size": 160}
-    (place() / "deep.json").write_text(json.dumps(config))
-    slow = (
-        f"model.path={place()}/deep.json", "training.max_grad_norm=null", "training.steps=2",
-        "training.microbatch=1", "training.tokens_per_step=32",
-    )  # fmt: skip
-    mine = trained(
-        "host",
-        *slow,
-        "offload.budget=500000",
-        "offload.bandwidth=100kB",
-        "offload.update_on_host=true",
-    )
-    assert_as_planned(mine, plain(*slow))
-    (said,) = [note for note in Plan.load(mine / "plan.json").notes if "update on host" in note]
-    assert int(re.search(r"update on host: (\d+) of", said)[1]) > 0
-    assert '"host"' in (mine / "report.html").read_text()
 
 
 def on_train_with_copies_slower_than_planned(knobs, folder):

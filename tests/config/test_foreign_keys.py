@@ -56,6 +56,7 @@ def hint_of(path, *words):
         ("trainer.n_gpus_per_node=8", "write `launch.nproc_per_node=8`"),
         ("checkpoint.interval=3", "write `checkpoint.every=3`"),
         ("training_.lr=3", "write `'training={lr: 3}'`"),
+        ("offload.update_on_host=true", "remove the key: optimizer updates always run on the device"),
         ("eval_every=x", "the key is `training.eval_every`: an integer >= 0"),
         ("tensor_model_parallel_size=8", "write `parallel.tp=8`"),
         ("local_rank=0", "remove the key: recipes have no such setting"),
@@ -86,3 +87,10 @@ def test_hints_with_values_load_when_pasted(recipe):
         written = re.fullmatch(r"write `(.*)`", hint_of(recipe, f"{name}={value}"))
         assert written is not None, name
         load_recipe(recipe, [written.group(1)])
+
+
+def test_a_removed_key_without_effect_is_dropped_with_a_warning(recipe):
+    recipe.write_text(BASE + "offload: {budget: 1GiB, update_on_host: false}\n")
+    with pytest.warns(DeprecationWarning, match="update_on_host was removed"):
+        loaded = load_recipe(recipe, [])
+    assert loaded.recipe.offload.budget == 1 << 30

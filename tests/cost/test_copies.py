@@ -6,13 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+from benchmarks._reload_bound import reload_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyper_parallel.cost import COPIES, OffloadDemand
 from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.memory import Channel, MemoryMachine, plan_memory, refine_order
-from hyper_parallel.memory.bound import reload_bound
 from hyper_parallel.memory.def_use import live_bytes, use_definitions
 from hyper_parallel.memory.residency_lp import LinearProgram
 from hyper_parallel.topology import MemoryPool

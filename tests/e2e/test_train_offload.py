@@ -191,17 +191,6 @@ def test_messages_between_two_ranks(place, train, given, request):
 
 
 @pytest.mark.slow
-def test_two_ranks_update_their_shards_on_the_host(place, train):
-    """On a slow link, gradients and parameters cross it, and moments do not."""
-    given = ("parallel.dp_shard=2", FREE, f"model.path={place}/one_layer.json")
-    slow = ("offload.budget=560KiB", "offload.bandwidth=50MB", "offload.update_on_host=true")
-    mine = train("two-host", *given, *slow, report=True)
-    assert_same_run(mine, train("two-one-layer", *given))
-    assert any("update on host" in note for note in Plan.load(mine / "plan.json").notes)
-    assert '"host"' in (mine / "report.html").read_text()  # its lane
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_a_plain_run_is_continued_by_plan(place, train):
     """And the first planned step is then not the first step of all."""
     plain = train("two", "parallel.dp_shard=2", FREE)

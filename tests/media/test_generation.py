@@ -11,7 +11,7 @@ import soundfile
 import torch
 from PIL import Image
 
-from hyper_parallel.backends.torch.static_cache import GrowingSteps
+from hyper_parallel.backends.torch.decode_slots import GrowingPasses
 from hyper_parallel.errors import BadValue, Contradiction, NoData
 from hyper_parallel.trainer.data import encode_parts
 from hyper_parallel.trainer.decoding import Sampling
@@ -84,12 +84,12 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, case: tuple[str, str])
     generator.model.generation_config.eos_token_id = None
     ids, media = encode_parts(generator.tokenizer, turns)
     for cached in (True, False):
-        steps = GrowingSteps(generator.model, media.arrays, media.per_token)
-        steps._caches = cached
-        logits, tokens = steps.prompt(ids), []
+        passes = GrowingPasses(generator.model, media.arrays, media.per_token)
+        passes._caches = cached
+        logits, tokens = passes.read_tokens([0], [ids], [0]), []
         for _ in expected:
             tokens.append(int(logits.argmax()))
-            logits = steps.next(tokens[-1])
+            logits = passes.read_tokens([0], [tokens[-1:]], [len(ids) + len(tokens) - 1])
         assert tokens == expected, cached
     stop = generator.tokenizer.eos_token_id
     until = expected[: expected.index(stop)] if stop in expected else expected

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks._reload_bound import reload_bound
 
 from hyper_parallel.ir import MemoryProgram, Operator, Storage
 from hyper_parallel.memory import (
@@ -10,7 +11,6 @@ from hyper_parallel.memory import (
     MemoryMachine,
     plan_memory,
 )
-from hyper_parallel.memory.bound import reload_bound
 from tests.memory.programs import training_chain
 
 pytestmark = pytest.mark.unit

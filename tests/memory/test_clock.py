@@ -1,7 +1,5 @@
 """The clock of emission against the event simulation of the same actions, and the simulator's bytes against replay."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,18 +7,16 @@ from hypothesis import strategies as st
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory import (
     ProgramClock,
-    Roofline,
     overlapped,
-    plan_tasks,
     predicted_timeline,
     use_definitions,
 )
 from hyper_parallel.memory.candidates import OffloadCandidates
 from hyper_parallel.memory.emission import EmissionOptions, Emitter
 from hyper_parallel.memory.emitted_programs import assign_tiers
-from hyper_parallel.memory.host_updates import HostUpdates, hostable_operators
 from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
 from hyper_parallel.sim import peaks, simulate
+from tests.memory.plan_graph import plan_tasks
 from tests.memory.programs import training_chain
 from tests.memory.test_communication import communicating
 from tests.memory.test_random_programs import machines, programs
@@ -30,25 +26,20 @@ pytestmark = pytest.mark.unit
 
 @st.composite
 def emissions(draw):
-    """Draw a plan and its machine: any order, recomputation, host updates, and choice of offloads.
+    """Draw a plan and its machine: any order, recomputation, and choice of offloads.
 
     Durations are whole microseconds, so nanoseconds are exact.
     """
     machine = draw(machines())
-    program, hosted = draw(st.one_of(programs(), communicating())), frozenset()
+    program = draw(st.one_of(programs(), communicating()))
     if draw(st.booleans()):
         sizes = {name: draw(st.sampled_from([20, 500])) for name in ("act", "weight")}
         program = training_chain(layers=draw(st.integers(2, 6)), **sizes)
-        operators = (replace(op, access_bytes=1000) for op in program.operators)
-        program = replace(program, operators=tuple(operators))
-        host = Roofline(1e9, draw(st.sampled_from([50.0, 5000.0])), 0.0)
-        machine, hosted = replace(machine, host=host), hostable_operators(program)
     order = overlapped(program, range(len(program.operators)), draw(st.integers(0, 2)))
-    finder = ChainFinder(program, use_definitions(program, order, hosted))
+    finder = ChainFinder(program, use_definitions(program, order))
     may = [s for s in range(len(program.storages)) if finder.for_longest_gap(s)]
     recomputed = draw(st.lists(st.sampled_from(may), unique=True)) if may else []
     recomputes = choose_recomputes(finder, recomputed)
-    recomputes.host = HostUpdates.from_operators(program, order, hosted, recomputes.uses)
     movable = [s for s, x in enumerate(program.storages) if x.persistent or not x.at_start]
     candidates = OffloadCandidates(program, machine, order, recomputes, movable)
     whole = int(candidates.profile.max())
@@ -58,8 +49,7 @@ def emissions(draw):
     for c in chosen:
         for low, high in c.spans:
             planned[low:high] -= c.num_bytes
-    dram_state = recomputes.host.dram_state
-    gaps = assign_tiers(program, machine, chosen, draw(st.sampled_from([0.0, 0.5])), dram_state)
+    gaps = assign_tiers(program, machine, chosen, draw(st.sampled_from([0.0, 0.5])))
     budget = draw(st.sampled_from([None, target, whole]))
     emitter = Emitter(program, machine, order, gaps, recomputes, EmissionOptions(budget, planned))
     actions = emitter.emit()
@@ -83,6 +73,17 @@ def test_the_clock_is_the_simulation(emission):
         if span.lane in copies:
             copies[span.lane] += span.duration_s
     assert copies == pytest.approx({k: c.seconds for k, c in clock.copied.items()}, abs=1e-9)
+    timelines = simulated, predicted_timeline(plan, machine)
+    one, other = (
+        sorted(
+            (s.lane, s.name, round(s.start_s * 1e9), round(s.duration_s * 1e9))
+            for s in timeline.spans
+            if s.lane != "compute" or s.category in ("run", "recompute")
+        )
+        for timeline in timelines
+    )
+    assert one == other
+    assert peaks(timelines[1]) == plan.peak_bytes
     waits = [s.duration_s for s in predicted_timeline(plan, machine).spans if s.category == "wait"]
     assert sum(waits) == pytest.approx(clock.wait_s + clock.join_s, abs=1e-9)
     assert peaks(simulated) == plan.peak_bytes
@@ -100,5 +101,5 @@ def test_drawn_emissions_have_every_kind_of_action():
 
     collect()
     assert seen == {
-        "run", "recompute", "update", "join", "prefetch", "store", "copy_in", "copy_out", "wait", "detach", "free",
+        "run", "recompute", "join", "prefetch", "store", "copy_in", "copy_out", "wait", "detach", "free",
     }  # fmt: skip

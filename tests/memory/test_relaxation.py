@@ -89,7 +89,7 @@ def test_results_that_are_cheaper_to_copy_than_to_recompute_are_copied(
     time. The sum is least where both are equal, at 0.8 * 19 * density_s / (19 + density_s).
     """
     program = read_again(density_s)
-    rounding = Rounding(program, SLOW, (0, 1, 2), frozenset(), movable_kinds=None, recompute=True)
+    rounding = Rounding(program, SLOW, (0, 1, 2), movable_kinds=None, recompute=True)
     choice = rounding.choice(130, {})
     assert choice is not None
     assert tuple(choice.candidates.recomputes.gaps) == recomputed

@@ -147,22 +147,14 @@ def test_transfers_lengthen_the_fill_and_wait_for_their_link():
     assert bubble_fraction(timeline) == pytest.approx(1 - 32 / (2 * 27))
 
 
-def test_memory_of_a_schedule_follows_activations_and_offload():
-    cost = StageCost(1.0, 1.0, 1.0, activation_bytes=100, weight_grad_input_bytes=40, offload_s=0.5)
+def test_memory_of_a_schedule_follows_activations():
+    cost = StageCost(1.0, 1.0, 1.0, activation_bytes=100, weight_grad_input_bytes=40)
     one = simulate(schedule_tasks(make_schedule("1f1b", 4, 8), [cost] * 4))
     assert peaks(one) == {f"rank {r}/device": 100 * (4 - r) for r in range(4)}
     split = simulate(schedule_tasks(make_schedule("zb_h1", 4, 8), [cost] * 4))
     # The last rank puts three weight gradients off, each keeping 40.
     assert peaks(split)["rank 3/device"] == 3 * 40 + 100
     assert {s.lane: s.value for s in split.counters} == {f"rank {r}/device": 0 for r in range(4)}
-    plain = "0F0,{}0F1,0F2,0B2,0B1,{}0B0\n"
-    offloaded = Schedule.from_csv(plain.format("0OFFLOAD0,", "0RELOAD0,"))
-    got = simulate(schedule_tasks(offloaded, [cost]))
-    # The second forward starts while the first activation is leaving, the third after it has left.
-    assert peaks(got) == {"rank 0/device": 200}
-    slow = simulate(schedule_tasks(Schedule.from_csv(plain.format("", "")), [cost]))
-    assert got.end_s == slow.end_s + 0.5
-    assert sum(s.category == "copy" for s in got.spans) == 2
 
 
 def test_parameters_are_gathered_before_use_and_freed():

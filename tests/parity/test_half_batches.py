@@ -148,6 +148,22 @@ def test_layers_compute_while_their_collectives_are_in_flight(
         assert number == exposed(layers)
 
 
+def test_weight_gradients_of_token_chunks_hide_collectives_of_backward() -> None:
+    """Forward exposes two collectives of each block. In backward, only the first gather of a layer finds no product."""
+    strategy, layers = Strategy(tp_x=2, overlap=Overlap(tp_chunks=4)), 2
+
+    def rank(_: int) -> list[tuple[int, int]]:
+        with World.join("cpu") as world:
+            setup = Setup("llama", sequences=4, config=(("num_hidden_layers", layers),))
+            model = parallelize(setup.build(), setup.plan(strategy), world)
+            batch = {k: v[:4] for k, v in setup.batch().items()}
+            return [(len(d.issued), d.exposed()) for d in record(model, batch)]
+
+    forward, backward = launch(rank, 2, timeout_s=100)[0]
+    assert forward == (16 * layers, 4 * layers)
+    assert backward == (16 * layers, layers)
+
+
 def scale(self: nn.Module, index: int, hidden: Tensor) -> Tensor:
     return hidden * 0.9
 

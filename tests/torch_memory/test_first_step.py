@@ -1,4 +1,4 @@
-"""What the first planned step is compared by when updates on the host may round differently than the device."""
+"""Comparison of the first planned step when two eager steps differ by rounding."""
 
 import random
 

@@ -1,19 +1,19 @@
 """Generation on a device smaller than the model: the same tokens, exactly the predicted bytes."""
 
-from collections import Counter
+from itertools import accumulate
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hyper_parallel.backends.torch.decode_slots import Passes, SlotPasses, SlotSteps
-from hyper_parallel.backends.torch.memory.generation import (
-    MemoryLimits,
-    PlannedGeneration,
-    PlannedSlots,
+from hyper_parallel.backends.torch.decode_slots import (
+    FixedPasses,
+    GrowingPasses,
+    Passes,
+    SlotPasses,
+    SlotSteps,
 )
-from hyper_parallel.backends.torch.memory.plan_transition import RelocationPlan
-from hyper_parallel.backends.torch.static_cache import GrowingSteps, StaticSteps
+from hyper_parallel.backends.torch.memory.generation import MemoryLimits, PlannedSlots
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
 from hyper_parallel.trainer.decoding import Decoder, DecodingSequence
@@ -86,11 +86,25 @@ def limits(device_bytes, dram=None, flash=None):
     return MemoryLimits(device_bytes, machine, ROOFLINE, flash)
 
 
+def within(model, prompt_tokens, length, budget):
+    """Passes of one text under a budget."""
+    return PlannedSlots(model, SlotSteps(1, prompt_tokens, length), budget)
+
+
+def logits_after(passes, *parts):
+    """Logits [V] after each of the parts of a text."""
+    starts = accumulate(map(len, parts), initial=0)
+    return [
+        passes.read_tokens([0], [part], [start])[0]
+        for part, start in zip(parts, starts, strict=False)
+    ]
+
+
 def planned(model, sampling, device_bytes, **tiers):
     """Tokens under a budget, and what was used."""
     length = len(PROMPT) + sampling.max_new_tokens - 1
-    steps = PlannedGeneration(model, len(PROMPT), length, limits(device_bytes, **tiers))
-    tokens = list(decode_tokens(model, PROMPT, sampling, steps=steps))
+    steps = within(model, len(PROMPT), length, limits(device_bytes, **tiers))
+    tokens = list(decode_tokens(model, PROMPT, sampling, passes=steps))
     steps.close()
     return tokens, steps.use
 
@@ -149,38 +163,33 @@ def test_an_impossible_budget_is_refused_with_one_that_works():
     model, sampling = model_of("llama"), Sampling(4, temperature=0)
     length = len(PROMPT) + 3
     with pytest.raises(BudgetImpossible, match="HP402") as caught:
-        PlannedGeneration(model, len(PROMPT), length, limits(1024))
+        within(model, len(PROMPT), length, limits(1024))
     least = int(caught.value.allowed.split()[2])
     assert caught.value.hint == f"--device-memory {least}"
     _, use = planned(model, sampling, least)
     assert use.measured_bytes["device"] == use.predicted_bytes["device"] <= least
     with pytest.raises(BudgetImpossible):
-        PlannedGeneration(model, len(PROMPT), length, limits(least // 2))
+        within(model, len(PROMPT), length, limits(least // 2))
 
 
 @pytest.mark.slow
-def test_the_way_to_the_decode_plan_is_predicted():
-    """Where state leaves the device while all DRAM buffers of its size are in use, one more is needed between steps."""
-    model, sampling, more = model_of("gpt2"), Sampling(3, temperature=0), 0
+def test_bytes_are_predicted_for_every_budget():
+    model, sampling = model_of("gpt2"), Sampling(3, temperature=0)
     expected = list(decode_tokens(model, PROMPT, sampling))
     for budget in range(98_000, 120_000, 3_000):
-        steps = PlannedGeneration(model, len(PROMPT), len(PROMPT) + 2, limits(budget))
-        assert list(decode_tokens(model, PROMPT, sampling, steps=steps)) == expected
+        steps = within(model, len(PROMPT), len(PROMPT) + 2, limits(budget))
+        assert list(decode_tokens(model, PROMPT, sampling, passes=steps)) == expected
         steps.close()
         assert steps.use.measured_bytes == steps.use.predicted_bytes
-        first, second = steps._plans
-        made = Counter(first.replayed.host_buffers) | Counter(second.replayed.host_buffers)
-        more += RelocationPlan(first, second, made).buffers != made
-    assert more
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_logits_are_bitwise_those_of_the_steps_without_a_budget(family):
     model = model_of(family)
-    free, length = StaticSteps(model, 20), 20
-    expected = [free.prompt(PROMPT), *(free.next(t) for t in (4, 7, 100))]
-    steps = PlannedGeneration(model, len(PROMPT), length, limits(30_000))
-    found = [steps.prompt(PROMPT), *(steps.next(t) for t in (4, 7, 100))]
+    free, length = FixedPasses(model, SlotSteps(1, len(PROMPT), 20)), 20
+    expected = logits_after(free, PROMPT, [4], [7], [100])
+    steps = within(model, len(PROMPT), length, limits(30_000))
+    found = logits_after(steps, PROMPT, [4], [7], [100])
     steps.close()
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
@@ -191,13 +200,13 @@ def test_two_generations_in_one_flash_folder_keep_to_their_own_files(tmp_path):
     """Their storages have the same numbers and sizes: a file of the other one would be read without a word."""
     wide = {"initializer_range": 0.3, "num_hidden_layers": 2}
     models = [tiny_model("llama", seed, **wide).eval() for seed in (0, 1)]
-    free = [StaticSteps(model, 20) for model in models]
-    expected = [[one.prompt(PROMPT), one.next(4)] for one in free]
+    free = [FixedPasses(model, SlotSteps(1, len(PROMPT), 20)) for model in models]
+    expected = [logits_after(one, PROMPT, [4]) for one in free]
     tiers = limits(30_000, dram=60_000, flash=tmp_path / "flash")
-    steps = [PlannedGeneration(model, len(PROMPT), 20, tiers) for model in models]
-    found = [[one.prompt(PROMPT)] for one in steps]  # both hold their weights from here on
+    steps = [within(model, len(PROMPT), 20, tiers) for model in models]
+    found = [logits_after(one, PROMPT) for one in steps]  # both hold their weights from here on
     for logits, one in zip(found, steps, strict=True):
-        logits.append(one.next(4))
+        logits.append(one.read_tokens([0], [[4]], [len(PROMPT)])[0])
     for one in steps:
         one.close()
         assert one.use.measured_bytes["flash"] > 0
@@ -257,11 +266,13 @@ def test_nothing_moves_when_everything_fits():
 def test_a_cache_of_fixed_length_changes_logits_by_rounding_only(family):
     """Against a growing cache; a prompt longer than the window, a continuation that fills the cache."""
     model = model_of(family, torch.float64 if family != "gpt_oss" else torch.float32)
-    grown, fixed = GrowingSteps(model), StaticSteps(model, 30)
-    for ids in (PROMPT, *range(3, 23)):
-        step = (lambda s, x: s.prompt(x)) if ids is PROMPT else (lambda s, x: s.next(x))
-        bound = 1e-5 if family == "gpt_oss" else 1e-6
-        torch.testing.assert_close(step(fixed, ids), step(grown, ids), rtol=bound, atol=bound)
+    grown, fixed = GrowingPasses(model), FixedPasses(model, SlotSteps(1, len(PROMPT), 30))
+    parts = (PROMPT, *([token] for token in range(3, 23)))
+    bound = 1e-5 if family == "gpt_oss" else 1e-6
+    for found, expected in zip(
+        logits_after(fixed, *parts), logits_after(grown, *parts), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 _RECURRENT = {
@@ -292,9 +303,8 @@ def test_what_a_model_remembers_goes_from_step_to_step(family, values):
     """Under whatever name its forward takes it, or not at all: every step's logits are those of the whole text."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values)).eval()
-    steps = GrowingSteps(model)
-    for count in range(6):
-        logits = steps.next(20 + count) if count else steps.prompt(PROMPT)
+    parts = (PROMPT, *([20 + count] for count in range(1, 6)))
+    for count, logits in enumerate(logits_after(GrowingPasses(model), *parts)):
         text = torch.tensor([[*PROMPT, *range(21, 21 + count)]])
         with torch.no_grad():
             whole = model(input_ids=text, use_cache=False).logits[0, -1]
@@ -305,18 +315,18 @@ def test_a_model_without_steps_of_fixed_shape_is_refused():
     config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=128)
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(CaptureUnsupported, match="HP511") as caught:
-        PlannedGeneration(model, 4, 8, limits(10**6))
+        within(model, 4, 8, limits(10**6))
     assert caught.value.hint == "leave out --device-memory"
     moe = model_of("qwen3_moe", torch.float64)
     moe.set_experts_implementation("eager")
     with pytest.raises(CaptureUnsupported, match="HP511"):
-        PlannedGeneration(moe, 4, 8, limits(10**6))
+        within(moe, 4, 8, limits(10**6))
 
 
 TEXTS = [PROMPT, [3, 4], [7], [8, 9, 17, 33, 2], [6, 6, 100, 4, 19, 3, 3]]
 
 
-class FixedPasses(Passes):
+class UnplannedPasses(Passes):
     """The same steps without a budget."""
 
     def __init__(self, model, fixed):
@@ -366,7 +376,7 @@ def test_texts_of_other_lengths_at_once_on_a_smaller_device(family, dtype, budge
     passes = PlannedSlots(model, fixed, limits(budget))
     found = run(passes, limits_of)
     passes.close()
-    exact = run(FixedPasses(model, fixed), limits_of)
+    exact = run(UnplannedPasses(model, fixed), limits_of)
     for mine, same, other in zip(found, exact, plain, strict=True):
         assert (mine.text, mine.logprobs) == (same.text, same.logprobs)
         if dtype == torch.float64:

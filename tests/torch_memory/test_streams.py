@@ -64,10 +64,8 @@ def captured_net():
 
 
 @functools.cache
-def planned(flash, host=False):
+def planned(flash):
     _, captured = captured_net()
-    if host:
-        return planned_on_host(captured.program)
     program = Roofline(1e9, 1e9, 1e-6).annotate(captured.program)
     disk = FAST if flash else None
     machine = MemoryMachine(FAST, FAST, disk, disk, dram_bytes=60_000 if flash else None)
@@ -78,23 +76,9 @@ def planned(flash, host=False):
     return plan, machine
 
 
-def planned_on_host(program):
-    """A plan whose momenta are changed in host memory, and read on the device right after."""
-    momenta = {s for s, storage in enumerate(program.storages) if storage.kind == "optimizer"}
-    ops = (
-        replace(op, phase="optimizer") if momenta & set(op.writes) else op
-        for op in program.operators
-    )
-    program = Roofline(1e9, 1e9, 1e-6).annotate(replace(program, operators=tuple(ops)))
-    machine = MemoryMachine(FAST, FAST, host=Roofline(1e12, 1e10, 1e-7))
-    plan = plan_memory(program, machine, budget_bytes=50_000, recompute=False)
-    assert sum(action.kind == "update" for action in plan.actions) > 4
-    return plan, machine
-
-
-def made(flash, host=False):
+def made(flash):
     """A captured net and a plan through two or three tiers."""
-    return *captured_net(), *planned(flash, host)
+    return *captured_net(), *planned(flash)
 
 
 @pytest.mark.parametrize("flash", [False, True], ids=["two tiers", "three tiers"])
@@ -124,16 +108,15 @@ def test_streams_give_the_bits_and_the_predicted_peaks(tmp_path, flash):
         assert torch.equal(a, b)
 
 
-def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None, host=False):
+def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None):
     """Two steps on logging streams; what was found unordered, and the number of waits per agent and step.
 
     Args:
         anywhere: A range of the arena must be used after everything that was given up before; else its addresses count.
         plan: Run this one, whatever its addresses are.
-        host: The plan that updates in host memory.
     """
     order = Order(drop)
-    _, captured, known, machine = made(flash, host)
+    _, captured, known, machine = made(flash)
     monkeypatch.setattr(streams, "ThreadPoolExecutor", executor_of(order))
     read, write = FileTier.read, FileTier.write
 
@@ -234,18 +217,6 @@ def test_a_file_thread_that_does_not_wait_is_found(tmp_path, monkeypatch, agent)
     assert any(
         ordered(tmp_path, monkeypatch, True, (agent, n))[0] for n in itertools.islice(numbers, 8)
     )
-
-
-@pytest.mark.slow
-def test_updates_in_host_memory_are_ordered_and_a_missing_wait_is_found(tmp_path, monkeypatch):
-    found, first, waits = ordered(tmp_path, monkeypatch, False, host=True)
-    assert not found
-    for agent, share in (("hyper-host", 0.2), ("prefetch", 0.8)):
-        numbers = range(first[agent] + 1, waits[agent] + 1)
-        assert len(numbers) > 8
-        drops = [(agent, n) for n in numbers]
-        seen = [d for d in drops if ordered(tmp_path, monkeypatch, False, d, host=True)[0]]
-        assert len(seen) >= share * len(drops), (agent, len(seen), len(drops))
 
 
 def test_a_file_that_is_cut_short_stops_the_step_with_streams(tmp_path):

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from hyper_parallel.config._preference_sections import PAIRED_STAGES, PREFERENCE_STAGES
 from hyper_parallel.config._recipe import Recipe
 from hyper_parallel.errors import Contradiction
+
+
+def with_values(recipe: Recipe, section: str, values: Mapping[str, object]) -> Recipe:
+    """Return a recipe with other values of one section; they are not validated."""
+    changed = getattr(recipe, section).model_copy(update=dict(values))
+    return recipe.model_copy(update={section: changed})
 
 
 def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
@@ -27,14 +34,13 @@ def derive_warmup(recipe: Recipe, origins: dict[str, str]) -> Recipe:
             )
         origins["training.warmup_steps"] = "derived: training.warmup_ratio of training.steps"
         warmup = {"warmup_steps": math.ceil(training.warmup_ratio * training.steps)}
-        return recipe.model_copy(update={"training": training.model_copy(update=warmup)})
+        return with_values(recipe, "training", warmup)
     if "warmup_steps" in training.model_fields_set or training.warmup_steps <= training.steps:
         return recipe
     origins["training.warmup_steps"] = (
         f"derived: a tenth of training.steps, because the default is {training.warmup_steps}"
     )
-    shorter = training.model_copy(update={"warmup_steps": training.steps // 10})
-    return recipe.model_copy(update={"training": shorter})
+    return with_values(recipe, "training", {"warmup_steps": training.steps // 10})
 
 
 def derive_end(recipe: Recipe, origins: dict[str, str]) -> Recipe:
@@ -43,8 +49,7 @@ def derive_end(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     if training.lr_schedule != "warmup_stable_decay" or "min_lr_ratio" in training.model_fields_set:
         return recipe
     origins["training.min_lr_ratio"] = "derived: training.lr_schedule=warmup_stable_decay"
-    at_zero = training.model_copy(update={"min_lr_ratio": 0.0})
-    return recipe.model_copy(update={"training": at_zero})
+    return with_values(recipe, "training", {"min_lr_ratio": 0.0})
 
 
 def derive_preference_stages(recipe: Recipe, origins: dict[str, str]) -> Recipe:
@@ -56,12 +61,11 @@ def derive_preference_stages(recipe: Recipe, origins: dict[str, str]) -> Recipe:
         and data.packing
     ):
         origins["data.packing"] = f"derived: stage={recipe.stage}"
-        recipe = recipe.model_copy(update={"data": data.model_copy(update={"packing": False})})
+        recipe = with_values(recipe, "data", {"packing": False})
     is_derived = training.tokens_per_step is not None and training.accumulation_steps is not None
     if recipe.stage in PAIRED_STAGES and training.microbatch is None and not is_derived:
         origins["training.microbatch"] = f"derived: stage={recipe.stage}, both rows of a pair"
-        pair = training.model_copy(update={"microbatch": 2})
-        recipe = recipe.model_copy(update={"training": pair})
+        recipe = with_values(recipe, "training", {"microbatch": 2})
     return recipe
 
 
@@ -71,7 +75,7 @@ def derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     if "holdout" in data.model_fields_set or not (data.validation or data.streaming):
         return recipe
     origins["data.holdout"] = "derived: data.validation or data.streaming"
-    return recipe.model_copy(update={"data": data.model_copy(update={"holdout": 0.0})})
+    return with_values(recipe, "data", {"holdout": 0.0})
 
 
 def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
@@ -84,7 +88,7 @@ def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
     origins |= dict.fromkeys(
         (f"parallel.{name}" for name in update), "derived: parallel.submodels.language"
     )
-    return recipe.model_copy(update={"parallel": parallel.model_copy(update=update)})
+    return with_values(recipe, "parallel", update)
 
 
 def derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
@@ -94,4 +98,4 @@ def derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
         return recipe
     origins["parallel.world_size"] = "derived: launch.nnodes x launch.nproc_per_node"
     update = {"world_size": launch.nnodes * launch.nproc_per_node}
-    return recipe.model_copy(update={"parallel": parallel.model_copy(update=update)})
+    return with_values(recipe, "parallel", update)

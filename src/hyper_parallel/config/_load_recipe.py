@@ -32,6 +32,7 @@ from hyper_parallel.config._derived import (
     derive_ranks,
     derive_submodels,
     derive_warmup,
+    with_values,
 )
 from hyper_parallel.config._preference_sections import PREFERENCE_STAGES
 from hyper_parallel.config._problems import (
@@ -166,8 +167,12 @@ def load_recipe(
         derive_preference_stages,
     ):
         recipe = derive(recipe, resolved)
-    loaded = LoadedRecipe(recipe, resolved, path)
-    raise_all(check_recipe(recipe, loaded.where))
+    return _checked(LoadedRecipe(recipe, resolved, path))
+
+
+def _checked(loaded: LoadedRecipe) -> LoadedRecipe:
+    """Return a recipe; raise Contradiction (HP104) if its values contradict each other."""
+    raise_all(check_recipe(loaded.recipe, loaded.where))
     return loaded
 
 
@@ -264,14 +269,10 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
     Raises:
         Contradiction: HP104 if warm-up or decay is longer than the run.
     """
-    update = {"steps": steps, "epochs": None}
-    training = loaded.recipe.training.model_copy(update=update)
-    epochs = loaded.recipe.training.epochs
-    origins = {**loaded.origins, "training.steps": f"derived: training.epochs={epochs:g}"}
-    recipe = derive_warmup(loaded.recipe.model_copy(update={"training": training}), origins)
-    resolved = LoadedRecipe(recipe, origins, loaded.path)
-    raise_all(check_recipe(recipe, resolved.where))
-    return resolved
+    recipe = with_values(loaded.recipe, "training", {"steps": steps, "epochs": None})
+    reason = f"derived: training.epochs={loaded.recipe.training.epochs:g}"
+    origins = {**loaded.origins, "training.steps": reason}
+    return _checked(LoadedRecipe(derive_warmup(recipe, origins), origins, loaded.path))
 
 
 def with_submodels(
@@ -288,12 +289,9 @@ def with_submodels(
         Contradiction: HP104 if the recipe cannot run with them.
     """
     update = {"submodels": Submodels.model_validate(parts), "world_size": None}
-    parallel = loaded.recipe.parallel.model_copy(update=update)
     origins = {**loaded.origins, **{f"parallel.{key}": origin for key in update}}
-    recipe = derive_submodels(loaded.recipe.model_copy(update={"parallel": parallel}), origins)
-    resolved = LoadedRecipe(recipe, origins, loaded.path)
-    raise_all(check_recipe(recipe, resolved.where))
-    return resolved
+    recipe = derive_submodels(with_values(loaded.recipe, "parallel", update), origins)
+    return _checked(LoadedRecipe(recipe, origins, loaded.path))
 
 
 def _where(path: Path, key: str, origin: str) -> str:
@@ -607,8 +605,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             changed = owner.model_copy(update={name: absolute(value, key in _WRITTEN)})
         recipe = recipe.model_copy(update={section: changed}) if section else changed
     names = [absolute(n, False) if "/" in n else n for n in recipe.grpo.reward_funcs]
-    grpo = recipe.grpo.model_copy(update={"reward_funcs": tuple(names)})
-    return recipe.model_copy(update={"grpo": grpo})
+    return with_values(recipe, "grpo", {"reward_funcs": tuple(names)})
 
 
 def paths_read(recipe: Recipe) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -174,29 +175,6 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _foreign_hint(
-    model: type[BaseModel], key: str, value: object, as_override: Callable[[str, object, str], str]
-) -> str | None:
-    """Return the hint for a key of another training program, or None if the name is unknown."""
-    names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
-    written = key.lower().replace("-", "_").split(".")
-    parts = [part for part in written if not part.isdigit()] or written
-    # Two parts first, because `optimizer.name` differs from `model.name`; then `lora.rank` as `lora_rank`.
-    spellings = (".".join(parts[-2:]), "_".join(parts[-2:]), parts[-1])
-    foreign = next((names[name] for name in spellings if name in names), None)
-    if foreign is None or foreign.advice:
-        return None if foreign is None else foreign.advice
-    with suppress(TypeError):  # unhashable value
-        value = foreign.values.get(value, value)
-    *sections, name = foreign.key.split(".")
-    owner = _section_at(model, sections)
-    assert owner is not None, foreign.key
-    field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
-    if _accepts(field, value):
-        return f"write `{as_override(foreign.key, value, key)}`"
-    return f"the key is `{foreign.key}`: {describe(field)}"
-
-
 def _accepts(field: FieldInfo, value: object) -> bool:
     annotation: Any = field.annotation
     if field.metadata:
@@ -213,35 +191,6 @@ def _section_at(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseM
     return section_of(field.annotation) if field is not None else None if path else model
 
 
-def problems(
-    error: ValidationError,
-    model: type[BaseModel],
-    where: Callable[[str], str],
-    as_override: Callable[[str, object, str], str],
-    data: object,
-) -> list[HyperParallelError]:
-    """Return one coded error per item of a validation error, in the order of the file's sections.
-
-    Args:
-        error: Error raised by pydantic while validating `model`.
-        model: Section at the root of the file.
-        where: Returns the origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
-        as_override: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
-        data: Validated values.
-    """
-    items: dict[object, ErrorDetails] = {}
-    details = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
-    for number, item in enumerate(details):
-        path = _without_member(model, item["loc"])
-        # Every member of a union fails with an item of its own.
-        items.setdefault(number if path == item["loc"] else path, item | {"loc": path})
-    return [
-        problem
-        for item in items.values()
-        for problem in _item_problems(item, model, where, as_override, data)
-    ]
-
-
 def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """Return the path of a value without the name that pydantic appends for a failed member of a union."""
     field = field_at(model, path[:-1])
@@ -251,91 +200,6 @@ def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tupl
     is_union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
     has_keys = any(section_of(member) or is_mapping(member) for member in members)
     return path[:-1] if is_union and not has_keys else path
-
-
-def _item_problems(
-    item: ErrorDetails,
-    model: type[BaseModel],
-    where: Callable[[str], str],
-    as_override: Callable[[str, object, str], str],
-    data: object,
-) -> list[HyperParallelError]:
-    """Return the errors of one item: one per leaf for a section of another program, else one."""
-    # A tagged union puts its tag into the path, in brackets.
-    path = tuple(part for part in item["loc"] if not str(part).startswith("["))
-    value = item["input"]
-    key, field = dotted(path), field_at(model, path)
-    allowed = None if field is None else describe(field)
-    is_extra = item["type"] == "extra_forbidden"
-    if (
-        isinstance(value, dict)
-        and value
-        and (
-            field is None and _is_foreign(model, path)
-            if is_extra
-            else item["type"] != "missing" and field is not None and not _has_keys(field)
-        )
-    ):
-        return [
-            _unknown_key(model, (*path, *inner), leaf, where, as_override)
-            for inner, leaf in _leaves_of(value)
-        ]
-    problem: HyperParallelError
-    if is_extra:
-        problem = _unknown_key(model, path, value, where, as_override)
-    elif item["type"] == "missing":
-        section = None if field is None else optional_section(field.annotation)
-        main_key = f"{key}.{getattr(section, 'MAIN_KEY', '')}".rstrip(".")
-        problem = BadValue(
-            f"required key `{key}` is missing",
-            got="nothing",
-            allowed=allowed,
-            hint=f"give `{main_key}` a value",
-        )
-    elif item["loc"][-1:] == ("[key]",) and field is not None:
-        problem = _unknown_name(field, path, data, as_override)
-    elif item["type"] == "value_error":
-        message = item["msg"].removeprefix("Value error, ")
-        hint = None if field is None else _default_hint(field, key, as_override)
-        problem = BadValue(f"`{key}`: {message}" if key else message, got=_short(value), hint=hint)
-    else:
-        problem = BadValue(
-            f"`{key}` has a value that is not allowed",
-            got=_short(value),
-            allowed=allowed or item["msg"],
-            hint=_value_hint(model, path, value, data, as_override),
-        )
-    problem.where = where(key)
-    return [problem]
-
-
-def _value_hint(
-    model: type[BaseModel],
-    path: Sequence[str | int],
-    value: object,
-    data: object,
-    as_override: Callable[[str, object, str], str],
-) -> str | None:
-    """Return the hint for an invalid value: similar allowed value, one-element list, intended key, or the default."""
-    field, key = field_at(model, path), dotted(path)
-    if field is None:
-        return None
-    near = _near_value(model, field, path, value)
-    if near is None:
-        hint = _main_key_hint(model, field, key, value, as_override)
-        return hint or _default_hint(field, key, as_override)
-    root, whole = _whole_value(path, near[0], data)
-    return f"write `{as_override(root, whole, root)}`"
-
-
-def _default_hint(
-    field: FieldInfo, key: str, as_override: Callable[[str, object, str], str]
-) -> str | None:
-    """Return a hint with the default value, or None if the default is not a plain value."""
-    plain = field.default is None or isinstance(field.default, (bool, int, float, str))
-    if "[" in key or not plain or not _accepts(field, field.default):
-        return None
-    return f"write `{as_override(key, field.default, key)}`, the default"
 
 
 def _near_value(
@@ -408,65 +272,12 @@ def _whole_value(path: Sequence[str | int], value: object, data: object) -> tupl
     return dotted(path[:index]), changed
 
 
-def _unknown_name(
-    field: FieldInfo,
-    path: Sequence[str | int],
-    data: object,
-    as_override: Callable[[str, object, str], str],
-) -> BadValue:
-    """Return the error for an unknown entry name in a mapping such as `data.columns`."""
-    *sections, name = path
-    key, words = dotted(sections), _names_of(field)
-    mapping: Any = data
-    for part in sections:
-        mapping = mapping[part]
-    own = mapping[name]
-    shown, rest = f"{name!s:.80}", {k: v for k, v in mapping.items() if k != name}
-    corrected = hint = None
-    if isinstance(own, str) and own in words:
-        corrected = {**rest, own: name}
-    elif near := FOREIGN_NAMES.get(str(name).lower()) or _near_word(str(name), words):
-        corrected = {**rest, near: own} if near in words else None
-    if corrected is not None:
-        root, whole = _whole_value(sections, corrected, data)
-        hint = f"write `{as_override(root, whole, root)}`"
-    return BadValue(
-        f"`{key}` has no entry `{shown}`: write one of the allowed names before the colon, and the records' after it",
-        got=f"{shown}: {own!s:.80}",
-        allowed=words,
-        hint=hint,
-    )
-
-
 def _names_of(field: FieldInfo) -> list[str]:
     """Return the names that a mapping accepts as keys."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if is_mapping(annotation):
             return _allowed_strings(typing.get_args(annotation)[0])
     return []
-
-
-def _main_key_hint(
-    model: type[BaseModel],
-    field: FieldInfo,
-    key: str,
-    value: object,
-    as_override: Callable[[str, object, str], str],
-) -> str | None:
-    """Return the hint for a plain value in place of a section: its main key, or assignments contained in the value."""
-    section = optional_section(field.annotation)
-    if section is None:
-        return None
-    if isinstance(value, str) and (degrees := _assignments(model, section, key, value)):
-        return " ".join(("write", *(f"`{as_override(k, number, key)}`" for k, number in degrees)))
-    main = getattr(section, "MAIN_KEY", "")
-    if not main:
-        return None
-    if value is True:
-        return f"write `{as_override(key, {main: section.model_fields[main].default}, key)}`"
-    if _accepts(section.model_fields[main], value):
-        return f"write `{as_override(f'{key}.{main}', value, key)}`"
-    return None
 
 
 def _assignments(
@@ -518,31 +329,184 @@ def _parts(key: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key)]
 
 
-def _unknown_key(
-    model: type[BaseModel],
-    path: tuple[str | int, ...],
-    value: object,
-    where: Callable[[str], str],
-    as_override: Callable[[str, object, str], str],
-) -> UnknownKey:
-    """Return the error for an unknown key, with the probably intended key as the hint."""
-    key, section = dotted(path), _section_at(model, path[:-1])
-    hint = _foreign_hint(model, key, value, as_override)
-    if hint is None and (near := nearest_key(model, path)):
-        *sections, name = _parts(near)
-        owner = _section_at(model, sections) or model
+@dataclass(frozen=True, slots=True)
+class _InvalidValues:
+    """Values of a file that its section does not accept.
+
+    Attributes:
+        model: Section at the root of the file.
+        where: Returns the origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
+        as_override: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
+        data: Validated values.
+    """
+
+    model: type[BaseModel]
+    where: Callable[[str], str]
+    as_override: Callable[[str, object, str], str]
+    data: object
+
+    def problems(self, error: ValidationError) -> list[HyperParallelError]:
+        """Return one coded error per item of a validation error, in the order of the file's sections."""
+        items: dict[object, ErrorDetails] = {}
+        details = error.errors(include_url=False, include_context=False)[:_MOST_PROBLEMS]
+        for number, item in enumerate(details):
+            path = _without_member(self.model, item["loc"])
+            # Every member of a union fails with an item of its own.
+            items.setdefault(number if path == item["loc"] else path, item | {"loc": path})
+        return [problem for item in items.values() for problem in self._item_problems(item)]
+
+    def _item_problems(self, item: ErrorDetails) -> list[HyperParallelError]:
+        """Return the errors of one item: one per leaf for a section of another program, else one."""
+        # A tagged union puts its tag into the path, in brackets.
+        path = tuple(part for part in item["loc"] if not str(part).startswith("["))
+        value = item["input"]
+        key, field = dotted(path), field_at(self.model, path)
+        allowed = None if field is None else describe(field)
+        is_extra = item["type"] == "extra_forbidden"
+        if (
+            isinstance(value, dict)
+            and value
+            and (
+                field is None and _is_foreign(self.model, path)
+                if is_extra
+                else item["type"] != "missing" and field is not None and not _has_keys(field)
+            )
+        ):
+            return [self._unknown_key((*path, *inner), leaf) for inner, leaf in _leaves_of(value)]
+        problem: HyperParallelError
+        if is_extra:
+            problem = self._unknown_key(path, value)
+        elif item["type"] == "missing":
+            section = None if field is None else optional_section(field.annotation)
+            main_key = f"{key}.{getattr(section, 'MAIN_KEY', '')}".rstrip(".")
+            problem = BadValue(
+                f"required key `{key}` is missing",
+                got="nothing",
+                allowed=allowed,
+                hint=f"give `{main_key}` a value",
+            )
+        elif item["loc"][-1:] == ("[key]",) and field is not None:
+            problem = self._unknown_name(field, path)
+        elif item["type"] == "value_error":
+            message = item["msg"].removeprefix("Value error, ")
+            hint = None if field is None else self._default_hint(field, key)
+            problem = BadValue(
+                f"`{key}`: {message}" if key else message, got=_short(value), hint=hint
+            )
+        else:
+            problem = BadValue(
+                f"`{key}` has a value that is not allowed",
+                got=_short(value),
+                allowed=allowed or item["msg"],
+                hint=self._value_hint(path, value),
+            )
+        problem.where = self.where(key)
+        return [problem]
+
+    def _unknown_key(self, path: tuple[str | int, ...], value: object) -> UnknownKey:
+        """Return the error for an unknown key, with the probably intended key as the hint."""
+        key, section = dotted(path), _section_at(self.model, path[:-1])
+        hint = self._foreign_hint(key, value)
+        if hint is None and (near := nearest_key(self.model, path)):
+            *sections, name = _parts(near)
+            owner = _section_at(self.model, sections) or self.model
+            field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
+            if _accepts(field, value):
+                hint = f"write `{self.as_override(near, value, key)}`"
+            elif optional_section(field.annotation) is None and str(path[-1]) == name:
+                hint = f"the key is `{near}`: {describe(field)}"
+        error = UnknownKey(
+            f"unknown key `{key}`",
+            allowed=None if section is None else sorted(keys_of(section)),
+            hint=hint,
+        )
+        error.where = self.where(key)
+        return error
+
+    def _unknown_name(self, field: FieldInfo, path: Sequence[str | int]) -> BadValue:
+        """Return the error for an unknown entry name in a mapping such as `data.columns`."""
+        *sections, name = path
+        key, words = dotted(sections), _names_of(field)
+        mapping: Any = self.data
+        for part in sections:
+            mapping = mapping[part]
+        own = mapping[name]
+        shown, rest = f"{name!s:.80}", {k: v for k, v in mapping.items() if k != name}
+        corrected = None
+        if isinstance(own, str) and own in words:
+            corrected = {**rest, own: name}
+        elif near := FOREIGN_NAMES.get(str(name).lower()) or _near_word(str(name), words):
+            corrected = {**rest, near: own} if near in words else None
+        return BadValue(
+            f"`{key}` has no entry `{shown}`: "
+            "write one of the allowed names before the colon, and the records' after it",
+            got=f"{shown}: {own!s:.80}",
+            allowed=words,
+            hint=None if corrected is None else self._item_hint(sections, corrected),
+        )
+
+    def _value_hint(self, path: Sequence[str | int], value: object) -> str | None:
+        """Return the hint for an invalid value: similar value, one-element list, intended key, or the default."""
+        field, key = field_at(self.model, path), dotted(path)
+        if field is None:
+            return None
+        near = _near_value(self.model, field, path, value)
+        if near is None:
+            hint = self._main_key_hint(field, key, value)
+            return hint or self._default_hint(field, key)
+        return self._item_hint(path, near[0])
+
+    def _item_hint(self, path: Sequence[str | int], value: object) -> str:
+        """Return the hint that replaces the item at `path`."""
+        key, whole = _whole_value(path, value, self.data)
+        return f"write `{self.as_override(key, whole, key)}`"
+
+    def _default_hint(self, field: FieldInfo, key: str) -> str | None:
+        """Return a hint with the default value, or None if the default is not a plain value."""
+        plain = field.default is None or isinstance(field.default, (bool, int, float, str))
+        if "[" in key or not plain or not _accepts(field, field.default):
+            return None
+        return f"write `{self.as_override(key, field.default, key)}`, the default"
+
+    def _main_key_hint(self, field: FieldInfo, key: str, value: object) -> str | None:
+        """Return the hint for a plain value in place of a section: its main key, or assignments in the value."""
+        section = optional_section(field.annotation)
+        if section is None:
+            return None
+        if isinstance(value, str) and (degrees := _assignments(self.model, section, key, value)):
+            return " ".join(
+                ("write", *(f"`{self.as_override(k, number, key)}`" for k, number in degrees))
+            )
+        main = getattr(section, "MAIN_KEY", "")
+        if not main:
+            return None
+        if value is True:
+            return (
+                f"write `{self.as_override(key, {main: section.model_fields[main].default}, key)}`"
+            )
+        if _accepts(section.model_fields[main], value):
+            return f"write `{self.as_override(f'{key}.{main}', value, key)}`"
+        return None
+
+    def _foreign_hint(self, key: str, value: object) -> str | None:
+        """Return the hint for a key of another training program, or None if the name is unknown."""
+        names: Mapping[str, ForeignKey] = getattr(self.model, "FOREIGN_KEYS", {})
+        written = key.lower().replace("-", "_").split(".")
+        parts = [part for part in written if not part.isdigit()] or written
+        # Two parts first, because `optimizer.name` differs from `model.name`; then `lora.rank` as `lora_rank`.
+        spellings = (".".join(parts[-2:]), "_".join(parts[-2:]), parts[-1])
+        foreign = next((names[name] for name in spellings if name in names), None)
+        if foreign is None or foreign.advice:
+            return None if foreign is None else foreign.advice
+        with suppress(TypeError):  # unhashable value
+            value = foreign.values.get(value, value)
+        *sections, name = foreign.key.split(".")
+        owner = _section_at(self.model, sections)
+        assert owner is not None, foreign.key
         field = owner.model_fields[getattr(owner, "KEY_ALIASES", {}).get(name, name)]
         if _accepts(field, value):
-            hint = f"write `{as_override(near, value, key)}`"
-        elif optional_section(field.annotation) is None and str(path[-1]) == name:
-            hint = f"the key is `{near}`: {describe(field)}"
-    error = UnknownKey(
-        f"unknown key `{key}`",
-        allowed=None if section is None else sorted(keys_of(section)),
-        hint=hint,
-    )
-    error.where = where(key)
-    return error
+            return f"write `{self.as_override(foreign.key, value, key)}`"
+        return f"the key is `{foreign.key}`: {describe(field)}"
 
 
 def validated(
@@ -551,7 +515,7 @@ def validated(
     where: Callable[[str], str],
     as_override: Callable[[str, object, str], str],
 ) -> S:
-    """Return the validated section; arguments as for `problems`.
+    """Return the validated section; arguments as for `_InvalidValues`.
 
     Raises:
         UnknownKey: HP101 for a key that the section does not have.
@@ -560,7 +524,7 @@ def validated(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise_all(problems(error, model, where, as_override, data))
+        raise_all(_InvalidValues(model, where, as_override, data).problems(error))
         raise
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from hyper_parallel.config._preference_sections import Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._sections import (
@@ -53,8 +54,15 @@ class Offload(Section):
     """Allow the plan to reorder operators. Results are unchanged."""
     recompute: bool = True
     """Allow the plan to drop intermediate results and recompute them."""
-    update_on_host: bool = False
-    """Allow optimizer updates on the CPU for state in host memory. Off by default, because CPU rounding may differ."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_key(cls, data: object) -> object:
+        """Drop `update_on_host: false`, which earlier versions saved with every run."""
+        if isinstance(data, dict) and data.get("update_on_host") is False:
+            data = {key: value for key, value in data.items() if key != "update_on_host"}
+            warnings.warn("offload.update_on_host was removed", DeprecationWarning, stacklevel=2)
+        return data
 
     @property
     def on(self) -> bool:

@@ -1,6 +1,6 @@
 """Sections of a recipe: one pydantic class each, a docstring under every field. Unknown keys are errors.
 
-`None` means derived. Field validators check one section; checks across sections are in `_contradictions.py`.
+`None` means derived. Field validators check one section; rules across sections are rows of `_contradictions.py`.
 """
 
 from __future__ import annotations
@@ -213,6 +213,10 @@ class Data(Section):
     that end at a line break."""
     shuffle: bool = True
     """Visit the packed sequences in a random order drawn from `training.seed`."""
+    balance: Literal["auto", "cost", "none"] = "auto"
+    """Order of the records within a step. cost: ranks that compute images and audio get about equally many of their
+    tokens; records and loss of a step do not change. none: the order of the data. auto: cost for data with images or
+    audio, else none."""
     cache_dir: str | None = None
     """Directory for tokenized data. None: the user's cache directory."""
 

@@ -216,6 +216,7 @@ _ADVICE: Final[Mapping[str, str]] = {
         ("eval_packing", "eval_sample_packing", "pad_to_sequence_len"),
         "remove the key: data.packing applies to training and evaluation",
     ),
+    "update_on_host": "remove the key: optimizer updates always run on the device",
     "use_peft": "`lora: {r: 8}` trains adapters",
     **dict.fromkeys(
         ("quantization_bit", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_quant_type"),

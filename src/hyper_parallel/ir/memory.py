@@ -33,7 +33,6 @@ MemoryActionKind = Literal[
     "detach",
     "free",
     "join",
-    "update",
 ]
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
@@ -46,7 +45,7 @@ COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "copy_out": ("dram", "flash"),
 }
 """Source and destination tier of each copying action."""
-OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "update", "join")
+OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "join")
 """Actions whose target is an operator; that of all others is a storage."""
 
 
@@ -201,10 +200,10 @@ class MemoryAction:
     """Action of an emitted program.
 
     Attributes:
-        kind: `run` or `recompute` an operator; `update`: start an operator on storages in host memory; `join`: wait for
-            an operator that runs in parallel to the compute lane; start a copy (`prefetch` host to device, `store`
-            device to host, `copy_in` file to host, `copy_out` host to file); `wait` for the latest copy of a storage
-            into `tier`; `detach` the storage's bytes in `tier` without a copy; `free` the storage in every tier.
+        kind: `run` or `recompute` an operator; `join`: wait for a collective; start a copy (`prefetch` host to device,
+            `store` device to host, `copy_in` file to host, `copy_out` host to file); `wait` for the latest copy of a
+            storage into `tier`; `detach` the storage's bytes in `tier` without a copy; `free` the storage in every
+            tier.
         target: Operator index for `OF_OPERATORS`, else storage index.
         tier: For `wait`: destination of the copy. For `detach`: the tier whose bytes are released.
     """
@@ -236,7 +235,7 @@ class Choice:
     """Decision for one idle gap of a storage, with its reason."""
 
     storage: int
-    what: Literal["offload", "recompute", "stream", "update"]
+    what: Literal["offload", "recompute", "stream"]
     first: int
     last: int
     tier: MemoryTier
@@ -279,6 +278,68 @@ class HostBuffers:
             more = (self.most | self._reserved) + Counter({size: 1})
             self._fitting[asked] = slab_bytes(more) <= capacity_bytes
         return self._fitting[asked]
+
+
+class Residency:
+    """Tiers that hold the bytes of every storage, advanced by the actions of a plan in program order.
+
+    A copy allocates its destination when it is issued, the results of an operator are allocated before it runs, and
+    `detach` and `free` release bytes. No action is checked.
+
+    Args:
+        program: Storages and operators.
+        reserved: See `HostBuffers`.
+
+    Attributes:
+        valid: Per storage, the tiers that have its bytes, and whether their content is the newest.
+        live: Bytes now, per tier.
+        peaks: Peak bytes per tier.
+        buffers: Buffers of DRAM.
+    """
+
+    def __init__(self, program: MemoryProgram, reserved: Mapping[int, int] | None = None) -> None:
+        self._operators, self._sizes = program.operators, program.sizes
+        self.valid: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
+        self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
+        self.buffers = HostBuffers(reserved)
+
+    def take(self, s: int, tier: MemoryTier) -> None:
+        """Allocate the bytes of a storage in a tier unless it has them, and mark the content there as the newest."""
+        tiers = self.valid[s]
+        if tier not in tiers:
+            size = self._sizes[s]
+            live = self.live[tier] = self.live[tier] + size
+            if live > self.peaks[tier]:
+                self.peaks[tier] = live
+            if tier == "dram":
+                self.buffers.take(size)
+        tiers[tier] = True
+
+    def drop(self, s: int, tier: MemoryTier) -> None:
+        """Release the bytes of a storage in a tier."""
+        del self.valid[s][tier]
+        self.live[tier] -= self._sizes[s]
+        if tier == "dram":
+            self.buffers.give(self._sizes[s])
+
+    def apply(self, action: MemoryAction) -> None:
+        """Advance by one action."""
+        kind, target = action.kind, action.target
+        if kind in ("run", "recompute"):
+            for s in self._operators[target].allocs:
+                self.take(s, "device")
+            for s in self._operators[target].writes:
+                tiers = self.valid[s]
+                for tier in tiers:
+                    tiers[tier] = tier == "device"
+        elif kind in COPIES:
+            self.take(target, COPIES[kind][1])
+        elif kind == "detach":
+            self.drop(target, action.tier)
+        elif kind == "free":
+            for tier in list(self.valid[target]):
+                self.drop(target, tier)
 
 
 def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:

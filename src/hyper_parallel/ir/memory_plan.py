@@ -2,37 +2,29 @@
 
 `replay` walks the actions of a plan with the tier and content version of every storage. It raises for an action that
 reads absent or stale content, or breaks another rule, and returns peaks, copied bytes and live ranges. A `MemoryPlan`
-is a program in its chosen order, with residency actions and static addresses: a JSON document. Its peaks come from a
-replay.
+is a program in its chosen order, with residency actions and static addresses. Its peaks come from a replay.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Final
 
 from hyper_parallel.errors import MemoryPlanInvalid
 from hyper_parallel.ir.memory import (
     COPIES,
-    MEMORY_TIERS,
     OF_OPERATORS,
     Choice,
     Extent,
-    HostBuffers,
     MemoryAction,
     MemoryProgram,
     MemoryTier,
     Operator,
+    Residency,
     Storage,
     slab_bytes,
 )
-from hyper_parallel.received import Limits, parse_json
-from hyper_parallel.serde import decode, encode, write_text
-from hyper_parallel.units import MiB
 
 
 @dataclass(frozen=True)
@@ -58,46 +50,29 @@ class Replay:
     host_buffers: dict[int, int]
 
 
-class _Walk:
-    """State of a replay: which tier holds which content of every storage."""
+class _Walk(Residency):
+    """Residency that checks every action, and records the live ranges on the device."""
 
     def __init__(self, program: MemoryProgram) -> None:
+        super().__init__(program)
         self.program = program
-        self.held: list[dict[str, int]] = [{} for _ in program.storages]  # tier: content version
-        # destination: version
-        self.in_flight: list[dict[str, int]] = [{} for _ in program.storages]
+        self.at = 0  # action at which bytes are taken or released
+        self.in_flight: list[set[str]] = [set() for _ in program.storages]  # destinations
         self.version = [0] * len(program.storages)
         self.seen: dict[int, tuple[int, ...]] = {}  # versions that an operator read first
-        self.live: dict[str, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.peak: dict[str, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.buffers = HostBuffers()
         self.since: dict[int, int] = {}
         self.stays: list[Extent] = []
         self.communicating: dict[int, None] = {}  # operators begun and not joined
-        self.updating: dict[int, None] = {}  # begun in host memory, not joined
 
-    def take(self, storage: int, tier: str, version: int, at: int) -> None:
-        if tier not in self.held[storage]:
-            self.live[tier] += self.program.sizes[storage]
-            self.peak[tier] = max(self.peak[tier], self.live[tier])
-            if tier == "device":
-                self.since[storage] = at
-            elif tier == "dram":
-                self.buffers.take(self.program.sizes[storage])
-        self.held[storage][tier] = version
-
-    def drop(self, storage: int, tier: str, at: int) -> None:
-        del self.held[storage][tier]
-        self.live[tier] -= self.program.sizes[storage]
+    def take(self, s: int, tier: MemoryTier) -> None:
         if tier == "device":
-            self.stays.append(Extent(storage, self.since.pop(storage), at))
-        elif tier == "dram":
-            self.buffers.give(self.program.sizes[storage])
+            self.since.setdefault(s, self.at)
+        super().take(s, tier)
 
-    def write(self, op: Operator, tier: str) -> None:
-        for s in op.writes:
-            self.version[s] += 1
-            self.held[s][tier] = self.version[s]
+    def drop(self, s: int, tier: MemoryTier) -> None:
+        super().drop(s, tier)
+        if tier == "device":
+            self.stays.append(Extent(s, self.since.pop(s), self.at))
 
     def copied(self, storage: int, tier: str) -> bool:
         """Return whether a copy into or out of `tier` may be running; one end of every copy is host memory."""
@@ -108,9 +83,9 @@ class _Walk:
         operators = (self.program.operators[i] for i in self.communicating)
         return any(storage in (*op.writes, *op.allocs) for op in operators)
 
-    def used(self, storage: int, by: dict[int, None]) -> bool:
-        """Return whether operators in flight still read or write a storage."""
-        return any(storage in self.program.touched[i] for i in by)
+    def used(self, storage: int) -> bool:
+        """Return whether collectives in flight still read or write a storage."""
+        return any(storage in self.program.touched[i] for i in self.communicating)
 
     def illegal(self, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:
         names: tuple[Operator, ...] | tuple[Storage, ...]
@@ -131,13 +106,11 @@ class _Walk:
             raise self.illegal(at, action, "never ran" if is_recompute else "it ran before")
         for s in self.program.touched[action.target]:
             if s in op.allocs:
-                if "device" in self.held[s]:
+                if "device" in self.valid[s]:
                     raise self.illegal(at, action, f"its result {self.name(s)} already exists")
-            elif self.held[s].get("device") != self.version[s] or "device" in self.in_flight[s]:
+            elif not self.valid[s].get("device") or "device" in self.in_flight[s]:
                 raise self.illegal(at, action, f"{self.name(s)} is not on the device")
-            if self.communicating and (
-                self.used(s, self.communicating) if s in op.writes else self.filled(s)
-            ):
+            if self.communicating and (self.used(s) if s in op.writes else self.filled(s)):
                 raise self.illegal(at, action, f"{self.name(s)} is in use by other ranks")
         inputs = tuple(self.version[s] for s in op.reads if s not in op.allocs)
         if is_recompute and (not op.repeatable or op.writes or inputs != self.seen[action.target]):
@@ -146,84 +119,63 @@ class _Walk:
         for s in op.writes:
             if self.copied(s, "device"):
                 raise self.illegal(at, action, f"{self.name(s)} is written while it is copied")
-        self.write(op, "device")
-        for s in op.allocs:
-            self.take(s, "device", self.version[s], at)
+            self.version[s] += 1
+        self.apply(action)
         if op.group:
             self.communicating[action.target] = None
 
-    def update(self, at: int, action: MemoryAction) -> None:
-        op = self.program.operators[action.target]
-        if action.target in self.seen:
-            raise self.illegal(at, action, "it ran before")
-        if op.allocs:
-            raise self.illegal(at, action, "its results come to life on the device")
-        for s in op.touched:
-            # On its way counts: the operator starts when what fills its operands is done.
-            if self.held[s].get("dram") != self.version[s]:
-                raise self.illegal(at, action, f"{self.name(s)} is not in dram")
-            if s in op.writes and any(to != "dram" for to in self.in_flight[s]):
-                raise self.illegal(at, action, f"{self.name(s)} is written while it is copied")
-        self.seen[action.target] = tuple(self.version[s] for s in op.reads)
-        self.write(op, "dram")
-        self.updating[action.target] = None
-
     def join(self, at: int, action: MemoryAction) -> None:
-        begun = self.updating if action.target in self.updating else self.communicating
-        if begun.pop(action.target, 0) is not None:
+        if self.communicating.pop(action.target, 0) is not None:
             raise self.illegal(at, action, "it was not begun, or has ended")
 
     def copy(self, at: int, action: MemoryAction) -> None:
         s, (source, to) = action.target, COPIES[action.kind]
-        version = self.held[s].get(source)
         # A copy may follow another one that fills its source: lanes run in issue order, the second waits for the first.
-        if version is None or version != self.version[s]:
+        if not self.valid[s].get(source):
             raise self.illegal(at, action, f"no current content in {source}")
-        if self.held[s].get(to) == version:
+        if self.valid[s].get(to):
             raise self.illegal(at, action, f"the content is already in {to}")
         if to in self.in_flight[s]:
             raise self.illegal(at, action, f"another copy into {to} is running")
-        if to == "dram" and self.used(s, self.updating):
-            raise self.illegal(at, action, "an operator in host memory uses it")
         if source == "device" and self.filled(s):
             raise self.illegal(at, action, "it is in use by other ranks")
-        self.take(s, to, version, at)
-        self.in_flight[s][to] = version
+        self.apply(action)
+        self.in_flight[s].add(to)
 
     def wait(self, at: int, action: MemoryAction) -> None:
-        if self.in_flight[action.target].pop(action.tier, None) is None:
+        if action.tier not in self.in_flight[action.target]:
             raise self.illegal(at, action, "there is no such copy to wait for")
+        self.in_flight[action.target].remove(action.tier)
 
     def release(self, at: int, action: MemoryAction) -> None:
         s = action.target
-        for tier in list(self.held[s]) if action.kind == "free" else [action.tier]:
-            if tier not in self.held[s]:
+        for tier in self.valid[s] if action.kind == "free" else [action.tier]:
+            if tier not in self.valid[s]:
                 raise self.illegal(at, action, f"it holds no bytes in {tier}")
             if self.copied(s, tier):
                 raise self.illegal(at, action, f"a copy of it in {tier} is still running")
-            if tier == "dram" and self.used(s, self.updating):
-                raise self.illegal(at, action, "an operator in host memory uses it")
-            if tier == "device" and self.used(s, self.communicating):
+            if tier == "device" and self.used(s):
                 raise self.illegal(at, action, "it is in use by other ranks")
-            self.drop(s, tier, at + 1)
+        self.at = at + 1
+        self.apply(action)
 
     def check_end(self, homes: tuple[MemoryTier, ...]) -> None:
         operators = self.program.operators
         for index, op in enumerate(operators):
             if index not in self.seen:
                 raise MemoryPlanInvalid(f"operator {index} ({op.name}) never runs")
-        for index in (*self.communicating, *self.updating):
+        for index in self.communicating:
             name = operators[index].name
             raise MemoryPlanInvalid(
                 f"`{name}` is never joined, so the step could end before it has"
             )
         for s, storage in enumerate(self.program.storages):
             home = homes[s] if storage.persistent else "device"
-            want = {home: self.version[s]} if storage.at_end else {}
-            if self.held[s] != want or self.in_flight[s]:
+            want = {home: True} if storage.at_end else {}
+            if self.valid[s] != want or self.in_flight[s]:
                 raise MemoryPlanInvalid(
                     f"{self.name(s)} ends the step in the wrong place",
-                    got=f"{self.held[s]}, copies running: {self.in_flight[s]}",
+                    got=f"{self.valid[s]}, copies running: {sorted(self.in_flight[s])}",
                     allowed=str(want),
                 )
 
@@ -233,13 +185,11 @@ def replay(
 ) -> Replay:
     """Walk the actions and check each of them.
 
-    Bytes are allocated in program order: a copy allocates its destination when issued, `detach` and `free` release
-    bytes, and the results of an operator are allocated before it runs. The profile does not depend on copy speed.
+    Bytes are allocated in program order, see `Residency`, so the profile does not depend on copy speed.
 
     Checks:
-        * operands are on the device with their latest content; operands of a host operator are in host memory or on
-          the way there;
-        * nothing is released or written under a running copy, or before the `join` of a collective or host operator;
+        * operands are on the device with their latest content;
+        * nothing is released or written under a running copy, or before the `join` of a collective;
         * the results of a collective are not read before its `join`;
         * a recomputed operator reads the contents of its first run;
         * every operator runs once;
@@ -251,11 +201,10 @@ def replay(
     walk = _Walk(program)
     for index, storage in enumerate(program.storages):
         if storage.at_start:
-            walk.take(index, homes[index] if storage.persistent else "device", 0, 0)
+            walk.take(index, homes[index] if storage.persistent else "device")
     steps = {
         **dict.fromkeys(("run", "recompute"), walk.run),
         **dict.fromkeys(COPIES, walk.copy),
-        "update": walk.update,
         "join": walk.join,
         "wait": walk.wait,
     }
@@ -264,7 +213,7 @@ def replay(
     recompute_s = 0.0
     best, best_at = walk.live["device"], 0
     for at, action in enumerate(actions):
-        releases = action.kind in ("detach", "free")
+        releases, walk.at = action.kind in ("detach", "free"), at
         if not releases:
             steps[action.kind](at, action)
         if action.kind == "recompute":
@@ -277,10 +226,11 @@ def replay(
         if releases:
             walk.release(at, action)  # the bytes are still taken during the action
     walk.check_end(homes)
+    walk.at = len(profile)
     for index in list(walk.since):
-        walk.drop(index, "device", len(profile))
+        walk.drop(index, "device")
     return Replay(
-        walk.peak,
+        dict[str, int](walk.peaks.items()),
         best_at,
         tuple(profile),
         copied,
@@ -288,10 +238,6 @@ def replay(
         recompute_s,
         dict(walk.buffers.most),
     )
-
-
-_LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
-"""Limits of the file of a plan, enough for about a million actions."""
 
 
 @dataclass(frozen=True)
@@ -337,25 +283,3 @@ class MemoryPlan:
     def dram_bytes(self) -> int:
         """Host bytes of the plan: slabs for the maximum of concurrent buffers of every size."""
         return slab_bytes(self.replayed.host_buffers)
-
-    def to_json(self) -> str:
-        """Return the plan as one JSON document; equal plans give equal text."""
-        return json.dumps(encode(self), sort_keys=True)
-
-    @staticmethod
-    def from_json(text: str) -> MemoryPlan:
-        """Read a plan back and replay it, so a damaged one is refused.
-
-        Raises:
-            MemoryPlanInvalid: HP404 when the text is not a plan or its actions are illegal.
-        """
-        try:
-            plan = decode(MemoryPlan, parse_json(text, _LIMITS))
-        except ValueError as error:
-            raise MemoryPlanInvalid("the memory plan cannot be read", got=str(error)) from error
-        _ = plan.replayed
-        return plan
-
-    def save(self, path: Path) -> None:
-        """Write the plan as JSON."""
-        write_text(path, self.to_json() + "\n")

@@ -228,7 +228,7 @@ class StageCost:
         weight_grad_input_bytes: Part of these bytes that is resident until the end of W.
         unshard_s: Seconds to gather the parameters.
         reduce_grad_s: Seconds to reduce the gradients.
-        offload_s: Seconds to copy the activations to the host; the reload takes the same time.
+        offload_s: Unused; kept because plan files contain it.
         parameter_bytes: Gathered parameters, resident from UNSHARD to RESHARD.
         exposed_forward_s: Seconds of exposed collectives in the forward.
         exposed_backward_s: Seconds of exposed collectives in B, or I.

@@ -2,8 +2,7 @@
 
 The text form is that of torch.distributed.pipelining, so schedules can be exchanged in both directions: `2F0` is the
 forward of stage 2 on microbatch 0, `1RECV_B3` receives the gradient of microbatch 3 for stage 1, `0UNSHARD` gathers the
-parameters of stage 0, `(0F4;3B1)OVERLAP_F_B` runs a forward and a backward together. One CSV row per rank. OFFLOAD and
-RELOAD are extensions that torch does not read.
+parameters of stage 0, `(0F4;3B1)OVERLAP_F_B` runs a forward and a backward together. One CSV row per rank.
 
 Stages are a chain unless the schedule has a `StageGraph`. A message that does not go to the neighbour in the chain
 names the stage at its other end: `0SEND_F3:2` sends the output of stage 0 on microbatch 3 to stage 2.
@@ -36,14 +35,11 @@ ActionKind: TypeAlias = Literal[
     "RESHARD",
     "REDUCE_GRAD",
     "OVERLAP_F_B",
-    "OFFLOAD",
-    "RELOAD",
 ]
 """F forward, I input gradient, W weight gradient, B full backward (I and W); other names are self-explanatory."""
 
 COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 _PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
-_OURS: Final = frozenset({"OFFLOAD", "RELOAD"})
 _TEXT: Final = re.compile(
     rf"(\d+)({'|'.join(k for k in get_args(ActionKind) if k != 'OVERLAP_F_B')})(\d*)(?::(\d+))?"
 )
@@ -305,7 +301,7 @@ class Schedule:
         return {s: rank for (s, _), rank in self.homes().items() if s not in copied}
 
     def compute_only(self) -> Schedule:
-        """Return the schedule without communication, sharding and offload actions."""
+        """Return the schedule without communication and sharding actions."""
         ranks = tuple(tuple(a for a in rank if a.kind in COMPUTE) for rank in self.ranks)
         return replace(self, ranks=ranks)
 
@@ -313,10 +309,10 @@ class Schedule:
         """Return the CSV form, one row per rank; torch reads it with `_load_csv`.
 
         Args:
-            extended: Also write OFFLOAD, RELOAD and a last row with the graph, which torch does not read.
+            extended: Also write a last row with the graph, which torch does not read.
 
         Raises:
-            ScheduleError: HP320 for an OFFLOAD, a RELOAD or a graph when not `extended`.
+            ScheduleError: HP320 for a graph when not `extended`.
         """
         if self.graph and not extended:
             raise ScheduleError(
@@ -325,13 +321,6 @@ class Schedule:
                 got=str(self.graph),
                 hint="schedule.to_csv(extended=True)",
             )
-        for rank, position, leaf in self.leaves():
-            if leaf.kind in _OURS and not extended:
-                raise ScheduleError(
-                    f"torch.distributed.pipelining has no action {leaf.kind}",
-                    where=at(self, rank, position),
-                    hint="schedule.to_csv(extended=True)",
-                )
         rows = [",".join(map(str, rank)) for rank in self.ranks]
         rows += [f"graph,{self.graph}"] if self.graph else []
         return "".join(f"{row}\n" for row in rows)

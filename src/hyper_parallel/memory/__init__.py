@@ -22,7 +22,6 @@ from hyper_parallel.memory.timeline import (
     ProgramClock,
     clocked,
     peak_by_kind,
-    plan_tasks,
     predicted_timeline,
     summarise,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "peak_by_kind",
     "plan_memory",
     "plan_memory_cached",
-    "plan_tasks",
     "predicted_timeline",
     "refine_order",
     "summarise",

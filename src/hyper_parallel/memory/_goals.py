@@ -6,14 +6,13 @@ and by the arena that its addresses need. A budget that no program meets becomes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hyper_parallel.errors import BudgetImpossible, TierFull
 from hyper_parallel.ir import MemoryPlan
 from hyper_parallel.memory.def_use import working_set_bytes
 from hyper_parallel.memory.emitted_programs import EmittedProgram, Search
-from hyper_parallel.memory.host_updates import device_part
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.units import format_bytes
 
@@ -30,25 +29,19 @@ _MAX_BISECTIONS = 12
 _PEAK_RESOLUTION, _SAVING_RESOLUTION = 100, 40
 # A refusal needs only sufficient bytes: a coarser resolution, and faster growth of the step between targets.
 _REFUSAL_RESOLUTION, _REFUSAL_GROWTH = 32, 4
-# Divisor of the budget for the bytes left for gaps while DRAM capacities are probed
-_PROBE_RESERVE = 20
-_CAPACITY_ROUNDS = 5  # bisections for the DRAM before a flash tier
 
 _PlannedProgram = tuple[EmittedProgram, MemoryPlan]
 _Finish = Callable[[EmittedProgram], MemoryPlan]
-_Probe = Callable[[MemoryMachine], EmittedProgram | None]
+_PlanFor = Callable[[MemoryMachine], EmittedProgram | None]
 
 
 def least_time(
-    searches: Sequence[Search], budget: int, finish: _Finish, limit_s: float = float("inf")
+    search: Search, budget: int, finish: _Finish, limit_s: float = float("inf")
 ) -> _PlannedProgram:
     """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
 
-    Every search fixes its own set of updates in host memory, so a larger choice of sets never gives a slower plan. The
-    time of one search limits the next.
-
     Args:
-        searches: Searches, run in turn.
+        search: Search of one order.
         budget: Device bytes.
         finish: Function that packs a program and returns its plan.
         limit_s: Seconds from which on a plan is useless.
@@ -57,23 +50,16 @@ def least_time(
         BudgetImpossible: HP402 when no program fits.
         TierFull: HP403 when more DRAM or flash would make one fit.
     """
-    results, errors = list[_PlannedProgram](), list[BudgetImpossible]()
-    for search in searches:
-        try:
-            results.append(_least_time(search, budget, finish, limit_s))
-            limit_s = min(limit_s, results[-1][0].seconds)
-        except BudgetImpossible as error:
-            errors.append(error)
-    if not results:
-        nearest = min(errors, key=lambda e: e.least_bytes)
+    try:
+        return _least_time(search, budget, finish, limit_s)
+    except BudgetImpossible as error:
         if limit_s < float("inf"):
-            raise nearest
-        raise _capacity_error(searches, budget, finish, nearest) or nearest
-    return min(results, key=lambda result: (result[0].seconds, result[1].device_bytes))
+            raise
+        raise _capacity_error(search, budget, finish, error) or error from None
 
 
 def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) -> _PlannedProgram:
-    """Return the fastest program of one search that fits the budget, or raise HP402."""
+    """Return the fastest program that fits the budget, or raise HP402."""
     best = _fastest_within(search, budget, finish, limit_s)
     if best is not None:
         return best
@@ -94,7 +80,7 @@ def _fastest_within(
     fastest_s = float("inf")  # of all emitted programs, whatever their arenas take
     tries = _PROGRAMS_PER_TARGET * (1 if len(search.program.operators) > _LARGE_PROGRAM else 4)
     aim = arena_budget - arena_budget // _PACKING_RESERVES[0]
-    fits = working_set_bytes(device_part(search.program, search.machine)) <= arena_budget
+    fits = working_set_bytes(search.program) <= arena_budget
     for count in range(1, _MAX_TARGETS + 1 if fits else 1):
         within_s = best[0].seconds if best else limit_s
         programs = [
@@ -134,7 +120,7 @@ def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _Pl
     Raise HP402 with the smallest feasible budget. The minimum-peak search does not depend on the budget.
     """
     arena_budget = budget - search.program.staging_bytes
-    floor = working_set_bytes(device_part(search.program, search.machine))
+    floor = working_set_bytes(search.program)
     fresh = search.without_cache()
     last = _descending_peaks(fresh, fresh.identity, float("inf"), refused=True)[-1]
     lowest = {id(e): e for e in (last, fresh.best_seen)}
@@ -163,24 +149,18 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
 
 
 def least_peak(
-    searches: Sequence[Search], identity: EmittedProgram, limit_s: float, finish: _Finish
+    search: Search, identity: EmittedProgram, limit_s: float, finish: _Finish
 ) -> _PlannedProgram:
     """Return the program of least peak within a time, with its plan; the identity when no program lowers the peak."""
-    best, programs = identity, {identity.actions: identity}
-    for search in searches:  # each search lowers the result of the one before
-        lower = best.peak - best.peak // _PEAK_RESOLUTION
-        candidates = search.programs(lower, limit_s) if best is not identity else [best]
-        if any(e.peak <= best.peak and e.seconds <= limit_s for e in candidates):
-            programs |= {e.actions: e for e in _descending_peaks(search, best, limit_s)}
-            best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
+    programs = {identity.actions: identity}
+    if identity.seconds <= limit_s:
+        programs |= {e.actions: e for e in _descending_peaks(search, identity, limit_s)}
+    best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
     plans = [(best, finish(best))]
     if plans[0][1].arena_bytes > _PACKING_SLACK_OK * best.peak:
         # A program that takes hardly more may have better addresses.
-        for search in searches:
-            slightly_larger = search.programs(
-                int(_PACKING_SLACK_OK * best.peak), limit_s, lowers=True
-            )
-            programs |= {e.actions: e for e in slightly_larger if e.seconds <= limit_s}
+        slightly_larger = search.programs(int(_PACKING_SLACK_OK * best.peak), limit_s, lowers=True)
+        programs |= {e.actions: e for e in slightly_larger if e.seconds <= limit_s}
         del programs[best.actions]
         ranked = sorted(programs.values(), key=lambda e: (e.peak, e.seconds))
         plans += [(e, finish(e)) for e in ranked[:_PROGRAMS_PER_TARGET]]
@@ -196,7 +176,7 @@ def _descending_peaks(
     emitted programs from there on. Every success counts with its real peak, so the result does not depend on
     monotonicity. Targets out of reach take longest, so a refusal tries fewer of them.
     """
-    low, high = working_set_bytes(device_part(search.program, search.machine)), best.peak
+    low, high = working_set_bytes(search.program), best.peak
     start = high
     result = [best]
 
@@ -239,55 +219,41 @@ def _descending_peaks(
 
 
 def _capacity_error(
-    searches: Sequence[Search], budget: int, finish: _Finish, error: BudgetImpossible
+    search: Search, budget: int, finish: _Finish, error: BudgetImpossible
 ) -> TierFull | None:
     """Return HP403 when more DRAM or flash would make the budget possible; None otherwise."""
-    program, machine = searches[0].program, searches[0].machine
-    if working_set_bytes(device_part(program, machine)) > budget - program.staging_bytes:
+    program, machine = search.program, search.machine
+    if working_set_bytes(program) > budget - program.staging_bytes:
         return None
 
     def plan(changed: MemoryMachine) -> EmittedProgram | None:
-        for search in searches:
-            try:
-                return _least_time(search.for_machine(changed), budget, finish, float("inf"))[0]
-            except BudgetImpossible:
-                continue
-        return None
+        try:
+            return _least_time(search.for_machine(changed), budget, finish, float("inf"))[0]
+        except BudgetImpossible:
+            return None
 
-    def probe(changed: MemoryMachine) -> EmittedProgram | None:
-        arena_budget = budget - program.staging_bytes
-        aim = arena_budget - arena_budget // _PROBE_RESERVE
-        programs: Iterator[EmittedProgram] = (
-            e for s in searches for e in s.for_machine(changed).programs(aim, lowers=True)
-        )
-        fits = (e for e in programs if e.peak <= arena_budget)
-        return next((e for e in fits if finish(e).device_bytes <= budget), None)
-
-    sufficient = _sufficient_capacity(machine, plan, probe)
+    sufficient = _sufficient_capacity(machine, plan)
     if not sufficient:
         return None
     return _tier_full(budget, machine, {**sufficient, "device": error.least_bytes})
 
 
-def _sufficient_capacity(machine: MemoryMachine, plan: _Probe, probe: _Probe) -> dict[str, int]:
+def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
     """Return bytes of DRAM or of flash, each with the other as it is, that planning succeeds with.
-
-    Without a flash tier that is the DRAM of a plan without the limit. Before a flash tier it is less, because most
-    bytes only pass through DRAM.
 
     Args:
         machine: Machine on which planning fails.
         plan: Function that plans with other capacities; None: planning fails.
-        probe: Function that runs only the first target of `plan`.
     """
     result = dict[str, int]()
     if machine.dram_bytes is not None:
         unlimited = plan(replace(machine, dram_bytes=None))
         if unlimited is not None:
             most = max(unlimited.dram_bytes, machine.dram_bytes + 1)
-            enough = (
-                most if machine.copy_out is None else _dram_before_flash(machine, most, plan, probe)
-            )
+            # Before a flash tier a limited DRAM is shared with bytes that pass through, so `most` may be too little.
+            sizes = (most, 2 * most, 4 * most)
+            fits = (n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None)
+            enough = most if machine.copy_out is None else next(fits, None)
             if enough is not None:
                 result["dram"] = enough
     if machine.copy_out is not None and machine.flash_bytes is not None:
@@ -295,29 +261,6 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _Probe, probe: _Probe) ->
         if unlimited is not None:
             result["flash"] = max(unlimited.peaks["flash"], machine.flash_bytes + 1)
     return result
-
-
-def _dram_before_flash(
-    machine: MemoryMachine, most: int, plan: _Probe, probe: _Probe
-) -> int | None:
-    """Return sufficient bytes of DRAM, bisected by `probe` and confirmed by `plan`; None when `plan` fails.
-
-    Args:
-        machine: Machine on which planning fails.
-        most: Bytes that a plan takes when DRAM has no limit.
-        plan: See `_sufficient_capacity`.
-        probe: See `_sufficient_capacity`.
-    """
-    low, high = machine.dram_bytes or 0, most
-    for _ in range(_CAPACITY_ROUNDS):
-        middle = (low + high) // 2
-        if (program := probe(replace(machine, dram_bytes=middle))) is None:
-            low = middle
-        else:
-            high = max(program.dram_bytes, low + 1)
-    # A capacity divides DRAM between resident storages and those on their way to flash, so `most` may not be enough.
-    sizes = dict.fromkeys((high, most, 2 * most, 4 * most))
-    return next((n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None), None)
 
 
 def _tier_full(

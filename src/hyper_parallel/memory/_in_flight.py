@@ -1,26 +1,23 @@
-"""Books of an emission: its actions, their time, valid tiers per storage, and copies and host updates in flight."""
+"""Books of an emission: its actions, their time, valid tiers per storage, and copies in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from hyper_parallel.ir import (
-    MEMORY_TIERS,
-    HostBuffers,
     MemoryAction,
     MemoryActionKind,
     MemoryProgram,
     MemoryTier,
+    Residency,
     slab_bytes,
 )
 from hyper_parallel.memory.copy_issue import Gap, OutgoingCopy, ReloadQueue
-from hyper_parallel.memory.host_updates import UpdatesInFlight
 from hyper_parallel.memory.memory_machine import MemoryMachine
-from hyper_parallel.memory.recompute import Recomputes
 from hyper_parallel.memory.timeline import ProgramClock
 
 
-class EmissionLedger:
+class EmissionLedger(Residency):
     """Actions of one emission, with their time and the bytes of every tier.
 
     Args:
@@ -31,10 +28,6 @@ class EmissionLedger:
     Attributes:
         clock: Time after the actions.
         actions: Emitted actions.
-        live: Bytes now, per tier.
-        peaks: Peak bytes per tier.
-        buffers: Buffers of DRAM.
-        valid: Per storage, the tiers that have its bytes, and whether their content is the newest.
     """
 
     def __init__(
@@ -43,37 +36,10 @@ class EmissionLedger:
         machine: MemoryMachine,
         reserved: Mapping[int, int] | None = None,
     ) -> None:
-        self._sizes = program.sizes
+        super().__init__(program, reserved)
         self._dram_capacity = machine.dram_bytes
         self.clock = ProgramClock(program, machine)
         self.actions: list[MemoryAction] = []
-        self.live: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        self.buffers = HostBuffers(reserved)
-        self.valid: list[dict[MemoryTier, bool]] = [{} for _ in program.storages]
-
-    def allocate(self, s: int, tier: MemoryTier) -> None:
-        """Allocate the bytes of a storage in a tier unless it has them, and mark the content there as the newest."""
-        tiers = self.valid[s]
-        if tier not in tiers:
-            size = self._sizes[s]
-            live = self.live[tier] = self.live[tier] + size
-            if live > self.peaks[tier]:
-                self.peaks[tier] = live
-            if tier == "dram":
-                self.buffers.take(size)
-        tiers[tier] = True
-
-    def detach(self, s: int, tier: MemoryTier) -> None:
-        """Emit the release of a storage's bytes in one tier."""
-        self._release(s, tier)
-        self.emit("detach", s, tier)
-
-    def free(self, s: int) -> None:
-        """Emit the release of a storage's bytes in all tiers."""
-        for tier in list(self.valid[s]):
-            self._release(s, tier)
-        self.emit("free", s)
 
     def fits_dram(self, s: int) -> bool:
         """Return whether DRAM has the storage or a buffer for it."""
@@ -90,30 +56,23 @@ class EmissionLedger:
         return slab_bytes(self.buffers.most)
 
     def emit(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
-        """Append an action and advance the clock."""
+        """Append an action, and advance the residency and the clock."""
         action = MemoryAction(kind, target, tier)
         self.actions.append(action)
+        self.apply(action)
         self.clock.apply(action)
-
-    def _release(self, s: int, tier: MemoryTier) -> None:
-        del self.valid[s][tier]
-        self.live[tier] -= self._sizes[s]
-        if tier == "dram":
-            self.buffers.give(self._sizes[s])
 
 
 class InFlightCopies:
-    """Copies and host updates that were issued and not waited for.
+    """Copies that were issued and not waited for.
 
     Args:
         program: Storages and operators.
         ledger: Ledger of the emission.
-        recomputes: Accesses, recomputation and host updates of the order.
         gaps: Gaps of evicted storages; those that begin the step give the homes.
         reloads: Queue that is notified when an outgoing copy has ended.
 
     Attributes:
-        updates: Operators in host memory.
         position: Position that is being emitted.
         homes: Tier of every storage between steps.
         outgoing: Copies out of the device or out of DRAM.
@@ -128,13 +87,11 @@ class InFlightCopies:
         self,
         program: MemoryProgram,
         ledger: EmissionLedger,
-        recomputes: Recomputes,
         gaps: Sequence[Gap],
         reloads: ReloadQueue,
     ) -> None:
-        self._program, self._ledger, self._recomputes = program, ledger, recomputes
+        self._program, self._ledger = program, ledger
         self._reloads = reloads
-        self.updates = UpdatesInFlight(program, recomputes.host)
         self.position = 0
         self.homes: list[MemoryTier] = ["device"] * len(program.storages)
         for gap in gaps:
@@ -143,45 +100,6 @@ class InFlightCopies:
         self.outgoing: list[OutgoingCopy] = []
         self.incoming: dict[tuple[int, str], None] = {}
         self.stored_early: set[int] = set()
-
-    def begin_update(self, index: int) -> None:
-        """Begin an operator in host memory, behind the copies of its operands."""
-        op = self._program.operators[index]
-        for s in op.touched:
-            tiers = self._ledger.valid[s]
-            if not tiers.get("dram"):
-                for running in self.updates.users(s) if "dram" in tiers else ():
-                    self.end_update(running)
-                self.make_dram_room(s)
-                self.store(s, detaches=False)
-            if s in self._recomputes.host.dram_state:
-                for item in [
-                    p for p in self.outgoing if p.storage == s and p.destination != "dram"
-                ]:
-                    self.finish(item)
-                for tier in [t for t in tiers if t != "dram"]:
-                    self._ledger.detach(s, tier)
-        self._ledger.emit("update", index)
-        self.updates.begin(index)
-
-    def end_update(self, index: int) -> None:
-        """Wait for an operator in host memory, and drop DRAM copies that only it needed."""
-        self._ledger.emit("join", index)
-        for s in self.updates.join(index):
-            uses = self._recomputes.uses[s]
-            if not self._program.storages[s].at_end and (not uses or uses[-1] < self.position):
-                self.release(s)
-            elif (
-                "device" in self._ledger.valid[s]
-                and self.homes[s] != "dram"
-                and s not in self.stored_early
-            ):
-                for item in [
-                    p for p in self.outgoing if p.storage == s and p.destination == "dram"
-                ]:
-                    self.finish(item)
-                if "dram" in self._ledger.valid[s]:
-                    self._ledger.detach(s, "dram")
 
     def finish(self, item: OutgoingCopy) -> None:
         """Wait for a copy and release its source."""
@@ -195,14 +113,11 @@ class InFlightCopies:
         self._reloads.copy_ended(s, self.position)
         self._ledger.emit("wait", s, item.destination)
         if item.detaches:
-            self._ledger.detach(s, "device" if item.destination == "dram" else "dram")
+            self._ledger.emit("detach", s, "device" if item.destination == "dram" else "dram")
         elif item.destination == "dram" and not (
-            s in self.stored_early
-            or s in self.updates
-            or self.homes[s] == "dram"
-            or self._is_leaving(s, "flash")
+            s in self.stored_early or self.homes[s] == "dram" or self._is_leaving(s, "flash")
         ):
-            self._ledger.detach(s, "dram")
+            self._ledger.emit("detach", s, "dram")
 
     def _is_leaving(self, s: int, destination: str) -> bool:
         """Return whether a copy of the storage to a tier is running."""
@@ -219,14 +134,14 @@ class InFlightCopies:
             for item in running_copies.values():
                 item.detaches = False
                 self.finish(item)
-            self._ledger.detach(s, "device")
+            self._ledger.emit("detach", s, "device")
             if "dram" in tiers:
-                self._ledger.detach(s, "dram")
+                self._ledger.emit("detach", s, "dram")
             return
         if "dram" in running_copies:
             running_copies["dram"].detaches = True
         elif tiers.get("dram"):
-            self._ledger.detach(s, "device")
+            self._ledger.emit("detach", s, "device")
         else:
             self.make_dram_room(s)
             self.store(s, detaches=True)
@@ -234,33 +149,27 @@ class InFlightCopies:
             if "flash" in running_copies:
                 running_copies["flash"].detaches = True
             else:
-                self._ledger.allocate(s, "flash")
                 self._ledger.emit("copy_out", s)
                 self.outgoing.append(OutgoingCopy(s, "flash", True))
 
     def store(self, s: int, *, detaches: bool) -> None:
         """Begin the copy of a storage to DRAM."""
-        self._ledger.allocate(s, "dram")
         self._ledger.emit("store", s)
         self.outgoing.append(OutgoingCopy(s, "dram", detaches))
 
     def copy_in(self, s: int) -> None:
         """Begin the copy of a storage from flash to DRAM."""
         self.make_dram_room(s)
-        self._ledger.allocate(s, "dram")
         self._ledger.emit("copy_in", s)
         self.incoming[s, "dram"] = None
 
     def make_dram_room(self, s: int) -> None:
-        """Wait for host updates, then for copies to flash, until DRAM has room for a storage, if ever.
+        """Wait for copies to flash until DRAM has room for a storage, if ever.
 
         Buffers are not shared between sizes, so only storages of the same size make room.
         """
-        sizes, touched = self._program.sizes, self._program.touched
+        sizes = self._program.sizes
         while not self._ledger.fits_dram(s):
-            if any(sizes[x] == sizes[s] for i in self.updates.running for x in touched[i]):
-                self.end_update(self.updates.running[0])
-                continue
             running_copies = (
                 p
                 for p in self.outgoing
@@ -285,4 +194,4 @@ class InFlightCopies:
         for item in [p for p in self.outgoing if p.storage == s]:
             item.detaches = False
             self.finish(item)
-        self._ledger.free(s)
+        self._ledger.emit("free", s)

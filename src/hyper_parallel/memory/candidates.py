@@ -12,6 +12,7 @@ import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory.copy_issue import Gap
+from hyper_parallel.memory.def_use import use_definitions
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 
@@ -55,7 +56,7 @@ class OffloadCandidates:
         program: Operators with their seconds.
         machine: Machine with its channels.
         order: Order of the operators.
-        recomputes: Recomputed storages, and operators in host memory.
+        recomputes: Recomputed storages.
         movable: Storages that may leave the device.
     """
 
@@ -69,11 +70,11 @@ class OffloadCandidates:
     ) -> None:
         self.program, self.machine, self.recomputes = program, machine, recomputes
         self.movable = frozenset(movable)
-        self.seconds = recomputes.host.seconds(program, order)
+        self.seconds = [program.operators[i].seconds for i in order]
         self._ends_s = np.cumsum(self.seconds)
         self._starts_s = self._ends_s - self.seconds
         self.n = len(order)
-        self._writes = recomputes.host.device_writes(program, order)
+        self._writes = use_definitions(program, order).writes
         self.profile = self._profile()
 
     @cached_property
@@ -87,17 +88,17 @@ class OffloadCandidates:
         """Return whether the storage still has its content from the start of the step when the gap begins."""
         s = gap.storage
         return self.program.storages[s].at_start and gap.first < min(
-            self._writes.get(s, ()), default=self.n
+            self._writes[s], default=self.n
         )
 
     def is_written(self, s: int) -> bool:
         """Return whether an operator writes the storage on the device."""
-        return s in self._writes
+        return bool(self._writes[s])
 
     def content_since(self, gap: Gap) -> int:
         """Return the position after which the storage has the content that it is evicted with."""
         s = gap.storage
-        writes = self._writes.get(s, [])
+        writes = self._writes[s]
         index = bisect_right(writes, gap.first)
         if index:
             return writes[index - 1]
@@ -106,17 +107,15 @@ class OffloadCandidates:
     def _for_storage(self, s: int) -> list[OffloadCandidate]:
         """Return the candidates of one storage."""
         size, storage = self.program.sizes[s], self.program.storages[s]
-        uses, host = self.recomputes.uses[s], self.recomputes.host
-        in_dram = s in host.dram_state  # evicted between two uses without a copy
-        host_gaps = {(g.first, g.last) for g in host.gaps if g.storage == s} if in_dram else set()
+        uses = self.recomputes.uses[s]
         result = [
             OffloadCandidate(
                 (Gap(s, a, b, "dram"),), size, float(self._starts_s[b] - self._ends_s[a])
             )
             for a, b in pairwise(uses)
-            if b - a > 1 and (a, b) != self.recomputes.gaps.get(s) and (a, b) not in host_gaps
+            if b - a > 1 and (a, b) != self.recomputes.gaps.get(s)
         ]
-        if in_dram or not storage.persistent:
+        if not storage.persistent:
             return result
         if not uses:
             gaps = (Gap(s, -1, self.n, "dram"),)
@@ -147,9 +146,4 @@ class OffloadCandidates:
             extra = sum(sizes[h] for h in helpers)
             change[position] += extra
             change[position + 1] -= extra
-        for gap in self.recomputes.host.gaps:
-            # Evicted and reloaded whatever is chosen
-            if gap.storage in self.recomputes.host.dram_state:
-                change[gap.first + 1] -= sizes[gap.storage]
-                change[gap.last] += sizes[gap.storage]
         return np.cumsum(change[:-1])

@@ -55,7 +55,6 @@ def issue_positions(
     starts_s: np.ndarray,
     program: MemoryProgram,
     machine: MemoryMachine,
-    earliest: Callable[[Gap], int] = lambda gap: gap.first + 1,
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """Return the latest issue of every reload on one serial channel per direction that keeps all deadlines.
 
@@ -64,7 +63,6 @@ def issue_positions(
         starts_s: Expected start of every position.
         program: Sizes.
         machine: Channels.
-        earliest: Function that returns the first position at which a gap's reload may be issued.
 
     Returns:
         (position before which to issue, gap, prefetch or copy_in), in order of issue.
@@ -83,7 +81,7 @@ def issue_positions(
             seconds = machine.channel(kind).seconds(num_bytes)
             begin = min(deadline, free_s[kind]) - seconds
             free_s[kind] = deadline = begin
-            position = max(bisect_right(times, begin) - 1, earliest(gap), 0)
+            position = max(bisect_right(times, begin) - 1, gap.first + 1, 0)
             events.append((min(position, gap.last), -2 * rank - (kind == "copy_in"), gap, kind))
     events.sort(key=lambda e: (e[0], e[1]))
     return [(position, gap, kind) for position, _, gap, kind in events]

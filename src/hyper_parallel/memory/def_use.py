@@ -17,7 +17,7 @@ that point in the recorded run (`dependencies`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,22 +165,14 @@ class UseDef:
     producer: tuple[int, ...]
 
 
-def use_definitions(
-    program: MemoryProgram, order: Sequence[int], hosted: Collection[int] = ()
-) -> UseDef:
-    """Return every storage's accesses in an order.
-
-    Args:
-        program: Operators and storages.
-        order: Order of the operators.
-        hosted: Optimizer operators that run on the host: their writes count, their uses of the device do not.
-    """
+def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
+    """Return every storage's accesses in an order."""
     uses: list[list[int]] = [[] for _ in program.storages]
     writes: list[list[int]] = [[] for _ in program.storages]
     producer = [-1] * len(program.storages)
     for position, index in enumerate(order):
         op = program.operators[index]
-        for s in program.touched[index] if index not in hosted else ():
+        for s in program.touched[index]:
             uses[s].append(position)
         for s in op.writes:
             writes[s].append(position)

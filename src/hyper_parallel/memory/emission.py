@@ -17,7 +17,7 @@ import numpy as np
 from hyper_parallel.ir import MemoryAction, MemoryActionKind, MemoryProgram, MemoryTier
 from hyper_parallel.memory._in_flight import EmissionLedger, InFlightCopies
 from hyper_parallel.memory.copy_issue import Gap, ReloadQueue, early_stores, issue_positions
-from hyper_parallel.memory.def_use import CommsInFlight
+from hyper_parallel.memory.def_use import CommsInFlight, use_definitions
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 
@@ -47,7 +47,7 @@ class Emitter:
         machine: Channels and capacities.
         order: Order of the operators.
         gaps: Gaps of offloaded storages.
-        recomputes: Recomputed storages, and operators in host memory.
+        recomputes: Recomputed storages.
         options: Limits and expectations.
 
     Attributes:
@@ -64,27 +64,25 @@ class Emitter:
         options: EmissionOptions,
     ) -> None:
         self.program, self.recomputes, self.order = program, recomputes, order
-        gaps = [*recomputes.host.gaps, *gaps]
         self.planned = np.zeros(0, np.int64) if options.planned is None else options.planned
         self.budget = options.budget_bytes
         self.live_bytes: list[int] = []
         self._waited_s: list[float] = []  # before each position
-        seconds = recomputes.host.seconds(program, order)
-        starts = np.cumsum([0.0, *seconds])[:-1]
+        starts = np.cumsum([0.0, *(program.operators[i].seconds for i in order)])[:-1]
         paused = starts if options.pauses_s is None else starts + np.cumsum(options.pauses_s)
-        due = issue_positions(gaps, paused, program, machine, recomputes.host.earliest_reload)
+        due = issue_positions(gaps, paused, program, machine)
         self.reloads = ReloadQueue(() if options.on_demand else due)
         # Copies to and from flash pass through a buffer of exactly their size.
         passing = {program.sizes[g.storage]: 1 for g in gaps if g.tier == "flash"}
         self.ledger = EmissionLedger(program, machine, passing)
-        self.copies = InFlightCopies(program, self.ledger, recomputes, gaps, self.reloads)
+        self.copies = InFlightCopies(program, self.ledger, gaps, self.reloads)
         self.copies.on_arrival = lambda s: self._await_arrival(s, self.copies.position)
         self.comms = CommsInFlight(program)
         # Tiers that a storage may be evicted to.
         self.num_host_tiers = 1 if machine.copy_out is None else 2
         for s, storage in enumerate(program.storages):
             if storage.at_start:
-                self.ledger.allocate(s, self.copies.homes[s])
+                self.ledger.take(s, self.copies.homes[s])
         self.evictions = {(g.storage, g.first): g for g in gaps if g.first >= 0}
         self.evictions_of: dict[int, list[int]] = {}
         for g in gaps:
@@ -98,8 +96,7 @@ class Emitter:
         self.remaining_s: list[float] = remaining_s.tolist()
         # Next use of storages that are still on their way out when their reload is due.
         self.late_reloads: dict[int, int] = {}
-        written = recomputes.host.device_writes(program, order)
-        self.writes = [written.get(s, []) for s in range(len(program.storages))]
+        self.writes = use_definitions(program, order).writes
         self.early = early_stores(
             gaps, program, len(order), recomputes.uses, self.writes, recomputes.dropped
         )
@@ -137,20 +134,14 @@ class Emitter:
                 position, self._free_bytes, self.ledger.has_dram_buffer
             ):
                 self._reload(number, gap, kind, position)
-            if index in self.recomputes.host.operators:
-                for running in self.comms.required_joins(self.program.operators[index]):
-                    self._join(running, position)
-                self.copies.begin_update(index)
-                self.live_bytes.append(self.ledger.live["device"])
-            else:
-                self._operator(position, index)
+            self._operator(position, index)
             for gap in self.early[position]:
                 insort(ready, gap, key=lambda g: (g.first, -self.program.sizes[g.storage]))
             if ready:
                 ready = self._store_early(ready, position)
         self.copies.position = len(self.order)
         self._waited_s.append(self.ledger.clock.wait_s)
-        for running in (*self.comms.running, *self.copies.updates.running):
+        for running in self.comms.running:
             self._join(running, len(self.order))
         while self.copies.outgoing:
             self.copies.finish(self.copies.outgoing[0])
@@ -162,7 +153,7 @@ class Emitter:
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:
-                    self.ledger.detach(s, tier)
+                    self.ledger.emit("detach", s, tier)
 
     # -- one operator --------------------------------------------------------------------------
 
@@ -204,21 +195,15 @@ class Emitter:
         for i in rerun:
             for s in operators[i].allocs:
                 if "device" in valid[s]:  # its release waited for other ranks
-                    ledger.detach(s, "device")
-                ledger.allocate(s, "device")
+                    ledger.emit("detach", s, "device")
             ledger.emit("recompute", i)
         for h in self.recomputes.helpers.get(position, ()):
             if h in op.touched or "device" not in valid[h] or self._used_at(h, position):
                 continue
             if not self.comms.defer_release(h, position):
-                ledger.detach(h, "device")
-        for s in op.allocs:
-            ledger.allocate(s, "device")
-        for s in op.writes:
-            for tier in valid[s]:
-                valid[s][tier] = tier == "device"
-        self.live_bytes.append(ledger.live["device"])
+                ledger.emit("detach", h, "device")
         ledger.emit("run", index)
+        self.live_bytes.append(ledger.live["device"])
         if op.group:
             self.comms.begin(index)
         ends = self.ends[position]
@@ -227,10 +212,8 @@ class Emitter:
                 self._release_or_evict(s, position, position)
 
     def _join(self, index: int, position: int) -> None:
-        """Wait for communication or a host update before a position, then apply the releases that it deferred."""
-        if index in self.copies.updates.running:
-            self.copies.end_update(index)
-        elif index in self.comms.running:  # else it was joined earlier, to make room
+        """Wait for communication before a position, then apply the releases that it deferred."""
+        if index in self.comms.running:  # else it was joined earlier, to make room
             self.ledger.emit("join", index)
             for s, since in self.comms.join(index):
                 self._release_or_evict(s, since, position)
@@ -260,9 +243,7 @@ class Emitter:
                 for item in [p for p in self.copies.outgoing if p.storage == s]:
                     item.detaches = False  # the eviction behind this copy was cancelled
                     self.copies.finish(item)
-                self.ledger.detach(s, "device")
-        elif s in self.copies.updates:
-            self.copies.evict(Gap(s, position, len(self.order), "dram"))
+                self.ledger.emit("detach", s, "device")
         else:
             self.copies.release(s)
 
@@ -287,9 +268,9 @@ class Emitter:
         return remaining
 
     def _retire_copies(self, position: int) -> None:
-        """Detach storages whose copies are complete, and join communication and host updates that are done."""
-        if self.comms or self.copies.updates.running:
-            for index in (*self.comms.deferring(), *self.copies.updates.running):
+        """Detach storages whose copies are complete, and join communication that is done."""
+        if self.comms:
+            for index in self.comms.deferring():
                 if self.ledger.clock.done_s(index) <= self.ledger.clock.now_s:
                     self._join(index, position)
         if not self.copies.outgoing:
@@ -308,9 +289,7 @@ class Emitter:
                     last = self.late_reloads[item.storage]
                     item.detaches = self._earliest_fit(item.storage, position, last) is not None
                 self.copies.finish(item)
-            elif (
-                not self.recomputes.host.operators
-            ):  # after a host update the content may be newer than its copy
+            else:
                 late.add(item.destination)
                 if len(late) == self.num_host_tiers:
                     return  # a lane completes its copies in order
@@ -344,12 +323,6 @@ class Emitter:
             return  # the operator itself prefetches it once there is room
         elif early and not self._may_prefetch_early(number, gap, position):
             return
-        elif early and any(
-            self.ledger.clock.done_s(i) > self.ledger.clock.now_s
-            for i in self.copies.updates.users(s)
-        ):
-            # So later copies on the lane are not blocked.
-            self.reloads.retry_at(number, position + 1)
         else:
             self._prefetch(s)
 
@@ -398,7 +371,6 @@ class Emitter:
             self.copies.finish(item)
         if not tiers.get("dram"):
             self.copies.copy_in(s)
-        self.ledger.allocate(s, "device")
         self.ledger.emit("prefetch", s)
         self.copies.incoming[s, "device"] = None
 
@@ -413,15 +385,10 @@ class Emitter:
         later = [p for p in self.evictions_of.get(s, ()) if p >= position]
         clean = later and not any(position <= w <= later[0] for w in self.writes[s])
         home = self.copies.homes[s]
-        if (
-            "dram" in self.ledger.valid[s]
-            and home != "dram"
-            and not clean
-            and s not in self.copies.updates
-        ):
-            self.ledger.detach(s, "dram")
+        if "dram" in self.ledger.valid[s] and home != "dram" and not clean:
+            self.ledger.emit("detach", s, "dram")
         if "flash" in self.ledger.valid[s] and home != "flash" and not clean:
-            self.ledger.detach(s, "flash")
+            self.ledger.emit("detach", s, "flash")
 
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
         """Wait for running stores and for other ranks until `need` more bytes fit the budget."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -100,7 +100,7 @@ def emit(
     """
     recomputes, emitted = choice.candidates.recomputes, None
     for share in _DRAM_SHARES:
-        gaps = assign_tiers(program, machine, choice.offloaded, share, recomputes.host.dram_state)
+        gaps = assign_tiers(program, machine, choice.offloaded, share)
         options = EmissionOptions(limit_bytes, choice.profile.copy(), pauses_s)
         emitter = Emitter(program, machine, order, gaps, recomputes, options)
         actions = emitter.emit(limit_s * (1 + 1e-9))
@@ -128,7 +128,6 @@ def assign_tiers(
     machine: MemoryMachine,
     chosen: Sequence[OffloadCandidate],
     share: float,
-    dram_state: Collection[int] = (),
 ) -> list[Gap]:
     """Return the gaps of a choice, each with its tier.
 
@@ -140,17 +139,15 @@ def assign_tiers(
         machine: Capacities.
         chosen: Candidates to offload.
         share: Share of the DRAM to fill; the rest is for bytes on their way between device and flash.
-        dram_state: Storages that live in DRAM whatever is chosen.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes
     tiers: dict[int, MemoryTier] = {}
     if room is not None and flash:
-        used = sum(program.sizes[s] for s in dram_state)
+        used = 0
         by_storage: dict[int, float] = {}
         for c in chosen:
-            if c.storage not in dram_state:
-                by_storage[c.storage] = max(by_storage.get(c.storage, 0.0), c.idle_s)
+            by_storage[c.storage] = max(by_storage.get(c.storage, 0.0), c.idle_s)
         for s in sorted(by_storage, key=lambda s: by_storage[s]):
             if used + program.sizes[s] <= room * share:
                 used += program.sizes[s]
@@ -172,7 +169,6 @@ class Search:
         machine: Channels and capacities.
         order: Order of the operators.
         rounding: Source of the choice for a target.
-        label: Name of its set of updates in host memory.
         identity: Program in which no storage moves.
         best_seen: Program of least peak so far.
     """
@@ -181,7 +177,6 @@ class Search:
     machine: MemoryMachine
     order: tuple[int, ...]
     rounding: Rounding
-    label: str
     identity: EmittedProgram
     # Cache by choice, device bytes and waits: time limit and program.
     _emissions: dict[tuple[object, ...], tuple[float, EmittedProgram | None]] = field(
@@ -332,7 +327,7 @@ class Search:
             target,
             limit_s,
             self.rounding.expected_waits_s(choice),
-            f"{label} in {choice.optimum.seconds:.6g} s by the linear program{self.label}",
+            f"{label} in {choice.optimum.seconds:.6g} s by the linear program",
         )
         self._emissions[key] = limit_s, emitted
         return emitted

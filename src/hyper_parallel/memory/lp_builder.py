@@ -55,7 +55,6 @@ class LPBuilder:
         for c in candidates.all:
             if not c.starts_offloaded:
                 self._add_gap(c)
-        self._add_host_updates()
         if finder is not None:
             _add_recomputations(self, finder)
         for (s, _), (fraction, leaves) in self._stored.items():
@@ -141,26 +140,10 @@ class LPBuilder:
     def _add_gap(self, c: OffloadCandidate) -> None:
         """Add a storage that is offloaded between two uses."""
         s, gap = c.storage, c.gaps[0]
-        stored = None
-        if s not in self.candidates.recomputes.host.dram_state:
-            stored = self.offloaded_at_start.get(s) if self.candidates.is_unmodified(gap) else None
-            if stored is None:
-                stored = self.add_store(s, self.candidates.content_since(gap), gap.first + 1)
+        stored = self.offloaded_at_start.get(s) if self.candidates.is_unmodified(gap) else None
+        if stored is None:
+            stored = self.add_store(s, self.candidates.content_since(gap), gap.first + 1)
         self.add_offload(s, gap.first + 1, gap.last, stored)
-
-    def _add_host_updates(self) -> None:
-        """Add the copies of updates in host memory, which are made whatever is chosen."""
-        model, host = self.model, self.candidates.recomputes.host
-        always = model.lp.variable(1.0, lower=1.0) if host.gaps else 0
-        for s in host.dram_state:
-            model.add_dram_bytes(always, 0, self.candidates.n, self.sizes[s])
-        for gap in host.gaps:
-            num_bytes = self.sizes[gap.storage]
-            if gap.storage not in host.dram_state:
-                since = self.candidates.content_since(gap) + 1
-                model.add_store(always, since, gap.first + 1, num_bytes)
-            elif gap.last < self.candidates.n:
-                model.add_prefetch(always, gap.last, num_bytes, gap.last)
 
 
 def _add_recomputations(builder: LPBuilder, finder: ChainFinder) -> None:

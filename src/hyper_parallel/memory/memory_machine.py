@@ -86,8 +86,6 @@ class MemoryMachine:
         copy_in: Flash to DRAM.
         dram_bytes: Pinned bytes this device may use, counted in slabs (`MemoryPlan.dram_bytes`); None: unlimited.
         flash_bytes: File bytes this device may use; None: unlimited.
-        host: Roofline of the host's updates for this device, in parallel to its copies; None: updates run on the device
-            only.
     """
 
     store: Channel
@@ -96,10 +94,9 @@ class MemoryMachine:
     copy_in: Channel | None = None
     dram_bytes: int | None = None
     flash_bytes: int | None = None
-    host: Roofline | None = None
 
     def derated(self, margin: float) -> MemoryMachine:
-        """Return the machine with every channel, and the host's memory, slower by the factor 1 + margin."""
+        """Return the machine with every channel slower by the factor 1 + margin."""
 
         def slower(channel: Channel | None) -> Channel | None:
             """Return a channel at the lower rate."""
@@ -111,16 +108,7 @@ class MemoryMachine:
             prefetch=replace(self.prefetch, bytes_s=self.prefetch.bytes_s / (1 + margin)),
             copy_out=slower(self.copy_out),
             copy_in=slower(self.copy_in),
-            host=self.host and replace(self.host, bytes_s=self.host.bytes_s / (1 + margin)),
         )
-
-    def host_seconds(self, op: Operator) -> float:
-        """Return the duration of an operator in host memory."""
-        if self.host is None:
-            raise ValueError(
-                f"the plan updates `{op.name}` in host memory, but the machine has no host"
-            )
-        return self.host.seconds(op)
 
     def channel(self, kind: str) -> Channel:
         """Return the channel of a copying action."""

@@ -43,12 +43,6 @@ from hyper_parallel.memory._address import assign_addresses, wrong_address
 from hyper_parallel.memory._goals import least_peak, least_time
 from hyper_parallel.memory._order import DEPTHS, order_seconds, overlapped, refine_order
 from hyper_parallel.memory.emitted_programs import EmittedProgram, Search, identity_program
-from hyper_parallel.memory.host_updates import (
-    defer_host_readers,
-    host_statement,
-    host_update_sets,
-    update_choices,
-)
 from hyper_parallel.memory.memory_machine import MemoryMachine, with_seconds
 from hyper_parallel.memory.rounding import Rounding
 from hyper_parallel.memory.timeline import clocked
@@ -228,51 +222,30 @@ def _plan_in_order(
             return whole
     if limit_s is None and max_slowdown is not None:
         limit_s = identity.seconds * (1 + max_slowdown)
-    slack_s = None if max_slowdown is None or limit_s is None else limit_s - identity.seconds
-    searches = _searches(program, machine, goal, identity, order, slack_s or 0.0)
+    rounding = Rounding(program, machine, order, movable_kinds=goal.move, recompute=goal.recompute)
+    search = Search(program, machine, order, rounding, identity)
 
     def finish(emitted: EmittedProgram) -> MemoryPlan:
         return _to_plan(program, true_machine, emitted, statement)
 
     if budget_bytes is not None:
         useless_s = best_s if machine == true_machine else float("inf")
-        best, plan = least_time(searches, budget_bytes, finish, useless_s)
+        best, plan = least_time(search, budget_bytes, finish, useless_s)
     else:
         assert limit_s is not None
-        best, plan = least_peak(searches, identity, limit_s, finish)
+        best, plan = least_peak(search, identity, limit_s, finish)
     if best is identity:
         reason = (
             f"identity: no plan lowers the peak of {identity.peak} bytes within {max_slowdown:.1%} more time; "
             "nothing moves"
         )
         return replace(plan, statement=(*statement, reason))
-    if best.recomputes is not None and best.recomputes.host.operators:
-        statement = (*statement, host_statement(program, true_machine, best.recomputes.host))
     reserve = f", with links {goal.margin:.0%} slower {best.seconds:.6g}" if goal.margin else ""
     outcome = (
         f"peak {identity.peak} -> {best.peak} bytes, seconds {identity.seconds:.6g} -> {plan.seconds:.6g}{reserve} "
         f"({best.statement})"
     )
     return replace(plan, statement=(*statement, outcome))
-
-
-def _searches(
-    program: MemoryProgram,
-    machine: MemoryMachine,
-    goal: _Goal,
-    identity: EmittedProgram,
-    order: tuple[int, ...],
-    slack_s: float,
-) -> list[Search]:
-    """Return one search per set of updates in host memory."""
-    result = []
-    for label, hosted in host_update_sets(program, machine, order, slack_s):
-        deferred = defer_host_readers(program, machine, order, hosted)
-        rounding = Rounding(
-            program, machine, deferred, hosted, movable_kinds=goal.move, recompute=goal.recompute
-        )
-        result.append(Search(program, machine, deferred, rounding, label, identity))
-    return result
 
 
 def _to_plan(
@@ -300,7 +273,6 @@ def _to_plan(
         for g in emitted.gaps
     ]
     if emitted.recomputes is not None:
-        choices += update_choices(program, emitted.recomputes.host)
         choices += [
             Choice(s, "recompute", a, b, "device", "cheaper to run again than to keep or copy")
             for s, (a, b) in sorted(emitted.recomputes.gaps.items())
@@ -317,11 +289,11 @@ def _to_plan(
     )
 
 
-PLANNER = 15
+PLANNER = 16
 """Version of the planner's passes and of the file format; raised with every change, so old files are never matched."""
 
 _KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)
-_CHOICE_KINDS = ("offload", "recompute", "stream", "update")
+_CHOICE_KINDS = ("offload", "recompute", "stream")
 _log = logging.getLogger(__name__)
 
 

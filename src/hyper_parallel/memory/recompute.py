@@ -15,14 +15,13 @@ from itertools import pairwise
 
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory.def_use import UseDef
-from hyper_parallel.memory.host_updates import HostUpdates
 
 MAX_CHAIN = 4
 
 
 @dataclass
 class Recomputes:
-    """Recomputed storages of one order, and its operators in host memory.
+    """Recomputed storages of one order.
 
     Attributes:
         uses: Accesses per storage in this order, including the inputs of recomputed operators.
@@ -30,7 +29,6 @@ class Recomputes:
         rerun: Operators to recompute before a position, in recorded order.
         helpers: Results that exist at one position only.
         seconds: Added compute seconds.
-        host: Operators in host memory; they count in no `uses`.
     """
 
     uses: list[list[int]]
@@ -38,7 +36,6 @@ class Recomputes:
     rerun: dict[int, list[int]] = field(default_factory=dict)
     helpers: dict[int, list[int]] = field(default_factory=dict)
     seconds: float = 0.0
-    host: HostUpdates = field(default_factory=HostUpdates)
 
     @property
     def dropped(self) -> set[int]:

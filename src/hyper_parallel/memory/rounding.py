@@ -12,7 +12,6 @@ import numpy as np
 from hyper_parallel.ir import MemoryProgram, StorageKind
 from hyper_parallel.memory.candidates import OffloadCandidate, OffloadCandidates
 from hyper_parallel.memory.def_use import use_definitions
-from hyper_parallel.memory.host_updates import HostUpdates
 from hyper_parallel.memory.lp_builder import LPBuilder
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
@@ -58,13 +57,12 @@ class ResidencyChoice:
 
 
 class Rounding:
-    """Linear program of one order and one set of host updates, with its optima rounded to whole storages.
+    """Linear program of one order, with its optima rounded to whole storages.
 
     Args:
         program: Operators and storages, with the duration of each operator.
         machine: Machine with its channels.
         order: Order of the operators.
-        hosted: Optimizer operators that run on the host.
         movable_kinds: Storage kinds that may be offloaded; None: all except inputs and outputs.
         recompute: Results may be recomputed.
     """
@@ -74,14 +72,13 @@ class Rounding:
         program: MemoryProgram,
         machine: MemoryMachine,
         order: tuple[int, ...],
-        hosted: frozenset[int],
         *,
         movable_kinds: Collection[StorageKind] | None,
         recompute: bool,
     ) -> None:
-        self._program, self._machine, self._order, self._hosted = program, machine, order, hosted
+        self._program, self._machine, self._order = program, machine, order
         self._recompute = recompute
-        self._finder = ChainFinder(program, use_definitions(program, order, hosted))
+        self._finder = ChainFinder(program, use_definitions(program, order))
         self._movable = [
             s
             for s, storage in enumerate(program.storages)
@@ -283,9 +280,6 @@ class Rounding:
         """Return the candidates for offload when these storages are recomputed."""
         if recomputed not in self._candidates:
             recomputes = choose_recomputes(self._finder, recomputed)
-            recomputes.host = HostUpdates.from_operators(
-                self._program, self._order, self._hosted, recomputes.uses
-            )
             self._candidates[recomputed] = OffloadCandidates(
                 self._program, self._machine, self._order, recomputes, self._movable
             )

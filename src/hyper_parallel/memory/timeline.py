@@ -1,13 +1,10 @@
-"""Times of the actions of a memory plan, as a task graph for `sim.simulate` and as a clock, and figures of a timeline.
+"""Times of the actions of a memory plan by a clock, the timeline of a plan, and figures of a timeline.
 
-Every action is one task on the compute lane, which issues the actions in program order. An operator that runs there
-takes its seconds, every other action none. The other lanes are serial and work in the order of issue; a copy also
-waits for the task that fills its source. Collectives are on `communication`. An update in host memory is on `host` and
-waits for all its operands. A `wait` or `join` on the compute lane waits for the task it names. Bytes change where an
-action is issued: the counters are the bytes allocated in every tier.
-
-Emission asks for the time at which an action would end, thousands of times per plan, so it cannot build and simulate a
-task graph. `ProgramClock` applies the same rules one action at a time, and a test holds both to the same times.
+The compute lane issues the actions in program order. An operator that runs there takes its seconds, every other action
+none. The other lanes are serial and work in the order of issue; a copy also waits for the copy that fills its source.
+Collectives are on `communication`. A `wait` or `join` waits on the compute lane for the copy or collective it names.
+Emission asks for the time at which an action would end, thousands of times per plan, so the clock applies one action at
+a time. A test holds it to the event simulation of the same actions.
 """
 
 from __future__ import annotations
@@ -16,145 +13,72 @@ from dataclasses import dataclass, replace
 
 from hyper_parallel.ir import (
     COPIES,
-    MEMORY_TIERS,
-    OF_OPERATORS,
     Counter,
     MemoryAction,
     MemoryPlan,
     MemoryProgram,
-    MemoryTier,
+    Residency,
     Span,
     StorageKind,
-    Task,
-    TaskGraph,
     Timeline,
 )
 from hyper_parallel.memory.memory_machine import MemoryMachine
-from hyper_parallel.sim import Schedule, simulate
-
-_WAIT, _ISSUE = "wait", "issue"  # kinds of tasks without seconds of their own
+from hyper_parallel.sim import Schedule
 
 
 def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
     """Return the timeline of a plan's step: spans of all lanes, waits of the compute lane, and bytes of every tier.
 
-    Its end includes copies that outlast the compute lane.
+    Bytes change where an action is issued. The end includes copies that outlast the compute lane.
     """
-    timeline = simulate(plan_tasks(plan, machine))
-    spans, free_s = [], 0.0
-    for span in timeline.spans:
-        if span.lane == "compute":
-            waited_s, begin_s, free_s = span.start_s - free_s, free_s, span.end_s
-            if span.category == _WAIT and waited_s > 0:
-                spans.append(replace(span, start_s=begin_s, duration_s=waited_s))
-            if span.category in (_WAIT, _ISSUE):
-                continue
-        spans.append(span)
-    return Timeline("simulated", tuple(spans), timeline.counters)
-
-
-def plan_tasks(plan: MemoryPlan, machine: MemoryMachine) -> TaskGraph:
-    """Return the task graph of a plan; task n on the lane `compute` is action n."""
-    builder = _PlanGraph(plan, machine)
+    program, residency = plan.program, Residency(plan.program)
+    for s, storage in enumerate(program.storages):
+        if storage.at_start:
+            residency.take(s, plan.homes[s])
+    spans = list[Span]()
+    counters = [Counter(tier, 0.0, live) for tier, live in residency.live.items()]
+    clock = ProgramClock(program, machine)
     for action in plan.actions:
-        builder.add(action)
-    return TaskGraph(tuple(builder.tasks), initial_bytes=builder.initial_bytes)
-
-
-class _PlanGraph:
-    """Builder of a task graph from actions; it remembers the task that filled each storage."""
-
-    def __init__(self, plan: MemoryPlan, machine: MemoryMachine) -> None:
-        self._program, self._machine = plan.program, machine
-        self.tasks: list[Task] = []
-        self._issued: tuple[int, ...] = ()  # the compute lane's last task
-        self._arrival: dict[tuple[int, str], int] = {}  # storage, tier -> task that filled it
-        self._done: dict[int, int] = {}  # operator -> its task outside the compute lane
-        self._resident: list[set[MemoryTier]] = [
-            {home} if storage.at_start else set()
-            for storage, home in zip(plan.program.storages, plan.homes, strict=True)
+        begin_s, before = clock.now_s, dict(residency.live)
+        residency.apply(action)
+        counters += [
+            Counter(tier, begin_s, live)
+            for tier, live in residency.live.items()
+            if live != before[tier]
         ]
-        self.initial_bytes: dict[str, int] = dict.fromkeys(MEMORY_TIERS, 0)
-        for size, tiers in zip(plan.program.sizes, self._resident, strict=True):
-            for tier in tiers:
-                self.initial_bytes[tier] += size
+        clock.apply(action)
+        span = _span(program, machine, clock, action, begin_s)
+        if span is not None:
+            spans.append(span)
+    return Timeline("simulated", tuple(spans), tuple(counters))
 
-    def add(self, action: MemoryAction) -> None:
-        """Add the compute lane's task of an action, and the task it starts on another lane."""
-        kind, target, before = action.kind, action.target, self._issued
-        if kind in OF_OPERATORS:
-            operator = self._program.operators[target]
-            name = operator.name
-            if kind == "join":
-                self._compute(f"wait {name}", 0.0, _WAIT, action, (self._done[target],))
-            elif kind == "update":
-                self._compute(name, 0.0, _ISSUE, action)
-                filled = ((s, "dram") for s in operator.touched)
-                deps = (*before, *(self._arrival[key] for key in filled if key in self._arrival))
-                task = self._append("host", name, self._machine.host_seconds(operator), kind, deps)
-                self._done[target] = task
-                self._arrival.update(((s, "dram"), task) for s in operator.writes)
-            elif operator.group:
-                self._compute(name, operator.seconds, _ISSUE, action)
-                comm = "communication"
-                self._done[target] = self._append(comm, name, operator.comm_s, comm, before)
-            else:
-                self._compute(name, operator.seconds, kind, action)
-            return
-        storage = self._program.storages[target]
-        if kind == "wait":
-            arrival = self._arrival[target, action.tier]
-            self._compute(f"wait {storage.name}", 0.0, _WAIT, action, (arrival,))
-            return
-        self._compute(storage.name, 0.0, _ISSUE, action)
-        if kind in COPIES:
-            source, destination = COPIES[kind]
-            filled_by = self._arrival.get((target, source))
-            deps = before if filled_by is None else (*before, filled_by)
-            seconds = self._machine.channel(kind).seconds(storage.num_bytes)
-            self._arrival[target, destination] = self._append(
-                kind, storage.name, seconds, "copy", deps
-            )
 
-    def _compute(
-        self, name: str, seconds: float, kind: str, action: MemoryAction, deps: tuple[int, ...] = ()
-    ) -> None:
-        """Add a task of the compute lane; it carries the change in bytes of the action."""
-        task = self._append("compute", name, seconds, kind, deps, self._bytes(action))
-        self._issued = (task,)
-
-    def _append(
-        self,
-        lane: str,
-        name: str,
-        seconds: float,
-        kind: str,
-        deps: tuple[int, ...],
-        at_start: tuple[tuple[str, int], ...] = (),
-    ) -> int:
-        """Add a task and return its index."""
-        nanoseconds = round(seconds * 1e9)
-        self.tasks.append(Task(name, lane, nanoseconds, kind, deps, at_start=at_start))
-        return len(self.tasks) - 1
-
-    def _bytes(self, action: MemoryAction) -> tuple[tuple[str, int], ...]:
-        """Return the change in bytes of every tier where an action is issued."""
-        kind, target, sizes = action.kind, action.target, self._program.sizes
-        if kind in OF_OPERATORS:
-            results = self._program.operators[target].allocs if kind in ("run", "recompute") else ()
-            allocated = sum(sizes[s] for s in results if "device" not in self._resident[s])
-            for s in results:
-                self._resident[s].add("device")
-            return (("device", allocated),) if allocated else ()
-        tiers = self._resident[target]
-        if kind in COPIES and (tier := COPIES[kind][1]) not in tiers:
-            tiers.add(tier)
-            return ((tier, sizes[target]),)
-        if kind not in ("detach", "free"):
-            return ()
-        released = tiers & {action.tier} if kind == "detach" else set(tiers)
-        tiers -= released
-        return tuple((tier, -sizes[target]) for tier in sorted(released))
+def _span(
+    program: MemoryProgram,
+    machine: MemoryMachine,
+    clock: ProgramClock,
+    action: MemoryAction,
+    begin_s: float,
+) -> Span | None:
+    """Return the span of an action that the clock has just applied, issued at `begin_s`; None: it takes no time."""
+    kind, target = action.kind, action.target
+    if kind in COPIES:
+        storage, destination = program.storages[target], COPIES[kind][1]
+        seconds = machine.channel(kind).seconds(storage.num_bytes)
+        end_s = clock.arrival_s(target, destination)
+        return Span(kind, storage.name, end_s - seconds, seconds, "copy")
+    if kind in ("wait", "join"):
+        waited_s = clock.now_s - begin_s
+        names = program.storages if kind == "wait" else program.operators
+        name = f"wait {names[target].name}"
+        return Span("compute", name, begin_s, waited_s, "wait") if waited_s > 0 else None
+    if kind not in ("run", "recompute"):
+        return None
+    operator = program.operators[target]
+    if not operator.group:
+        return Span("compute", operator.name, begin_s, operator.seconds, kind)
+    begin_s = clock.done_s(target) - operator.comm_s
+    return Span("communication", operator.name, begin_s, operator.comm_s, "communication")
 
 
 def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
@@ -186,9 +110,6 @@ def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
     spans: list[Span] = []
     last: Span | None = None
     for span in timeline.spans:
-        if span.lane == "host":
-            spans.append(replace(span, name="update", category="host"))
-            continue
         if span.lane == "communication":
             spans.append(replace(span, name=span.name.rpartition(".")[2].strip("_")))
             continue
@@ -237,10 +158,10 @@ class ProgramClock:
 
     Args:
         program: Program that the actions refer to.
-        machine: Channels and host; None: no action copies.
+        machine: Channels; None: no action copies.
 
     Attributes:
-        wait_s: Seconds the compute lane waited for copies and for updates in host memory.
+        wait_s: Seconds the compute lane waited for copies.
         join_s: Seconds the compute lane waited for other ranks.
     """
 
@@ -273,13 +194,7 @@ class ProgramClock:
         elif kind == "wait":
             self.wait_s += self.stand_until(self._arrival_s[target, action.tier])
         elif kind == "join":
-            stood_s = self.stand_until(self._done_s[target])
-            if self._program.operators[target].group:
-                self.join_s += stood_s
-            else:
-                self.wait_s += stood_s
-        elif kind == "update":
-            self._update(target)
+            self.join_s += self.stand_until(self._done_s[target])
 
     @property
     def copied(self) -> dict[str, Copied]:
@@ -309,15 +224,6 @@ class ProgramClock:
         """Append work that the compute lane issues now, and return its end."""
         self._schedule.append(lane, seconds, (self._free["compute"], *ready_s))
         return self._free[lane]  # type: ignore[no-any-return]
-
-    def _update(self, index: int) -> None:
-        assert self._machine is not None, "an update needs a host"
-        operator = self._program.operators[index]
-        arrived = (self._arrival_s.get((s, "dram"), 0.0) for s in operator.touched)
-        end = self._append("host", self._machine.host_seconds(operator), *arrived)
-        self._done_s[index] = end
-        for s in operator.writes:
-            self._arrival_s[s, "dram"] = end
 
     def _copy(self, kind: str, target: int) -> None:
         assert self._machine is not None, "a copy needs a channel"

@@ -7,7 +7,6 @@ from typing import Final
 
 from hyper_parallel.errors import BatchMismatch, NotDivisible, ScheduleError, UnsupportedSharding
 from hyper_parallel.ir import Action, Schedule, Strategy
-from hyper_parallel.ir.schedule import at
 from hyper_parallel.ir.strategy import V_SHAPED
 from hyper_parallel.mpmd._lower import lower
 from hyper_parallel.mpmd._schedules import (
@@ -187,12 +186,6 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
                 where=path,
                 got=f"rank {rank}: stages {sorted(s for s, r in place.items() if r == rank)}",
                 allowed=f"rank {rank}: stages {list(strategy.stages_of(rank))}",
-            )
-    for rank, position, leaf in schedule.leaves():
-        if leaf.kind in ("OFFLOAD", "RELOAD"):
-            raise ScheduleError(
-                f"{leaf.kind} can be simulated, but not executed",
-                where=at(schedule, rank, position),
             )
     if not schedule.has_communication:
         schedule = lower(schedule.compute_only())

@@ -56,8 +56,6 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
                 yield result("F" if kind == "F" else "B", s, other, i)
         elif kind == "W":
             yield Action(s, "I", i)
-        elif kind in ("OFFLOAD", "RELOAD"):
-            yield Action(s, "F" if kind == "OFFLOAD" else "OFFLOAD", i)
         else:
             if kind.startswith("SEND"):
                 yield Action(s, "F" if kind == "SEND_F" else "B", i)
@@ -254,8 +252,6 @@ def action_costs(c: StageCost, trained: bool = True) -> _Costs:
         "UNSHARD": (c.unshard_s, 0.0, c.parameter_bytes, 0),
         "RESHARD": (0.0, 0.0, 0, -c.parameter_bytes),
         "REDUCE_GRAD": (c.reduce_grad_s, 0.0, 0, 0),
-        "OFFLOAD": (c.offload_s, 0.0, 0, -activation),
-        "RELOAD": (c.offload_s, 0.0, activation, 0),
     }
 
 
@@ -275,7 +271,7 @@ class _Builder:
         self.tasks: list[Task] = []
         self.policies: dict[str, Literal["order", "priority"]] = {}
         # (stage, value, microbatch or rank, reader) to the task that produces it. Values: output (F) or gradient (B)
-        # for a stage, gathered parameters (UNSHARD) on a rank, copied activation (OFFLOAD, RELOAD).
+        # for a stage, gathered parameters (UNSHARD) on a rank.
         self.producers: dict[_Key, int] = {}
         self.last_compute: dict[int, int] = {}
         self.last_exposed: dict[int, int] = {}
@@ -327,8 +323,6 @@ class _Builder:
         s, i = action.stage, action.microbatch
         yield s, "UNSHARD", rank, None
         yield from ((o, action.kind.replace("I", "B"), i, s) for o in self._schedule.inputs(action))
-        if action.kind in ("B", "I"):
-            yield s, "copy", i, None
 
     def _send(self, rank: int, action: Action, task: int) -> None:
         """Record the task after which each reader has a result: the transfer or the computation itself."""
@@ -351,21 +345,16 @@ class _Builder:
             self.producers[s, way, i, to] = self.producers[s, way, i, None] = arrival
 
     def _move(self, rank: int, action: Action, seconds: float, at_start: int, at_end: int) -> None:
-        """Add a gather, free or reduction on the communication lane, or an offload or reload on the copy lane."""
-        s, i, kind = action.stage, action.microbatch, action.kind
-        key: _Key = (s, kind, rank if i is None else i, None)
-        lane = "communication"
+        """Add a gather, free or reduction on the communication lane."""
+        s, kind = action.stage, action.kind
         deps = [self.last_compute[rank]] if rank in self.last_compute else []
         if kind == "REDUCE_GRAD" and len(self.copies[s]) > 1:
             deps = [self.last_backward[s, copy] for copy in sorted(self.copies[s])]
         elif kind == "UNSHARD":
             deps = []  # prefetch: waits only for earlier tasks on its lane, among them the frees of its memory
-        elif kind == "OFFLOAD":
-            lane, key, deps = "copy", (s, "copy", i, None), [self.producers[s, "F", i, None]]
-        elif kind == "RELOAD":
-            lane, key = "copy", (s, "copy", i, None)
-            deps.append(self.producers[key])
-        self.producers[key] = self._append(str(action), rank, lane, seconds, deps, at_start, at_end)
+        self.producers[s, kind, rank, None] = self._append(
+            str(action), rank, "communication", seconds, deps, at_start, at_end
+        )
 
 
 def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:

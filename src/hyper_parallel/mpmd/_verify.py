@@ -52,7 +52,6 @@ def verify(
         _wrong_computations(schedule, spots),
         _wrong_messages(schedule, spots, homes) if schedule.has_communication else (),
         _wrong_sharding(schedule),
-        _wrong_offload(spots),
     )
     for spot, what in wrong:
         _fail(schedule, spot, what)
@@ -90,7 +89,7 @@ _Changes: TypeAlias = Callable[[Action], tuple[int, int]]
 
 
 def _counted(schedule: Schedule) -> _Changes:
-    change = {"F": (1, 0), "B": (0, -1), "W": (0, -1), "OFFLOAD": (0, -1), "RELOAD": (1, 0)}
+    change = {"F": (1, 0), "B": (0, -1), "W": (0, -1)}
     return lambda a: (
         change.get(a.kind, (0, 0)) if a.kind != "F" or schedule.is_trained(a.stage) else (1, -1)
     )
@@ -246,20 +245,3 @@ def _wrong_sharding(schedule: Schedule) -> Iterator[_Wrong]:
     for s, rank in sorted(gathered):
         end = (rank, len(schedule.ranks[rank]) - 1)
         yield end, f"stage {s} holds gathered parameters at the end"
-
-
-def _wrong_offload(spots: dict[Action, _Spot]) -> Iterator[_Wrong]:
-    """Yield offloads and reloads that do not lie between forward and backward on the same rank."""
-    for action, spot in spots.items():
-        if action.kind not in ("OFFLOAD", "RELOAD"):
-            continue
-        s, i = action.stage, action.microbatch
-        partner = spots.get(Action(s, "RELOAD" if action.kind == "OFFLOAD" else "OFFLOAD", i))
-        if partner is None:
-            yield spot, f"{action} has no partner"
-        elif action.kind == "OFFLOAD":
-            forward = spots[Action(s, "F", i)]
-            backward = spots.get(Action(s, "B", i)) or spots[Action(s, "I", i)]
-            same = forward[0] == spot[0] == partner[0]
-            if not (same and forward < spot < partner < backward):
-                yield spot, f"{action} and its reload do not lie between forward and backward"

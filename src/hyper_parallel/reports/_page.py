@@ -132,6 +132,7 @@ def render(*runs: RunRecord) -> str:
         hidden_lanes=len(_ranks(run.timeline)) - _MAX_LANES if run.timeline else 0,
         offload=_offload_facts(run),
         exposed=_exposed(run),
+        balance=_balance(run),
         medians=medians_text(run),
         parts=part_rows(run),
         submodels=submodel_rows(run.plan.submodels, run.timeline),
@@ -154,6 +155,16 @@ def _exposed(run: RunRecord) -> dict[str, Any] | None:
         "seconds": {k: median(s["exposed_s"].get(k, 0.0) for s in steps) for k in kinds},
         **{name: median(values) if values else None for name, values in masked.items()},
     }
+
+
+def _balance(run: RunRecord) -> dict[str, float] | None:
+    """Return the mean imbalance of images and audio in the order of the data and balanced, by tokens."""
+    steps = [m["balance"] for m in run.last.rows if "balance" in m]
+    total = sum(step["media_tokens"] for step in steps)
+    if not total:
+        return None
+    names = ("in_order", "balanced")
+    return {name: sum(s[name] * s["media_tokens"] for s in steps) / total for name in names}
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:

@@ -44,6 +44,15 @@ class _Overlap(TypedDict):
 
 
 @with_config(_STRICT)
+class _Balance(TypedDict):
+    """Fields of the balance of a step."""
+
+    media_tokens: _Number
+    in_order: _Number
+    balanced: _Number
+
+
+@with_config(_STRICT)
 class _Row(TypedDict):
     """Fields of a line of metrics.jsonl or eval.jsonl that a report uses."""
 
@@ -63,6 +72,7 @@ class _Row(TypedDict):
     answer_accuracy: NotRequired[_Number]
     offload: NotRequired[_Offloaded]
     overlap: NotRequired[_Overlap]
+    balance: NotRequired[_Balance]
 
 
 @with_config(_STRICT)

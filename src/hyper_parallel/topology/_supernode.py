@@ -134,18 +134,6 @@ class Supernode:
         return self.device.memory_bytes_s.value / 2 if self.device.kind == "cpu" else 0.0
 
     @property
-    def update_bytes_s(self) -> float:
-        """Bytes/s of host-side computation on that memory per device; 0 without host memory.
-
-        Half of the device's share of the bandwidth, because copies to and from the device use the rest. Without a known
-        bandwidth, that of one copy direction.
-        """
-        host = self._host
-        if host is None or host.total_bytes_s is None:
-            return self.host_bytes_s
-        return host.total_bytes_s.value / host.shared_by / 2
-
-    @property
     def _host(self) -> MemoryPool | None:
         pools = {pool.kind: pool for pool in self.pools}
         return pools.get("dram") or pools.get("pool")

@@ -18,22 +18,20 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends.torch.decode_slots import SingleSequence, SlotSteps, slot_cache_refusal
+from hyper_parallel.backends.torch.decode_slots import (
+    FixedPasses,
+    GrowingPasses,
+    Passes,
+    SlotSteps,
+    slot_cache_refusal,
+)
 from hyper_parallel.backends.torch.forward_state import reset_before_calls
 from hyper_parallel.backends.torch.forward_variants import loop_over_experts
-from hyper_parallel.backends.torch.memory.generation import (
-    MemoryUse,
-    PlannedGeneration,
-    PlannedSlots,
-)
+from hyper_parallel.backends.torch.memory.generation import MemoryUse, PlannedSlots
 from hyper_parallel.backends.torch.parallel_handle import attach_properties
 from hyper_parallel.backends.torch.peft_adapters import ADAPTER_CONFIG, base_of
 from hyper_parallel.backends.torch.rotary_lengths import rotate_by_document
-from hyper_parallel.backends.torch.static_cache import (
-    GrowingSteps,
-    StaticSteps,
-    why_no_static_cache,
-)
+from hyper_parallel.backends.torch.static_cache import why_no_static_cache
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.backends.torch.weights.tensor_files import WeightFiles
 from hyper_parallel.config import run_hint
@@ -232,31 +230,40 @@ def decode_tokens(
     prompt_ids: list[int],
     sampling: Sampling,
     stops: Collection[int] = (),
-    steps: Any = None,
+    passes: Passes | None = None,
 ) -> Iterator[int]:
     """Yield new tokens one by one, up to the limit or to one of `stops`, which is not yielded."""
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
-    return _decode_sequence(model, sequence, sampling, stops, steps=steps)
+    passes = passes or _passes_of_one(model, sequence)
+    return _decode_sequence(passes, sequence, sampling, stops)
+
+
+def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
+    """Return passes for one sequence: steps of fixed shape, as under a device budget, if the model supports them."""
+    if (media := sequence.media) is not None:
+        return GrowingPasses(model, media.arrays, media.per_token)
+    if why_no_static_cache(model) is not None:
+        return GrowingPasses(model)
+    return FixedPasses(model, _fixed_steps([sequence]))
+
+
+def _fixed_steps(sequences: Sequence[DecodingSequence]) -> SlotSteps:
+    """Return the shapes of steps for sequences, each in a slot."""
+    # The last token is not fed back, so the cache needs no entry for it.
+    length = max(s.start + s.limit - 1 for s in sequences)
+    return SlotSteps(len(sequences), max(len(s.text) for s in sequences), length)
 
 
 def _decode_sequence(
-    model: Any,
+    passes: Passes,
     sequence: DecodingSequence,
     sampling: Sampling,
     stops: Collection[int],
     ended: Callable[[DecodingSequence], bool] | None = None,
-    steps: Any = None,
 ) -> Iterator[int]:
-    """Continue one sequence by steps of fixed shape, as under a device budget, if the model supports them."""
-    if steps is None and (media := sequence.media) is not None:
-        steps = GrowingSteps(model, media.arrays, media.per_token)
-    if steps is None:
-        # The last token is not fed back, so the cache needs no entry for it.
-        length = sequence.start + sequence.limit - 1
-        grows = why_no_static_cache(model) is not None
-        steps = GrowingSteps(model) if grows else StaticSteps(model, length)
-    decoder = Decoder(SingleSequence(model, steps), sampling, stops, ended=ended)
+    """Continue one sequence and yield its new tokens without the stop token."""
+    decoder = Decoder(passes, sampling, stops, ended=ended)
     decoder.add([sequence])
     for running in decoder.run():
         if (token := running.text[-1]) not in stops:
@@ -357,7 +364,8 @@ class Generator:
         """Return the greedy continuation of a prompt of a chat in tokens, without the stop token."""
         sampling, stops = Sampling(limit, temperature=0), self._codec.stop_token_ids(chat=True)
         sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), limit, media=media)
-        return [*_decode_sequence(self.model, sequence, sampling, stops)]
+        passes = _passes_of_one(self.model, sequence)
+        return [*_decode_sequence(passes, sequence, sampling, stops)]
 
     def generate_batch(
         self,
@@ -404,12 +412,8 @@ class Generator:
         interrupt: Callable[[], bool] | None,
     ) -> None:
         """Continue sequences in place within the budget."""
-        assert self.memory is not None
         assert self.memory_use is not None
-        limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
-        length = max(s.start + s.limit - 1 for s in sequences)
-        fixed = SlotSteps(len(sequences), max(len(s.text) for s in sequences), length)
-        passes = PlannedSlots(self.model, fixed, limits, self.device)
+        passes = self._planned_passes(sequences)
         decoder = Decoder(
             passes, batch.sampling, batch.stops, ended=batch.ended, interrupt=interrupt
         )
@@ -421,14 +425,21 @@ class Generator:
             passes.close()
             self.memory_use.add(passes.use)
 
+    def _planned_passes(self, sequences: Sequence[DecodingSequence]) -> PlannedSlots:
+        """Return passes for sequences within the budget."""
+        assert self.memory is not None
+        limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
+        return PlannedSlots(self.model, _fixed_steps(sequences), limits, self.device)
+
     def _start(
         self, prompt: Prompt, sampling: Sampling, chat: bool
     ) -> tuple[DecodingSequence, Iterator[int]]:
-        texts, model = self._codec, self.model
+        texts = self._codec
         sequence = texts.begin(prompt, 0, sampling, chat=chat)
         stops, ended = texts.stop_token_ids(chat=chat), texts.ended(sampling)
         if self.memory is None:
-            return sequence, _decode_sequence(model, sequence, sampling, stops, ended)
+            passes = _passes_of_one(self.model, sequence)
+            return sequence, _decode_sequence(passes, sequence, sampling, stops, ended)
         if sequence.media is not None:
             raise Contradiction(
                 "a prompt with images or audio is not planned within a budget of device memory",
@@ -436,16 +447,14 @@ class Generator:
                 got=sorted(sequence.media.arrays),
                 hint="leave out --device-memory",
             )
-        length = sequence.start + sequence.limit - 1
-        limits = self.memory.limits(str(model.dtype).removeprefix("torch."))
-        steps = PlannedGeneration(model, sequence.start, length, limits, self.device)
-        self.memory_use = steps.use
+        within_budget = self._planned_passes([sequence])
+        self.memory_use = within_budget.use
 
         def planned() -> Iterator[int]:
             try:
-                yield from _decode_sequence(model, sequence, sampling, stops, ended, steps)
+                yield from _decode_sequence(within_budget, sequence, sampling, stops, ended)
             finally:
-                steps.close()
+                within_budget.close()
 
         return sequence, planned()
 

@@ -154,7 +154,12 @@ class Job:
         return Batches(
             train,
             sequences_per_step=sequences_per_step,
-            order=Order(self.recipe.training.seed, self.recipe.data.shuffle, self.packed.weights),
+            order=Order(
+                self.recipe.training.seed,
+                self.recipe.data.shuffle,
+                self.packed.weights,
+                balanced=self.recipe.data.balance != "none" and train.has_media,
+            ),
             rows=StepRows(
                 repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
                 iterations=grpo.num_iterations,
@@ -310,6 +315,7 @@ def prepare_job(
     )
     resolved = _resolve_epochs(loaded, job)
     job = replace(job, recipe=resolved.recipe, plan=_with_submodels(job, model))
+    job = replace(job, plan=_with_balance(job))
     _check_newest(job, resolved)
     return job
 
@@ -328,7 +334,8 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
     recipe, model = loaded.recipe, build_model(loaded.recipe)
     check_submodels(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=False)
-    return _with_submodels(_bare_job(recipe, plan, packed), model)
+    job = _bare_job(recipe, plan, packed)
+    return _with_balance(replace(job, plan=_with_submodels(job, model)))
 
 
 def resolve_submodels(
@@ -391,6 +398,16 @@ def _with_submodels(job: Job, model: Any) -> Plan:
 
     flops = sampled_tower_flops(job.plan, model, batches)
     return plan_submodels(job.recipe, job.plan, model, flops)
+
+
+def _with_balance(job: Job) -> Plan:
+    """Return the plan of a job with a note on the imbalance of its first steps, if ranks are balanced by cost."""
+    batches = job.train_batches()
+    if not isinstance(batches, Batches) or not batches.order.balanced:
+        return job.plan
+    from hyper_parallel.trainer.engine.cost_balance import balance_note
+
+    return replace(job.plan, notes=(*job.plan.notes, balance_note(job.recipe, job.plan, batches)))
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
@@ -565,6 +582,14 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
         check_rewards(loaded, packed)
     if not isinstance(packed.train, Stream) and packed.train.has_media:
         check_media_inputs(model, plan, packed.train, recipe)
+    elif recipe.data.balance == "cost":
+        raise Contradiction(
+            "records are balanced by their images and audio, and these have none",
+            where=loaded.where("data.balance"),
+            got="data.balance=cost",
+            allowed="records with images or audio: all others cost the same, since each row has data.seq_len tokens",
+            hint="data.balance=auto",
+        )
     return packed
 
 

@@ -1,4 +1,4 @@
-"""Batched decoding: forward passes over several sequences, each in a slot of a KV cache of fixed size.
+"""Decoding: forward passes over sequences, each in a slot of a KV cache; one text is a batch of one slot.
 
     slot      keys and values [H, N, K] of one sequence per layer; the column of a token is its position
     pass      the next tokens of some slots, [B, S], left-padded; returns the logits after the last token of each
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from hyper_parallel.backends.torch.static_cache import (
     masks,
     why_no_own_cache,
 )
-from hyper_parallel.errors import BadValue
+from hyper_parallel.errors import BadValue, NoLoss
 from hyper_parallel.ir import PROMPT_CHUNK
 
 
@@ -142,22 +142,6 @@ class Passes:
             return logits
 
 
-class SingleSequence(Passes):
-    """Passes of one sequence by a prompt step and a decode step."""
-
-    def __init__(self, model: Any, steps: Any) -> None:
-        super().__init__(model, 1)
-        self._steps = steps
-
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
-        """Run the prompt step or the decode step; see `Passes`."""
-        (part,), (start,) = tokens, starts
-        logits: Tensor = self._steps.next(part[0]) if start else self._steps.prompt([*part])
-        return logits[None]
-
-
 class SlotPasses(Passes):
     """Passes with a KV cache.
 
@@ -262,9 +246,11 @@ class WholePasses(Passes):
 class SlotSteps:
     """A prompt step and a decode step of fixed shapes: every step has all slots.
 
+    With one slot there is no padding: the prompt step attends to its own keys without a mask, as with a growing cache.
+
     Attributes:
         slots: Number of sequences.
-        prompt_tokens: Maximum number of tokens per sequence in the prompt step.
+        prompt_tokens: Maximum number of tokens per sequence in the prompt step; with one slot, their number.
         length: Maximum number of tokens read per sequence.
     """
 
@@ -275,10 +261,15 @@ class SlotSteps:
     def new_cache(self, model: Any) -> Cache:
         """Return a cache for all slots; the first step allocates its tensors."""
         layers = StaticCache(config=model.config, max_cache_len=self.length).layers
+        if self.slots == 1:
+            return Cache(layers=[FixedLayer(self.length) for _ in layers])
         return Cache(layers=[_SlotLayer(self.slots, self.length) for _ in layers])
 
     def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
-        """Return inputs of a step with its shapes and padding only."""
+        """Return inputs of a step with its shapes, and padding only if there are several slots."""
+        if self.slots == 1:
+            part = [0] * (self.prompt_tokens if prompt else 1)
+            return self.inputs(model, [0], [part], [0], prompt=prompt)
         return self.inputs(model, [], [], [], prompt=prompt)
 
     def inputs(
@@ -291,37 +282,163 @@ class SlotSteps:
         prompt: bool,
     ) -> dict[str, Tensor]:
         """Return the inputs of a step in which some slots read tokens from position `starts`; others read padding."""
+        device = model.device
+        if self.slots == 1:
+            (part,), (start,) = tokens, starts
+            positions = torch.arange(start, start + len(part), device=device)[None]
+            return {
+                "input_ids": torch.tensor([[*part]], device=device),
+                "position_ids": positions,
+                **({} if prompt else masks(model, positions, self.length, model.dtype)),
+            }
         size = self.prompt_tokens if prompt else 1
         ids = torch.zeros(self.slots, size, dtype=torch.long)
         columns = torch.full_like(ids, self.length)
         for row, part, start in zip(rows, tokens, starts, strict=True):
             ids[row, size - len(part) :] = torch.tensor(part)
             columns[row, size - len(part) :] = torch.arange(start, start + len(part))
+        columns = columns.to(device)
         positions = columns.masked_fill(columns == self.length, 0)
         return {
-            "input_ids": ids,
+            "input_ids": ids.to(device),
             "position_ids": positions,
-            "rows": torch.arange(self.slots),
+            "rows": torch.arange(self.slots, device=device),
             "columns": columns,
             **masks(model, positions, self.length, model.dtype),
         }
 
     def run(self, model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Run a step and return the logits [slots, V] after the last token of every slot."""
-        write = _Write(inputs["rows"], slice(0, self.slots), inputs["columns"], self.length)
+        mask = mask_argument(model, inputs)
         for layer in cache.layers:
-            layer.write = write
+            if self.slots == 1:
+                layer.position = None if mask is None else inputs["position_ids"][0]
+            else:
+                every = slice(0, self.slots)
+                layer.write = _Write(inputs["rows"], every, inputs["columns"], self.length)
         with torch.no_grad():
             out = model(
                 input_ids=inputs["input_ids"],
                 position_ids=inputs["position_ids"],
-                attention_mask=mask_argument(model, inputs),
+                attention_mask=mask,
                 use_cache=True,
                 logits_to_keep=1,
                 **{cache_argument(model.forward): cache},
             )
         logits: Tensor = out.logits[:, -1]
         return logits
+
+
+class FixedPasses(Passes):
+    """Passes by a prompt step and a decode step of fixed shapes, each of which has all slots.
+
+    Args:
+        model: A causal language model for which `why_no_static_cache` returns None.
+        fixed: Shapes of the two steps.
+    """
+
+    def __init__(self, model: Any, fixed: SlotSteps) -> None:
+        super().__init__(model, fixed.slots)
+        self._fixed, self._slots, self._begun = fixed, [*range(fixed.slots)], False
+        self.cache = fixed.new_cache(model)
+
+    def read_tokens(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Tensor:
+        """Run a step; see `Passes`. The first one, and those with several tokens per text, are prompt steps."""
+        prompt = not self._begun or max(map(len, tokens)) > 1
+        self._begun = True
+        slots = [self._slots[row] for row in rows]
+        inputs = self._fixed.inputs(self._model, slots, tokens, starts, prompt=prompt)
+        logits = self._run_step(inputs, prompt=prompt)
+        return logits if self.slots == 1 else logits[slots]
+
+    def _run_step(self, inputs: dict[str, Tensor], *, prompt: bool) -> Tensor:
+        return self._fixed.run(self._model, self.cache, inputs)
+
+    def move_sequence(self, source: int, target: int) -> None:
+        """Relabel the rows; see `Passes`. Every step has all slots, so nothing is copied."""
+        slots = self._slots
+        slots[source], slots[target] = slots[target], slots[source]
+
+
+class GrowingPasses(Passes):
+    """Passes of one text by any model, with a cache that grows with the text.
+
+    The model returns the state for its next pass (keys and values, or a recurrent state) under the name of the
+    argument of its forward. Without such a state, or if cached passes were measured to differ from a pass over the
+    full text, every pass recomputes the full text.
+
+    Args:
+        model: Model of texts, or of texts with media.
+        media: Arrays of the images and recordings of the prompt, by their names in the model's forward. With media, the
+            model derives positions itself.
+        per_token: Names of the arrays with one number for each token.
+    """
+
+    def __init__(
+        self, model: Any, media: Mapping[str, Any] | None = None, per_token: Collection[str] = ()
+    ) -> None:
+        super().__init__(model, 1)
+        self._per_token = per_token
+        self._media = {name: _on_device(array, model) for name, array in (media or {}).items()}
+        properties = known_properties(model)
+        self._caches = properties is None or properties.growing_cache.agrees
+        self._parameters = inspect.signature(model.forward).parameters
+        self._text: list[int] = []
+        self._memory: dict[str, Any] = {}
+
+    def read_tokens(
+        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> Tensor:
+        """Run the next tokens of the text; see `Passes`. A pass from position 0 begins another text."""
+        (ids,), (start,) = tokens, starts
+        if start == 0:
+            self._text, self._memory = [], {}
+        self._text += ids
+        read = [*ids] if self._memory else self._text
+        kwargs: dict[str, Any] = {"logits_to_keep": 1}
+        if self._media:
+            kwargs |= {} if self._memory else self._padded_media()
+        elif self._caches:
+            # A model may derive positions from the cache of its first layer; a recurrent layer has no length.
+            positions = torch.arange(len(self._text) - len(read), len(self._text))
+            kwargs["position_ids"] = positions.to(self._device).unsqueeze(0)
+        with torch.no_grad():
+            out = self._model(
+                input_ids=torch.tensor([read], device=self._device),
+                use_cache=self._caches,
+                **{name: value for name, value in kwargs.items() if name in self._parameters},
+                **self._memory,
+            )
+        if self._caches:
+            self._memory = {name: out[name] for name in out if name in self._parameters}
+            if self._media:  # of the prompt alone
+                self._memory.pop("attention_mask", None)
+        if out.logits.shape[1] not in (1, len(read)):  # block diffusion: a canvas, not the text
+            raise NoLoss(
+                "the model returns logits of other positions than those of its tokens",
+                where=type(self._model).__name__,
+                got=f"{out.logits.shape[1]} positions for {len(read)} tokens",
+                allowed="models that predict the next token of each token of a text",
+            )
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    def _padded_media(self) -> dict[str, Tensor]:
+        """Return the arrays of the media; those with one number for each token are padded to the length of the text."""
+        size = len(self._text)
+        # Some models derive the positions of a prompt only with a mask.
+        found = {"attention_mask": torch.ones(1, size, dtype=torch.long, device=self._device)}
+        for name, array in self._media.items():
+            missing = size - array.shape[-1] if name in self._per_token else 0
+            found[name] = torch.nn.functional.pad(array, (0, missing)) if missing else array
+        return found
+
+
+def _on_device(array: Any, model: Any) -> Tensor:
+    tensor = torch.from_numpy(array).to(model.device)
+    return tensor.to(model.dtype) if tensor.is_floating_point() else tensor
 
 
 class RecomputePasses(Passes):

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hyper_parallel.backends.torch.decode_slots import SlotPasses, slot_cache_refusal
+from hyper_parallel.backends.torch.decode_slots import (
+    FixedPasses,
+    GrowingPasses,
+    Passes,
+    SlotPasses,
+    SlotSteps,
+    slot_cache_refusal,
+)
 from hyper_parallel.backends.torch.forward_variants import keep_float64
 from hyper_parallel.backends.torch.half_batch import HalfBatch
 from hyper_parallel.backends.torch.model_structure import view_of
-from hyper_parallel.backends.torch.static_cache import GrowingSteps, StaticSteps, why_no_own_cache
+from hyper_parallel.backends.torch.static_cache import why_no_own_cache
 from hyper_parallel.ir import Overlap
 from hyper_parallel.model import ModelProperties, Property
 
@@ -235,20 +243,22 @@ class _Texts:
 
         The second prompt has one token: a model with state in its modules would mistake it for a decode step.
         """
-        return max(self._decode(GrowingSteps(self._model), prompt) for prompt in (_PROMPT, 1))
+        return max(self._decode(GrowingPasses(self._model), prompt) for prompt in (_PROMPT, 1))
 
     def fixed_cache(self) -> float:
         """Decode with a cache of fixed length; return the largest difference from a pass over the full text."""
         if why := why_no_own_cache(self._model):
             raise _Unmeasured(why)
         return max(
-            self._decode(StaticSteps(self._model, _DOCUMENT), prompt) for prompt in (_PROMPT, 1)
+            self._decode(FixedPasses(self._model, SlotSteps(1, prompt, _DOCUMENT)), prompt)
+            for prompt in (_PROMPT, 1)
         )
 
-    def _decode(self, steps: Any, prompt: int) -> float:
-        logits = [steps.prompt(self.document[:prompt].tolist())]
-        logits += [steps.next(int(token)) for token in self.document[prompt:]]
-        return _difference(torch.stack(logits), self.alone[prompt - 1 :])
+    def _decode(self, passes: Passes, prompt: int) -> float:
+        ids = self.document.tolist()
+        parts = pairwise((0, *range(prompt, len(ids) + 1)))
+        logits = [passes.read_tokens([0], [ids[start:end]], [start]) for start, end in parts]
+        return _difference(torch.cat(logits), self.alone[prompt - 1 :])
 
     def slot_cache(self) -> float:
         """Decode two texts, one of them prefilled in two chunks; return the largest difference from full passes."""

@@ -8,13 +8,10 @@ gets the frequencies of its own document: the module runs once per length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-
-from hyper_parallel.backends.torch.wrappers import wrap
 
 Lengths = Callable[[Tensor], Tensor]
 """Function from positions [B, S] to the document length of every token, [B, S]."""
@@ -41,7 +38,7 @@ def rotate_by_document(model: nn.Module, lengths: Lengths = document_lengths) ->
     """
     for module in model.modules():
         if _types(module) & {_DYNAMIC, _LONGROPE}:
-            wrap(module, partial(_rotate, module, lengths))
+            module.forward = _by_document(module, module.forward, lengths)
 
 
 def _types(module: nn.Module) -> set[str]:
@@ -51,34 +48,28 @@ def _types(module: nn.Module) -> set[str]:
     return {kind for kind in kinds if isinstance(kind, str)}
 
 
-def _rotate(
-    module: Any,
-    lengths: Lengths,
-    inner: Callable[..., Any],
-    x: Tensor,
-    position_ids: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Return the tables of a rotary embedding for the lengths of documents."""
-    if position_ids.dim() != _TEXT_DIMS:
-        return inner(x, position_ids, *args, **kwargs)
-    layer_type = kwargs.get("layer_type", args[0] if args else None)
-    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-    if kind not in (_DYNAMIC, _LONGROPE):
-        return inner(x, position_ids, *args, **kwargs)
-    merged: tuple[Tensor, ...] | None = None
-    for in_group, length in _groups(module, kind, layer_type, lengths(position_ids)):
-        # The module derives the length from the largest position: append it.
-        largest = torch.full_like(position_ids[:, :1], length - 1)
-        positions = torch.cat((torch.where(in_group, position_ids, 0), largest), dim=1)
-        tables = [table[:, :-1] for table in inner(x, positions, *args, **kwargs)]
-        if merged is None:
-            merged = tuple(tables)
-        else:
-            pairs = zip(tables, merged, strict=True)
-            merged = tuple(torch.where(in_group.unsqueeze(-1), new, old) for new, old in pairs)
-    return merged
+def _by_document(module: Any, inner: Callable[..., Any], lengths: Lengths) -> Callable[..., Any]:
+    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if position_ids.dim() != _TEXT_DIMS:
+            return inner(x, position_ids, *args, **kwargs)
+        layer_type = kwargs.get("layer_type", args[0] if args else None)
+        kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        if kind not in (_DYNAMIC, _LONGROPE):
+            return inner(x, position_ids, *args, **kwargs)
+        merged: tuple[Tensor, ...] | None = None
+        for in_group, length in _groups(module, kind, layer_type, lengths(position_ids)):
+            # The module derives the length from the largest position: append it.
+            largest = torch.full_like(position_ids[:, :1], length - 1)
+            positions = torch.cat((torch.where(in_group, position_ids, 0), largest), dim=1)
+            tables = [table[:, :-1] for table in inner(x, positions, *args, **kwargs)]
+            if merged is None:
+                merged = tuple(tables)
+            else:
+                pairs = zip(tables, merged, strict=True)
+                merged = tuple(torch.where(in_group.unsqueeze(-1), new, old) for new, old in pairs)
+        return merged
+
+    return forward
 
 
 def _groups(

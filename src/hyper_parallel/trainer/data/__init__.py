@@ -6,6 +6,7 @@
 No collective waits for tokenization: `prepare` returns before ranks start, and ranks only map files.
 """
 
+from hyper_parallel.trainer.data.balance import Balance, Grid
 from hyper_parallel.trainer.data.batches import Batch, Batches, Order, StepRows
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data.preparation import PackedData, prepare
@@ -24,8 +25,10 @@ __all__ = [
     "CHATML",
     "IGNORE_INDEX",
     "PLAIN",
+    "Balance",
     "Batch",
     "Batches",
+    "Grid",
     "Order",
     "PackedData",
     "PackedSequences",

@@ -6,6 +6,8 @@ microbatch only slice that list, so a step's content is the same for every layou
     step k        | s0 s1 s2 s3 s4 s5 s6 s7 |
     dp 2, mb 2    | [s0 s1][s2 s3] | [s4 s5][s6 s7] |
     dp 4, mb 1    | [s0][s1] | [s2][s3] | [s4][s5] | [s6][s7] |
+
+Balanced by cost, the sequences of a step are arranged for the layout before they are sliced, see `balance`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyper_parallel.errors import BatchMismatch, CheckpointMismatch, NoData
+from hyper_parallel.trainer.data.balance import Balance, Grid, arrange
 from hyper_parallel.trainer.data.media_arrays import media_arrays
 from hyper_parallel.trainer.data.sequences import Int64, JoinedSequences, PackedSequences
 
@@ -84,11 +87,13 @@ class Order:
         shuffle: Whether each epoch has its own order; else every epoch has the order on disk.
         weights: Shares of the sources of `JoinedSequences`, each of which has its own epochs; empty: all sequences are
             read equally often.
+        balanced: Whether ranks get sequences of about equal cost; each step keeps its sequences.
     """
 
     seed: int = 0
     shuffle: bool = True
     weights: Sequence[float] = ()
+    balanced: bool = False
 
     def permutation(self, count: int, *key: int) -> Int64:
         """Return a permutation of `count` indices; `key` distinguishes permutations of equal seed."""
@@ -166,6 +171,7 @@ class Batches:
         self._picked = every * count // self.num_sequences
         self._origin = 0
         self._shuffled: tuple[int, Int64] = (-1, np.zeros(0, np.int64))
+        self._arranged: tuple[tuple[int, int, Grid] | None, Int64] = (None, self._picked)
         weights = order.weights
         self._shares = np.asarray(weights, np.float64) / sum(weights) if weights else None
         # Number of sequences of each source before every block of a mixture.
@@ -239,16 +245,45 @@ class Batches:
         return self.sequences.num_valid(self.step_batch(step))
 
     def microbatches(
-        self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
+        self,
+        step: int,
+        dp_rank: int,
+        dp_size: int,
+        microbatch: int,
+        accumulation: int,
+        grid: Grid | None = None,
     ) -> list[Batch]:
         """Return the `accumulation` batches of [microbatch, S] of one data-parallel rank in a step, counted from 0.
+
+        Args:
+            step: Step, counted from 0.
+            dp_rank: Data-parallel rank.
+            dp_size: Number of data-parallel ranks.
+            microbatch: Sequences of a microbatch.
+            accumulation: Microbatches of a rank.
+            grid: Places over which the sequences are balanced; None: the order of the data.
 
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
         """
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
-        local = self.step_batch(step).reshape(dp_size, accumulation, microbatch)[dp_rank]
+        indices = self.step_batch(step) if grid is None else self._arrange(step, grid)
+        local = indices.reshape(dp_size, accumulation, microbatch)[dp_rank]
         return [self._batch(i) for i in local]
+
+    def _arrange(self, step: int, grid: Grid) -> Int64:
+        """Return the indices of a step's sequences in their places."""
+        key = (step, self.sequences_per_step, grid)
+        if self._arranged[0] != key:
+            indices = self.step_batch(step)
+            self._arranged = key, indices[arrange(self.sequences.media_tokens(indices), grid)]
+        return self._arranged[1]
+
+    def balance(self, step: int, grid: Grid) -> Balance:
+        """Return the imbalance of a step, counted from 0, in the order of the data and arranged."""
+        costs = self.sequences.media_tokens(self.step_batch(step))
+        arranged = self.sequences.media_tokens(self._arrange(step, grid))
+        return Balance(int(costs.sum()), grid.imbalance(costs), grid.imbalance(arranged))
 
     def _batch(self, indices: Int64) -> Batch:
         source = self.sequences

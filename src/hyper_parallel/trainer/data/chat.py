@@ -127,10 +127,14 @@ def encode_conversation(
 
 def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
-) -> bytes:
-    """Return the text and the media of a conversation as a line of prepared data, see `reference_line`."""
+) -> tuple[bytes, int]:
+    """Return the text and the media of a conversation as a line of prepared data, and the number of other tokens.
+
+    See `reference_line`. Tokens that the template writes for an item count as tokens of the item.
+    """
     text = assistant_spans(tokenizer, conversation, where, num_context)[0]
-    return reference_line(conversation, text, where, blob)
+    num_tokens = len(tokens_of_spans(tokenizer, text, (), where)[0])
+    return reference_line(conversation, text, where, blob), num_tokens - len(conversation.media)
 
 
 def encode_pair(

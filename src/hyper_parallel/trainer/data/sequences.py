@@ -39,6 +39,7 @@ class DocumentFacts:
         records: Columns of the document's record including its answer, as a line of JSON.
         columns: Names of the columns of all records, in order of appearance.
         media: Text and media of the document, as a line of JSON.
+        media_tokens: Tokens that the processor writes for the document's media.
     """
 
     good: dict[int, bool] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class DocumentFacts:
     records: dict[int, bytes] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
     media: dict[int, bytes] = field(default_factory=dict)
+    media_tokens: dict[int, int] = field(default_factory=dict)
     _num_documents: int = 0
     _num_margins: int = 0
 
@@ -92,6 +94,8 @@ class DocumentFacts:
         if self.media:
             lines = [self.media.get(start, b"{}\n") for start in starts]
             _write_records(path.with_name(f"{path.name}_media.jsonl"), lines, [])
+            tokens = np.array([self.media_tokens.get(start, 0) for start in starts], np.int64)
+            np.save(path.with_name(f"{path.name}_media_tokens.npy"), tokens)
 
 
 class RecordFile:
@@ -176,6 +180,7 @@ class PackedSequences:
         self._num_real = self._optional("num_real")
         self._good = self._optional("good")
         self._margins = self._optional("margins")
+        self._media_tokens = self._optional("media_tokens")
         records = self.directory / f"{split}_records.jsonl"
         self._records = RecordFile(records) if records.exists() else None
         lines = self.directory / f"{split}_media.jsonl"
@@ -264,6 +269,12 @@ class PackedSequences:
     def has_media(self) -> bool:
         """True if a conversation has media; then every row is one conversation."""
         return self._media_lines is not None
+
+    def media_tokens(self, indices: Int64) -> Int64:
+        """Return the tokens that the processor writes for the media of each row; 0 without, and for a dummy row."""
+        if self._media_tokens is None:
+            return np.zeros(len(indices), np.int64)
+        return np.where(indices < 0, 0, self._media_tokens[indices])
 
     def first_media(self) -> dict[str, NDArray[Any]]:
         """Return the arrays of the first row with media; empty without."""
@@ -369,6 +380,10 @@ class JoinedSequences:
     def has_media(self) -> bool:
         """True if a source has media."""
         return any(part.has_media for part in self.parts)
+
+    def media_tokens(self, indices: Int64) -> Int64:
+        """Return the tokens of the media of each row."""
+        return np.array(self._gather(PackedSequences.media_tokens, indices), np.int64)
 
     def first_media(self) -> dict[str, NDArray[Any]]:
         """Return the arrays of the first row with media; empty without."""

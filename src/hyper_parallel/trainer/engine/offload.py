@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 from hyper_parallel.backends.torch import handle, local
 from hyper_parallel.backends.torch.data.fsdp import gathered_parameters
 from hyper_parallel.backends.torch.memory import (
-    ULPS,
     Captured,
     LruSpillMode,
     Measured,
@@ -128,7 +127,6 @@ class PlannedSteps:
             BudgetImpossible: HP402 with the smallest budget that fits every rank.
             TierFull: HP403.
         """
-        choice = self._assumed.choice
         if self._flash is not None:
             self._flash.mkdir()
         for line in self._assumed.notes:
@@ -153,8 +151,6 @@ class PlannedSteps:
         self.plan = plan_or_refuse(
             self._make_plan, self._budget, least, self._program, self._machine
         )
-        if choice.update_on_host:
-            self._say(updates_line(self.plan, bitwise=self._on_cpu))
         self._record_outside_peak("a warm-up step")
         self._open_device()
         self._say(offload_line(self.plan))
@@ -489,18 +485,6 @@ def offload_line(plan: MemoryPlan) -> str:
     return (
         f"offload: predicted peak {tiers} (without: {format_bytes(recorded_peak)}); simulated step "
         f"{format_seconds(plan.seconds)} (without: {format_seconds(recorded_s)})"
-    )
-
-
-def updates_line(plan: MemoryPlan, *, bitwise: bool) -> str:
-    """Return the number of optimizer operators in host memory and the first step's comparison mode, in one line."""
-    count = sum(action.kind == "update" for action in plan.actions)
-    tolerance = "bit for bit"
-    if count and not bitwise:
-        tolerance = f"up to {ULPS} units in the last place of a tensor's largest value"
-    return (
-        f"offload: {count} optimizer operators run in host memory; the state after the first step is compared with the "
-        f"eager step's {tolerance}"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -59,11 +58,7 @@ class OffloadMachine:
         if dram is None and node.host_bytes is not None:
             dram = int(node.host_bytes)
         actual = host_machine(node, dram, choice.flash_dir is not None)
-        # The topology has no arithmetic rate of the host; updates are bound by its memory bandwidth.
-        host = Roofline(math.inf, node.update_bytes_s or actual.store.bytes_s)
-        actual = replace(
-            actual, flash_bytes=choice.flash, host=host if choice.update_on_host else None
-        )
+        actual = replace(actual, flash_bytes=choice.flash)
         planned = actual
         if choice.bandwidth is not None:
             channel = Channel(float(choice.bandwidth))

@@ -35,6 +35,8 @@ from hyper_parallel.backends.torch.held_out_predictions import count_predictions
 from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
+from hyper_parallel.trainer.data import Batches
+from hyper_parallel.trainer.engine.cost_balance import cost_grid
 from hyper_parallel.trainer.engine.optimizer import set_lr, step_unless
 from hyper_parallel.trainer.engine.step_checks import first_not_finite
 from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder
@@ -42,7 +44,7 @@ from hyper_parallel.trainer.loop import EvalResult, StepResult
 
 if TYPE_CHECKING:
     from hyper_parallel.runtime import World
-    from hyper_parallel.trainer.data import Batches, StreamBatches
+    from hyper_parallel.trainer.data import Grid, StreamBatches
     from hyper_parallel.trainer.stages import LearningStage
 
 MAX_CONSECUTIVE_SKIPS: Final = 20
@@ -215,6 +217,7 @@ class Loop:
             step_s=seconds,
             routing=routing,
             overlap=overlap or None,
+            balance=self._balance(batches, step),
             **({} if self.stage is None else self.stage.record()),
         )
         skipped = self.policy.after(result, step, bool(rejected))
@@ -379,6 +382,23 @@ class Loop:
         rows: NDArray[np.int64] = batches.step_batch(index)
         return rows.reshape(self.plan.strategy.dp, -1)[self._data_rank]
 
+    def _grid(self, batches: Batches | StreamBatches) -> Grid | None:
+        """Return the places over which the sequences of a step are balanced; None: the order of the data."""
+        if not isinstance(batches, Batches) or not batches.order.balanced:
+            return None
+        submodels = handle(self.model).submodels
+        if submodels is None:
+            return cost_grid(self.plan, batches, None)
+        in_rounds = submodels.joint is None
+        return cost_grid(self.plan, batches, lambda count: (submodels.owners(count), in_rounds))
+
+    def _balance(self, batches: Batches | StreamBatches, step: int) -> dict[str, Any] | None:
+        """Return the record of the balance of a step, counted from 1; None in the order of the data."""
+        grid = self._grid(batches)
+        if grid is None or not isinstance(batches, Batches):
+            return None
+        return asdict(batches.balance(step - 1, grid))
+
     @property
     def _data_rank(self) -> int:
         """Index of this data-parallel rank."""
@@ -404,7 +424,11 @@ class Loop:
         if share is not None:
             sources = [(share, i) for i in range(rounds)]
         shares = {source[0] for source in sources if source is not None}
-        cut = {s: batches.microbatches(index, s, dp, microbatch, rounds) for s in shares}
+        grid = self._grid(batches)
+        cut = {
+            s: batches.microbatches(index, s, dp, microbatch, rounds, *([grid] if grid else []))
+            for s in shares
+        }
         parts = [None if source is None else cut[source[0]][source[1]] for source in sources]
         names = ["input_ids", "shift_labels", "position_ids"]
         names += [TOKEN_MASK] if handle(self.model).routes else []

@@ -69,6 +69,9 @@ class StepResult:
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     # Half-batches, and exposed communication; None without either
     overlap: dict[str, Any] | None = None
+    balance: dict[str, Any] | None = (
+        None  # imbalance of ranks by cost; None in the order of the data
+    )
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
 

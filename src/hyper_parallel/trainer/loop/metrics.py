@@ -59,6 +59,8 @@ class StepRecord:
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     # Layers run on half-batches and whole; in recorded steps exposed communication of rank 0
     overlap: dict[str, Any] | None = None
+    # Tokens of images and audio, and the imbalance of ranks before and after `data.balance`
+    balance: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class MetricsLog:
         self._append("metrics", record)
         names = ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s")
         self._draw(record.step, "train", {name: getattr(record, name) for name in names})
-        for group in ("offload", "routing", "rollout", "preference"):
+        for group in ("offload", "routing", "rollout", "preference", "balance"):
             self._draw(record.step, group, getattr(record, group) or {})
 
     def evaluation(self, record: EvalRecord) -> None:

@@ -27,10 +27,9 @@ from hyper_parallel.backends.torch.memory._recorder import (
     peak_of,
 )
 from hyper_parallel.backends.torch.memory._tiers import FileTier, Meter, run_folder
-from hyper_parallel.backends.torch.memory.first_step import ULPS, ReferenceStep, StepOutcome
+from hyper_parallel.backends.torch.memory.first_step import ReferenceStep, StepOutcome
 
 __all__ = [
-    "ULPS",
     "Captured",
     "CommCounter",
     "FakeKernels",

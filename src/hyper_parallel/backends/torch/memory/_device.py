@@ -9,10 +9,9 @@ simulated: all tiers are host memory or files, every buffer is counted, and a vi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,7 +24,6 @@ from hyper_parallel.backends.torch.memory.arena_state import ArenaState, check_p
 from hyper_parallel.backends.torch.memory.first_step import ReferenceStep, StepOutcome
 from hyper_parallel.backends.torch.memory.hardware import CopyMode, Hardware
 from hyper_parallel.backends.torch.memory.operators import View
-from hyper_parallel.backends.torch.memory.plan_transition import transfer_state
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import Counter, MemoryPlan, Timeline
 from hyper_parallel.memory import Copied, MemoryMachine, ProgramClock, clocked, predicted_timeline
@@ -73,9 +71,7 @@ class PlannedDevice:
         flash: Folder of the file tier; required when the plan uses it.
         check: Compare the first step with the eager step, which runs before it and is rolled back, twice on an
             accelerator; not for a step that was recorded without values. Or: compare it with these expected results.
-        source: Place of the state's bytes. None: its owner tensors. A spill mode that has evicted bytes of the owner
-            tensors. Or an open device between two steps, see `transfer_state`: it has the same state under another
-            captured step and plan, its arena and hardware are used, and it is closed.
+        source: Spill mode that has evicted bytes of the owner tensors; None: the owner tensors have all bytes.
 
     Attributes:
         state: Bytes of the state in the tiers.
@@ -91,18 +87,12 @@ class PlannedDevice:
         copies: CopyMode = "at_wait",
         flash: Path | None = None,
         check: bool | ReferenceStep = True,
-        source: LruSpillMode | PlannedDevice | None = None,
+        source: LruSpillMode | None = None,
     ) -> None:
         self.captured, self.plan, self.machine = captured, plan, machine
         check_plan(captured, plan, flash)
-        acquire: Callable[[ArenaState], None] | None = None
-        if isinstance(source, PlannedDevice):
-            self.hardware = source.hardware  # with the counts of its meters
-            acquire, spill = partial(transfer_state, source.state), None
-        else:
-            alignment = plan.program.alignment_bytes
-            self.hardware, spill = Hardware(captured.device, machine, alignment, copies), source
-        self.state = ArenaState(captured, plan, machine, self.hardware, flash, acquire, spill)
+        self.hardware = Hardware(captured.device, machine, plan.program.alignment_bytes, copies)
+        self.state = ArenaState(captured, plan, self.hardware, flash, source)
         self._expected = check if isinstance(check, ReferenceStep) else None
         storages = enumerate(plan.program.storages)
         self._results = [s for s, storage in storages if storage.at_end and not storage.at_start]
@@ -228,12 +218,8 @@ class PlannedDevice:
         Raises:
             StepChanged: HP512 when they differ.
         """
-        updates = any(action.kind == "update" for action in self.plan.actions)
         try:
-            expected.check(
-                StepOutcome.of(outputs, dict(self.state.named())),
-                rounded=updates and self.hardware.device.type != "cpu",
-            )
+            expected.check(StepOutcome.of(outputs, dict(self.state.named())))
         except StepChanged:
             self.state.failed = True
             raise

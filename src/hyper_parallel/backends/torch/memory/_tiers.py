@@ -230,11 +230,6 @@ class FileTier:
         self._sums.pop(storage, None)
         self._meter.add(-self._sizes.pop(storage))
 
-    def adopt(self, storage: int, other: FileTier, name: int) -> None:
-        """Take over the file of another tier's storage `name`, on the same disk and meter."""
-        other.path(name).replace(self.path(storage))
-        self._sizes[storage], self._sums[storage] = other._sizes.pop(name), other._sums.pop(name)
-
     def clear(self) -> None:
         """Delete all files."""
         for storage in list(self._sizes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from hyper_parallel.errors import (
     TransferFailed,
 )
 from hyper_parallel.ir import MemoryPlan
-from hyper_parallel.memory import MemoryMachine, wrong_address
+from hyper_parallel.memory import wrong_address
 
 _HOST = torch.device("cpu")
 
@@ -66,10 +66,8 @@ class ArenaState:
     Args:
         captured: See `PlannedDevice`.
         plan: See `PlannedDevice`.
-        machine: See `PlannedDevice`.
         hardware: Meters, buffers and copy lanes.
         flash: See `PlannedDevice`.
-        acquire: Moves the state here from another `ArenaState`; None: it comes from its owner tensors.
         spill: Mode that has the evicted bytes of the owner tensors.
 
     Attributes:
@@ -77,8 +75,7 @@ class ArenaState:
         files: The file tier.
         storages: Bytes on the device and in DRAM, by storage.
         actions: Actions of the plan, bound to their buffers.
-        arena_bytes: Size of the arena: that of the plan, or of the arena that a previous plan has allocated.
-        arena: Device buffer of `arena_bytes`.
+        arena: Device buffer of the plan's `arena_bytes`; None: not allocated.
         owners: Tensors that own the state.
         failed: True after a failed step or a partial move of the state; the state can then only be closed.
         closed: True when the bytes are back in their owner tensors.
@@ -88,13 +85,11 @@ class ArenaState:
         self,
         captured: Captured,
         plan: MemoryPlan,
-        machine: MemoryMachine,
         hardware: Hardware,
         flash: Path | None,
-        acquire: Callable[[ArenaState], None] | None = None,
         spill: LruSpillMode | None = None,
     ) -> None:
-        self.captured, self.plan, self.machine = captured, plan, machine
+        self.captured, self.plan = captured, plan
         self.hardware = hardware
         self.hardware.reserve(plan)
         self.files = self.hardware.file_tier(flash or Path())
@@ -102,13 +97,12 @@ class ArenaState:
         self._device, self._inside = self.storages["device"], self.hardware.inside
         self._sizes = plan.program.sizes
         self.actions: list[Act] = []
-        self.arena_bytes = plan.arena_bytes
         self.arena: torch.UntypedStorage | None = None
         self._numbers = {t.untyped_storage()._cdata: s for s, t in captured.state.items()}
         self.failed = False
         self.closed = False
         self.owners, self._spill = Owners(captured), spill
-        self._acquire(acquire or ArenaState._acquire_from_owners)
+        self._acquire()
 
     def _is_input(self, storage: int) -> bool:
         return self.plan.program.storages[storage].kind == "input"
@@ -129,23 +123,22 @@ class ArenaState:
             self.leave(s)
         self.actions, self.arena = [], None
 
-    def take_arena(self) -> Addresses:
-        """Allocate the arena unless it exists, and bind the actions of the plan to its addresses."""
-        if self.arena is None:
-            self.arena = self.hardware.arena(self.arena_bytes)
+    def _take_arena(self) -> Addresses:
+        """Allocate the arena, and bind the actions of the plan to its addresses."""
+        self.arena = self.hardware.arena(self.plan.arena_bytes)
         addresses = Addresses(self.captured, self.plan, self.arena)
         bound = BoundActions(self).bound
         self.actions = list(map(bound, self.plan.actions, addresses.actions))
         return addresses
 
-    def _acquire(self, acquire: Callable[[ArenaState], None]) -> None:
+    def _acquire(self) -> None:
         """Take the state from its owner tensors, and turn them into stubs."""
         try:
             self.owners.check()
         except StepChanged:
             self._close_without_state()  # the recorded tensors are no longer part of the model
             raise
-        acquire(self)
+        self._acquire_from_owners()
         self.owners.make_stubs()
 
     def _acquire_from_owners(self) -> None:
@@ -176,7 +169,7 @@ class ArenaState:
                     # All tensors on this storage share it, so emptying it in place frees the bytes of all of them.
                     # Inputs keep their bytes: the caller may pass the same tensors in the next step.
                     base.resize_(0)
-            for s, target in self.take_arena().at_start.items():
+            for s, target in self._take_arena().at_start.items():
                 target.copy_(staged[s])
                 self.enter(s, target)
                 del staged[s]
@@ -190,7 +183,7 @@ class ArenaState:
     def _staging_device(self, spill: LruSpillMode | None = None) -> torch.device:
         """Return the staging device of moved state: the device if both copies fit without a spill mode, else host."""
         device = self.hardware.device
-        return device if spill is None and has_room(device, self.arena_bytes) else _HOST
+        return device if spill is None and has_room(device, self.plan.arena_bytes) else _HOST
 
     def _move_to_home(
         self,
@@ -268,7 +261,7 @@ class ArenaState:
         return TierFull(
             "the arena of the plan does not fit the device",
             where=str(self.hardware.device),
-            got=f"{self.arena_bytes} bytes wanted, {free} of {total} free: {error}",
+            got=f"{self.plan.arena_bytes} bytes wanted, {free} of {total} free: {error}",
             hint="plan with a smaller budget, or end other programs on the device",
         )
 
@@ -299,7 +292,7 @@ class ArenaState:
         try:
             yield
         finally:
-            self._acquire(ArenaState._acquire_from_owners)
+            self._acquire()
 
     def materialize_on_use(self, spill: LruSpillMode) -> None:
         """Let a spill mode make the state resident on use; its content stays in the home tier."""

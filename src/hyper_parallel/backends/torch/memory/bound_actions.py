@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from hyper_parallel.backends.torch.memory.first_step import size_error, value_error
 from hyper_parallel.backends.torch.memory.operators import wait_finished
-from hyper_parallel.backends.torch.memory.prepared_plan import Prepared, in_host_memory
+from hyper_parallel.backends.torch.memory.prepared_plan import Prepared
 from hyper_parallel.errors import StepChanged
 from hyper_parallel.ir import COPIES, MemoryAction
 
@@ -34,7 +34,7 @@ class BoundActions:
     """
 
     def __init__(self, state: ArenaState) -> None:
-        self._captured, self._plan, self._files = state.captured, state.plan, state.files
+        self._plan, self._files = state.plan, state.files
         self._enter, self._leave = state.enter, state.leave
         self._device, self._dram = state.storages["device"], state.storages["dram"]
         self._hardware, self._lanes = state.hardware, state.hardware.lanes
@@ -53,8 +53,6 @@ class BoundActions:
         s, kind = action.target, action.kind
         if isinstance(ready, Prepared):
             return partial(self._run, ready, s)
-        if kind == "update":
-            return partial(self._update, s)
         if kind == "join":
             return partial(self._join, s)
         if kind in ("prefetch", "store"):
@@ -91,19 +89,12 @@ class BoundActions:
         if not ready.ignores_output:
             _copy_staged(ready, tree_flatten(out)[0])
 
-    def _update(self, index: int) -> None:
-        run = in_host_memory(self._captured.calls[index], self._dram)
-        self._lanes.update(index, self._plan.program.operators[index], run)
-
     def _join(self, index: int) -> None:
-        """Wait for a collective or an operator in host memory."""
+        """Wait for a collective."""
         timed = self._hardware.timed
         begin = None if timed is None else timed.now()
-        if index in self._in_flight:
-            with self._hardware.in_library():
-                wait_finished(self._in_flight.pop(index))
-        else:
-            self._lanes.join(index, self._plan.program.operators[index])
+        with self._hardware.in_library():
+            wait_finished(self._in_flight.pop(index))
         if timed is not None:
             timed.joined(index, begin)
 

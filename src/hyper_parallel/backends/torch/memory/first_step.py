@@ -32,7 +32,7 @@ _CHUNK: Final = 1 << 20
 _CACHED: Final = 1 << 16  # on the host: they stay in its cache
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
-"""Tolerance in units in the last place of a tensor's largest value, when an update runs on another processor."""
+"""Tolerance in units in the last place of a tensor's largest value, when two eager runs differ."""
 _SPREAD_TOLERANCE: Final = 10
 """Tolerance of a planned step in multiples of the difference of two eager runs; no hardware has reached it yet."""
 _OUTLIER_SHARE: Final = 0.01
@@ -117,12 +117,11 @@ class ReferenceStep:
                 del outputs
         return cls(*runs)
 
-    def check(self, got: StepOutcome, *, rounded: bool = False) -> None:
+    def check(self, got: StepOutcome) -> None:
         """Compare the results of a planned step with the expected ones.
 
         Args:
             got: Results of the planned step.
-            rounded: Updates ran on another processor.
 
         Raises:
             StepChanged: HP512 with the first value that differs.
@@ -131,9 +130,8 @@ class ReferenceStep:
             expected, dtype = self._first.samples[name]
             actual = got.samples[name][0]
             tolerance = _SPREAD_TOLERANCE * self.spread.get(name, 0.0)
-            inexact = bool(self.spread) or (rounded and name not in OUTPUTS)
             if got.digests[name] == digest or (
-                inexact and is_close(actual, expected, dtype, tolerance)
+                self.spread and is_close(actual, expected, dtype, tolerance)
             ):
                 continue
             is_scalar = expected.numel() == 1

@@ -7,11 +7,9 @@ a budget, so every token is the same.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +17,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeCopyMode, FakeTensorMode
 
-from hyper_parallel.backends.torch.decode_slots import Passes, SlotSteps
+from hyper_parallel.backends.torch.decode_slots import FixedPasses, SlotSteps
 from hyper_parallel.backends.torch.memory._capture import Named, model_state, record
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory._device import Measured, PlannedDevice
 from hyper_parallel.backends.torch.memory._fake_values import grouped_products
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._tiers import run_folder
-from hyper_parallel.backends.torch.memory.plan_transition import RelocationPlan
 from hyper_parallel.backends.torch.static_cache import (
-    TextSteps,
     bind_cache,
     cache_tensors,
-    decode_inputs,
-    prompt_inputs,
     why_no_static_cache,
 )
 from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported, TierFull
-from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan, slab_bytes
+from hyper_parallel.ir import MEMORY_TIERS, MemoryPlan
 from hyper_parallel.memory import MemoryMachine, Roofline, plan_memory_cached
 from hyper_parallel.units import format_bytes
 
@@ -64,7 +58,7 @@ class MemoryUse:
 
     Attributes:
         predicted_bytes: Peak per tier of the two plans: the arena and staging on the device, the buffers in DRAM.
-        measured_bytes: Measured peaks of all steps, the transition from one plan to the other included.
+        measured_bytes: Measured peaks of all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
         wait_s: Part of `seconds` in which the device waited for copies.
@@ -96,14 +90,17 @@ class MemoryUse:
 _CPU = torch.device("cpu")
 
 
-class _TwoSteps:
-    """Prompt and decode steps under a device budget.
+class PlannedSlots(FixedPasses):
+    """Prompt and decode passes under a device budget; all prompts precede all decoding.
 
     Args:
         model: In host memory, in eval mode; its tensors are empty until `close`.
-        fixed: Shapes of the two steps.
+        fixed: Slots and lengths.
         limits: Budget and machine.
         device: Device of the steps; a CPU simulates one.
+
+    Attributes:
+        use: Predicted and measured memory use.
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
@@ -112,14 +109,8 @@ class _TwoSteps:
     """
 
     def __init__(
-        self, model: Any, fixed: TextSteps | SlotSteps, limits: MemoryLimits, device: torch.device
+        self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU
     ) -> None:
-        self.model, self.limits, self._fixed = model, limits, fixed
-        self.use = MemoryUse(simulated=device.type == "cpu")
-        self._target_device = device
-        self._device: PlannedDevice | None = None
-        self._stack = ExitStack()
-        self._files: Path | None = None
         if model.device.type != "cpu":
             raise CaptureUnsupported(
                 "a device budget needs the model in host memory, but it is on another device",
@@ -132,6 +123,13 @@ class _TwoSteps:
                 got=type(model).__name__,
                 hint="leave out --device-memory",
             )
+        super().__init__(model, fixed)
+        self.limits = limits
+        self.use = MemoryUse(simulated=device.type == "cpu")
+        self._target_device = device
+        self._planned_device: PlannedDevice | None = None
+        self._stack = ExitStack()
+        self._files: Path | None = None
         _own_storages(model)
         self._captured = self._capture()
         self._plans = self._plan()
@@ -141,19 +139,15 @@ class _TwoSteps:
             for size, storage in zip(state.sizes, state.storages, strict=True)
             if storage.persistent
         )
-        # One arena serves both steps; the plan of the prompt step allocates it.
-        arena_bytes = max(plan.arena_bytes for plan in self._plans)
-        if self._plans[0].arena_bytes < arena_bytes:
-            self._plans[0] = replace(self._plans[0], arena_bytes=arena_bytes)
         self.use.predicted_bytes = {
-            "device": arena_bytes + self._staging_bytes,
-            "dram": _dram_bytes(self._plans),
+            "device": max(plan.device_bytes for plan in self._plans),
+            "dram": max(plan.dram_bytes for plan in self._plans),
             "flash": max(plan.peak_bytes["flash"] for plan in self._plans),
         }
 
     def _capture(self) -> list[Captured]:
         """Record the prompt step and, if needed, the decode step on fake tensors."""
-        model, fixed = self.model, self._fixed
+        model, fixed = self._model, self._fixed
         with fake_copy(model, self._target_device) as fake:
             cache = fixed.new_cache(fake)
             short = replace(fixed, prompt_tokens=1)
@@ -163,7 +157,6 @@ class _TwoSteps:
             recorded = [_record(fake, cache, fixed, named, prompt=True)]
             if fixed.length > fixed.prompt_tokens:
                 recorded.append(_record(fake, cache, fixed, named, prompt=False))
-        self.cache = fixed.new_cache(model)
         tensors = {k: torch.zeros(t.shape, dtype=t.dtype) for k, t in shapes.items()}
         bind_cache(self.cache, tensors)
         real = {**{k: t for k, (t, _) in model_state(model).items()}, **tensors}
@@ -173,236 +166,94 @@ class _TwoSteps:
         ]
 
     def _plan(self) -> list[MemoryPlan]:
-        dram = self.limits.machine.dram_bytes
-        first_error: TierFull | None = None
-        while True:
-            try:
-                plans = self._planned(dram)
-            except TierFull as error:
-                first_error = first_error or error
-                dram = error.enough_bytes["dram"]
-                continue
-            if first_error is None:
-                return plans
-            raise TierFull(
-                "the bytes beyond the device budget exceed DRAM and flash",
-                got=f"device {self.limits.device_bytes} bytes, dram {self.limits.machine.dram_bytes} bytes, "
-                f"flash {'none' if self.limits.flash is None else 'unlimited'}",
-                hint=f"--dram {dram}",
-            ) from first_error
-
-    def _planned(self, dram_bytes: int | None) -> list[MemoryPlan]:
-        """Return plans whose DRAM buffers fit together, because the buffers of both steps coexist.
+        """Return a plan per step.
 
         Raises:
-            BudgetImpossible: HP402.
-            TierFull: HP403 with a larger DRAM size that may suffice.
+            BudgetImpossible: HP402 with a budget that both steps fit.
+            TierFull: HP403 with a DRAM size that both steps fit.
         """
-        machine, dram_totals = replace(self.limits.machine, dram_bytes=dram_bytes), list[int]()
-        while True:
-            try:
-                plans = self._plan_each(machine)
-            except TierFull as error:
-                assert dram_bytes is not None
-                larger = min(dram_totals, default=error.enough_bytes["dram"])
-                error.enough_bytes = {"dram": max(larger, dram_bytes + dram_bytes // 64 + 1)}
-                raise
-            dram_totals.append(_dram_bytes(plans))
-            if dram_bytes is None or dram_totals[-1] <= dram_bytes:
-                return plans
-            # The plans need buffers of different sizes, so each is planned with less DRAM.
-            assert machine.dram_bytes is not None
-            smaller = machine.dram_bytes - (dram_totals[-1] - dram_bytes)
-            machine = replace(machine, dram_bytes=max(smaller, 0))
-
-    def _plan_each(self, machine: MemoryMachine) -> list[MemoryPlan]:
-        limits, plans, min_bytes = self.limits, [], 0
+        limits, plans, errors = self.limits, list[MemoryPlan](), list[BudgetImpossible | TierFull]()
         for captured in self._captured:
             program = limits.roofline.annotate(captured.program)
-            # The staging buffers of the other step must fit too.
-            other_staging_bytes = self._staging_bytes - program.staging_bytes
-            budget = limits.device_bytes - other_staging_bytes
             try:
                 plans.append(
                     plan_memory_cached(
-                        program, machine, measured=captured.seconds, budget_bytes=budget
+                        program,
+                        limits.machine,
+                        measured=captured.seconds,
+                        budget_bytes=limits.device_bytes,
                     )
                 )
-            except BudgetImpossible as error:
-                min_bytes = max(min_bytes, error.least_bytes + other_staging_bytes)
-        if min_bytes:
+            except (BudgetImpossible, TierFull) as error:
+                errors.append(error)
+        if budgets := [e.least_bytes for e in errors if isinstance(e, BudgetImpossible)]:
+            least = max(budgets)
             raise BudgetImpossible(
                 f"no memory plan of this generation fits {format_bytes(limits.device_bytes)}",
                 got=f"{limits.device_bytes} bytes",
-                allowed=f"at least {min_bytes} bytes ({format_bytes(min_bytes)})",
-                hint=f"--device-memory {min_bytes}",
+                allowed=f"at least {least} bytes ({format_bytes(least)})",
+                hint=f"--device-memory {least}",
             )
+        if full := [e.enough_bytes["dram"] for e in errors if isinstance(e, TierFull)]:
+            raise TierFull(
+                "the bytes beyond the device budget exceed DRAM and flash",
+                got=f"device {limits.device_bytes} bytes, dram {limits.machine.dram_bytes} bytes, "
+                f"flash {'none' if limits.flash is None else 'unlimited'}",
+                hint=f"--dram {max(full)}",
+            ) from errors[0]
         return plans
-
-    @property
-    def _staging_bytes(self) -> int:
-        return max(captured.program.staging_bytes for captured in self._captured)
 
     def begin(self) -> None:
         """Open the device under the plan of the prompt step."""
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
-        self._device = PlannedDevice(
-            self._captured[0], self._plans[0], self.limits.machine, flash=self._files
+        self._planned_device = self._open(0)
+
+    def _open(self, index: int) -> PlannedDevice:
+        return PlannedDevice(
+            self._captured[index], self._plans[index], self.limits.machine, flash=self._files
         )
 
     def enter_decode(self) -> None:
-        """Move the state to the plan of the decode step, unless that is active."""
-        assert self._device is not None
-        if len(self._plans) > 1 and self._device.plan is self._plans[0]:
-            self._device.hardware.reset_peaks()
-            self._device = PlannedDevice(
-                self._captured[1],
-                self._plans[1],
-                self.limits.machine,
-                flash=self._files,
-                source=self._device,
-            )
-            self._count({"device": self._device.hardware.gauge.peak_bytes})
+        """Return the state to the model and open the device under the plan of the decode step, unless it is active."""
+        assert self._planned_device is not None
+        if len(self._plans) > 1 and self._planned_device.plan is self._plans[0]:
+            self._planned_device.close()
+            self._planned_device = self._open(1)
 
     def close(self) -> None:
         """Return the weights' bytes to the model."""
         with self._stack:
-            if self._device is not None:
-                self._device.close()
+            if self._planned_device is not None:
+                self._planned_device.close()
+
+    def _run_step(self, inputs: dict[str, Tensor], *, prompt: bool) -> Tensor:
+        if self._planned_device is None:
+            self.begin()
+        if not prompt:
+            self.enter_decode()
+        return self.run(inputs)
 
     def run(self, inputs: dict[str, Tensor]) -> Tensor:
         """Run a step and return its logits."""
-        assert self._device is not None
+        assert self._planned_device is not None
         measured: Measured
-        logits, measured = self._device.step(inputs)
-        self._count(
-            {
-                "device": measured.device_bytes,
-                "dram": measured.dram_bytes,
-                "flash": measured.peak_bytes["flash"],
-            }
-        )
+        logits, measured = self._planned_device.step(inputs)
+        peaks = {
+            "device": measured.device_bytes,
+            "dram": measured.dram_bytes,
+            "flash": measured.peak_bytes["flash"],
+        }
+        most = self.use.measured_bytes
+        most |= {tier: max(peak, most[tier]) for tier, peak in peaks.items()}
         self.use.seconds += measured.seconds
         self.use.wait_s += measured.wait_s
         self.use.steps += 1
         result: Tensor = logits
         return result
 
-    def _count(self, peaks: Mapping[str, int]) -> None:
-        for tier, peak in peaks.items():
-            self.use.measured_bytes[tier] = max(self.use.measured_bytes[tier], peak)
 
-
-class PlannedGeneration(_TwoSteps):
-    """Prompt and decode steps of one text under a device budget.
-
-    Args:
-        model: In host memory, in eval mode; its tensors are empty until `close`.
-        prompt_tokens: Length of the prompt.
-        length: Slots of the cache: prompt and continuation.
-        limits: Budget and machine.
-        device: Device of the steps; a CPU simulates one.
-
-    Raises:
-        HyperParallelError: See `_TwoSteps`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        prompt_tokens: int,
-        length: int,
-        limits: MemoryLimits,
-        device: torch.device = _CPU,
-    ) -> None:
-        super().__init__(model, TextSteps(prompt_tokens, length), limits, device)
-        self.position = 0
-
-    def prompt(self, ids: list[int]) -> Tensor:
-        """Process the prompt and return the logits [V] after it."""
-        self.begin()
-        self.position = len(ids)
-        return self.run(prompt_inputs(self.model, ids))
-
-    def next(self, token: int) -> Tensor:
-        """Process the next token and return the logits [V] after it."""
-        self.enter_decode()
-        inputs = decode_inputs(self.model, token, self.position, self._fixed.length)
-        self.position += 1
-        return self.run(inputs)
-
-
-class PlannedSlots(Passes):
-    """Batched prompt and decode passes under a device budget, one slot per text; all prompts precede all decoding.
-
-    Args:
-        model: In host memory, in eval mode; its tensors are empty until `close`.
-        fixed: Slots and lengths.
-        limits: Budget and machine.
-        device: Device of the steps; a CPU simulates one.
-
-    Attributes:
-        use: Predicted and measured memory use.
-        close: Returns the weights' bytes to the model.
-
-    Raises:
-        CaptureUnsupported: See `PlannedGeneration`.
-        BudgetImpossible: See `PlannedGeneration`.
-        TierFull: See `PlannedGeneration`.
-    """
-
-    def __init__(
-        self, model: Any, fixed: SlotSteps, limits: MemoryLimits, device: torch.device = _CPU
-    ) -> None:
-        self._planned = _TwoSteps(model, fixed, limits, device)
-        super().__init__(model, fixed.slots)
-        self._fixed, self._slots, self._begun = fixed, [*range(fixed.slots)], False
-        self.use, self.close = self._planned.use, self._planned.close
-
-    def read_tokens(
-        self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
-    ) -> Tensor:
-        """Run a pass, see `Passes.read_tokens`; passes with several tokens per text precede the first decode pass."""
-        prompt = not self._begun or max(map(len, tokens)) > 1
-        if not self._begun:
-            self._planned.begin()
-            self._begun = True
-        if not prompt:
-            self._planned.enter_decode()
-        slots = [self._slots[row] for row in rows]
-        inputs = self._fixed.inputs(self._model, slots, tokens, starts, prompt=prompt)
-        return self._planned.run(inputs)[slots]
-
-    def move_sequence(self, source: int, target: int) -> None:
-        """Relabel the rows, see `Passes.move_sequence`; every step has all slots, so nothing is copied."""
-        slots = self._slots
-        slots[source], slots[target] = slots[target], slots[source]
-
-
-def _dram_bytes(plans: list[MemoryPlan]) -> int:
-    """Return the bytes of the DRAM buffers of all plans and of the transitions between them."""
-    buffers, num_bytes = Counter[int](), 0
-    for before, plan in pairwise((None, *plans)):
-        assert plan is not None
-        buffers, num_bytes = _add_buffers(plan.replayed.host_buffers, buffers, num_bytes)
-        if before is not None:
-            buffers, num_bytes = _add_buffers(
-                RelocationPlan(before, plan, buffers).buffers, buffers, num_bytes
-            )
-    return num_bytes
-
-
-def _add_buffers(
-    wanted: Mapping[int, int], buffers: Counter[int], num_bytes: int
-) -> tuple[Counter[int], int]:
-    """Return buffers and their bytes after the wanted buffers were added."""
-    return buffers | Counter(wanted), num_bytes + slab_bytes(Counter(wanted) - buffers)
-
-
-def _record(
-    model: Any, cache: Any, fixed: TextSteps | SlotSteps, named: Named, *, prompt: bool
-) -> Captured:
+def _record(model: Any, cache: Any, fixed: SlotSteps, named: Named, *, prompt: bool) -> Captured:
     def run(**batch: Tensor) -> Tensor:
         return fixed.run(model, cache, batch)
 

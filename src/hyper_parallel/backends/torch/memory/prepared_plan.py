@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from hyper_parallel.backends.torch.memory._captured import Captured
 from hyper_parallel.backends.torch.memory.kernel_bytes import columns, in_pieces
-from hyper_parallel.backends.torch.memory.operators import Call, View
+from hyper_parallel.backends.torch.memory.operators import View
 from hyper_parallel.backends.torch.memory.out_variants import Bound, out_variant
 from hyper_parallel.ir import MemoryPlan
 
@@ -144,11 +144,3 @@ class Addresses:
 
 def _bind_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
     return lambda: op(*args, **kwargs)
-
-
-def in_host_memory(call: Call, contents: StorageBytes) -> Bound:
-    """Return a call of a recorded operator on bytes in host memory."""
-    args, kwargs = tree_map_only(
-        View, lambda v: v.as_tensor(contents[v.storage]), (call.args, call.kwargs)
-    )
-    return _bind_call(getattr(call.func, "_op", call.func), args, kwargs)

@@ -23,8 +23,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hyper_parallel.backends.torch.memory.tier_copies import HOST, HostTasks, finish
-from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram, Operator
+from hyper_parallel.backends.torch.memory.tier_copies import finish
+from hyper_parallel.ir import COPIES, MemoryAction, MemoryProgram
 from hyper_parallel.ir.timeline import Span
 from hyper_parallel.memory import Copied
 
@@ -35,7 +35,6 @@ _LANES: Final = {
     "run": ("compute", "run", ""),
     "recompute": ("compute", "recompute", ""),
     "communication": ("communication", "communication", ""),
-    HOST: (HOST, "update", ""),
 }
 """Recorded events of a step other than copies: lane, category and prefix of the name in a timeline."""
 
@@ -127,7 +126,7 @@ class Times:
     spans: list[Span] | None
 
 
-class StreamLanes(HostTasks):
+class StreamLanes:
     """Copies in flight: one stream per direction, and one thread per direction of files.
 
     Events are created once and reused in every step; all work issued at one point of the compute stream shares an
@@ -135,17 +134,19 @@ class StreamLanes(HostTasks):
 
     Args:
         api: Streams and events of the device.
+
+    Attributes:
+        position: Event at the current point of the compute stream; None: not recorded yet.
     """
 
     def __init__(self, api: DeviceApi) -> None:
-        super().__init__()
         self._api = api
+        self.position: Any = None
         self._streams = {
             kind: api.module.Stream(api.device) for kind in COPIES if kind not in _FILES
         }
         self._threads = {
-            kind: ThreadPoolExecutor(1, f"hyper-{kind}", api.enter_thread)
-            for kind in (*_FILES, HOST)
+            kind: ThreadPoolExecutor(1, f"hyper-{kind}", api.enter_thread) for kind in _FILES
         }
         # (storage, target tier) -> newest copy: a thread's future, or columns and index of a copy on a stream
         self._running: dict[tuple[int, str], Any] = {}
@@ -170,9 +171,8 @@ class StreamLanes(HostTasks):
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
         """Issue a copy.
 
-        A copy between device and DRAM is issued on the stream of its direction at once, unless it depends on a file or
-        on an operator in host memory. Then a thread issues it on that stream. A copy between DRAM and a file runs in a
-        thread.
+        A copy between device and DRAM is issued on the stream of its direction at once, unless it depends on a file.
+        Then a thread issues it on that stream. A copy between DRAM and a file runs in a thread.
 
         Args:
             storage: Storage index.
@@ -182,9 +182,8 @@ class StreamLanes(HostTasks):
         """
         src, dst = COPIES[lane]
         source_copy = self._running.get((storage, src))
-        change = self._writers.get(storage) if src == "dram" else None
         issued = self.now()
-        if source_copy is None and change is None and lane not in _FILES:
+        if source_copy is None and lane not in _FILES:
             end, copies = self._on_stream(lane, move, issued), self._copies[lane]
             self._running[storage, dst] = copies, len(copies.ends)
             copies.add(storage, issued, end, num_bytes)
@@ -194,7 +193,6 @@ class StreamLanes(HostTasks):
         pending_move = [move]
 
         def issue_on_stream() -> Any:
-            finish(change)
             stream = self._streams[lane]
             if (dependency := _end(source_copy)) is not None:
                 stream.wait_event(dependency)
@@ -205,7 +203,6 @@ class StreamLanes(HostTasks):
             return end
 
         def copy_file() -> None:
-            finish(change)
             dependency = _end(source_copy)
             issued.synchronize()
             if dependency is not None:
@@ -217,28 +214,8 @@ class StreamLanes(HostTasks):
         if lane in _FILES:
             self._running[storage, dst] = self._threads[lane].submit(copy_file)
             return
-        # The thread that reads the file, or that of the operator, issues the copy after its own work.
-        thread = self._threads["copy_in" if change is None else HOST]
-        self._running[storage, dst] = thread.submit(issue_on_stream)
-
-    def update(self, index: int, operator: Operator, run: Callable[[], None]) -> None:
-        """Begin an operator in host memory, after the copies of its operands and the earlier host operators."""
-        # A copy of its results to the device may still be in flight; the compute stream already waits for it.
-        issued = self.now()
-        dependencies = [self._running.get((s, "dram")) for s in operator.touched]
-        todo = [run]
-
-        def by_thread() -> None:
-            issued.synchronize()
-            for task in dependencies:
-                if (event := _end(task)) is not None:
-                    event.synchronize()
-            dependencies.clear()
-            begin = _HostEvent.now()
-            todo.pop()()
-            self._recorded[HOST].append((operator.name, begin, _HostEvent.now()))
-
-        self._register(index, operator, self._threads[HOST].submit(by_thread))
+        # The thread that reads the file issues the copy after its own work.
+        self._running[storage, dst] = self._threads["copy_in"].submit(issue_on_stream)
 
     def _on_stream(self, lane: str, move: Callable[[], Any], after: Any) -> Any:
         """Copy on the stream of a direction, after an event, and return the event of its end."""
@@ -276,17 +253,15 @@ class StreamLanes(HostTasks):
             self._recorded[action.kind].append((operator.name, begin, self.now()))
 
     def joined(self, index: int, begin: Any) -> None:
-        """Record a wait of the compute stream for a collective or an operator in host memory, issued after `begin`.
+        """Record a wait of the compute stream for a collective, issued after `begin`.
 
         A collective runs on a stream of its library, so in the timeline it is in flight until the wait.
         """
         self.position = None
-        end, operator = self.now(), self._program.operators[index]
-        self._recorded["join" if operator.group else "wait"].append((operator.name, begin, end))
+        end, name = self.now(), self._program.operators[index].name
+        self._recorded["join"].append((name, begin, end))
         if index in self._issue_events:
-            self._recorded["communication"].append(
-                (operator.name, self._issue_events.pop(index), end)
-            )
+            self._recorded["communication"].append((name, self._issue_events.pop(index), end))
 
     def now(self) -> Any:
         """Return an event at this point of the compute stream."""
@@ -344,10 +319,9 @@ class StreamLanes(HostTasks):
             if self._trace:
                 spans.append(Span(lane, copied_storage.name, start, length, "copy"))
         for kind, recorded in self._recorded.items():
-            at_ms = (self._first_host if kind == HOST else self._first).elapsed_time
             lane, category, prefix = _LANES[kind]
             for name, begin, end in recorded:
-                start, stop = at_ms(begin) / 1e3, at_ms(end) / 1e3
+                start, stop = self.seconds(begin), self.seconds(end)
                 length = max(stop - start, 0.0)
                 seconds[kind] += length
                 if self._trace:

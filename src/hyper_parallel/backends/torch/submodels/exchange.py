@@ -180,6 +180,20 @@ class Border:
         sources = [self.source(tower_rank, number) for number in rounds]
         return [source if source[1] < count else None for source in sources]
 
+    def owners(
+        self, count: int, sources: Callable[[int, int], list[Source]] | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the numbers of the microbatches of each tower rank, see `Submodels.owners`.
+
+        Args:
+            count: Microbatches of each reader.
+            sources: As `Border.sources`, of another order.
+        """
+        return tuple(
+            tuple(s[0] * count + s[1] for s in (sources or self.sources)(rank, count) if s)
+            for rank in range(len(self.tower))
+        )
+
     def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
         """Yield the passes of a step in their order: rounds of the tower, and indices of microbatches of the readers.
 
@@ -495,6 +509,17 @@ class Submodels:
         else:
             served = [tower.border.sources(tower.rank, count) for _, tower in self.towers]
         return [*own, *(source for sources in served for source in sources)]
+
+    def owners(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """Return the microbatches whose features each tower rank computes, in the order of its passes or of the step.
+
+        Args:
+            count: Microbatches of each data-parallel rank of the language part. Their numbers are those of its first
+                rank, then those of the second, and so on.
+        """
+        border = self.roles[0].side.border
+        sources = None if self.joint is None else self.joint.sources
+        return border.owners(count, sources)
 
     def divided(self, microbatches: Sequence[_T]) -> tuple[Sequence[_T], list[Sequence[_T]]]:
         """Return the microbatches of the language part and those of each tower, in the order of `sources`."""

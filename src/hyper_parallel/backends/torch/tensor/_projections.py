@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,11 @@ from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import all_to_all, paired
 from hyper_parallel.backends.torch.in_flight import half_index, offer_turn, sum_both, sum_forward
+from hyper_parallel.backends.torch.pass_context import PassShape
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
 from hyper_parallel.backends.torch.tensor.chunked_tokens import (
     ChunkedTokens,
+    ChunkedWeight,
     Product,
     scatter_products,
 )
@@ -57,6 +60,8 @@ class RegionPass:
         block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
         padded_rows: Rows of the gathered tokens, padding included.
         num_chunks: Chunks in which tokens are gathered and scattered; 1: tokens are gathered and scattered whole.
+        column_products: With chunks: products of column-parallel projections that were made before this forward.
+        row_products: With chunks: products of row-parallel projections.
     """
 
     scope: RegatherScope | None = None
@@ -65,6 +70,23 @@ class RegionPass:
     block_input_summed_grad: Tensor | None = None
     padded_rows: int = 0
     num_chunks: int = 1
+    column_products: MadeProducts | None = None
+    row_products: MadeProducts | None = None
+
+
+@dataclass(slots=True)
+class MadeProducts:
+    """Products of chunks made while collectives of the same pass were in flight, see `ChunkedWeight`.
+
+    Attributes:
+        shape: Shape of the pass in which they were made.
+        with_grad: True if gradients were recorded.
+        products: Projection to the product of one chunk.
+    """
+
+    shape: PassShape
+    with_grad: bool
+    products: dict[nn.Module, Product]
 
 
 @dataclass(slots=True)
@@ -79,8 +101,11 @@ class Region:
         kv_heads: Key and value heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
         last_column: Last column-parallel projection; with a half of its computation done, the module offers a turn.
-        chunk_products: For every column-parallel projection, a function that reads the weight of a pass and returns the
-            product of a chunk of tokens.
+        column_products: For every column-parallel projection, a function that reads the weight of a pass and returns
+            the product of a chunk of tokens.
+        row_products: The same for row-parallel projections.
+        following: Region that runs after this one in the same layer; gradients of its weights are computed while
+            the gradients of this region's output are gathered.
         passes: Values of the running forward, per half-batch.
     """
 
@@ -91,7 +116,9 @@ class Region:
     kv_heads: int = 0
     spans: SpanAttention | None = None
     last_column: nn.Module | None = None
-    chunk_products: dict[nn.Module, Callable[[], Product]] = field(default_factory=dict)
+    column_products: dict[nn.Module, Callable[[], Product]] = field(default_factory=dict)
+    row_products: dict[nn.Module, Callable[[], Product]] = field(default_factory=dict)
+    following: Region | None = None
     passes: tuple[RegionPass, RegionPass] = field(
         default_factory=lambda: (RegionPass(), RegionPass())
     )
@@ -136,7 +163,10 @@ class Region:
             group = self.group(Purpose.SEQUENCE_GATHER)
             current.padded_rows = group.size() * part.shape[1]
             batch = state.batch[0], state.batch[1]
-            out = run(ChunkedTokens.gather(part, current.num_chunks, group, batch))
+            tokens = ChunkedTokens.gather(part, current.num_chunks, group, batch)
+            current.row_products = self._made(self.row_products)
+            out = run(tokens)
+            current.row_products = None
             return out.squeeze(0) if flat else out
         current.scope = RegatherScope() if state.regathers or gathers_weights else None
         with nullcontext() if current.scope is None else current.scope.open():
@@ -158,6 +188,28 @@ class Region:
             self.state.count_block(divides)
         return num_chunks if divides else 1
 
+    def _made(self, products: dict[nn.Module, Callable[[], Product]]) -> MadeProducts:
+        made = {module: make() for module, make in products.items()}
+        return MadeProducts(self.state.shape, torch.is_grad_enabled(), made)
+
+    def prepare_following(self) -> None:
+        """Read the weights of the next region's column-parallel projections."""
+        if self.following is not None and self.following.state.num_chunks > 1:
+            region = self.following
+            region.current.column_products = region._made(region.column_products)
+
+    def _take_column_products(self) -> dict[nn.Module, Callable[[], Product]]:
+        """Return the functions that make products, replaced by products of this pass that exist."""
+        made, self.current.column_products = self.current.column_products, None
+        is_current = (
+            made is not None
+            and made.shape is self.state.shape
+            and made.with_grad == torch.is_grad_enabled()
+        )
+        if made is None or not is_current:
+            return self.column_products
+        return {m: partial(made.products.__getitem__, m) for m in self.column_products}
+
     def take_chunks(self, module: nn.Module, tokens: ChunkedTokens) -> Tensor:
         """Return the product of a column-parallel projection with the module's input.
 
@@ -168,8 +220,8 @@ class Region:
         if module not in tokens.products:
             width = tokens.shape[-1]
             products = {
-                m: product()
-                for m, product in self.chunk_products.items()
+                m: make()
+                for m, make in self._take_column_products().items()
                 if m is module
                 or not (tokens.is_multiplied or m.weight.shape[1] != width or _has_hooks(m))
             }
@@ -271,15 +323,15 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     region.last_column = module
 
     def chunk_product() -> Product:
-        weight, bias = (state.local(p, rows) for p in (module.weight, module.bias))
+        weight = ChunkedWeight(*(state.local(p, rows) for p in (module.weight, module.bias)))
 
         def product(chunk: Tensor) -> Tensor:
-            out = F.linear(chunk, weight, bias)
+            out = weight.product(chunk)
             return out + region.adapter(module, chunk, rows) if is_adapted else out
 
         return product
 
-    region.chunk_products[module] = chunk_product
+    region.column_products[module] = chunk_product
 
     def forward(x: Tensor) -> Tensor:
         if isinstance(x, ChunkedTokens):
@@ -313,15 +365,23 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     gathers_over_y = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
     is_adapted = LORA_A in module._parameters
 
-    def in_chunks(x: Tensor) -> Tensor:
-        weight, current = state.local(module.weight), region.current
+    def chunk_product() -> Product:
+        weight = ChunkedWeight(state.local(module.weight))
 
         def product(chunk: Tensor) -> Tensor:
-            out = F.linear(chunk, weight)
+            out = weight.product(chunk)
             return out + region.adapter(module, chunk, is_part=True) if is_adapted else out
 
-        group = region.group(Purpose.SEQUENCE_SCATTER)
-        out = scatter_products(x, product, current.num_chunks, group, current.padded_rows)
+        return product
+
+    region.row_products[module] = chunk_product
+
+    def in_chunks(x: Tensor) -> Tensor:
+        current, group = region.current, region.group(Purpose.SEQUENCE_SCATTER)
+        made = current.row_products
+        product = chunk_product() if made is None else made.products[module]
+        rows, before_wait = current.padded_rows, region.prepare_following
+        out = scatter_products(x, product, current.num_chunks, group, rows, before_wait)
         return out if module.bias is None else out + state.local(module.bias)
 
     def forward(x: Tensor) -> Tensor:

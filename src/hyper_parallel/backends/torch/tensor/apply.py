@@ -230,6 +230,7 @@ class TensorParallel:
             self._replicated(self.modules[name], name)
         for name, region in self.regions.items():
             wrap(self.modules[name], region.forward)
+        self._link_regions(view.layers)
         if self.styles.get(names[embedding], "replicate") == "replicate":
             self._replicated(embedding, names[embedding])
         if head is not None and hasattr(head, "weight"):  # otherwise on another pipeline rank
@@ -237,6 +238,14 @@ class TensorParallel:
         wrap(view.layers[0], self._enter)
         wrap(view.final_norm(), self._leave)
         self._guard()
+
+    def _link_regions(self, layers: nn.ModuleList) -> None:
+        """Tell the attention block of every layer which block follows it, if there is one of each."""
+        for layer in layers:
+            modules = set(layer.modules())
+            inside = [r for n, r in self.regions.items() if self.modules[n] in modules]
+            if [bool(region.kv_heads) for region in inside] == [True, False]:
+                inside[0].following = inside[1]
 
     def apply_to_modules(self, splits_logits: bool) -> None:
         """Wrap the sharded modules of any model; activations between blocks are replicated."""

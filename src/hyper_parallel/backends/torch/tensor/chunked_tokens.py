@@ -4,7 +4,8 @@
     row-parallel      product of chunk 0, start its scatter | product of chunk 1, start its scatter | ... | wait for all
 
 Every rank divides its n tokens into C equal chunks; chunk c of a block is chunk c of all ranks. Backward mirrors this,
-because it runs in the reverse order of forward (see `in_flight`).
+because it runs in the reverse order of forward (see `in_flight`). The gradient of a weight is computed once, from all
+chunks, while later collectives are in flight (see `ChunkedWeight`).
 
 Sources: Wang et al. 2023, "Overlap communication with dependent computation via decomposition"; torchtitan's
 asynchronous tensor parallelism, which decomposes the same two products.
@@ -14,9 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.in_flight import PendingCollective, start
@@ -39,6 +43,77 @@ def check_token_chunks(model: nn.Module, strategy: Strategy) -> None:
             got=type(model).__name__,
             changes={"overlap.tp": "none"},
         )
+
+
+class _Weight(torch.autograd.Function):
+    """Stand for a weight in the products of chunks; its gradient is that of all chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: list[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:
+        ctx.chunks = chunks
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, Tensor | None]:
+        total: Tensor | None = None
+        while ctx.chunks:
+            x, grad = ctx.chunks.pop()
+            rows = grad.reshape(-1, grad.shape[-1]).t()
+            x = x.reshape(-1, x.shape[-1])
+            total = rows @ x if total is None else total.addmm_(rows, x)
+        return None, total
+
+
+class _ChunkProduct(torch.autograd.Function):
+    """Product of a chunk; backward leaves the gradient of the weight to `_Weight`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        chunks: list[tuple[Tensor, Tensor]],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.chunks = chunks
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+
+        def is_needed(number: int) -> bool:
+            # A split backward runs this node twice: for the input, later for the weight.
+            node = ctx.next_functions[number][0]
+            return node is not None and torch._C._will_engine_execute_node(node)
+
+        if is_needed(1):
+            ctx.chunks.append((x, grad))
+        bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        return None, grad @ weight if is_needed(0) else None, None, bias
+
+
+class ChunkedWeight:
+    """Weight of a linear projection in one pass, which multiplies chunks of tokens.
+
+    The gradient of the weight is computed from all chunks at once, at the place of backward that mirrors the place
+    where this object was made: autograd runs nodes in the reverse order of creation. If it was made between start and
+    finish of a collective, the gradient is computed while the transposed collective is in flight.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Read a weight [F, C] and a bias [F], before the first chunk."""
+        self._chunks: list[tuple[Tensor, Tensor]] = []
+        self._weight = _Weight.apply(self._chunks, weight)
+        self._bias = bias
+
+    def product(self, chunk: Tensor) -> Tensor:
+        """Return the product [..., F] of a chunk [..., C]."""
+        return _ChunkProduct.apply(self._chunks, chunk, self._weight, self._bias)  # type: ignore[no-any-return]
 
 
 class ChunkedTokens(StandIn):
@@ -108,7 +183,12 @@ class ChunkedTokens(StandIn):
 
 
 def scatter_products(
-    x: Tensor, product: Product, num_chunks: int, group: ProcessGroup, rows: int
+    x: Tensor,
+    product: Product,
+    num_chunks: int,
+    group: ProcessGroup,
+    rows: int,
+    before_wait: Callable[[], None],
 ) -> Tensor:
     """Reduce-scatter the product of tokens, chunk by chunk; return this rank's part [1, n, D].
 
@@ -118,9 +198,11 @@ def scatter_products(
         num_chunks: Number of chunks; divides n.
         group: Process group of P ranks.
         rows: Tokens of all ranks with padding, P * n.
+        before_wait: Called while all scatters are in flight.
     """
     width, ranks = x.shape[-1], group.size()
     tokens = padded(x.reshape(1, -1, width), rows).view(ranks, num_chunks, -1, width)
     pair = scatter_pair(1, group, Purpose.SEQUENCE_SCATTER)
     pending = [start(*pair, product(chunk.reshape(1, -1, width))) for chunk in tokens.unbind(1)]
+    before_wait()
     return torch.cat([collective.finish() for collective in pending], 1)

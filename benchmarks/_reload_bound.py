@@ -14,7 +14,6 @@ import numpy as np
 
 from hyper_parallel.ir import MemoryProgram
 from hyper_parallel.memory.def_use import UseDef, use_definitions
-from hyper_parallel.memory.host_updates import device_part
 from hyper_parallel.memory.memory_machine import MemoryMachine
 
 
@@ -60,7 +59,6 @@ def reload_bound(
         limit_s: Seconds the step may take.
         recompute: Results may be recomputed.
     """
-    program = device_part(program, machine)
     chains = use_definitions(program, order)
     n = len(order)
     live = np.zeros(n + 1, np.int64)

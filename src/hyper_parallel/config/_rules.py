@@ -1,0 +1,91 @@
+"""Rules across sections of a recipe: rows of a table, and the driver that turns them into coded errors.
+
+    key         dotted key that is reported
+    when        condition on a recipe, with further names for the texts
+    problem     sentence; `got` the values, `hint` the remedy, `allowed` the allowed values
+
+Texts are templates with fields of the recipe, such as `{training.epochs:g}`, and names that the condition gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Final
+
+from hyper_parallel.config._recipe import Recipe
+from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelError
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Refusal of values that are each allowed but contradict each other.
+
+    Attributes:
+        key: Dotted key of the value to report.
+        when: Returns whether a recipe breaks the rule: false, true, the names for the texts, or a list of such names,
+            one for each contradiction.
+        problem: Sentence that says why.
+        got: The values.
+        hint: A change that satisfies the rule.
+        allowed: The allowed values, if they can be listed.
+    """
+
+    key: str
+    when: Callable[[Recipe], object]
+    problem: str
+    got: str
+    hint: str
+    allowed: str | None = None
+
+    def errors(self, recipe: Recipe, where: Callable[[str], str]) -> list[HyperParallelError]:
+        """Return an error for each contradiction; `where` returns the origin of a dotted key."""
+        broken = self.when(recipe)
+        each: list[Any] = broken if isinstance(broken, list) else [broken] if broken else []
+        return [
+            self._error(recipe, where, names if isinstance(names, Mapping) else {})
+            for names in each
+        ]
+
+    def _error(
+        self, recipe: Recipe, where: Callable[[str], str], names: Mapping[str, Any]
+    ) -> HyperParallelError:
+        key, problem, got, hint, allowed = (
+            None if text is None else _TEXTS.vformat(text, (recipe,), names)
+            for text in (self.key, self.problem, self.got, self.hint, self.allowed)
+        )
+        assert key is not None
+        assert problem is not None
+        error = DegreesMismatch if key == "parallel.world_size" else Contradiction
+        return error(problem, where=where(key), got=got, allowed=allowed, hint=hint)
+
+
+Rules = Sequence[Rule | tuple[Rule, ...]]
+"""Rules in the order of their errors; of a tuple of rules, the first one that is broken is reported."""
+
+
+def broken_rules(
+    rules: Rules, recipe: Recipe, where: Callable[[str], str]
+) -> Iterator[HyperParallelError]:
+    """Yield the errors of a recipe; `where` returns the origin of a dotted key."""
+    for row in rules:
+        for rule in row if isinstance(row, tuple) else (row,):
+            if errors := rule.errors(recipe, where):
+                yield from errors
+                break
+
+
+class _Texts(Formatter):
+    """Formatter of templates: names, and fields of the recipe that is the only positional argument."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return kwargs[str(key)] if key in kwargs else getattr(args[0], str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None or isinstance(value, bool):
+            return {None: "null", True: "true", False: "false"}[value]
+        return format(value, format_spec)
+
+
+_TEXTS: Final = _Texts()

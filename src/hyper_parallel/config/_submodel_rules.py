@@ -1,0 +1,114 @@
+"""Contradictions of the parts of a multimodal model, and of settings that need one layout for the whole model."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from hyper_parallel.config._recipe import Recipe
+from hyper_parallel.config._rules import Rule, Rules
+from hyper_parallel.config._sections import Submodels
+
+_AXES: Final = ("dp_replicate", "dp_shard", "tp_x", "tp_y", "pp", "cp", "ep")
+
+
+def _submodels(recipe: Recipe) -> Submodels:
+    assert recipe.parallel.submodels is not None
+    return recipe.parallel.submodels
+
+
+def _wrong_towers(recipe: Recipe) -> dict[str, str] | None:
+    parts = _submodels(recipe)
+    if parts.auto or len(parts.towers) == 1:
+        return None
+    return {"parts": ", ".join(("language", *parts.towers))}
+
+
+def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
+    """Return the first part whose degrees do not multiply to its number of ranks."""
+    parts = _submodels(recipe)
+    for name, part in {"language": parts.language, **parts.towers}.items():
+        if part.ranks is not None and len({*part.ranks}) != part.num_ranks:
+            return {"name": name, "count": part.num_ranks, "ranks": [*part.ranks]}
+    return None
+
+
+def _used_ranks(recipe: Recipe) -> set[int]:
+    """Return the ranks that have a part of the model; none if a part has a wrong number of ranks."""
+    if _wrong_number_of_ranks(recipe) is not None:
+        return set()
+    return {rank for ranks in _submodels(recipe).members.values() for rank in ranks}
+
+
+def _stages_beside_shards(recipe: Recipe) -> dict[str, Any] | None:
+    parts, used = _submodels(recipe), _used_ranks(recipe)
+    language = parts.language
+    alone = [language.dp_replicate, *(p.dp_shard for p in (language, *parts.towers.values()))]
+    shared = used and len(used) < sum(map(len, parts.members.values()))
+    if language.pp == 1 or not shared or max(alone) == 1:
+        return None
+    return {"pp": language.pp, "members": parts.members}
+
+
+def _idle_ranks(recipe: Recipe) -> dict[str, Any] | None:
+    used = _used_ranks(recipe)
+    missing = sorted({*range(max(used, default=-1) + 1)} - used)
+    if not missing:
+        return None
+    names = _submodels(recipe).members
+    hint = " ".join(f"set `parallel.submodels.{name}.ranks=null`" for name in names)
+    return {"first": missing[0], "count": max(used) + 1, "hint": hint}
+
+
+def _other_degrees(recipe: Recipe) -> list[dict[str, Any]]:
+    language = _submodels(recipe).language
+    degrees = {axis: getattr(language, axis, 1) for axis in _AXES}
+    return [
+        {"axis": axis, "own": own, "degree": degree}
+        for axis, degree in degrees.items()
+        if (own := getattr(recipe.parallel, axis)) != degree
+    ]
+
+
+def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
+    p, training, overlap = recipe.parallel, recipe.training, recipe.overlap
+    excluded = {
+        "parallel.auto=false": p.auto,
+        "parallel.world_size=null": not _submodels(recipe).auto and p.world_size is not None,
+        "stage=sft": recipe.stage != "sft",
+        "backend=torch": recipe.backend != "torch",
+        "lora=null": recipe.lora is not None,
+        "overlap=none": overlap.tp != "none" or overlap.ep != "none",
+        "offload.budget=null offload.max_slowdown=null": recipe.offload.on,
+        "training.compile=false": training.compile,
+        "training.elastic=false": training.elastic,
+        "training.check_ranks_every=0": training.check_ranks_every > 0,
+        "training.neftune_noise_alpha=null": training.neftune_noise_alpha is not None,
+        "checkpoint.snapshot_every=0": recipe.checkpoint.snapshot_every > 0,
+    }
+    return [{"name": h.partition("=")[0], "hint": h} for h, applies in excluded.items() if applies]
+
+
+SUBMODEL_RULES: Final[Rules] = (
+    Rule("parallel.submodels", _wrong_towers,
+         "a model is divided into its language part and one encoder", "{parts}",
+         "set `parallel.submodels.vision.dp_shard=1`, or `parallel.submodels=null`",
+         "language and vision, or language and audio"),
+    Rule("parallel.submodels.{name}.ranks", _wrong_number_of_ranks,
+         "the degrees of `{name}` do not multiply to its number of ranks",
+         "{count} ranks, {name}.ranks={ranks}",
+         "set `parallel.submodels.{name}.ranks=null`", "{count} different ranks"),
+    Rule("parallel.submodels.language.pp", _stages_beside_shards,
+         "with shared ranks, pipeline stages need an encoder that is not sharded, and no data parallelism",
+         "pp={pp}, {members}", "set `parallel.submodels.language.pp=1`",
+         "dp_shard=1 of the encoder, dp_replicate=1 and dp_shard=1 of `language`"),
+    Rule("parallel.submodels", _idle_ranks,
+         "a rank has no part of the model", "rank {first} of {count}", "{hint}",
+         "ranks from 0, each with at least one part"),
+    Rule("parallel.{axis}", _other_degrees,
+         "with sub-models, `parallel.submodels.language` gives the degrees",
+         "parallel.{axis}={own}, parallel.submodels.language: {axis}={degree}",
+         "set `parallel.{axis}={degree}`"),
+    Rule("{name}", _excluded_settings,
+         "`{name}` needs one layout for the whole model", "parallel.submodels",
+         "set `{hint}`, or `parallel.submodels=null`"),
+)  # fmt: skip

@@ -1,0 +1,190 @@
+"""Balance by cost: order of the records of one step that shortens the step of ranks with unequal work.
+
+    order of the data      rank 0 | 9 1 | 8 2 |   rank 1 | 1 1 | 1 1 |      largest rank 20
+    balanced               rank 0 | 9 1 | 2 1 |   rank 1 | 8 1 | 1 1 |      largest rank 13
+
+Records are spread over microbatches, largest first, and microbatches over ranks. Then exchanges of two records, or of
+two microbatches, lower the largest sum. Exchanges are limited in number, not in time, so every rank finds the same
+order, in every run and after every resume. A step keeps its records: its loss and gradients are the same sums.
+
+Sources: LPT, Graham 1969; balanced turns of data-parallel ranks, DistTrain, arXiv:2408.04275, section 5.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+
+MOST_COMPARISONS: Final = 1 << 20
+"""Most pairs that one spread compares for exchanges: some milliseconds of a processor, enough for 64 ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Places of the records of a step.
+
+    Attributes:
+        owners: Microbatches of each rank that computes them, in the order of its turns. The numbers count the
+            microbatches of the first data-parallel rank, then those of the second, and so on.
+        rows: Records of a microbatch.
+        in_turns: Whether the ranks wait for each other after every turn, as in collectives of sharded weights; else
+            they wait once, at the end of the step.
+    """
+
+    owners: tuple[tuple[int, ...], ...]
+    rows: int
+    in_turns: bool
+
+    @classmethod
+    def of_data_ranks(cls, ranks: int, turns: int, rows: int, in_turns: bool) -> Grid:
+        """Return the places when every data-parallel rank computes its own microbatches."""
+        numbers = np.arange(ranks * turns).reshape(ranks, turns).tolist()
+        return cls(tuple(map(tuple, numbers)), rows, in_turns)
+
+    @property
+    def turns(self) -> list[list[int]]:
+        """Owners with a microbatch in each turn."""
+        most = max(map(len, self.owners))
+        return [[k for k, own in enumerate(self.owners) if t < len(own)] for t in range(most)]
+
+    def largest(self, costs: Int64) -> int:
+        """Return the cost that all ranks wait for, given the costs of the records in their places.
+
+        It is that of the rank with the largest sum; with `in_turns`, the sum of the largest microbatch of each turn.
+        """
+        loads = costs.reshape(-1, self.rows).sum(1)
+        if not self.in_turns:
+            return max(int(loads[[*own]].sum()) for own in self.owners)
+        return sum(
+            max(int(loads[self.owners[k][t]]) for k in owners)
+            for t, owners in enumerate(self.turns)
+        )
+
+    def imbalance(self, costs: Int64) -> float:
+        """Return `largest` over the mean cost of a rank; 1 for equal ranks, and for a step without costs."""
+        total = int(costs.sum())
+        return self.largest(costs) * len(self.owners) / total if total else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Imbalance of a step before and after it is balanced, see `Grid.imbalance`.
+
+    Attributes:
+        media_tokens: Tokens of images and audio of the step.
+        in_order: Imbalance in the order of the data.
+        balanced: Imbalance of the step that ran.
+    """
+
+    media_tokens: int
+    in_order: float
+    balanced: float
+
+
+def arrange(costs: Int64, grid: Grid) -> Int64:
+    """Return an order of the records of a step: the record of each place, as an index of `costs`.
+
+    Neither `grid.largest` nor the largest microbatch exceed those of the given order, which is returned unless one of
+    them falls.
+
+    Args:
+        costs: Cost of each record in the order of the data, at least 0, [N].
+        grid: Places of the N records.
+    """
+    given = np.arange(len(costs))
+    if len(grid.owners) == 1 or not costs.any():
+        return given
+    own = costs.reshape(-1, grid.rows)
+    bins = [*np.split(given, len(own))]
+    if grid.rows > 1:
+        spread_bins = spread(costs, [grid.rows] * len(own))
+        if max(costs[b].sum() for b in spread_bins) <= own.sum(1).max():
+            bins = spread_bins
+    loads = np.array([costs[b].sum() for b in bins])
+    order = _in_turns(loads, grid) if grid.in_turns else _in_sum(loads, grid)
+    arranged = np.empty(len(own), np.int64)
+    for members, numbers in zip(order, grid.owners, strict=True):
+        arranged[[*numbers]] = members
+    result = np.concatenate([bins[number] for number in arranged])
+    return result if _key(costs[result], grid) < _key(costs, grid) else given
+
+
+def _key(costs: Int64, grid: Grid) -> tuple[int, int]:
+    return grid.largest(costs), int(costs.reshape(-1, grid.rows).sum(1).max())
+
+
+def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
+    """Return the microbatches of each owner, the largest in its first turn, with balanced sums."""
+    parts = spread(loads, [len(own) for own in grid.owners])
+    return [sorted(part.tolist(), key=lambda i: -loads[i]) for part in parts]
+
+
+def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
+    """Return the microbatches of each owner, with microbatches of about equal size in each turn.
+
+    Within a turn, the largest goes to the owner with the smallest sum so far.
+    """
+    queue = iter(np.argsort(-loads, kind="stable").tolist())
+    order: list[list[int]] = [[] for _ in grid.owners]
+    sums = [0] * len(order)
+    for owners in grid.turns:
+        for owner in sorted(owners, key=sums.__getitem__):
+            order[owner].append(number := next(queue))
+            sums[owner] += int(loads[number])
+    return order
+
+
+def spread(costs: Int64, room: Sequence[int]) -> list[Int64]:
+    """Spread items over bins so that the largest sum is small; return the items of each bin.
+
+    Args:
+        costs: Cost of each item, [N].
+        room: Number of items of each bin; they add up to N.
+    """
+    members: list[list[int]] = [[] for _ in room]
+    free = [(0, k) for k, count in enumerate(room) if count]
+    heapify(free)
+    for item in np.argsort(-costs, kind="stable").tolist():
+        load, k = heappop(free)
+        members[k].append(item)
+        if len(members[k]) < room[k]:
+            heappush(free, (load + int(costs[item]), k))
+    return _exchange(costs, members)
+
+
+def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
+    """Exchange pairs of items between the largest bin and others while its sum falls."""
+    bins = [np.array(items, np.int64) for items in members]
+    loads = np.array([costs[items].sum() for items in bins], np.int64)
+    home = np.empty(len(costs), np.int64)
+    for k, items in enumerate(bins):
+        home[items] = k
+    left = MOST_COMPARISONS
+    while len(bins) > 1:
+        top = int(loads.argmax())
+        left -= len(bins[top]) * len(costs)
+        if left < 0:
+            break
+        # Of an exchange, the larger one of the two new sums counts.
+        saved = costs[bins[top]][:, None] - costs[None]
+        after = np.maximum(loads[top] - saved, loads[home][None] + saved)
+        after[:, home == top] = loads[top]
+        best = int(after.argmin())
+        if after.flat[best] >= loads[top]:
+            break
+        place, other = divmod(best, len(costs))
+        item, target = int(bins[top][place]), int(home[other])
+        bins[top][place] = other
+        bins[target][bins[target] == other] = item
+        home[item], home[other] = target, top
+        moved = costs[item] - costs[other]
+        loads[top] -= moved
+        loads[target] += moved
+    return bins
