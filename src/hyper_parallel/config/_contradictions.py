@@ -97,16 +97,6 @@ def _check_data(recipe: Recipe, conflict: _Conflict) -> None:
             f"{len(data.source)} sources, streaming=true",
             "set `data.streaming=false`, or one `data.source`",
         )
-    if data.balance == "cost" and (data.streaming or recipe.stage != "sft"):
-        conflict(
-            "data.balance",
-            "a stream is read before the costs of its records are known"
-            if data.streaming
-            else "only conversations of `stage: sft` have images and audio to balance",
-            f"balance=cost, {'streaming=true' if data.streaming else f'stage={recipe.stage}'}",
-            "set `data.balance=auto`",
-            "auto, none",
-        )
     if data.streaming and training.epochs is not None:
         conflict(
             "training.epochs",
@@ -135,6 +125,21 @@ def _check_data(recipe: Recipe, conflict: _Conflict) -> None:
             "a memory plan replays one recorded step, but masks of packed documents differ between batches",
             "offload with data.packing=true",
             "set `data.packing=false`, or `data.mask_documents=false` to let documents see each other",
+        )
+
+
+def _check_balance(recipe: Recipe, conflict: _Conflict) -> None:
+    """Check that records with costs are balanced."""
+    data = recipe.data
+    if data.balance == "cost" and (data.streaming or recipe.stage != "sft"):
+        conflict(
+            "data.balance",
+            "a stream is read before the costs of its records are known"
+            if data.streaming
+            else "only conversations of `stage: sft` have images and audio to balance",
+            f"balance=cost, {'streaming=true' if data.streaming else f'stage={recipe.stage}'}",
+            "set `data.balance=auto`",
+            "auto, none",
         )
 
 
@@ -563,6 +568,7 @@ def _check_members(submodels: Submodels, conflict: _Conflict) -> None:
 _CHECKS: Final = (
     _check_stage,
     _check_data,
+    _check_balance,
     _check_compile,
     _check_overlap,
     _check_run_length,
