@@ -146,6 +146,61 @@ def test_an_order_that_changes_later_is_refused_and_the_hint_works() -> None:
     hp.launch(losses(False), 2, timeout_s=60)
 
 
+class _EncoderPerImage(nn.Module):
+    """Model whose blocks, which FSDP gathers one by one, run once for each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor | None = None) -> Tensor:
+        x = self.words(input_ids).sum((0, 1))
+        for image in () if pixel_values is None else pixel_values:
+            for block in self.blocks:
+                image = torch.tanh(block(image))
+            x = x + image.sum(0)
+        return self.head(x).square().sum()
+
+
+@pytest.mark.dist
+def test_more_images_after_equal_passes_are_refused_or_repeat_one_rank() -> None:
+    model = _EncoderPerImage().double()
+    images = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    counts = [(1, 1), (1, 1), (1, 1), (1, 3), (2, 0)]  # images of each rank, by step
+    ids = torch.ones(1, 3, dtype=torch.int64)
+
+    def loss(net: nn.Module, number: int, count: int) -> Tensor:
+        return net(ids, images[number, :count] if count else None)
+
+    expected = []
+    for step in counts:
+        losses = [loss(model, number, count) for number, count in enumerate(step)]
+        sum(losses).backward()
+        expected.append((float(sum(losses).detach()), _gradients(model)))
+
+    def steps(one_order: bool) -> Callable[[int], None]:
+        def rank(number: int) -> None:
+            with hp.World.join("cpu") as world:
+                net = copy.deepcopy(model)
+                hp.parallelize(net, hp.plan_of(net, "dp_shard=2"), world, one_order=one_order)
+                found = []
+                for step in counts:
+                    own = loss(net, number, step[number])
+                    own.backward()
+                    total = own.detach().clone()
+                    torch.distributed.all_reduce(total)
+                    found.append((float(total), _gradients(net)))
+                _assert_equal(found, expected)
+
+        return rank
+
+    with pytest.raises(CollectiveMismatch, match=r"HP622[\s\S]*parallel\.one_order=false"):
+        hp.launch(steps(True), 2, timeout_s=60)
+    hp.launch(steps(False), 2, timeout_s=60)
+
+
 def _qwen3_vl() -> nn.Module:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 

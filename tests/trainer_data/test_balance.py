@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyper_parallel.trainer.data import Batches, Grid, Order
+from hyper_parallel.trainer.data import Balance, Batches, Grid, Order
 from hyper_parallel.trainer.data.balance import arrange, spread
+from hyper_parallel.trainer.engine.cost_balance import fitted_costs
 
 pytestmark = pytest.mark.torch
 
@@ -72,6 +73,26 @@ def test_an_order_that_is_better_than_the_spread_one_stays() -> None:
     assert arrange(costs, grid).tolist() == [*range(8)]
 
 
+def test_the_order_of_microbatches_is_the_fastest_predicted_one() -> None:
+    costs = np.array([5, 1, 1, 4, 2, 2])
+
+    def seconds(loads: np.ndarray) -> float:
+        """Return the end of two stages in a row, of which the second one takes 3 for every microbatch."""
+        ready = end = 0.0
+        for load in loads.tolist():
+            ready += load
+            end = max(end, ready) + 3
+        return end
+
+    grid = Grid(((0, 1, 2, 3, 4, 5),), 1, in_turns=False, seconds=seconds)
+    order = arrange(costs, grid)
+    assert costs[order].tolist() == [1, 1, 2, 2, 4, 5]
+    balance = Balance.of(16, costs, costs[order], grid)
+    assert balance.predicted_in_order_s == seconds(costs) == 23
+    assert balance.predicted_s == 19
+    assert arrange(np.sort(costs), grid).tolist() == [*range(6)]
+
+
 def test_exchanges_improve_on_the_largest_first() -> None:
     costs = np.array([7, 6, 5, 5, 4, 3])
     bins = spread(costs, [3, 3])
@@ -95,12 +116,12 @@ class _Sequences:
     def __len__(self) -> int:
         return 64
 
-    def media_tokens(self, indices: np.ndarray) -> np.ndarray:
-        return np.where(indices < 0, 0, (indices * 37) % 64)
+    def media_costs(self, indices: np.ndarray) -> np.ndarray:
+        return np.stack([np.ones_like(indices), (indices * 37) % 64], axis=1)
 
 
 def test_every_layout_and_a_resumed_run_get_the_same_sequences_in_a_step() -> None:
-    order = Order(seed=5, balanced=True)
+    order = Order(seed=5, costs=(0, 1))
     batches = Batches(_Sequences(), sequences_per_step=16, order=order)
     resumed = Batches(_Sequences(), sequences_per_step=16, order=order)
     resumed.load_state_dict(batches.state_dict(5))
@@ -112,3 +133,14 @@ def test_every_layout_and_a_resumed_run_get_the_same_sequences_in_a_step() -> No
             assert sorted(arranged) == sorted(batches.step_batch(step))
             balance = batches.balance(step, grid)
             assert 1 <= balance.balanced < balance.in_order
+
+
+@pytest.mark.parametrize(
+    ("item", "token"), [(0.0, 3e6), (5e9, 0.0), (2e8, 1e6)], ids=["tokens", "windows", "both"]
+)
+def test_costs_follow_from_the_operations_of_the_encoder(item: float, token: float) -> None:
+    counts = np.array([[1, 40], [1, 400], [3, 300], [2, 900], [4, 100]])
+    costs = fitted_costs(counts, (counts @ [item, token]).tolist())
+    wanted, found = counts @ [item, token], counts @ np.array(costs)
+    assert found / found.sum() == pytest.approx(wanted / wanted.sum(), rel=0.05)
+    assert fitted_costs(counts, [0.0] * 5) == (0, 1)

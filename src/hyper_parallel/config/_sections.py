@@ -214,9 +214,9 @@ class Data(Section):
     shuffle: bool = True
     """Visit the packed sequences in a random order drawn from `training.seed`."""
     balance: Literal["auto", "cost", "none"] = "auto"
-    """Order of the records within a step. cost: ranks that compute images and audio get about equally many of their
-    tokens; records and loss of a step do not change. none: the order of the data. auto: cost for data with images or
-    audio, else none."""
+    """Order of the records within a step. cost: ranks get about equal work of the encoder of images or audio, estimated
+    from number and tokens of the items; records and loss of a step do not change. none: the order of the data. auto:
+    cost for data with images or audio, else none."""
     cache_dir: str | None = None
     """Directory for tokenized data. None: the user's cache directory."""
 
@@ -482,6 +482,9 @@ class Parallel(Section):
     zero: Literal[1] | None = None
     """1: shard only the optimizer state (ZeRO-1). Parameters are then gathered and gradients reduced once per step, not
     once per microbatch. None: `reshard_after_forward` decides."""
+    one_order: bool = True
+    """Data-parallel ranks run layers in the order and as often as in the first steps; each rank may skip some. false:
+    they agree on each gather of parameters, so order and calls may vary, at the cost of an exchange between hosts."""
     rules: dict[str, str] = {}
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     submodels: Submodels | None = None

@@ -89,6 +89,7 @@ class Job:
         restarted: Whether this is a restart after lost ranks, which continues from the run's own checkpoints.
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
         programs: Programs of the step of each rank whose programs differ, for a back end other than torch; None: torch.
+        media_costs: Cost of an image or recording, and of each of its tokens.
     """
 
     recipe: Recipe
@@ -102,6 +103,7 @@ class Job:
     restarted: bool = False
     router_loss: str | None = None
     programs: tuple[StepPrograms, ...] | None = None
+    media_costs: tuple[int, int] = (0, 1)
 
     @property
     def worlds(self) -> tuple[int, ...]:
@@ -158,7 +160,9 @@ class Job:
                 self.recipe.training.seed,
                 self.recipe.data.shuffle,
                 self.packed.weights,
-                balanced=self.recipe.data.balance != "none" and train.has_media,
+                costs=self.media_costs
+                if self.recipe.data.balance != "none" and train.has_media
+                else None,
             ),
             rows=StepRows(
                 repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
@@ -289,8 +293,7 @@ def prepare_job(
         trained_of,
     )
 
-    spec = read_recipe_spec(loaded)
-    weights = _check_weights(loaded)
+    spec, weights = read_recipe_spec(loaded), _check_weights(loaded)
     share, trained = trained_of(model := build_model(recipe))
     if weights is not None:
         check_pretrained(model, weights)
@@ -312,10 +315,10 @@ def prepare_job(
         trained,
         router_loss=router_loss,
         programs=_capture(loaded, plan, router_loss),
+        media_costs=_media_costs(packed, model),
     )
     resolved = _resolve_epochs(loaded, job)
-    job = replace(job, recipe=resolved.recipe, plan=_with_submodels(job, model))
-    job = replace(job, plan=_with_balance(job))
+    job = _with_notes(replace(job, recipe=resolved.recipe), model)
     _check_newest(job, resolved)
     return job
 
@@ -334,8 +337,8 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
     recipe, model = loaded.recipe, build_model(loaded.recipe)
     check_submodels(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=False)
-    job = _bare_job(recipe, plan, packed)
-    return _with_balance(replace(job, plan=_with_submodels(job, model)))
+    job = replace(_bare_job(recipe, plan, packed), media_costs=_media_costs(packed, model))
+    return _with_notes(job, model).plan
 
 
 def resolve_submodels(
@@ -400,14 +403,24 @@ def _with_submodels(job: Job, model: Any) -> Plan:
     return plan_submodels(job.recipe, job.plan, model, flops)
 
 
-def _with_balance(job: Job) -> Plan:
-    """Return the plan of a job with a note on the imbalance of its first steps, if ranks are balanced by cost."""
-    batches = job.train_batches()
-    if not isinstance(batches, Batches) or not batches.order.balanced:
-        return job.plan
+def _media_costs(packed: PackedData, model: Any) -> tuple[int, int]:
+    """Return the costs of media of a run, see `Job`."""
+    if isinstance(packed.train, Stream) or not packed.train.has_media:
+        return 0, 1
+    from hyper_parallel.trainer.engine.cost_balance import media_costs
+
+    return media_costs(model, packed.train)
+
+
+def _with_notes(job: Job, model: Any) -> Job:
+    """Return a job with a plan of its sub-models, and with the imbalance of its first steps if ranks are balanced."""
+    job, batches = replace(job, plan=_with_submodels(job, model)), job.train_batches()
+    if not isinstance(batches, Batches) or batches.order.costs is None:
+        return job
     from hyper_parallel.trainer.engine.cost_balance import balance_note
 
-    return replace(job.plan, notes=(*job.plan.notes, balance_note(job.recipe, job.plan, batches)))
+    notes = (*job.plan.notes, balance_note(job.recipe, job.plan, batches))
+    return replace(job, plan=replace(job.plan, notes=notes))
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:

@@ -17,7 +17,13 @@ from hyper_parallel.trainer.data.saved_tokenizer import (
     load_tokenizer,
     require_tokenizer,
 )
-from hyper_parallel.trainer.data.sequences import IGNORE_INDEX, PackedSequences
+from hyper_parallel.trainer.data.sequences import (
+    IGNORE_INDEX,
+    JoinedSequences,
+    PackedSequences,
+    media_inputs,
+    media_rows,
+)
 from hyper_parallel.trainer.data.streaming import Stream, StreamBatches
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
@@ -29,6 +35,7 @@ __all__ = [
     "Batch",
     "Batches",
     "Grid",
+    "JoinedSequences",
     "Order",
     "PackedData",
     "PackedSequences",
@@ -41,6 +48,8 @@ __all__ = [
     "has_parts",
     "has_tokenizer",
     "load_tokenizer",
+    "media_inputs",
+    "media_rows",
     "prepare",
     "render",
     "require_tokenizer",

@@ -12,8 +12,8 @@ Sources: LPT, Graham 1969; balanced turns of data-parallel ranks, DistTrain, arX
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Final
 
@@ -36,11 +36,14 @@ class Grid:
         rows: Records of a microbatch.
         in_turns: Whether the ranks wait for each other after every turn, as in collectives of sharded weights; else
             they wait once, at the end of the step.
+        seconds: Predicted time of a step, given the cost of each microbatch, when their order matters; None: it
+            does not.
     """
 
     owners: tuple[tuple[int, ...], ...]
     rows: int
     in_turns: bool
+    seconds: Callable[[Int64], float] | None = field(default=None, compare=False)
 
     @classmethod
     def of_data_ranks(cls, ranks: int, turns: int, rows: int, in_turns: bool) -> Grid:
@@ -81,25 +84,42 @@ class Balance:
         media_tokens: Tokens of images and audio of the step.
         in_order: Imbalance in the order of the data.
         balanced: Imbalance of the step that ran.
+        predicted_in_order_s: Predicted seconds in the order of the data; None: without `Grid.seconds`.
+        predicted_s: Predicted seconds of the step that ran, likewise.
     """
 
     media_tokens: int
     in_order: float
     balanced: float
+    predicted_in_order_s: float | None = None
+    predicted_s: float | None = None
+
+    @classmethod
+    def of(cls, media_tokens: int, in_order: Int64, balanced: Int64, grid: Grid) -> Balance:
+        """Return the balance of a step, given the costs of its records in both orders."""
+        both = in_order, balanced
+        seconds = [
+            grid.seconds(costs.reshape(-1, grid.rows).sum(1))
+            if grid.seconds and in_order.any()
+            else None
+            for costs in both
+        ]
+        return cls(media_tokens, *map(grid.imbalance, both), *seconds)
 
 
 def arrange(costs: Int64, grid: Grid) -> Int64:
     """Return an order of the records of a step: the record of each place, as an index of `costs`.
 
     Neither `grid.largest` nor the largest microbatch exceed those of the given order, which is returned unless one of
-    them falls.
+    them falls. With `grid.seconds`, the order is the fastest of the given one and of those with the largest, or the
+    smallest, microbatches first.
 
     Args:
         costs: Cost of each record in the order of the data, at least 0, [N].
         grid: Places of the N records.
     """
     given = np.arange(len(costs))
-    if len(grid.owners) == 1 or not costs.any():
+    if not costs.any() or (len(grid.owners) == 1 and grid.seconds is None):
         return given
     own = costs.reshape(-1, grid.rows)
     bins = [*np.split(given, len(own))]
@@ -109,11 +129,22 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
             bins = spread_bins
     loads = np.array([costs[b].sum() for b in bins])
     order = _in_turns(loads, grid) if grid.in_turns else _in_sum(loads, grid)
-    arranged = np.empty(len(own), np.int64)
-    for members, numbers in zip(order, grid.owners, strict=True):
-        arranged[[*numbers]] = members
-    result = np.concatenate([bins[number] for number in arranged])
-    return result if _key(costs[result], grid) < _key(costs, grid) else given
+    result = _placed(bins, order, grid)
+    if grid.seconds is None:
+        return result if _key(costs[result], grid) < _key(costs, grid) else given
+    candidates = [given]
+    if _key(costs[result], grid) <= _key(costs, grid):
+        candidates += [result, _placed(bins, [members[::-1] for members in order], grid)]
+    microbatches = [costs[one].reshape(-1, grid.rows).sum(1) for one in candidates]
+    return candidates[int(np.argmin([grid.seconds(one) for one in microbatches]))]
+
+
+def _placed(bins: Sequence[Int64], order: Sequence[Sequence[int]], grid: Grid) -> Int64:
+    """Return the record of each place, given the bins of each owner in the order of its turns."""
+    numbers = np.empty(len(bins), np.int64)
+    for members, own in zip(order, grid.owners, strict=True):
+        numbers[[*own]] = members
+    return np.concatenate([bins[number] for number in numbers])
 
 
 def _key(costs: Int64, grid: Grid) -> tuple[int, int]:

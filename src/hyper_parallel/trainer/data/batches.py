@@ -87,13 +87,14 @@ class Order:
         shuffle: Whether each epoch has its own order; else every epoch has the order on disk.
         weights: Shares of the sources of `JoinedSequences`, each of which has its own epochs; empty: all sequences are
             read equally often.
-        balanced: Whether ranks get sequences of about equal cost; each step keeps its sequences.
+        costs: Cost of an image or recording, and of each of its tokens, by which the sequences of a step are balanced;
+            None: a step has the order of the data.
     """
 
     seed: int = 0
     shuffle: bool = True
     weights: Sequence[float] = ()
-    balanced: bool = False
+    costs: tuple[int, int] | None = None
 
     def permutation(self, count: int, *key: int) -> Int64:
         """Return a permutation of `count` indices; `key` distinguishes permutations of equal seed."""
@@ -276,14 +277,20 @@ class Batches:
         key = (step, self.sequences_per_step, grid)
         if self._arranged[0] != key:
             indices = self.step_batch(step)
-            self._arranged = key, indices[arrange(self.sequences.media_tokens(indices), grid)]
+            self._arranged = key, indices[arrange(self._costs(indices), grid)]
         return self._arranged[1]
 
     def balance(self, step: int, grid: Grid) -> Balance:
         """Return the imbalance of a step, counted from 0, in the order of the data and arranged."""
-        costs = self.sequences.media_tokens(self.step_batch(step))
-        arranged = self.sequences.media_tokens(self._arrange(step, grid))
-        return Balance(int(costs.sum()), grid.imbalance(costs), grid.imbalance(arranged))
+        indices = self.step_batch(step)
+        tokens = int(self.sequences.media_costs(indices)[:, 1].sum())
+        costs = self._costs(indices), self._costs(self._arrange(step, grid))
+        return Balance.of(tokens, *costs, grid)
+
+    def _costs(self, indices: Int64) -> Int64:
+        """Return the cost of sequences."""
+        assert self.order.costs is not None
+        return self.sequences.media_costs(indices) @ np.array(self.order.costs, np.int64)
 
     def _batch(self, indices: Int64) -> Batch:
         source = self.sequences

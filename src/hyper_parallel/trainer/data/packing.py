@@ -157,7 +157,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
                 if (one := document.conversation) is not None and one.media:
                     line = one, document.where, document.num_context, blob
                     facts.media[end], text_tokens = media_line(tokenizer.hf, *line)
-                    facts.media_tokens[end] = len(ids) - text_tokens
+                    facts.media_costs[end] = len(one.media), len(ids) - text_tokens
                 if stage != "pt" and not any(learn):
                     reasons[end, end + len(ids)] = missing_target(document, stage)
                 end += len(ids)

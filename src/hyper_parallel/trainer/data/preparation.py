@@ -28,11 +28,11 @@ _TARGETS = "targets behind the generation prompt, cut at answers"
 _PLAIN_TEXT = "pairs of texts are joined without a template"
 _COUNTED = "every key of a record has a meaning, targets are counted as trained, and empty answers are left out"
 """Rules of the readers of records."""
-_MEDIA_TOKENS = "tokens of media are counted"
+_MEDIA_COSTS = "media and their tokens are counted"
 _WITHOUT_INFLUENCE = (
     "_positions.npy",
     "_num_real.npy",
-    "_media_tokens.npy",
+    "_media_costs.npy",
     "_records.jsonl",
     ".ends.npy",
     ".keys.json",
@@ -222,7 +222,7 @@ def _cache_key(data: Data, source: Source, setup: _Setup) -> str:
     rules: list[Any] = [data.packing, masked] if masked or not data.packing else []
     rules += ["last answer"] if setup.stage in PAIRED_STAGES else []
     rules += setup.encoding_rules(source)
-    rules += [] if source.rules.media_root is None else [_MEDIA_TOKENS]
+    rules += [] if source.rules.media_root is None else [_MEDIA_COSTS]
     return digest([*inputs, setup.stage, data.holdout, setup.seed, *rules, "num_real", _COUNTED])
 
 

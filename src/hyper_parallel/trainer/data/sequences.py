@@ -39,7 +39,7 @@ class DocumentFacts:
         records: Columns of the document's record including its answer, as a line of JSON.
         columns: Names of the columns of all records, in order of appearance.
         media: Text and media of the document, as a line of JSON.
-        media_tokens: Tokens that the processor writes for the document's media.
+        media_costs: Number of the document's media, and tokens that the processor writes for them.
     """
 
     good: dict[int, bool] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class DocumentFacts:
     records: dict[int, bytes] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
     media: dict[int, bytes] = field(default_factory=dict)
-    media_tokens: dict[int, int] = field(default_factory=dict)
+    media_costs: dict[int, tuple[int, int]] = field(default_factory=dict)
     _num_documents: int = 0
     _num_margins: int = 0
 
@@ -94,8 +94,8 @@ class DocumentFacts:
         if self.media:
             lines = [self.media.get(start, b"{}\n") for start in starts]
             _write_records(path.with_name(f"{path.name}_media.jsonl"), lines, [])
-            tokens = np.array([self.media_tokens.get(start, 0) for start in starts], np.int64)
-            np.save(path.with_name(f"{path.name}_media_tokens.npy"), tokens)
+            costs = np.array([self.media_costs.get(start, (0, 0)) for start in starts], np.int64)
+            np.save(path.with_name(f"{path.name}_media_costs.npy"), costs)
 
 
 class RecordFile:
@@ -180,7 +180,7 @@ class PackedSequences:
         self._num_real = self._optional("num_real")
         self._good = self._optional("good")
         self._margins = self._optional("margins")
-        self._media_tokens = self._optional("media_tokens")
+        self._media_costs = self._optional("media_costs")
         records = self.directory / f"{split}_records.jsonl"
         self._records = RecordFile(records) if records.exists() else None
         lines = self.directory / f"{split}_media.jsonl"
@@ -270,19 +270,14 @@ class PackedSequences:
         """True if a conversation has media; then every row is one conversation."""
         return self._media_lines is not None
 
-    def media_tokens(self, indices: Int64) -> Int64:
-        """Return the tokens that the processor writes for the media of each row; 0 without, and for a dummy row."""
-        if self._media_tokens is None:
-            return np.zeros(len(indices), np.int64)
-        return np.where(indices < 0, 0, self._media_tokens[indices])
+    def media_costs(self, indices: Int64) -> Int64:
+        """Return the number of media of each row, and the tokens that the processor writes for them, [len(indices), 2].
 
-    def first_media(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays of the first row with media; empty without."""
-        for index in range(len(self)) if self.has_media else ():
-            row = np.array([index])
-            if self.media(row)[0].row:
-                return media_arrays(self.media(row), self.read(row)[0])
-        return {}
+        Both are 0 for a row without media and for a dummy row.
+        """
+        if self._media_costs is None:
+            return np.zeros((len(indices), 2), np.int64)
+        return np.where(indices[:, None] < 0, 0, self._media_costs[indices])
 
     def media(self, indices: Int64) -> list[RowMedia]:
         """Return text and media of each row, which are empty for a row without media."""
@@ -381,13 +376,9 @@ class JoinedSequences:
         """True if a source has media."""
         return any(part.has_media for part in self.parts)
 
-    def media_tokens(self, indices: Int64) -> Int64:
-        """Return the tokens of the media of each row."""
-        return np.array(self._gather(PackedSequences.media_tokens, indices), np.int64)
-
-    def first_media(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays of the first row with media; empty without."""
-        return next((part.first_media() for part in self.parts if part.has_media), {})
+    def media_costs(self, indices: Int64) -> Int64:
+        """Return number and tokens of the media of each row."""
+        return np.array(self._gather(PackedSequences.media_costs, indices), np.int64).reshape(-1, 2)
 
     def media(self, indices: Int64) -> list[RowMedia]:
         """Return text and media of each row."""
@@ -400,3 +391,18 @@ class JoinedSequences:
         """
         gathered = self._gather(PackedSequences.positions, indices)
         return None if gathered is None else np.stack(gathered)
+
+
+def media_rows(sequences: PackedSequences | JoinedSequences) -> Int64:
+    """Return the indices of the rows with media, those with the fewest tokens of media first."""
+    costs = sequences.media_costs(np.arange(len(sequences)))
+    rows = np.flatnonzero(costs[:, 0])
+    return rows[np.argsort(costs[rows, 1], kind="stable")]
+
+
+def media_inputs(
+    sequences: PackedSequences | JoinedSequences, indices: Int64
+) -> dict[str, NDArray[Any]]:
+    """Return tokens and media of rows by their names in the model's forward."""
+    tokens = sequences.read(indices)[0]
+    return {"input_ids": tokens, **media_arrays(sequences.media(indices), tokens)}

@@ -52,7 +52,12 @@ from hyper_parallel.model import (
     read_config,
     read_generation_config,
 )
-from hyper_parallel.trainer.data import has_tokenizer, load_tokenizer
+from hyper_parallel.trainer.data import (
+    has_tokenizer,
+    load_tokenizer,
+    media_inputs,
+    media_rows,
+)
 from hyper_parallel.trainer.engine.auto_model import model_from_config
 from hyper_parallel.trainer.engine.measured_cache import cache_file, load_cached, save_cached
 from hyper_parallel.units import format_bytes
@@ -454,7 +459,9 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
         Contradiction: HP104 for offload and for step programs, whose steps all have the same shapes.
         ModelUnreadable: HP305 when the model's forward does not read them.
     """
-    arrays = sequences.first_media()
+    rows = media_rows(sequences)[:1]
+    arrays = media_inputs(sequences, rows) if len(rows) else {}
+    arrays.pop("input_ids", None)
     tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
     axes = [axis for axis in ("pp", "cp") if getattr(plan.strategy, axis) > 1]
     refuse_other_inputs(model, axes, tensors)

@@ -36,7 +36,7 @@ from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer.data import Batches
-from hyper_parallel.trainer.engine.cost_balance import cost_grid
+from hyper_parallel.trainer.engine.cost_balance import TowerPlaces, cost_grid
 from hyper_parallel.trainer.engine.optimizer import set_lr, step_unless
 from hyper_parallel.trainer.engine.step_checks import first_not_finite
 from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder
@@ -179,6 +179,7 @@ class Loop:
     seed: Callable[[int], None] = lambda step: None
     policy: SkipPolicy = field(default_factory=lambda: SkipPolicy())
     stage: LearningStage | None = None
+    _grids: dict[int, Grid] = field(default_factory=dict)
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run one optimizer step, counted from 1.
@@ -384,13 +385,15 @@ class Loop:
 
     def _grid(self, batches: Batches | StreamBatches) -> Grid | None:
         """Return the places over which the sequences of a step are balanced; None: the order of the data."""
-        if not isinstance(batches, Batches) or not batches.order.balanced:
+        if not isinstance(batches, Batches) or batches.order.costs is None:
             return None
-        submodels = handle(self.model).submodels
-        if submodels is None:
-            return cost_grid(self.plan, batches, None)
-        in_rounds = submodels.joint is None
-        return cost_grid(self.plan, batches, lambda count: (submodels.owners(count), in_rounds))
+        if (size := batches.sequences_per_step) not in self._grids:
+            submodels, places = handle(self.model).submodels, None
+            if submodels is not None:
+                joint = submodels.joint
+                places = TowerPlaces(submodels.owners, None if joint is None else joint.schedule)
+            self._grids[size] = cost_grid(self.plan, batches, places)
+        return self._grids[size]
 
     def _balance(self, batches: Batches | StreamBatches, step: int) -> dict[str, Any] | None:
         """Return the record of the balance of a step, counted from 1; None in the order of the data."""

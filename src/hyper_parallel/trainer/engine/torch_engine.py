@@ -339,7 +339,13 @@ class TorchEngine:
         recipe, directory = self._recipe, self._job.weights
         plan, routing = self._job.plan, routing_of(recipe)
         if recipe.parallel.submodels is None:
-            model = parallelize(build_model(recipe), plan, self._world, routing=routing)
+            model = parallelize(
+                build_model(recipe),
+                plan,
+                self._world,
+                routing=routing,
+                one_order=recipe.parallel.one_order,
+            )
         else:
             model = parallelize_submodels(
                 build_model(recipe),

@@ -416,7 +416,7 @@ class UnitOrder:
             where=f"rank {dist.get_rank()}",
             got="another order, or more calls, of modules than in the first steps",
             allowed="the order and the calls of the first steps, any of which a rank may skip",
-            hint="hp.parallelize(model, plan, one_order=False)",
+            hint="parallel.one_order=false in a recipe, or hp.parallelize(model, plan, one_order=False)",
         )
 
 
