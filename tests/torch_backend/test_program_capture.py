@@ -209,6 +209,21 @@ def test_values_that_decide_are_refused_with_operator_and_module(function, opera
     assert (error.value.got, error.value.where) == (operator, "1")
 
 
+def test_a_parameter_that_forward_changes_is_refused_with_the_module():
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            self.weight.data.clamp_(-1, 1)
+            return super().forward(x)
+
+    def loss(model, x):
+        return model(x).sum()
+
+    model = nn.Sequential(nn.ReLU(), Clipped(3, 2))
+    with pytest.raises(Contradiction) as error:
+        capture_gradients(model, {"x": torch.ones(4, 3)}, loss)
+    assert (error.value.got, error.value.where) == ("aten.clamp_.default", "1")
+
+
 def test_an_unsupported_operator_is_named_with_its_module():
     assert unsupported_operators(
         "mindspore", _capture(lambda x: torch.linalg.eigvalsh(x.outer(x)))
