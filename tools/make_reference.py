@@ -165,6 +165,14 @@ With `pp`, each rank has two programs of its stage: one for the activations that
 gradients, which computes the stage again from the activations that it has received. Ranks run them in the order of the
 schedule, one stage per rank. Activations and their gradients are sent by torch, through the memory of the host.
 
+With `training.recompute: full`, the program repeats the operators of a layer before backward first reads their results.
+The repetition reads its inputs through `hyper_parallel.after`, which returns its first argument once the second one is
+computed, so MindSpore does not merge it with the first run. Results are bitwise equal. In the program of an 8-layer
+Qwen3 (width 256, 2 x 256 tokens), results that live at the same time take at most 169 MiB without and 38 MiB with
+recompute. The resident memory of a process on the CPU does not fall: kernels of MindSpore that transpose or broadcast
+keep a workspace each, and a recomputed operator is one more kernel. In that step it was 2.1 GiB without and 2.6 GiB
+with recompute.
+
 With `training.compile: graph-kernel`, the compiler AKG of MindSpore generates one kernel from each chain of
 elementwise operators and reductions. It needs the package `decorator`, which MindSpore does not declare, and `g++`; a
 recipe is refused with HP501 without them, and `hyper-parallel doctor` names them. The report and the summary of a run

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.backends.mindspore.runner import MindSporeRunner
+from hyper_parallel.backends.program_memory import planned, recompute_layers
 from hyper_parallel.backends.step_program import group_name
 from hyper_parallel.backends.torch import Routing, handle, local
 from hyper_parallel.backends.torch.program_capture import (
@@ -312,6 +313,22 @@ def test_ranks_that_share_experts_have_the_gradients_of_one(tmp_path):
                 np.testing.assert_allclose(
                     rows[: len(grad)], grad, rtol=0, atol=1e-6, err_msg=f"{family} {name}"
                 )
+
+
+def test_recomputed_layers_have_the_gradients_of_kept_ones(tmp_path):
+    model, runner, results = _model("llama", num_hidden_layers=2), MindSporeRunner({}), []
+    ids = torch.randint(3, 97, (2, 12))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    program = capture_gradients(model, batch, _loss)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {k: runner.value(v) for k, v in _inputs(program, state, batch, 0).items()}
+    recomputed = planned(program, recompute_layers(program, ["model.layers.0", "model.layers.1"]))
+    assert len(recomputed.nodes) > len(program.nodes)
+    for name, own in (("kept", program), ("recomputed", recomputed)):
+        step = runner.compile(own, tmp_path / f"{name}.py")
+        results.append({k: runner.array(value) for k, value in step(values).items()})
+    for name, value in results[0].items():
+        np.testing.assert_array_equal(results[1][name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("family", DENSE)

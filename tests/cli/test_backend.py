@@ -27,7 +27,6 @@ REFUSED = [
     (("training.dtype=bfloat16",), "HP104"),
     (("parallel.pp=2", "parallel.dp_shard=2", "parallel.tp=2"), "HP205"),
     (("training.optimizer=muon",), "HP104"),
-    (("training.recompute=full", "training.recompute_layers=1"), "HP104"),
     (("training.neftune_noise_alpha=5",), "HP104"),
     (("training.check_ranks_every=2", "training.deterministic=true"), "HP104"),
     (("lora.lora_dropout=0.1", *LORA), "HP104"),
@@ -99,6 +98,17 @@ def test_programs_of_the_step_belong_to_the_job(recipe, installed, tmp_path):
     job.write(job.plan)
     assert (tmp_path / "run" / "programs" / "update" / "program.json").is_file()
     assert _prepare(recipe, "backend=torch").programs is None
+
+
+@pytest.mark.parametrize("layout", ["parallel.dp_shard=1", "parallel.tp=2", "parallel.pp=2"])
+def test_programs_recompute_the_layers_of_the_strategy(recipe, installed, layout):
+    words = layout, "parallel.virtual_stages=1", "training.recompute=full"
+    for programs in _prepare(recipe, *words, "training.recompute_layers=1").programs:
+        repeated = {n.module for n in programs.gradients.nodes if n.residency == "recompute"}
+        layers = {module.split(".")[2] for module in repeated}
+        assert len(layers) == 1  # of this rank
+        assert layers == {"0"} or "batch.received" in programs.gradients.inputs
+        assert all(n.residency == "keep" for n in programs.loss.nodes)
 
 
 def test_programs_update_adapters_only(recipe, installed):

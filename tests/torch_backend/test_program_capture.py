@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.backends.mindspore.operators import OPERATORS
+from hyper_parallel.backends.program_memory import live_bytes, planned, recompute_layers
 from hyper_parallel.backends.program_runner import unsupported_operators
-from hyper_parallel.backends.step_program import Ref, StepProgram
+from hyper_parallel.backends.step_program import AFTER, Ref, StepProgram
 from hyper_parallel.backends.torch.program_capture import (
     Shards,
     capture_gradients,
@@ -71,6 +72,10 @@ def _run(program, values):
         _, name, overload = node.op.split(".")
         if name == "view":  # a program has no strides
             name = "reshape"
+        if node.op == AFTER:
+            assert {r.index for r in node.args} <= numbers.keys()
+            numbers[node.results[0]] = numbers[node.args[0].index]
+            continue
         operator = getattr(getattr(torch.ops.aten, name), overload)
         kwargs = {
             k: getattr(torch, v) if k == "dtype" else v
@@ -209,6 +214,21 @@ def test_values_that_decide_are_refused_with_operator_and_module(function, opera
     assert (error.value.got, error.value.where) == (operator, "1")
 
 
+def test_a_parameter_that_forward_changes_is_refused_with_the_module():
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            self.weight.data.clamp_(-1, 1)
+            return super().forward(x)
+
+    def loss(model, x):
+        return model(x).sum()
+
+    model = nn.Sequential(nn.ReLU(), Clipped(3, 2))
+    with pytest.raises(Contradiction) as error:
+        capture_gradients(model, {"x": torch.ones(4, 3)}, loss)
+    assert (error.value.got, error.value.where) == ("aten.clamp_.default", "1")
+
+
 def test_an_unsupported_operator_is_named_with_its_module():
     assert unsupported_operators(
         "mindspore", _capture(lambda x: torch.linalg.eigvalsh(x.outer(x)))
@@ -271,3 +291,24 @@ def test_writes_in_place_become_new_values():
     assert program.operators().keys() <= OPERATORS.keys()
     results = _run(program, {"a": torch.full((3,), 2.0), "b": torch.full((3,), 5.0)})
     np.testing.assert_array_equal(results["c"], [9.0, 9.0, 9.0])
+
+
+def test_recomputed_layers_have_the_same_gradients_and_less_memory():
+    model, batch = _model("gpt2", num_hidden_layers=4), _batch()
+    program = capture_gradients(model, batch, _loss)
+    layers = [f"transformer.h.{i}" for i in range(4)]
+    values, peaks = _values(model, batch), []
+    wanted = _run(program, values)
+    for count in range(5):
+        changed = planned(program, recompute_layers(program, layers[:count]))
+        results = _run(changed, values)
+        assert all(torch.equal(results[name], value) for name, value in wanted.items())
+        peaks.append(max(live_bytes(changed)))
+        repeated = [n.module for n in changed.nodes if n.residency == "recompute"]
+        assert {".".join(name.split(".")[:3]) for name in repeated} == {*layers[:count]}
+        waiting = [n for n in changed.nodes if n.op == AFTER]
+        assert len({n.args[1] for n in waiting}) == count  # each layer waits for backward
+    assert peaks[0] == max(live_bytes(program))
+    assert peaks[0] > peaks[1] > peaks[2] >= peaks[4]
+    gradients = sum(p.nbytes for p in model.parameters())  # live at the end of backward
+    assert peaks[4] - gradients < 0.5 * (peaks[0] - gradients)

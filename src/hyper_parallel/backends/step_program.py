@@ -11,7 +11,9 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +22,12 @@ from numpy.typing import NDArray
 COLLECTIVES: Final = "_c10d_functional."
 """Prefix of the names of collectives."""
 
+AFTER: Final = "hyper_parallel.after.default"
+"""Operator that returns its first argument once the second one is computed. It keeps a back end from merging a
+recomputed operator with its first run, and from running it early."""
+
 _RANKS: Final = "ranks_"
+_ITEM_BITS: Final = {"bool": 8, "none": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,14 @@ class ValueType:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a contiguous tensor."""
+        bits = _ITEM_BITS.get(self.dtype)
+        if bits is None:
+            bits = int(self.dtype.partition("_")[0].lstrip(ascii_lowercase))
+        return prod(self.shape) * bits // 8
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -49,6 +64,7 @@ class Node:
         results: Numbers of the results.
         types: Types of the results.
         module: Path of the model's module that called it; empty outside of one.
+        residency: Memory of the results between forward and backward: `keep`, or `recompute` from a later node.
     """
 
     op: str
@@ -57,6 +73,7 @@ class Node:
     results: tuple[int, ...]
     types: tuple[ValueType, ...]
     module: str = ""
+    residency: str = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +167,12 @@ def _decode(argument: Any) -> Any:
 def _node_json(node: Node) -> list[Any]:
     types = [[list(t.shape), t.dtype] for t in node.types]
     kwargs = {name: _encode(value) for name, value in node.kwargs.items()}
-    return [node.op, _encode(node.args), kwargs, list(node.results), types, node.module]
+    fields = [node.op, _encode(node.args), kwargs, list(node.results), types, node.module]
+    return fields if node.residency == "keep" else [*fields, node.residency]
 
 
 def _node_from(data: list[Any]) -> Node:
-    op, args, kwargs, results, types, module = data
+    op, args, kwargs, results, types, module, *residency = data
     return Node(
         op,
         tuple(_decode(a) for a in args),
@@ -162,4 +180,5 @@ def _node_from(data: list[Any]) -> Node:
         tuple(results),
         tuple(ValueType(tuple(shape), dtype) for shape, dtype in types),
         module,
+        *residency,
     )

@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hyper_parallel.backends.step_program import (
     Node,
@@ -107,6 +107,7 @@ _SAME_VALUE: Final = (
     "aten.lift_fresh_copy.default",
 )
 """Operators whose result is their argument, in a program without writes in place."""
+_ALIASES: Final = ("aten.alias.default", "aten.detach.default")
 _CAT: Final = "aten.cat.default"
 _SLICE_SCATTER: Final = "aten.slice_scatter.default"
 _FOLDED_ELEMENTS: Final = 1 << 16
@@ -327,6 +328,7 @@ def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
 
     graph = trace(function)
     _refuse_dynamic(graph)
+    _refuse_writes(graph, tree_leaves(example))
     if any(n.op == "call_function" and _writes(n.target) for n in graph.graph.nodes):
         with preserve_node_meta():  # an interpreter hands on the paths of modules
             return trace(functionalize(Interpreter(graph).run, remove="mutations"))
@@ -342,6 +344,25 @@ def _refuse_dynamic(graph: GraphModule) -> None:
                 not isinstance(value, Tensor) or any(not isinstance(n, int) for n in value.shape)
             ):
                 raise _dynamic(_module(node), str(node.target))
+
+
+def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
+    """Raise HP104 for the first operator that changes an input with a gradient, such as a clipped weight."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    trained = {node for node, x in zip(inputs, example, strict=True) if x.requires_grad}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or not _writes(node.target):
+            continue
+        source = node.args[0]
+        while isinstance(source, FxNode) and str(source.target) in _ALIASES:
+            source = source.args[0]
+        if source in trained:
+            raise Contradiction(
+                "the model changes a parameter in forward, which a step program cannot express",
+                where=_module(node),
+                got=str(node.target),
+                hint="backend=torch",
+            )
 
 
 def _dynamic(module: str, operator: str) -> Contradiction:

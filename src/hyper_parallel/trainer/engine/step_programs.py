@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyper_parallel.backends.program_memory import planned, recompute_layers
 from hyper_parallel.backends.program_runner import missing_for_fusion, unsupported_operators
 from hyper_parallel.backends.step_program import StepProgram, group_name
 from hyper_parallel.backends.torch import local, materialize, resolve_layouts
 from hyper_parallel.backends.torch.dropout import has_dropout
+from hyper_parallel.backends.torch.model_structure import layers_of
 from hyper_parallel.backends.torch.parallel_handle import attached
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.program_capture import (
@@ -161,18 +163,39 @@ def _capture(
     parallel = attached(model)
     if parallel is not None and parallel.pipeline is not None:
         _check_shared(strategy, parallel.pipeline.stages, where("parallel.pp"))
-        return StepPrograms(*capture_stage(model, batch, _loss_of_model), update)
-    loss = _loss if parallel is None else _loss_of_model
-    return StepPrograms(
-        capture_loss(model, batch, loss, shards),
-        capture_gradients(model, batch, loss, shards),
-        update,
-    )
+        forward, gradients = capture_stage(model, batch, _loss_of_model)
+    else:
+        loss = _loss if parallel is None else _loss_of_model
+        forward = capture_loss(model, batch, loss, shards)
+        gradients = capture_gradients(model, batch, loss, shards)
+    if layers := _recomputed_layers(model, strategy):
+        gradients = planned(gradients, recompute_layers(gradients, layers))
+    return StepPrograms(forward, gradients, update)
+
+
+def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
+    """Return the paths of the layers of this rank that a strategy recomputes."""
+    parallel = attached(model)
+    pipeline = None if parallel is None else parallel.pipeline
+    stages = [layers_of(model)] if pipeline is None else [*pipeline.stages.layers.values()]
+    layers, names = [m for stage in stages for m in stage], {m: n for n, m in model.named_modules()}
+    numbers = iter(range(len(layers)))
+    recomputed = strategy.recomputed([[next(numbers) for _ in stage] for stage in stages])
+    return [names[layers[i]] for i in sorted(recomputed)]
 
 
 def program_block(strategy: Strategy) -> Strategy:
-    """Return the strategy of the ranks whose programs differ: those of one pipeline, or tensor or expert group."""
-    return replace(strategy, dp_replicate=1, dp_shard=max(1, strategy.ep // strategy.tp))
+    """Return the strategy of the ranks whose programs differ: those of one pipeline, or tensor or expert group.
+
+    Layers are recomputed by the programs, not by the traced model.
+    """
+    return replace(
+        strategy,
+        dp_replicate=1,
+        dp_shard=max(1, strategy.ep // strategy.tp),
+        recompute="none",
+        recompute_layers=None,
+    )
 
 
 def _block_plan(plan: Plan, block: Strategy) -> Plan:
@@ -255,8 +278,7 @@ def _check_recipe(
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
         "offload": (recipe.offload.on, "offload", "offload.budget=null offload.max_slowdown=null"),
         "training.recompute": (
-            plan.strategy.recompute != "none", f"recompute={plan.strategy.recompute}",
-            "training.recompute=none training.recompute_layers=null",
+            plan.strategy.recompute == "selective", "recompute=selective", "training.recompute=full",
         ),
         "training.dtype": (training.dtype != "float32", training.dtype, "training.dtype=float32"),
         "training.neftune_noise_alpha": (
