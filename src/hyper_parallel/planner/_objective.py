@@ -7,17 +7,19 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy, abbreviated
 from hyper_parallel.ir import Plan, Strategy, Workload
-from hyper_parallel.model import ModelSpec
+from hyper_parallel.model import ModelSpec, Tower
 from hyper_parallel.planner.pins import check_exclusions, check_pins
 from hyper_parallel.planner.plan_builder import evaluate, require_fit, search, to_plan
 from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.request import LOCAL, HostMemory, PlanRequest, resolve
 from hyper_parallel.planner.strategy_space import divisors
+from hyper_parallel.planner.submodels import MEDIA, plan_with_towers
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_seconds
 
@@ -62,6 +64,8 @@ def plan(
     offload: bool = False,
     all_layouts: bool = False,
     memory_headroom: float | None = None,
+    towers: Sequence[Tower] = (),
+    media: int = MEDIA,
 ) -> Plan:
     """Return the best strategy of a model on a machine that fits in memory, as a Plan.
 
@@ -82,6 +86,8 @@ def plan(
             memory. A given strategy has its own `offload`.
         all_layouts: Include strategies that this version cannot run, for studies; the notes name them.
         memory_headroom: Share of a device's memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
+        towers: Towers of a multimodal model that a search prices, of `model.towers_of`.
+        media: Images or recordings per sequence, for every tower.
 
     Raises:
         BadValue: HP102 for arguments of other types.
@@ -100,6 +106,9 @@ def plan(
     request = _restrict(request, pins, exclude, offload, executable=local or not all_layouts)
     request = request.with_headroom(memory_headroom)
     try:
+        if towers:
+            find = partial(_best_for, objective=objective, deadline_s=deadline_s, top=top)
+            return plan_with_towers(request, towers, media, find)
         return _best_for(request, objective, deadline_s, top)
     except NoLegalStrategy:
         if local or not pins or all_layouts:
