@@ -86,8 +86,7 @@ def plan(
         say(chosen.to_json() if as_json else chosen.one_line())
     else:
         say(_shown(chosen, explain, gantt))
-        ranks = chosen.strategy.world_size
-        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks, output)))
+        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, chosen, output)))
     if not dry_run:
         _write_files(chosen, output, schedule_csv)
 
@@ -275,7 +274,7 @@ def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
 
 
 def _next(
-    ctx: typer.Context, recipe: Path | None, topology: str | None, ranks: int, output: Path | None
+    ctx: typer.Context, recipe: Path | None, topology: str | None, chosen: Plan, output: Path | None
 ) -> Iterator[str]:
     """Yield the suggested next commands: write a recipe and train it, or a dry run if this machine is too small."""
     from hyper_parallel.topology import find_accelerators, rank_capacity
@@ -288,7 +287,7 @@ def _next(
         train.append(f"topology={topology}")
     if recipe is not None and output is not None:
         train += ["--plan", str(output)]
-    if ranks > rank_capacity(len(find_accelerators())).num_ranks:
+    if chosen.strategy.world_size > rank_capacity(len(find_accelerators())).num_ranks:
         train.append("--dry-run")
     yield from _folded(list(map(shlex.quote, train)))
 

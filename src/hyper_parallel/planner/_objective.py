@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -105,16 +105,22 @@ def plan(
     local = request.supernode.name == LOCAL
     request = _restrict(request, pins, exclude, offload, executable=local or not all_layouts)
     request = request.with_headroom(memory_headroom)
+    find = partial(_best_for, objective=objective, deadline_s=deadline_s, top=top)
+    if towers:
+        find = partial(plan_with_towers, towers=towers, media=media, find=find)
+    return _find_executable(request, find, or_priced=bool(pins) and not local and not all_layouts)
+
+
+def _find_executable(
+    request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool
+) -> Plan:
+    """Return the best plan that can run; with `or_priced`, else one whose pinned choices are priced only."""
     try:
-        if towers:
-            find = partial(_best_for, objective=objective, deadline_s=deadline_s, top=top)
-            return plan_with_towers(request, towers, media, find)
-        return _best_for(request, objective, deadline_s, top)
+        return find(request)
     except NoLegalStrategy:
-        if local or not pins or all_layouts:
-            raise
-        with suppress(NoLegalStrategy):  # pinned choices are priced although they cannot run
-            return _best_for(replace(request, executable=False), objective, deadline_s, top)
+        if or_priced:
+            with suppress(NoLegalStrategy):
+                return find(replace(request, executable=False))
         raise
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
@@ -425,11 +426,11 @@ def plan_with_towers(
         DoesNotFit: HP401 if no plan leaves enough memory. Other errors as of `find`.
     """
     inline, changes = _fitting_step(request, towers, media, find)
-    steps = [inline, *_steps_apart(request, towers, media)]
+    plan = inline.planned()
+    steps = [inline, *_steps_apart(request, towers, media, plan.whole_step_s)]
     best = choose_step(steps, int(request.machine.memory_bytes))
     assert best is not None, "the inline step fits"
     position, fastest = best
-    plan = inline.planned()
     assert fastest.submodels is not None
     assert fastest.submodels.certificate is not None
     assert plan.submodels is not None
@@ -511,27 +512,42 @@ def _inline_step(
 
 
 def _steps_apart(
-    request: PlanRequest, towers: Sequence[Tower], media: int
+    request: PlanRequest, towers: Sequence[Tower], media: int, longest_s: float
 ) -> Iterator[DividedStep]:
-    """Yield the steps of layouts with `parallel.submodels` that this version can run."""
+    """Yield the steps of layouts with `parallel.submodels` that this version can run and that may be shorter.
+
+    Args:
+        request: As for `plan_with_towers`.
+        towers: Likewise.
+        media: Likewise.
+        longest_s: Layouts are omitted whose language part takes longer at the peak rate of its devices.
+    """
     if len(towers) != 1 or request.pins:
         return
     (tower,), rows = towers, (request.workload.tokens_per_step or 0) // request.workload.seq_len
     language = replace(request, model=language_of(request.model))
+    tokens = request.workload.tokens_per_step or 0
+    flops = 6.0 * language.model.num_matmul_params * tokens
+    least = flops / (request.machine.peak_flops * longest_s)
+    plans: dict[tuple[int, ...], Plan | None] = {}
     for parts in layouts(tower.name, request.num_devices):
         degrees = {k: v for k, v in parts[LANGUAGE].items() if k != "ranks"}
         if rows % degrees["dp_shard"] or (tower.reaches_later_layers and degrees["pp"] > 1):
             continue
+        size = math.prod(degrees.values())
+        if size < least or language.refusal(Strategy(**degrees)) is not None:
+            continue
         pins = {"dp_replicate": 1, "cp": 1, "ep": 1, "tp_y": 1, **degrees}
         if degrees["pp"] > 1:
             pins["schedule"] = "1f1b"
-        size = math.prod(degrees.values())
-        try:
+        key = tuple(degrees.values())
+        if key not in plans:
             smaller = replace(language, num_devices=size, pins=check_pins(pins), executable=True)
-            plan = search(smaller, 0)
-        except HyperParallelError:
-            continue
-        yield _step_apart(request, plan, parts, tower, media)
+            plans[key] = None
+            with suppress(HyperParallelError):
+                plans[key] = search(smaller, 0)
+        if (plan := plans[key]) is not None:
+            yield _step_apart(request, plan, parts, tower, media)
 
 
 def _step_apart(

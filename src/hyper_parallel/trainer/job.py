@@ -308,9 +308,8 @@ def prepare_job(
         router_loss=router_loss,
         programs=_capture(loaded, plan, router_loss),
     )
-    resolved = _resolve_epochs(loaded, job)
-    planned = with_proof(_with_submodels(job, model), proof)
-    job = replace(job, recipe=resolved.recipe, plan=planned)
+    resolved, plan = _resolve_epochs(loaded, job), with_proof(_with_submodels(job, model), proof)
+    job = replace(job, recipe=resolved.recipe, plan=plan)
     _check_newest(job, resolved)
     return job
 
