@@ -476,7 +476,9 @@ def _fitting_step(
         fewer = [n for n in divisors(request.num_devices) if n < plan.strategy.pp]
         if fewer and "pp" not in request.pins:
             pins["pp"] = fewer[-1]
-            notes = [f"pp={fewer[-1]}: with more stages, activations of the towers do not fit"]
+            notes = [
+                f"pp={fewer[-1]}: the fastest plan with more stages leaves too little for the towers"
+            ]
         else:
             limit = min(limit, plan.memory_bytes) - (step.max_bytes - capacity)
     raise DoesNotFit(
