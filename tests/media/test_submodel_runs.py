@@ -134,7 +134,7 @@ def test_plans_hold_the_parts_and_the_schedule_that_training_runs(place: Path) -
 @pytest.mark.torch
 def test_no_layout_that_can_run_is_faster_than_the_chosen_one(place: Path) -> None:
     loaded = load_recipe(place / "recipe.yaml", [*AUTO, "parallel.world_size=2"])
-    chosen, (note,) = resolve_submodels(loaded, None)
+    chosen, (note,), proof = resolve_submodels(loaded, None)
     spec = read_recipe_spec(loaded)
 
     def seconds(one: LoadedRecipe) -> float:
@@ -152,6 +152,9 @@ def test_no_layout_that_can_run_is_faster_than_the_chosen_one(place: Path) -> No
     assert len(times) >= 4
     assert seconds(chosen) == min(times) < max(times)
     assert f"fastest of {len(times)} layouts" in note
+    assert proof is not None
+    assert proof.bound <= proof.value == pytest.approx(min(times))
+    assert proof.priced == len(times) >= proof.simulated
 
 
 def test_the_planner_chooses_the_layout_of_a_run(place: Path) -> None:

@@ -20,7 +20,7 @@ from hyper_parallel.errors import BadValue, Contradiction, OutputNotWritable
 
 if TYPE_CHECKING:
     from hyper_parallel.ir import Plan
-    from hyper_parallel.model import ModelSpec
+    from hyper_parallel.model import ModelSpec, Tower
 
 
 WIDTH: Final = 80
@@ -44,6 +44,8 @@ def plan(
     offload: options.Offload = False,
     all_layouts: options.AllLayouts = False,
     memory_headroom: options.MemoryHeadroom = None,
+    media: options.Media = None,
+    image_size: options.ImageSize = None,
     recipe: options.Recipe = None,
     output: options.Output = None,
     schedule_csv: options.ScheduleCsv = None,
@@ -73,7 +75,9 @@ def plan(
         return
     if not dry_run:
         _check_files(output, schedule_csv)
-    search = _Search(pin, exclude, objective, deadline, top, offload, all_layouts, free)
+    search = _Search(
+        pin, exclude, objective, deadline, top, offload, all_layouts, free, media, image_size
+    )
     batch = (seq_len, tokens_per_step)
     chosen, names = _choose_plan(recipe, model, topology, devices, batch, search, no_code)
     if launch is not None:
@@ -82,8 +86,7 @@ def plan(
         say(chosen.to_json() if as_json else chosen.one_line())
     else:
         say(_shown(chosen, explain, gantt))
-        ranks = chosen.strategy.world_size
-        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, ranks, output)))
+        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, chosen, output)))
     if not dry_run:
         _write_files(chosen, output, schedule_csv)
 
@@ -100,12 +103,15 @@ class _Search:
     offload: bool
     all_layouts: bool
     memory_headroom: float | None
+    media: int | None
+    image_size: int | None
 
     @property
     def is_default(self) -> bool:
         """True if every choice that affects the best plan has its default."""
         choices = (self.pins, self.exclude, self.deadline_s, self.offload, self.all_layouts)
-        return not any(choices) and self.objective == "step-time" and self.memory_headroom is None
+        unset = (self.memory_headroom, self.media, self.image_size)
+        return not any(choices) and self.objective == "step-time" and unset == (None,) * 3
 
 
 def _difference(left: Path, right: Path) -> str:
@@ -218,7 +224,30 @@ def _plan_model(
         offload=search.offload,
         all_layouts=search.all_layouts,
         memory_headroom=search.memory_headroom,
+        towers=_towers(spec, model, search),
+        media=planner.MEDIA if search.media is None else search.media,
     )
+
+
+def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
+    """Return the towers of a multimodal model.
+
+    Raises:
+        BadValue: HP102 for options of media for a model without a tower that can be priced.
+    """
+    from hyper_parallel.model import read_config, towers_of
+
+    values = read_config(model).values
+    towers = () if search.media == 0 else towers_of(spec, values, search.image_size)
+    chosen = {"--media": search.media, "--image-size": search.image_size}
+    if not towers and (names := [name for name, value in chosen.items() if value]):
+        raise BadValue(
+            "the model has no encoder whose config states heads and patches",
+            where=names[0],
+            got=f"{names[0]} {chosen[names[0]]}",
+            hint="leave out the option",
+        )
+    return towers
 
 
 def _launch_text(chosen: Plan, names: tuple[str, str], launch: str) -> str:
@@ -245,7 +274,7 @@ def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
 
 
 def _next(
-    ctx: typer.Context, recipe: Path | None, topology: str | None, ranks: int, output: Path | None
+    ctx: typer.Context, recipe: Path | None, topology: str | None, chosen: Plan, output: Path | None
 ) -> Iterator[str]:
     """Yield the suggested next commands: write a recipe and train it, or a dry run if this machine is too small."""
     from hyper_parallel.topology import find_accelerators, rank_capacity
@@ -258,7 +287,7 @@ def _next(
         train.append(f"topology={topology}")
     if recipe is not None and output is not None:
         train += ["--plan", str(output)]
-    if ranks > rank_capacity(len(find_accelerators())).num_ranks:
+    if chosen.strategy.world_size > rank_capacity(len(find_accelerators())).num_ranks:
         train.append("--dry-run")
     yield from _folded(list(map(shlex.quote, train)))
 
@@ -307,12 +336,12 @@ def _plan_recipe(
     spec = _read(loaded.recipe.model.path, loaded.where("model.path"))
     if loaded.recipe.parallel.submodels is None:
         return plan_recipe(loaded.recipe, devices, loaded.where, spec), named
-    from hyper_parallel.trainer.job import plan_with_submodels, resolve_submodels
+    from hyper_parallel.trainer.job import plan_with_submodels, resolve_submodels, with_proof
 
-    loaded, notes = resolve_submodels(loaded, devices)
+    loaded, notes, proof = resolve_submodels(loaded, devices)
     plan = plan_recipe(loaded.recipe, None if notes else devices, loaded.where, spec)
     plan = plan_with_submodels(loaded, replace(plan, notes=(*plan.notes, *notes)))
-    return plan, named
+    return with_proof(plan, proof), named
 
 
 def _share(text: str) -> float:

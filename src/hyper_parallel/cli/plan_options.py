@@ -69,6 +69,20 @@ MemoryHeadroom = Annotated[
         help="Fraction of device memory to leave free. Default: 5% on accelerators, 0% on a CPU."
     ),
 ]
+Media = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="For multimodal models: images or recordings of 30 s per sequence. Default: 4.",
+    ),
+]
+ImageSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="For multimodal models: pixels of a side of an image. Default: the config's, else 896.",
+    ),
+]
 Recipe = Annotated[Path | None, typer.Option(help="Plan this recipe instead of a model.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")]
 ScheduleCsv = Annotated[

@@ -56,6 +56,7 @@ from hyper_parallel.ir.memory import (
 )
 from hyper_parallel.ir.memory_plan import MemoryPlan, replay
 from hyper_parallel.ir.plan import (
+    RESERVED,
     Alternative,
     Certificate,
     Collective,
@@ -108,6 +109,7 @@ __all__ = [
     "MEMORY_TIERS",
     "OF_OPERATORS",
     "PROMPT_CHUNK",
+    "RESERVED",
     "Action",
     "ActionKind",
     "Alternative",

@@ -239,18 +239,30 @@ def _roles(plan: Plan) -> Iterator[str]:
         yield f"{_split(r):<{width}}  {format_seconds(r.step_s):>9}  {r.reason}"
 
 
-def _submodel_lines(s: SubmodelsPlan) -> Iterator[str]:
-    """Yield one line per part, and one for the step of all parts."""
+def _submodel_lines(s: SubmodelsPlan, *, lanes: bool = True) -> Iterator[str]:
+    """Yield one line per part, lines for the step of all parts and the search, and the lanes of that step."""
     for part in s.parts:
-        ranks = f"rank{'s' if len(part.ranks) > 1 else ''} {', '.join(map(str, part.ranks))}"
+        first, *others = part.ranks
+        adjacent = len(others) > 2 and part.ranks == (*range(first, first + len(part.ranks)),)
+        numbers = f"{first}-{others[-1]}" if adjacent else ", ".join(map(str, part.ranks))
+        ranks = f"rank{'s' if others else ''} {numbers}"
         times = (
             f"forward {format_seconds(part.forward_s)}, backward {format_seconds(part.backward_s)}"
         )
-        yield f"{part.name}: {part.degrees} on {ranks}; {times} per step"
+        memory = sum(t.bytes for t in part.memory)
+        held = f"; {format_bytes(memory)} per rank" if memory else ""
+        yield f"{part.name}: {part.degrees} on {ranks}; {times} per step{held}"
     yield (
         f"together {format_seconds(s.step_s)}, bubble {s.bubble:.1%}, at least {format_seconds(s.lower_s)}, "
-        f"{'joint schedule' if s.schedule else 'in rounds'}"
+        f"{'joint schedule' if s.schedule else 'inside of the first stage' if s.inline else 'in rounds'}"
     )
+    if (proof := s.certificate) is not None:
+        yield (
+            f"step {format_seconds(proof.value)}; no layout of {proof.priced} takes less than "
+            f"{format_seconds(proof.bound)} (gap {proof.gap:.1%})"
+        )
+    if lanes:
+        yield from s.lanes
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -349,7 +361,7 @@ def _flat(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.roles is not None:
         yield "roles", f"{format_seconds(plan.whole_step_s)}, {_roles_line(plan.roles)}"
     if plan.submodels is not None:
-        for number, line in enumerate(_submodel_lines(plan.submodels)):
+        for number, line in enumerate(_submodel_lines(plan.submodels, lanes=False)):
             yield f"submodels[{number}]", line
     yield "mfu", f"{plan.predicted_mfu:.1%}"
     yield (

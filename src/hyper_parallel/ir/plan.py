@@ -107,6 +107,7 @@ class PartPlan:
         degrees: Its strategy as text.
         forward_s: Seconds of all forwards of a step on one of its ranks, the busiest stage of a pipeline.
         backward_s: Seconds of all backwards, likewise; 0 for a frozen part.
+        memory: Terms of the predicted peak of one of its ranks, without those of other parts; empty: not predicted.
     """
 
     name: str
@@ -114,6 +115,7 @@ class PartPlan:
     degrees: str
     forward_s: float
     backward_s: float
+    memory: tuple[MemoryTerm, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,9 @@ class SubmodelsPlan:
             tower's microbatches may lie on any of its ranks, or the longest microbatch from end to end.
         schedule: Joint schedule in the extended CSV form; empty: the tower computes in rounds.
         wait_s: Seconds by which the step is longer than that of the language part alone.
+        lanes: The simulated step as text, one line per lane and part.
+        certificate: Step of these parts, and a lower bound for all layouts of a search; None: no search.
+        inline: Whether ranks of the first stage run the towers inside of its passes, without `parallel.submodels`.
     """
 
     parts: tuple[PartPlan, ...]
@@ -136,6 +141,9 @@ class SubmodelsPlan:
     lower_s: float
     schedule: str = ""
     wait_s: float = 0.0
+    lanes: tuple[str, ...] = ()
+    certificate: Certificate | None = None
+    inline: bool = False
 
 
 PLAN_VERSION: Final = 2

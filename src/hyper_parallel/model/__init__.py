@@ -24,6 +24,7 @@ from hyper_parallel.model.loading import (
     spec_from_config,
 )
 from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
+from hyper_parallel.model.towers import Tower, language_of, towers_of
 
 __all__ = [
     "FAMILIES_READ",
@@ -41,8 +42,10 @@ __all__ = [
     "ModelSpec",
     "ParamSpec",
     "Property",
+    "Tower",
     "find_preset",
     "is_read",
+    "language_of",
     "list_weight_files",
     "load_model",
     "preset_names",
@@ -51,4 +54,5 @@ __all__ = [
     "read_generation_config",
     "read_preset",
     "spec_from_config",
+    "towers_of",
 ]

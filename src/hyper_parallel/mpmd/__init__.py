@@ -7,6 +7,8 @@ from hyper_parallel.mpmd._assignment import (
     Devices,
     SubModel,
     assign_submodels,
+    lanes_text,
+    search_by_bound,
 )
 from hyper_parallel.mpmd._list_schedule import list_schedule
 from hyper_parallel.mpmd._lower import lower, one_by_one
@@ -28,6 +30,7 @@ from hyper_parallel.mpmd._submodel_schedule import (
     TowerLanes,
     check_submodel_schedule,
     forward_part,
+    inline_schedule,
     rounds_schedule,
     submodel_bound_s,
     submodel_schedule,
@@ -60,7 +63,9 @@ __all__ = [
     "held_bytes",
     "in_flight",
     "in_flight_limit",
+    "inline_schedule",
     "is_legal",
+    "lanes_text",
     "legal_microbatches",
     "list_schedule",
     "lower",
@@ -72,6 +77,7 @@ __all__ = [
     "rounds_schedule",
     "schedule_name",
     "schedule_tasks",
+    "search_by_bound",
     "step_schedule",
     "submodel_bound_s",
     "submodel_schedule",

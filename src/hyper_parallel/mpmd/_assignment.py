@@ -11,15 +11,15 @@ the next bound reaches the best step, so the result is the best of all choices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import product
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph
+from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph, Timeline
 from hyper_parallel.mpmd._list_schedule import ListProblem
 from hyper_parallel.mpmd._tasks import nanoseconds, schedule_tasks
 from hyper_parallel.sim import simulate
@@ -180,18 +180,74 @@ class Assignment:
             columns: Columns of the whole step; an action shorter than a column may not show.
         """
         tasks = schedule_tasks(self.schedule, self.costs, transfer_s=self.transfer_s)
-        rows: dict[tuple[int, str], list[str]] = {}
-        for span in simulate(tasks).spans:
-            if not span.lane.endswith("/compute"):
-                continue
-            rank, action = int(span.lane[5:].removesuffix("/compute")), Action.parse(span.name)
-            row = rows.setdefault((rank, self.parts[action.stage]), ["."] * columns)
-            first = int(span.start_s / self.value_s * columns)
-            last = int((span.start_s + span.duration_s) / self.value_s * columns)
-            row[first:last] = action.kind * (last - first)
-        names = {key: f"rank {key[0]} ({self.widths[key[0]]})  {key[1]}" for key in rows}
-        width = max(map(len, names.values()))
-        return "\n".join(f"{names[key]:<{width}}  {''.join(rows[key])}" for key in sorted(rows))
+        ranks = [f"rank {rank} ({width})" for rank, width in enumerate(self.widths)]
+        return "\n".join(lanes_text(simulate(tasks), self.parts, ranks, columns, self.value_s))
+
+
+def lanes_text(
+    timeline: Timeline,
+    parts: Sequence[str],
+    ranks: Sequence[str],
+    columns: int,
+    end_s: float | None = None,
+) -> list[str]:
+    """Return a simulated step as text: one line per rank and sub-model, with the kind of action in each column.
+
+    Args:
+        timeline: Simulation of a schedule.
+        parts: Name of the sub-model of each stage.
+        ranks: Name of each rank of the schedule.
+        columns: Columns of the whole step; an action shorter than a column may not show.
+        end_s: Seconds of the step; None: those of the timeline.
+    """
+    end_s = end_s or timeline.end_s
+    rows: dict[tuple[int, str], list[str]] = {}
+    for span in timeline.spans:
+        if not span.lane.endswith("/compute"):
+            continue
+        rank, action = int(span.lane[5:].removesuffix("/compute")), Action.parse(span.name)
+        row = rows.setdefault((rank, parts[action.stage]), ["."] * columns)
+        first = int(span.start_s / end_s * columns)
+        last = int((span.start_s + span.duration_s) / end_s * columns)
+        row[first:last] = action.kind * (last - first)
+    names = {key: f"{ranks[key[0]]}  {key[1]}" for key in rows}
+    width = max(map(len, names.values()))
+    return [f"{names[key]:<{width}}  {''.join(rows[key])}" for key in sorted(rows)]
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+class Best(NamedTuple, Generic[_Number]):
+    """Best candidate of a search: its position and value, and the number of candidates that were priced."""
+
+    position: int
+    value: _Number
+    priced: int
+
+
+def search_by_bound(
+    bounds: Sequence[_Number], price: Callable[[int, _Number | None], _Number | None]
+) -> Best[_Number] | None:
+    """Return the candidate with the least value; None if none has a value.
+
+    Candidates are priced in the order of their bounds until the next bound reaches the best value.
+
+    Args:
+        bounds: Lower bound of the value of each candidate.
+        price: Returns the value of the candidate at a position, or None if it cannot run or does not undercut its
+            second argument, the best value so far.
+    """
+    best: Best[_Number] | None = None
+    priced = 0
+    for position in sorted(range(len(bounds)), key=bounds.__getitem__):
+        if best is not None and bounds[position] >= best.value:
+            break
+        priced += 1
+        value = price(position, best.value if best else None)
+        if value is not None and (best is None or value < best.value):
+            best = Best(position, value, priced)
+    return best and best._replace(priced=priced)
 
 
 def assign_submodels(
@@ -231,15 +287,10 @@ def assign_submodels(
         for number, plan in enumerate(plans)
         for position, variant in enumerate(variants)
     )
-    best: tuple[int, int, int] | None = None
-    tried = 0
-    for bound, number, position in queue:
-        if best is not None and bound >= best[0]:
-            break
-        tried += 1
-        end = plans[number].end(variants[position], best[0] if best else None)
-        if end is not None:
-            best = end, number, position
+    best = search_by_bound(
+        [bound for bound, *_ in queue],
+        lambda k, stop: plans[queue[k][1]].end(variants[queue[k][2]], stop),
+    )
     if best is None:
         raise ScheduleError(
             "no assignment fits into the memory of the devices",
@@ -247,7 +298,10 @@ def assign_submodels(
             hint="raise memory_bytes, or use more devices",
         )
     lower = min(plan.work_bound for plan in plans)
-    return plans[best[1]].assignment(variants[best[2]], best[0], lower, (len(queue), tried))
+    _, number, position = queue[best.position]
+    return plans[number].assignment(
+        variants[position], best.value, lower, (len(queue), best.priced)
+    )
 
 
 def _check(parts: Sequence[SubModel]) -> None:

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
+from typing import Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Schedule, StageCost, StageGraph
+from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph
+from hyper_parallel.mpmd._assignment import search_by_bound
 from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
 from hyper_parallel.mpmd._lower import lower
-from hyper_parallel.mpmd._tasks import StageCosts, Transfers
+from hyper_parallel.mpmd._tasks import StageCosts, Transfers, nanoseconds
 from hyper_parallel.mpmd._verify import verify
 
 AHEAD = 2
@@ -103,22 +105,52 @@ def submodel_schedule(
     # One byte per microbatch in flight.
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=1) for c in r] for r in rows]
     limits = lanes.limits(ahead)
-    seconds = [c.forward_s for c in rows[0]]
-    in_turn = list(range(microbatches))
-    light = sorted(in_turn, key=seconds.__getitem__)
-    best: tuple[int, Schedule] | None = None
-    for homes, order in product(_homes(lanes, rows), (in_turn, light, light[::-1])):
-        places = [homes, *([lane] * microbatches for lane in range(lanes.stages))]
-        problem = ListProblem(lanes.graph(frozen), places, counted, transfer_s, split=True)
-        result = problem.arrange(order, limits, False)
-        if result is not None and (best is None or result[1] < best[0]):
-            best = result[1], problem.schedule(result[0])
-    assert best is not None, "without a limit of time, every schedule is finished"
-    idle = ((),) * (lanes.count - len(best[1].ranks))  # ranks of the tower without a microbatch
-    schedule = replace(best[1], ranks=(*best[1].ranks, *idle))
+    schedule = _fastest_order(lanes, counted, limits, frozen, transfer_s)
+    idle = ((),) * (lanes.count - len(schedule.ranks))  # ranks of the tower without a microbatch
+    schedule = replace(schedule, ranks=(*schedule.ranks, *idle))
     lowered = lower(schedule, reduce_grad=False, costs=rows, transfer_s=transfer_s)
     verify(lowered, costs=counted, max_bytes=limits)
     return lowered
+
+
+def _fastest_order(
+    lanes: TowerLanes,
+    rows: Sequence[Sequence[StageCost]],
+    limits: Sequence[int],
+    frozen: bool,
+    transfer_s: Transfers,
+) -> Schedule:
+    """Return the fastest schedule without messages, for all candidates of homes and orders.
+
+    Args:
+        lanes: Lanes of the parts.
+        rows: Cost of each stage and microbatch, with one byte per microbatch in flight.
+        limits: Microbatches in flight on each lane.
+        frozen: As for `submodel_schedule`.
+        transfer_s: As for `submodel_schedule`.
+    """
+    count, graph = len(rows[0]), lanes.graph(frozen)
+    in_turn = list(range(count))
+    light = sorted(in_turn, key=lambda i: rows[0][i].forward_s)
+    variants = [*product(_homes(lanes, rows), (in_turn, light, light[::-1]))]
+    stages = [[lane] * count for lane in range(lanes.stages)]
+    schedules: dict[int, Schedule] = {}
+
+    def end(k: int, stop: int | None) -> int | None:
+        homes, order = variants[k]
+        problem = ListProblem(graph, [homes, *stages], rows, transfer_s, split=True)
+        options = {} if stop is None else {"stop": stop}
+        result = problem.arrange(order, limits, False, **options)
+        if result is None:
+            return None
+        schedules[k] = problem.schedule(result[0])
+        return result[1]
+
+    done = [replace(c, input_grad_s=0.0, weight_grad_s=0.0) for c in rows[0]] if frozen else rows[0]
+    bound = nanoseconds(submodel_bound_s(lanes, count, [done, *rows[1:]]) * (1 - 1e-6))
+    best = search_by_bound([bound] * len(variants), end)
+    assert best is not None, "without a limit of time, every schedule is finished"
+    return schedules[best.position]
 
 
 def _homes(lanes: TowerLanes, rows: Sequence[Sequence[StageCost]]) -> list[list[int]]:
@@ -205,6 +237,31 @@ def rounds_schedule(
     return list_schedule(
         lanes.graph(frozen), homes, counted, max_bytes=[max(2, n) for n in limits], split=False
     )
+
+
+def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
+    """Return 1F1B of the language part whose first lane runs the tower right before and after its own passes.
+
+    Args:
+        lanes: Lanes, with the tower on lane 0.
+        microbatches: Microbatches of the step.
+        frozen: Whether the tower is frozen.
+    """
+
+    def passes(lane: int, kind: Literal["F", "B"], i: int) -> list[Action]:
+        tower = [Action(0, kind, i)] if lane == 0 and (kind == "F" or not frozen) else []
+        own = [Action(lane + 1, kind, i)]
+        return tower + own if kind == "F" else own + tower
+
+    rows = []
+    for lane in range(lanes.stages):
+        ahead = min(microbatches, lanes.stages - lane)
+        row = [a for i in range(ahead) for a in passes(lane, "F", i)]
+        for i in range(microbatches):
+            row += passes(lane, "B", i)
+            row += passes(lane, "F", i + ahead) if i + ahead < microbatches else []
+        rows.append(tuple(row))
+    return Schedule("1f1b", lanes.stages + 1, microbatches, tuple(rows), lanes.graph(frozen))
 
 
 def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) -> float:

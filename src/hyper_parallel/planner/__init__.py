@@ -7,8 +7,10 @@ from hyper_parallel.planner._simulate import gantt, plan_tasks, simulate_plan
 from hyper_parallel.planner.plan_builder import recheck
 from hyper_parallel.planner.request import default_workload
 from hyper_parallel.planner.saved_plan import check_saved_plan, launch_settings, plan_overrides
+from hyper_parallel.planner.submodels import MEDIA
 
 __all__ = [
+    "MEDIA",
     "check_saved_plan",
     "default_workload",
     "gantt",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy, abbreviated
 from hyper_parallel.ir import Plan, Strategy, Workload
-from hyper_parallel.model import ModelSpec
+from hyper_parallel.model import ModelSpec, Tower
 from hyper_parallel.planner.pins import check_exclusions, check_pins
 from hyper_parallel.planner.plan_builder import evaluate, require_fit, search, to_plan
 from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.request import LOCAL, HostMemory, PlanRequest, resolve
 from hyper_parallel.planner.strategy_space import divisors
+from hyper_parallel.planner.submodels import MEDIA, plan_with_towers
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_seconds
 
@@ -62,6 +64,8 @@ def plan(
     offload: bool = False,
     all_layouts: bool = False,
     memory_headroom: float | None = None,
+    towers: Sequence[Tower] = (),
+    media: int = MEDIA,
 ) -> Plan:
     """Return the best strategy of a model on a machine that fits in memory, as a Plan.
 
@@ -82,6 +86,8 @@ def plan(
             memory. A given strategy has its own `offload`.
         all_layouts: Include strategies that this version cannot run, for studies; the notes name them.
         memory_headroom: Share of a device's memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
+        towers: Towers of a multimodal model that a search prices, of `model.towers_of`.
+        media: Images or recordings per sequence, for every tower.
 
     Raises:
         BadValue: HP102 for arguments of other types.
@@ -99,13 +105,22 @@ def plan(
     local = request.supernode.name == LOCAL
     request = _restrict(request, pins, exclude, offload, executable=local or not all_layouts)
     request = request.with_headroom(memory_headroom)
+    find = partial(_best_for, objective=objective, deadline_s=deadline_s, top=top)
+    if towers:
+        find = partial(plan_with_towers, towers=towers, media=media, find=find)
+    return _find_executable(request, find, or_priced=bool(pins) and not local and not all_layouts)
+
+
+def _find_executable(
+    request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool
+) -> Plan:
+    """Return the best plan that can run; with `or_priced`, else one whose pinned choices are priced only."""
     try:
-        return _best_for(request, objective, deadline_s, top)
+        return find(request)
     except NoLegalStrategy:
-        if local or not pins or all_layouts:
-            raise
-        with suppress(NoLegalStrategy):  # pinned choices are priced although they cannot run
-            return _best_for(replace(request, executable=False), objective, deadline_s, top)
+        if or_priced:
+            with suppress(NoLegalStrategy):
+                return find(replace(request, executable=False))
         raise
 
 

@@ -81,8 +81,8 @@ def _plan_explicit(
     check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
     check_degrees(strategy, world_size, culprit)
     request = _request(recipe, model, strategy.world_size, trained)
-    if recipe.stage == "grpo":
-        request = request.sharing_cores_with(strategy.world_size + recipe.grpo.sampling_ranks)
+    others = recipe.grpo.sampling_ranks if recipe.stage == "grpo" else parallel.tower_ranks
+    request = request.sharing_cores_with(strategy.world_size + others)
     request = replace(request, half_batches=half_batches)
     num_devices = world_size or parallel.world_size
     if _searches_overlap(recipe):

@@ -21,7 +21,6 @@ from hyper_parallel.backends.torch.memory import CommCounter
 from hyper_parallel.runtime._parallelize import parallelize, plan_of
 from hyper_parallel.runtime._submodels import (
     parallelize_submodels,
-    submodel_lanes,
     submodel_strategies,
 )
 from hyper_parallel.runtime._world import World, launched_rank
@@ -87,7 +86,6 @@ __all__ = [
     "ranks_per_node",
     "sbatch_script",
     "scratch_folder",
-    "submodel_lanes",
     "submodel_strategies",
     "token_logprobs",
     "torchrun_words",

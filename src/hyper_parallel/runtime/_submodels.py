@@ -33,6 +33,7 @@ from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, Unsu
 from hyper_parallel.ir import Schedule, Strategy, Workload
 from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
 from hyper_parallel.planner import parse_strategy
+from hyper_parallel.planner.submodels import is_joint, joint_lanes, stage_of_rank
 from hyper_parallel.runtime._parallelize import attach_save_pretrained, parallelize, plan_of
 from hyper_parallel.runtime._world import World
 
@@ -84,7 +85,7 @@ def parallelize_submodels(
     """
     strategies = _checked(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
-    lanes = _lanes(strategies, members)
+    lanes = joint_lanes(strategies, members)
     frozen = not any(model.get_parameter(name).requires_grad for name in division.tower)
     _check_schedule(schedule, strategies, lanes, frozen)
     sides = _sides(strategies, members, division, world)
@@ -100,7 +101,7 @@ def parallelize_submodels(
         options = _options(is_tower, copied, routing)
         parallelize(part, plan, world, members[name], **options)
         roles.append(_role(part, side, world))
-    stages = _stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
+    stages = stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
     joint = lanes and _joint(lanes, roles, stages, world, frozen, schedule)
     return _whole(roles, division, joint)
 
@@ -169,59 +170,6 @@ def _members(
         start = sum(map(len, members.values()))
         members[name] = tuple(range(start, start + strategy.world_size))
     return members
-
-
-def _is_joint(strategies: Mapping[str, Strategy]) -> bool:
-    """Return whether one schedule orders the tower's microbatches and the pipeline stages of the language part.
-
-    Sharded towers compute in rounds instead, because each pass has collectives over all of their ranks.
-    """
-    language = strategies[LANGUAGE]
-    one_f_one_b = language.schedule == "1f1b" and not language.schedule_file
-    sharded = any(s.dp_shard > 1 for name, s in strategies.items() if name != LANGUAGE)
-    return language.pp > 1 and language.dp == 1 and one_f_one_b and not sharded
-
-
-def _lanes(
-    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
-) -> TowerLanes | None:
-    """Return the lanes of a joint schedule; None without one. A lane is a stage, or a rank of the tower alone."""
-    if not _is_joint(strategies):
-        return None
-    lane_of = _stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
-    pp, towers = strategies[LANGUAGE].pp, list[int]()
-    for name in strategies.keys() - {LANGUAGE}:
-        for rank in members[name]:
-            towers.append(lane_of.setdefault(rank, pp))
-            pp = max(pp, towers[-1] + 1)
-    return TowerLanes(strategies[LANGUAGE].pp, tuple(towers))
-
-
-def submodel_lanes(
-    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
-) -> tuple[TowerLanes, bool]:
-    """Return the lanes of a step, and whether one schedule orders both parts.
-
-    Otherwise the tower computes in rounds, all of its ranks together: it has one lane, or, with shared ranks, that of a
-    language part without pipeline stages.
-
-    Args:
-        strategies: Strategies of `submodel_strategies`.
-        members: Ranks of each part.
-    """
-    joint = _lanes(strategies, members)
-    if joint is not None:
-        return joint, True
-    stages = strategies[LANGUAGE].pp
-    towers = {rank for name in strategies if name != LANGUAGE for rank in members[name]}
-    shared = not towers.isdisjoint(members[LANGUAGE])
-    return TowerLanes(stages, (0 if shared else stages,)), False
-
-
-def _stage_of_rank(language: Strategy, ranks: Sequence[int]) -> dict[int, int]:
-    """Return the pipeline stage of each rank of the language part."""
-    mesh = language.mesh()
-    return {rank: mesh.coordinate(position)["pp"] for position, rank in enumerate(ranks)}
 
 
 def _joint(
@@ -380,7 +328,7 @@ def _check_ranks(
             )
     used = {rank for name in strategies for rank in ranks[name]}
     shared = len(used) < sum(s.world_size for s in strategies.values())
-    if strategies[LANGUAGE].pp > 1 and shared and not _is_joint(strategies):
+    if strategies[LANGUAGE].pp > 1 and shared and not is_joint(strategies):
         raise UnsupportedSharding(
             "a sub-model with pipeline stages cannot share ranks with a sharded tower",
             where="parallel.submodels.language.pp",

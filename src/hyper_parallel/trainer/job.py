@@ -27,7 +27,7 @@ from hyper_parallel.errors import (
     NotDivisible,
     UnsupportedSharding,
 )
-from hyper_parallel.ir import Plan
+from hyper_parallel.ir import Certificate, Plan
 from hyper_parallel.model import is_read, load_model, read_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
@@ -281,7 +281,7 @@ def prepare_job(
     """
     training_ranks = _training_ranks(loaded.recipe)
     loaded = _check_paths(replan_for_launched(loaded, training_ranks))
-    loaded, choice = resolve_submodels(loaded, training_ranks)
+    loaded, notes, proof = resolve_submodels(loaded, training_ranks)
     recipe, training_ranks = loaded.recipe, _training_ranks(loaded.recipe)
     _check_degrees(loaded, training_ranks)
     from hyper_parallel.backends.torch import check_pretrained  # takes seconds to import torch
@@ -299,7 +299,7 @@ def prepare_job(
         check_pretrained(model, weights)
     half_batches = not recipe.overlap.auto or _runs_half_batches(loaded, model)
     plan = plan_recipe(recipe, training_ranks, loaded.where, spec, share, half_batches)
-    check_plan(plan := replace(plan, notes=(*plan.notes, *choice)))
+    check_plan(plan := replace(plan, notes=(*plan.notes, *notes)))
     recipe = (loaded := with_planned_roles(loaded, plan)).recipe
     check_ranks(recipe, sum(_worlds(recipe, plan)))
     plan, router_loss = _check_model(loaded, plan, model)
@@ -318,7 +318,7 @@ def prepare_job(
         media_costs=_media_costs(packed, model),
     )
     resolved = _resolve_epochs(loaded, job)
-    job = _with_notes(replace(job, recipe=resolved.recipe), model)
+    job = _with_notes(replace(job, recipe=resolved.recipe), model, proof)
     _check_newest(job, resolved)
     return job
 
@@ -343,8 +343,8 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
 
 def resolve_submodels(
     loaded: LoadedRecipe, ranks: int | None
-) -> tuple[LoadedRecipe, tuple[str, ...]]:
-    """Return a recipe with the layout that the planner chooses for `parallel.submodels: auto`, and notes of the choice.
+) -> tuple[LoadedRecipe, tuple[str, ...], Certificate | None]:
+    """Return a recipe with the layout that the planner chooses for `parallel.submodels: auto`, notes, and the proof.
 
     Without batch numbers in `training`, a step has one sequence per rank (`tokens_per_step`).
 
@@ -357,7 +357,7 @@ def resolve_submodels(
     """
     submodels = loaded.recipe.parallel.submodels
     if submodels is None or not submodels.auto:
-        return loaded, ()
+        return loaded, (), None
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.planner.request import resolve
     from hyper_parallel.trainer.engine.recipe_model import build_model, read_recipe_spec, trained_of
@@ -383,8 +383,15 @@ def resolve_submodels(
     def plan_of(candidate: LoadedRecipe) -> Plan:
         return plan_recipe(candidate.recipe, None, candidate.where, spec, share)
 
-    chosen, note = choose_submodels(loaded, model, count, plan_of, batches_of)
-    return chosen, (note,)
+    chosen, note, proof = choose_submodels(loaded, model, count, plan_of, batches_of)
+    return chosen, (note,), proof
+
+
+def with_proof(plan: Plan, proof: Certificate | None) -> Plan:
+    """Return a plan of sub-models with the proof of the search for its layout, if there was one."""
+    if plan.submodels is None or proof is None:
+        return plan
+    return replace(plan, submodels=replace(plan.submodels, certificate=proof))
 
 
 def _bare_job(recipe: Recipe, plan: Plan, packed: PackedData) -> Job:
@@ -412,9 +419,16 @@ def _media_costs(packed: PackedData, model: Any) -> tuple[int, int]:
     return media_costs(model, packed.train)
 
 
-def _with_notes(job: Job, model: Any) -> Job:
-    """Return a job with a plan of its sub-models, and with the imbalance of its first steps if ranks are balanced."""
-    job, batches = replace(job, plan=_with_submodels(job, model)), job.train_batches()
+def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
+    """Return a job with a plan of its sub-models, and with the imbalance of its first steps if ranks are balanced.
+
+    Args:
+        job: The job.
+        model: Its model.
+        proof: Proof of the search for the layout of sub-models, if there was one.
+    """
+    plan = with_proof(_with_submodels(job, model), proof)
+    job, batches = replace(job, plan=plan), job.train_batches()
     if not isinstance(batches, Batches) or batches.order.costs is None:
         return job
     from hyper_parallel.trainer.engine.cost_balance import balance_note

@@ -1,27 +1,32 @@
 """Search of the ranks and degrees of the parts of a multimodal model, for `parallel.submodels: auto`.
 
-Every layout of `layouts` is planned and its step is scheduled; the shortest predicted step per token wins. A layout
-that cannot run is left out. Most are refused by the planner or by the checks of sub-models.
+Every layout of `layouts` is planned, and has a lower bound. Layouts that cannot run are left out; most are refused by
+the planner or by the checks of sub-models. The others are scheduled in the order of their bounds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from hyper_parallel.backends.torch.submodels.parts import LANGUAGE, divide
 from hyper_parallel.config import LoadedRecipe, Recipe, with_submodels
-from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
-from hyper_parallel.ir import Plan
+from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding
+from hyper_parallel.ir import Certificate, Plan
+from hyper_parallel.planner.submodels import DividedStep, choose_step, layouts
 from hyper_parallel.trainer.data import Batches
 from hyper_parallel.trainer.engine.recipe_submodels import (
     check_submodels,
-    plan_submodels,
+    divided_step,
+    planning_request,
     sampled_tower_flops,
 )
+from hyper_parallel.units import format_bytes, format_seconds
 
 _Parts = dict[str, dict[str, Any]]
 _ORIGIN = "derived: parallel.submodels=auto"
@@ -33,11 +38,11 @@ def choose_submodels(
     ranks: int,
     plan_of: Callable[[LoadedRecipe], Plan],
     batches_of: Callable[[LoadedRecipe, Plan], Batches],
-) -> tuple[LoadedRecipe, str]:
-    """Return the recipe with the layout of the shortest predicted step per token, and a note about the choice.
+) -> tuple[LoadedRecipe, str, Certificate]:
+    """Return the recipe with the layout of the shortest predicted step per token, a note about it, and the proof.
 
-    The work of the tower is that of the images or recordings at the start of the first step. Its memory is not
-    predicted.
+    The work of the tower is that of the images or recordings at the start of the first step. Layouts are scheduled in
+    the order of their lower bounds; those that exceed the memory of a device are left out.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
@@ -48,9 +53,12 @@ def choose_submodels(
 
     Raises:
         UnsupportedSharding: HP205 for a model without a tower, or whose tower has no predicted time.
+        DoesNotFit: HP401 if no layout fits in memory.
         HyperParallelError: The refusal of the first layout, if none can run.
     """
-    options: list[tuple[float, LoadedRecipe]] = []
+    candidates: list[LoadedRecipe] = []
+    steps: list[DividedStep] = []
+    refusals: Counter[str] = Counter()
     first: HyperParallelError | None = None
     flops: float | None = None
     for parts in layouts(divide(model).kind, ranks):
@@ -60,49 +68,27 @@ def choose_submodels(
             check_submodels(candidate, plan, model)
         except HyperParallelError as error:
             first = first or error
+            refusals[error.what] += 1
             continue
         if flops is None:
             flops = sampled_tower_flops(plan, model, batches_of(candidate, plan))
             if flops is None:
                 raise _no_time(loaded, parts)
-        plan = plan_submodels(candidate.recipe, plan, model, flops)
-        options.append((plan.whole_step_s / (plan.workload.tokens_per_step or 1), candidate))
-    if not options:
+        candidates.append(candidate)
+        steps.append(divided_step(candidate.recipe, plan, model, flops))
+    if not candidates:
         assert first is not None, "one rank has a layout"
         raise first
-    options.sort(key=lambda one: one[0])
-    return options[0][1], _note(options)
-
-
-def layouts(kind: str, ranks: int) -> Iterator[_Parts]:
-    """Yield layouts of the language part and a tower that use all ranks.
-
-    The tower has ranks of its own, or shares those of the language part: all of them, or those of the first or the last
-    pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and no data
-    parallelism: one schedule then orders the microbatches of all ranks. With pipeline stages and data parallelism,
-    ranks are never shared (HP104).
-
-    Args:
-        kind: Name of the tower: `vision` or `audio`.
-        ranks: Number of ranks.
-    """
-    for own in range(ranks):
-        size = ranks - own
-        for pp in _divisors(size):
-            for tp in _divisors(size // pp):
-                dp = size // (pp * tp)
-                joint = pp > 1 and dp == 1
-                language = {"pp": pp, "tp_x": tp, "dp_shard": dp}
-                if own:
-                    axis = "dp_replicate" if joint else "dp_shard"
-                    yield {LANGUAGE: language, kind: {axis: own}}
-                elif joint or pp == 1:
-                    stages = [size, tp, tp] if joint else [size]  # ranks of the tower
-                    for position, count in enumerate(stages):
-                        start = size - tp if position == 2 else 0
-                        axis = "dp_replicate" if joint else "dp_shard"
-                        shared = {axis: count, "ranks": [*range(start, start + count)]}
-                        yield {LANGUAGE: {**language, "ranks": [*range(size)]}, kind: shared}
+    capacity = planning_request(loaded.recipe, model, steps[0].plan).machine.memory_bytes
+    best = choose_step(steps, int(capacity))
+    if best is None:
+        raise _no_memory(loaded, min(s.max_bytes for s in steps), int(capacity))
+    position, plan = best
+    assert plan.submodels is not None
+    assert plan.submodels.certificate is not None
+    proof = plan.submodels.certificate
+    proof = replace(proof, ruled_out={**refusals, **proof.ruled_out})
+    return candidates[position], _note(candidates[position].recipe, proof), proof
 
 
 def _no_time(loaded: LoadedRecipe, parts: _Parts) -> UnsupportedSharding:
@@ -116,17 +102,23 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts) -> UnsupportedSharding:
     )
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+def _no_memory(loaded: LoadedRecipe, least_bytes: int, capacity_bytes: int) -> DoesNotFit:
+    """Return the error for a model none of whose layouts fits in memory."""
+    return DoesNotFit(
+        "no layout of the parts of the model fits in the memory of a device",
+        where=loaded.where("parallel.submodels"),
+        got=f"{format_bytes(least_bytes)} on the fullest device at best",
+        allowed=f"up to {format_bytes(capacity_bytes)}",
+        hint="a machine with more memory, more ranks, or training.microbatch=1",
+    )
 
 
-def _note(options: list[tuple[float, LoadedRecipe]]) -> str:
-    """Return the result of the search: number of layouts, the chosen one and the next."""
-    words = [f"sub-models: {_text(options[0][1].recipe)} is the fastest of {len(options)} layouts"]
-    if len(options) > 1:
-        later = f"{options[1][0] / options[0][0] - 1:.1%}"
-        words.append(f"{_text(options[1][1].recipe)} takes {later} longer")
-    return "; ".join(words)
+def _note(recipe: Recipe, proof: Certificate) -> str:
+    """Return the result of the search: the chosen layout, the number of layouts, the step and its bound."""
+    return (
+        f"sub-models: {_text(recipe)} is the fastest of {proof.priced} layouts: {format_seconds(proof.value)}, "
+        f"and none takes less than {format_seconds(proof.bound)} (gap {proof.gap:.1%})"
+    )
 
 
 def _text(recipe: Recipe) -> str:

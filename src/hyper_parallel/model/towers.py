@@ -1,0 +1,215 @@
+"""Encoders of a multimodal model as models of their own, read from its parameters and its config, for planning.
+
+Planning prices a tower like any other model: a sequence is an image or a recording, its tokens are the positions of the
+encoder.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
+
+_KINDS: Final = {"vision": re.compile("vis|image"), "audio": re.compile("audio|speech")}
+"""Names of modules of a tower; its config is the section `<kind>_config`."""
+_PROJECTOR: Final = re.compile("projector|merger|adapter|connector|aligner")
+_LAYER: Final = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
+_HEADS: Final = ("num_heads", "num_attention_heads", "encoder_attention_heads", "attention_heads")
+IMAGE_SIZE: Final = 896
+"""Pixels of a side of an image, for encoders of any size: with patches of 14 and merged pairs, 1,024 tokens.
+
+Qwen2-VL's model card recommends 256 to 1,280 tokens per image.
+"""
+_RECORDING_S: Final = 30
+"""Seconds of a recording: the window of Whisper (Radford et al. 2022)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Encoder of images or recordings, with its projector.
+
+    Attributes:
+        name: `vision` or `audio`.
+        spec: Its layers, and as embedding all of its other parameters.
+        positions: Tokens of the encoder per image or recording.
+        item: Words for such an image or recording.
+        forward_flops: FLOPs of the forward of one image or recording.
+        extra_bytes: Bytes that a bfloat16 forward of one keeps beyond those of a decoder layer: around the layers, by a
+            fused projection of queries, keys and values, and by an activation of several operators.
+        reaches_later_layers: Whether decoder layers after the first read features.
+    """
+
+    name: str
+    spec: ModelSpec
+    positions: int
+    item: str
+    forward_flops: float
+    extra_bytes: int
+    reaches_later_layers: bool = False
+
+    @property
+    def layer_flops(self) -> float:
+        """FLOPs of the forward of the layers for one item, with the causal attention that decoders have."""
+        per_token = 2.0 * self.spec.num_matmul_params
+        per_token += sum(
+            b.attention.forward_flops_per_token(self.positions, causal=True) * b.count
+            for b in self.spec.blocks
+            if b.attention
+        )
+        return per_token * self.positions
+
+
+def language_of(spec: ModelSpec) -> ModelSpec:
+    """Return a model without the parameters of its towers."""
+    blocks = [
+        replace(b, params=tuple(p for p in b.params if b.layers or not _kind(p.name)))
+        for b in spec.blocks
+    ]
+    return replace(spec, blocks=tuple(b for b in blocks if b.params))
+
+
+def towers_of(
+    spec: ModelSpec, config: Mapping[str, Any], image_size: int | None = None
+) -> tuple[Tower, ...]:
+    """Return the towers of a model, without those whose config states no number of heads or size of patches.
+
+    Args:
+        spec: The model with the parameters of its towers, as read from its module.
+        config: Values of its config.json.
+        image_size: Pixels of a side of an image for encoders of images of any size; None: `IMAGE_SIZE`.
+    """
+    outside = [p for b in spec.blocks if not b.layers for p in b.params]
+    kinds = [kind for kind in _KINDS if any(_kind(p.name) == kind for p in outside)]
+    towers = []
+    for kind in kinds:
+        names = {kind, "projector"} if kind == kinds[0] else {kind}
+        params = [p for p in outside if _kind(p.name) in names]
+        section = config.get(f"{kind}_config")
+        if isinstance(section, Mapping) and (
+            tower := _tower(spec, kind, params, section, image_size)
+        ):
+            towers.append(tower)
+    return tuple(towers)
+
+
+def _kind(name: str) -> str | None:
+    """Return the tower of a parameter outside of decoder layers, `projector`, or None for the language part."""
+    for kind, pattern in _KINDS.items():
+        if pattern.search(name):
+            return kind
+    return "projector" if _PROJECTOR.search(name) else None
+
+
+def _tower(
+    whole: ModelSpec,
+    kind: str,
+    params: Sequence[ParamSpec],
+    config: Mapping[str, Any],
+    image_size: int | None,
+) -> Tower | None:
+    stacks: dict[str, dict[int, list[ParamSpec]]] = {}
+    for p in params:
+        if match := _LAYER.match(p.name):
+            path, index, rest = match.groups()
+            layer = stacks.setdefault(path, {}).setdefault(int(index), [])
+            layer.append(replace(p, name=f"{path}.*.{rest}"))
+    heads = next((config[key] for key in _HEADS if isinstance(config.get(key), int)), None)
+    positions, item = _positions(kind, config, image_size)
+    if not stacks or not heads or not positions:
+        return None
+    path = max(stacks, key=lambda s: len(stacks[s]))
+    layers = stacks[path]
+    matrices = [p for p in layers[min(layers)] if p.is_matrix]
+    hidden = min(size for p in matrices for size in p.shape)
+    mlp = [p for p in matrices if "attn" not in p.name and "attention" not in p.name]
+    kinds = Counter(tuple(_with_dims(p, hidden) for p in own) for own in layers.values())
+    attention = AttentionSpec("full", heads, heads, hidden // heads, hidden // heads)
+    width = max((size for p in mlp for size in p.shape), default=hidden)
+    first, blocks = 0, []
+    for own, count in kinds.items():
+        numbers = tuple(range(first, first := first + count))
+        blocks.append(Block("decoder", numbers, own, attention, MlpSpec(width, len(mlp) > 2)))
+    rest = tuple(p for p in params if not p.name.startswith(f"{path}."))
+    spec = ModelSpec(
+        name=f"{whole.name}, {kind}",
+        family=kind,
+        dtype=whole.dtype,
+        hidden_size=hidden,
+        num_layers=len(layers),
+        vocab_size=1,
+        tied_embeddings=False,
+        blocks=(Block("embedding", (), rest), *blocks),
+    )
+    inner = 2.0 * spec.num_matmul_params * positions
+    inner += len(layers) * positions * attention.forward_flops_per_token(positions)
+    merged = _merged(config)
+    outer = sum(_outer_flops(p, positions, merged) for p in rest)
+    # The projections around the layers keep their inputs, and those of the norm or activation before them.
+    extra = sum(2.0 * math.prod(p.shape[1:]) * positions * _rows(p, merged) for p in rest)
+    # Rotated queries and keys are copies: the fused projection stays for the values.
+    widths = 2 * hidden * any("qkv" in p.name for p in matrices)
+    widths += width * (config.get("hidden_act") == "quick_gelu")
+    extra += 2.0 * len(layers) * positions * widths
+    deep = bool(config.get("deepstack_visual_indexes"))
+    return Tower(kind, spec, positions, item, inner + outer, round(extra), deep)
+
+
+def _with_dims(p: ParamSpec, hidden: int) -> ParamSpec:
+    """Return a parameter of a layer whose dims tell its input from its output."""
+    if not p.is_matrix:
+        return p
+    return replace(
+        p, dims=("features", "embed") if p.shape[-1] == hidden else ("embed", "features")
+    )
+
+
+def _merged(config: Mapping[str, Any]) -> float:
+    """Return the positions of the encoder per position of its projector."""
+    ratio = config.get("pixel_shuffle_ratio") or 1.0
+    return float(config.get("spatial_merge_size") or 1) ** 2 / float(ratio) ** 2
+
+
+def _outer_flops(p: ParamSpec, positions: int, merged: float) -> float:
+    """Return the FLOPs per item of a matrix outside of the layers; tables of positions have none."""
+    if not _rows(p, merged):
+        return 0.0
+    is_projector = len(p.shape) == 2 and _PROJECTOR.search(p.name) is not None
+    return 2.0 * p.size * positions / (merged if is_projector else 1.0)
+
+
+def _rows(p: ParamSpec, merged: float) -> float:
+    """Return the rows of kept inputs per position of the encoder: of a projector two, its own and its norm's."""
+    if not p.is_matrix or re.search(r"pos\w*embed|embed\w*pos|wpe", p.name):
+        return 0.0
+    return 2.0 / merged if len(p.shape) == 2 and _PROJECTOR.search(p.name) else 1.0
+
+
+def _positions(kind: str, config: Mapping[str, Any], image_size: int | None) -> tuple[int, str]:
+    """Return the tokens of the encoder per item, and words for an item; 0 if the config does not state them."""
+    if kind == "audio":
+        frames = 100 * _RECORDING_S
+        longest = config.get("max_source_positions") or 0
+        # Three convolutions of stride 2 on windows of 100 frames leave 13 positions of each.
+        is_windowed = "downsample_hidden_size" in config
+        positions = 13 * frames // 100 if is_windowed else min(longest, frames // 2)
+        return positions, f"recordings of {_RECORDING_S} s"
+    patch = _side(config.get("patch_size"))
+    side = _side(config.get("image_size")) or image_size or IMAGE_SIZE
+    if not patch:
+        return 0, ""
+    if config.get("spatial_merge_size") and "image_size" not in config:
+        whole = patch * int(config["spatial_merge_size"])
+        side = max(whole, side // whole * whole)
+    return (side // patch) ** 2, f"images of {side}x{side} pixels"
+
+
+def _side(value: Any) -> int:
+    """Return a number of pixels, given alone or as a pair; 0 if it is neither."""
+    if isinstance(value, Sequence) and not isinstance(value, str) and value:
+        value = value[0]
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,578 @@
+"""Multimodal models: price of their encoders, and the step of encoders and language part on given ranks.
+
+An encoder is priced like any other model, with the constants of the same machine: its layers, exposed collectives and
+memory follow from its `Tower.spec`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Final
+
+from hyper_parallel.errors import DoesNotFit, HyperParallelError, NoLegalStrategy
+from hyper_parallel.ir import (
+    RESERVED,
+    Certificate,
+    MemoryTerm,
+    PartPlan,
+    Plan,
+    Schedule,
+    StageCost,
+    Strategy,
+    SubmodelsPlan,
+)
+from hyper_parallel.model import Tower, language_of
+from hyper_parallel.mpmd import (
+    TowerLanes,
+    inline_schedule,
+    lanes_text,
+    rounds_schedule,
+    schedule_tasks,
+    search_by_bound,
+    submodel_bound_s,
+    submodel_schedule,
+)
+from hyper_parallel.planner.pins import check_pins
+from hyper_parallel.planner.plan_builder import search
+from hyper_parallel.planner.pricing import price, with_stage_memory
+from hyper_parallel.planner.request import PlanRequest
+from hyper_parallel.planner.strategy_space import divisors
+from hyper_parallel.sim import simulate
+from hyper_parallel.units import DTYPE_BYTES, format_bytes, format_seconds
+
+LANGUAGE: Final = "language"
+MEDIA: Final = 4
+"""Images or recordings per sequence that a plan without data assumes: half of 8,192 tokens are those of images."""
+_COLUMNS: Final = 40
+"""Columns of the lanes in a plan: with their names they fit a terminal of 80."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerPrice:
+    """Price of a tower on one of its ranks.
+
+    Attributes:
+        cost: One microbatch; the backward takes twice the forward and is all W: nothing waits for gradients of images.
+        memory: Parameters, gradients, optimizer states, and the activations of one microbatch.
+    """
+
+    cost: StageCost
+    memory: tuple[MemoryTerm, ...] = ()
+
+
+def price_tower(
+    request: PlanRequest,
+    tower: Tower,
+    strategy: Strategy,
+    items: float,
+    *,
+    microbatches: int = 1,
+    frozen: bool = False,
+) -> TowerPrice:
+    """Return the price of a tower in a layout.
+
+    Args:
+        request: Machine and number formats.
+        tower: The tower.
+        strategy: Degrees of dp_replicate and dp_shard of its ranks.
+        items: Mean images or recordings per microbatch of a rank; 0: a step without any.
+        microbatches: Microbatches of a step; with more than one, gradients are added up.
+        frozen: Whether the tower is frozen: no backward and no saved activations.
+    """
+    count = max(1, math.ceil(items))
+    work = replace(
+        request.workload,
+        seq_len=tower.positions,
+        microbatch=count,
+        accumulation_steps=microbatches,
+        tokens_per_step=None,
+    ).resolve(strategy.dp)
+    own = replace(
+        request, model=tower.spec, num_devices=strategy.world_size, pins={}, base=Strategy()
+    )
+    priced = price(own, strategy, work)
+    cost = priced.stages[0].cost
+    # The spec prices causal attention and no projector.
+    factor = items / count * tower.forward_flops / tower.layer_flops
+    forward_s = (cost.forward_s + cost.exposed_forward_s) * factor
+    kept = ("parameters", "gathered parameters") if frozen else None
+    extra = round(tower.extra_bytes * count * DTYPE_BYTES[work.compute_dtype] / 2)
+    memory = tuple(
+        replace(t, bytes=t.bytes + extra) if t.name == "activations" else t
+        for t in priced.memory
+        if t.name not in RESERVED and (kept is None or t.name in kept)
+    )
+    return TowerPrice(StageCost(forward_s, 0.0, 0.0 if frozen else 2 * forward_s), memory)
+
+
+@dataclass(frozen=True)
+class DividedStep:
+    """Step of the parts of a model on their ranks.
+
+    Attributes:
+        plan: Plan of the language part.
+        strategies: Strategy of every part, the language part first.
+        members: Ranks of every part.
+        lanes: Lanes of the step; the towers share theirs.
+        joint: Whether one schedule orders the microbatches of all parts; else towers compute in rounds.
+        towers: Price of each tower per microbatch of a lane.
+        frozen: Whether the towers are frozen.
+        language_memory: Memory of a rank of the language part without towers.
+        inline: Whether towers are no parts of their own: ranks of the first stage run them inside of its passes.
+    """
+
+    plan: Plan
+    strategies: Mapping[str, Strategy]
+    members: Mapping[str, tuple[int, ...]]
+    lanes: TowerLanes
+    joint: bool
+    towers: Mapping[str, TowerPrice]
+    frozen: bool = False
+    language_memory: tuple[MemoryTerm, ...] = ()
+    inline: bool = False
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", self.plan.workload.accumulation_steps or 1)
+
+    @cached_property
+    def costs(self) -> list[StageCost]:
+        """Cost of a microbatch of the towers and of each pipeline rank of the language part."""
+        prices = [tower.cost for tower in self.towers.values()]
+        forward_s = sum(c.forward_s for c in prices)
+        towers = StageCost(forward_s, 0.0, sum(c.weight_grad_s for c in prices))
+        s, stages = self.plan.strategy, [stage.cost for stage in self.plan.stages]
+        return [towers, *(_sum([stages[k] for k in s.stages_of(r)], r > 0) for r in range(s.pp))]
+
+    @cached_property
+    def _alone_s(self) -> float:
+        """Seconds of the forwards and backwards of the language part under 1F1B."""
+        lanes, costs = (
+            TowerLanes(self.lanes.stages, (0,)),
+            [StageCost(0.0, 0.0, 0.0), *self.costs[1:]],
+        )
+        return simulate(schedule_tasks(rounds_schedule(lanes, self.count, costs), costs)).end_s
+
+    @cached_property
+    def lower_s(self) -> float:
+        """Seconds of forwards and backwards that no order of the same work on these ranks undercuts."""
+        return submodel_bound_s(self.lanes, self.count, self.costs)
+
+    @property
+    def bound_s(self) -> float:
+        """Lower bound of `Plan.whole_step_s`."""
+        return self.plan.step_s + max(0.0, self.lower_s - self._alone_s)
+
+    @cached_property
+    def max_bytes(self) -> int:
+        """Predicted peak bytes of the fullest rank; 0 if the memory of the towers is not predicted."""
+        if not self.language_memory:
+            return 0
+        parts = [_bytes(self.language_memory), *(_bytes(t) for t in self._tower_memory.values())]
+        reserved = _bytes([t for t in self.language_memory if t.name in RESERVED])
+        ranks = {rank for ranks in self.members.values() for rank in ranks}
+        loads = {
+            rank: sum(
+                n for n, ranks in zip(parts, self.members.values(), strict=True) if rank in ranks
+            )
+            + (0 if rank in self.members[LANGUAGE] else reserved)
+            for rank in ranks
+        }
+        return max(loads.values())
+
+    @cached_property
+    def _tower_memory(self) -> dict[str, tuple[MemoryTerm, ...]]:
+        """Memory of every tower, with the activations of all microbatches in flight."""
+        limits = self.lanes.limits() if self.joint else self.lanes.limits(0 if self.inline else 1)
+        flight = max(limits[lane] for lane in self.lanes.towers)
+        # Interleaved schedules start up to p microbatches more on the first stage.
+        flight += self.lanes.stages * (self.plan.strategy.virtual_stages > 1)
+        flight = min(self.count, flight)
+        return {
+            name: tuple(
+                replace(t, bytes=t.bytes * flight) if t.name == "activations" else t
+                for t in tower.memory
+            )
+            for name, tower in self.towers.items()
+        }
+
+    def planned(self) -> Plan:
+        """Return the plan with the parts of the model, their predicted times and the schedule of a step."""
+        if self.inline:
+            schedule = inline_schedule(self.lanes, self.count, frozen=self.frozen)
+        else:
+            make = submodel_schedule if self.joint else rounds_schedule
+            schedule = make(self.lanes, self.count, self.costs, frozen=self.frozen)
+        shares = self.count / len(self.lanes.towers) if self.joint else self.count
+        busiest = max(self.costs[1:], key=lambda c: c.microbatch_s)
+        parts = [self._part(LANGUAGE, busiest, self.count, self.language_memory)]
+        for name, tower in self.towers.items():
+            memory = self._tower_memory[name]
+            parts.append(self._part(name, tower.cost, shares, memory))
+        step = self._step(parts, schedule)
+        return replace(self.plan, submodels=step)
+
+    def _part(
+        self, name: str, cost: StageCost, microbatches: float, memory: tuple[MemoryTerm, ...]
+    ) -> PartPlan:
+        return PartPlan(
+            name,
+            self.members[name],
+            str(self.strategies[name]),
+            cost.forward_s * microbatches,
+            (cost.input_grad_s + cost.weight_grad_s) * microbatches,
+            memory,
+        )
+
+    def _step(self, parts: Sequence[PartPlan], schedule: Schedule) -> SubmodelsPlan:
+        """Return the parts with the simulated step of a schedule: its seconds, idle fraction, bound and actions."""
+        timeline = simulate(schedule_tasks(schedule, self.costs))
+        step_s = timeline.end_s
+        # Seconds of ranks: all ranks of a lane work together.
+        stage_ranks = len(parts[0].ranks) / self.lanes.stages
+        tower_ranks = 1 if self.joint else len(parts[1].ranks)
+        busy_s = 0.0
+        for _, _, action in schedule.compute_only().leaves():
+            c = self.costs[action.stage]
+            seconds = {"F": c.forward_s, "I": c.input_grad_s, "W": c.weight_grad_s}
+            seconds["B"] = c.input_grad_s + c.weight_grad_s
+            busy_s += seconds[action.kind] * (stage_ranks if action.stage else tower_ranks)
+        ranks = len({rank for part in parts for rank in part.ranks})
+        lanes = [f"lane {lane}" for lane in range(self.lanes.count)]
+        names = ("+".join(self.towers), *[LANGUAGE] * self.lanes.stages)
+        return SubmodelsPlan(
+            tuple(parts),
+            step_s,
+            1.0 - busy_s / (ranks * step_s),
+            self.lower_s,
+            schedule.to_csv(extended=True) if self.joint else "",
+            max(0.0, step_s - self._alone_s),
+            lanes=tuple(lanes_text(timeline, names, lanes, _COLUMNS)),
+            inline=self.inline,
+        )
+
+
+def _bytes(terms: Sequence[MemoryTerm]) -> int:
+    return sum(t.bytes for t in terms if t.tier == "hbm")
+
+
+def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
+    """Return the cost of all stages of a pipeline rank as one stage; the first one sends no gradients."""
+    last = costs[-1]
+    if len(costs) == 1:
+        return replace(last, send_backward_s=last.send_backward_s * sends_back)
+    names = (
+        "forward_s",
+        "input_grad_s",
+        "weight_grad_s",
+        "exposed_forward_s",
+        "exposed_backward_s",
+    )
+    sums: dict[str, Any] = {name: sum(getattr(c, name) for c in costs) for name in names}
+    return replace(last, send_backward_s=last.send_backward_s * sends_back, **sums)
+
+
+def language_memory(request: PlanRequest, plan: Plan) -> tuple[MemoryTerm, ...]:
+    """Return the memory of a rank of the language part of a plan, without the parameters of towers."""
+    own = replace(request, model=language_of(request.model))
+    priced = price(own, plan.strategy, plan.workload)
+    return with_stage_memory(own, priced).memory
+
+
+def choose_step(
+    steps: Sequence[DividedStep], capacity_bytes: int | None = None
+) -> tuple[int, Plan] | None:
+    """Return the position and the plan of the shortest step per token, with the proof; None if none fits.
+
+    Args:
+        steps: Layouts that can run.
+        capacity_bytes: Memory of a device; None: no limit.
+    """
+    fitting = [
+        k for k, s in enumerate(steps) if capacity_bytes is None or s.max_bytes <= capacity_bytes
+    ]
+    plans: dict[int, Plan] = {}
+
+    def tokens(k: int) -> int:
+        return steps[fitting[k]].plan.workload.tokens_per_step or 1
+
+    def per_token_s(k: int, _: float | None) -> float:
+        plans[k] = steps[fitting[k]].planned()
+        return plans[k].whole_step_s / tokens(k)
+
+    bounds = [steps[k].bound_s / tokens(n) for n, k in enumerate(fitting)]
+    best = search_by_bound(bounds, per_token_s)
+    if best is None:
+        return None
+    plan = plans[best.position]
+    assert plan.submodels is not None
+    value_s = plan.whole_step_s
+    refused = len(steps) - len(fitting)
+    certificate = Certificate(
+        "step-time",
+        value_s,
+        min(value_s, min(bounds) * tokens(best.position)),
+        len(fitting),
+        best.priced,
+        ruled_out={"memory": refused} if refused else {},
+    )
+    submodels = replace(plan.submodels, certificate=certificate)
+    return fitting[best.position], replace(plan, submodels=submodels)
+
+
+def is_joint(strategies: Mapping[str, Strategy]) -> bool:
+    """Return whether one schedule orders the tower's microbatches and the pipeline stages of the language part.
+
+    Sharded towers compute in rounds instead, because each pass has collectives over all of their ranks.
+    """
+    language = strategies[LANGUAGE]
+    one_f_one_b = language.schedule == "1f1b" and not language.schedule_file
+    sharded = any(s.dp_shard > 1 for name, s in strategies.items() if name != LANGUAGE)
+    return language.pp > 1 and language.dp == 1 and one_f_one_b and not sharded
+
+
+def joint_lanes(
+    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
+) -> TowerLanes | None:
+    """Return the lanes of a joint schedule; None without one. A lane is a stage, or a rank of the tower alone."""
+    if not is_joint(strategies):
+        return None
+    lane_of = stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
+    pp, towers = strategies[LANGUAGE].pp, list[int]()
+    for name in strategies.keys() - {LANGUAGE}:
+        for rank in members[name]:
+            towers.append(lane_of.setdefault(rank, pp))
+            pp = max(pp, towers[-1] + 1)
+    return TowerLanes(strategies[LANGUAGE].pp, tuple(towers))
+
+
+def submodel_lanes(
+    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
+) -> tuple[TowerLanes, bool]:
+    """Return the lanes of a step, and whether one schedule orders both parts.
+
+    Otherwise the tower computes in rounds, all of its ranks together: it has one lane, or, with shared ranks, that of a
+    language part without pipeline stages.
+
+    Args:
+        strategies: Strategies of `submodel_strategies`.
+        members: Ranks of each part.
+    """
+    joint = joint_lanes(strategies, members)
+    if joint is not None:
+        return joint, True
+    stages = strategies[LANGUAGE].pp
+    towers = {rank for name in strategies if name != LANGUAGE for rank in members[name]}
+    shared = not towers.isdisjoint(members[LANGUAGE])
+    return TowerLanes(stages, (0 if shared else stages,)), False
+
+
+def stage_of_rank(language: Strategy, ranks: Sequence[int]) -> dict[int, int]:
+    """Return the pipeline stage of each rank of the language part."""
+    mesh = language.mesh()
+    return {rank: mesh.coordinate(position)["pp"] for position, rank in enumerate(ranks)}
+
+
+def layouts(kind: str, ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield layouts of the language part and a tower that use all ranks.
+
+    The tower has ranks of its own, or shares those of the language part: all of them, or those of the first or the last
+    pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and no data
+    parallelism: one schedule then orders the microbatches of all ranks. With pipeline stages and data parallelism,
+    ranks are never shared (HP104).
+
+    Args:
+        kind: Name of the tower: `vision` or `audio`.
+        ranks: Number of ranks.
+    """
+    for own in range(ranks):
+        size = ranks - own
+        for pp in divisors(size):
+            for tp in divisors(size // pp):
+                dp = size // (pp * tp)
+                joint = pp > 1 and dp == 1
+                language = {"pp": pp, "tp_x": tp, "dp_shard": dp}
+                if own:
+                    axis = "dp_replicate" if joint else "dp_shard"
+                    yield {LANGUAGE: language, kind: {axis: own}}
+                elif joint or pp == 1:
+                    stages = [size, tp, tp] if joint else [size]  # ranks of the tower
+                    for position, count in enumerate(stages):
+                        start = size - tp if position == 2 else 0
+                        axis = "dp_replicate" if joint else "dp_shard"
+                        shared = {axis: count, "ranks": [*range(start, start + count)]}
+                        yield {LANGUAGE: {**language, "ranks": [*range(size)]}, kind: shared}
+
+
+def plan_with_towers(
+    request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
+) -> Plan:
+    """Return the best plan of a multimodal model that leaves room for its towers, with their times and memory.
+
+    The towers run on the ranks of the language part's first stage, as `train` runs them without `parallel.submodels`.
+    Layouts with other ranks are priced too: the proof is about all of them, and a note names a faster one.
+
+    Args:
+        request: The model with its towers, machine, workload and choices.
+        towers: Towers of the model.
+        media: Images or recordings per sequence, for every tower.
+        find: Returns the best plan of a request.
+
+    Raises:
+        DoesNotFit: HP401 if no plan leaves enough memory. Other errors as of `find`.
+    """
+    inline, changes = _fitting_step(request, towers, media, find)
+    plan = inline.planned()
+    steps = [inline, *_steps_apart(request, towers, media, plan.whole_step_s)]
+    best = choose_step(steps, int(request.machine.memory_bytes))
+    assert best is not None, "the inline step fits"
+    position, fastest = best
+    assert fastest.submodels is not None
+    assert fastest.submodels.certificate is not None
+    assert plan.submodels is not None
+    items = ", ".join(f"{media} {tower.item}" for tower in towers)
+    notes = [f"media assumed, per sequence: {items}", *changes]
+    if position:
+        parts = {p.name: p.degrees for p in fastest.submodels.parts}
+        notes.append(
+            f"a step takes {format_seconds(fastest.whole_step_s)} with `parallel.submodels`: "
+            + ", ".join(f"{name} {degrees}" for name, degrees in parts.items())
+        )
+    proof = replace(fastest.submodels.certificate, value=plan.whole_step_s)
+    submodels = replace(plan.submodels, certificate=proof)
+    return replace(
+        plan,
+        submodels=submodels,
+        memory_capacity_bytes=request.device_bytes,
+        notes=(*plan.notes, *notes),
+    )
+
+
+def _fitting_step(
+    request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
+) -> tuple[DividedStep, list[str]]:
+    """Return the step of the best plan that leaves room for the towers, and notes; arguments as `plan_with_towers`.
+
+    The first of p stages holds the towers' activations for p microbatches, so fewer stages are tried first, then less
+    memory for the language part.
+    """
+    capacity = limit = int(request.machine.memory_bytes)
+    pins, notes, needed = dict(request.pins), list[str](), 0
+    while limit > 0:
+        try:
+            plan = find(replace(request, capacity_bytes=limit, headroom=0.0, pins=pins))
+        except (DoesNotFit, NoLegalStrategy):
+            if not needed:
+                raise
+            break
+        step = _inline_step(request, plan, towers, media)
+        if step.max_bytes <= capacity:
+            return step, notes
+        needed = needed or step.max_bytes
+        fewer = [n for n in divisors(request.num_devices) if n < plan.strategy.pp]
+        if fewer and "pp" not in request.pins:
+            pins["pp"] = fewer[-1]
+            notes = [
+                f"pp={fewer[-1]}: the fastest plan with more stages leaves too little for the towers"
+            ]
+        else:
+            limit = min(limit, plan.memory_bytes) - (step.max_bytes - capacity)
+    raise DoesNotFit(
+        f"{request.model.name} does not fit with its towers on {request.num_devices} devices of "
+        f"{request.supernode.name}",
+        got=f"{format_bytes(needed)} on the fullest device, with {media} images or recordings per sequence",
+        allowed=f"up to {format_bytes(capacity)}",
+        hint=f"--media {media // 2}"
+        if media > 1
+        else "a machine with more memory, or more devices",
+    )
+
+
+def _inline_step(
+    request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int
+) -> DividedStep:
+    """Return the step with the towers inside of the passes of the first stage."""
+    s = plan.strategy
+    own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
+    ranks = tuple(range(s.world_size))
+    first = tuple(r for r, stage in stage_of_rank(s, ranks).items() if stage == 0)
+    items, count = media * (plan.workload.microbatch or 1), plan.workload.accumulation_steps or 1
+    return DividedStep(
+        plan,
+        {LANGUAGE: s, **{t.name: own for t in towers}},
+        {LANGUAGE: ranks, **{t.name: first for t in towers}},
+        TowerLanes(s.pp, (0,)),
+        False,
+        {t.name: price_tower(request, t, own, items, microbatches=count) for t in towers},
+        language_memory=language_memory(request, plan),
+        inline=True,
+    )
+
+
+def _steps_apart(
+    request: PlanRequest, towers: Sequence[Tower], media: int, longest_s: float
+) -> Iterator[DividedStep]:
+    """Yield the steps of layouts with `parallel.submodels` that this version can run and that may be shorter.
+
+    Args:
+        request: As for `plan_with_towers`.
+        towers: Likewise.
+        media: Likewise.
+        longest_s: Layouts are omitted whose language part takes longer at the peak rate of its devices.
+    """
+    if len(towers) != 1 or request.pins:
+        return
+    (tower,), rows = towers, (request.workload.tokens_per_step or 0) // request.workload.seq_len
+    language = replace(request, model=language_of(request.model))
+    tokens = request.workload.tokens_per_step or 0
+    flops = 6.0 * language.model.num_matmul_params * tokens
+    least = flops / (request.machine.peak_flops * longest_s)
+    plans: dict[tuple[int, ...], Plan | None] = {}
+    for parts in layouts(tower.name, request.num_devices):
+        degrees = {k: v for k, v in parts[LANGUAGE].items() if k != "ranks"}
+        if rows % degrees["dp_shard"] or (tower.reaches_later_layers and degrees["pp"] > 1):
+            continue
+        size = math.prod(degrees.values())
+        if size < least or language.refusal(Strategy(**degrees)) is not None:
+            continue
+        pins = {"dp_replicate": 1, "cp": 1, "ep": 1, "tp_y": 1, **degrees}
+        if degrees["pp"] > 1:
+            pins["schedule"] = "1f1b"
+        key = tuple(degrees.values())
+        if key not in plans:
+            smaller = replace(language, num_devices=size, pins=check_pins(pins), executable=True)
+            plans[key] = None
+            with suppress(HyperParallelError):
+                plans[key] = search(smaller, 0)
+        if (plan := plans[key]) is not None:
+            yield _step_apart(request, plan, parts, tower, media)
+
+
+def _step_apart(
+    request: PlanRequest,
+    plan: Plan,
+    parts: Mapping[str, Mapping[str, Any]],
+    tower: Tower,
+    media: int,
+) -> DividedStep:
+    """Return the step of a layout of `layouts` with the plan of its language part."""
+    size = plan.strategy.world_size
+    axes = {k: v for k, v in parts[tower.name].items() if k != "ranks"}
+    own = Strategy(**axes)
+    ranks = tuple(parts[tower.name].get("ranks") or range(size, size + own.world_size))
+    strategies = {LANGUAGE: plan.strategy, tower.name: own}
+    members = {LANGUAGE: tuple(range(size)), tower.name: ranks}
+    lanes, joint = submodel_lanes(strategies, members)
+    items = (
+        media * (plan.workload.microbatch or 1) * (1.0 if joint else plan.strategy.dp / len(ranks))
+    )
+    count = plan.workload.accumulation_steps or 1
+    price = price_tower(request, tower, own, items, microbatches=count)
+    return DividedStep(
+        plan, strategies, members, lanes, joint, {tower.name: price},
+        language_memory=language_memory(request, plan),
+    )  # fmt: skip
