@@ -18,7 +18,7 @@ from hyper_parallel.backends.program_runner import missing_for_fusion, unsupport
 from hyper_parallel.backends.step_program import StepProgram, group_name
 from hyper_parallel.backends.torch import local, materialize, resolve_layouts
 from hyper_parallel.backends.torch.dropout import has_dropout
-from hyper_parallel.backends.torch.model_structure import layers_of
+from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.parallel_handle import attached
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
 from hyper_parallel.backends.torch.program_capture import (
@@ -177,7 +177,7 @@ def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
     """Return the paths of the layers of this rank that a strategy recomputes."""
     parallel = attached(model)
     pipeline = None if parallel is None else parallel.pipeline
-    stages = [layers_of(model)] if pipeline is None else [*pipeline.stages.layers.values()]
+    stages = [[*view_of(model).layers]] if pipeline is None else [*pipeline.stages.layers.values()]
     layers, names = [m for stage in stages for m in stage], {m: n for n, m in model.named_modules()}
     numbers = iter(range(len(layers)))
     recomputed = strategy.recomputed([[next(numbers) for _ in stage] for stage in stages])
