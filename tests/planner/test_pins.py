@@ -24,6 +24,7 @@ def test_every_degree_and_choice_of_a_recipe_can_be_pinned():
         "stage_layers",
         "submodels",
         "world_size",
+        "one_order",
         "reshard_after_forward",
     }
     assert {*Parallel.model_fields} - {*PINNABLE} == left_out

@@ -6,8 +6,7 @@
 No collective waits for tokenization: `prepare` returns before ranks start, and ranks only map files.
 """
 
-from hyper_parallel.trainer.data.balance import Balance, Grid
-from hyper_parallel.trainer.data.batches import Batch, Batches, Order, StepRows
+from hyper_parallel.trainer.data.batches import Balance, Batch, Batches, Grid, Order, StepRows
 from hyper_parallel.trainer.data.chat import CHATML, PLAIN, render, stop_ids
 from hyper_parallel.trainer.data.preparation import PackedData, prepare
 from hyper_parallel.trainer.data.prompt_media import PromptMedia, encode_parts, has_parts

@@ -70,12 +70,12 @@ class RegionPass:
     block_input_summed_grad: Tensor | None = None
     padded_rows: int = 0
     num_chunks: int = 1
-    column_products: MadeProducts | None = None
-    row_products: MadeProducts | None = None
+    column_products: PreparedProducts | None = None
+    row_products: PreparedProducts | None = None
 
 
 @dataclass(slots=True)
-class MadeProducts:
+class PreparedProducts:
     """Products of chunks made while collectives of the same pass were in flight, see `ChunkedWeight`.
 
     Attributes:
@@ -164,7 +164,7 @@ class Region:
             current.padded_rows = group.size() * part.shape[1]
             batch = state.batch[0], state.batch[1]
             tokens = ChunkedTokens.gather(part, current.num_chunks, group, batch)
-            current.row_products = self._made(self.row_products)
+            current.row_products = self._prepare(self.row_products)
             out = run(tokens)
             current.row_products = None
             return out.squeeze(0) if flat else out
@@ -188,27 +188,27 @@ class Region:
             self.state.count_block(divides)
         return num_chunks if divides else 1
 
-    def _made(self, products: dict[nn.Module, Callable[[], Product]]) -> MadeProducts:
-        made = {module: make() for module, make in products.items()}
-        return MadeProducts(self.state.shape, torch.is_grad_enabled(), made)
+    def _prepare(self, products: dict[nn.Module, Callable[[], Product]]) -> PreparedProducts:
+        by_module = {module: make() for module, make in products.items()}
+        return PreparedProducts(self.state.shape, torch.is_grad_enabled(), by_module)
 
     def prepare_following(self) -> None:
         """Read the weights of the next region's column-parallel projections."""
         if self.following is not None and self.following.state.num_chunks > 1:
             region = self.following
-            region.current.column_products = region._made(region.column_products)
+            region.current.column_products = region._prepare(region.column_products)
 
     def _take_column_products(self) -> dict[nn.Module, Callable[[], Product]]:
         """Return the functions that make products, replaced by products of this pass that exist."""
-        made, self.current.column_products = self.current.column_products, None
+        ready, self.current.column_products = self.current.column_products, None
         is_current = (
-            made is not None
-            and made.shape is self.state.shape
-            and made.with_grad == torch.is_grad_enabled()
+            ready is not None
+            and ready.shape is self.state.shape
+            and ready.with_grad == torch.is_grad_enabled()
         )
-        if made is None or not is_current:
+        if ready is None or not is_current:
             return self.column_products
-        return {m: partial(made.products.__getitem__, m) for m in self.column_products}
+        return {m: partial(ready.products.__getitem__, m) for m in self.column_products}
 
     def take_chunks(self, module: nn.Module, tokens: ChunkedTokens) -> Tensor:
         """Return the product of a column-parallel projection with the module's input.
@@ -378,8 +378,8 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
 
     def in_chunks(x: Tensor) -> Tensor:
         current, group = region.current, region.group(Purpose.SEQUENCE_SCATTER)
-        made = current.row_products
-        product = chunk_product() if made is None else made.products[module]
+        ready = current.row_products
+        product = chunk_product() if ready is None else ready.products[module]
         rows, before_wait = current.padded_rows, region.prepare_following
         out = scatter_products(x, product, current.num_chunks, group, rows, before_wait)
         return out if module.bias is None else out + state.local(module.bias)
