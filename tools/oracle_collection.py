@@ -23,7 +23,8 @@ from oracle_comparison import Entries, Renames, leaves
 
 TOOLS = Path(__file__).resolve().parent
 PARTS = ("errors", "census", "parity", "plans", "cells")
-MARKS = "not accelerator and not cluster and not slow"
+MARKS = "not accelerator and not cluster"
+"""Slow tests are included: they hold most cells of the parity suites."""
 DIGESTED = ("rejected", "pareto")
 """Lists of a plan of which each entry is kept as a digest: runners-up are half of the bytes."""
 
