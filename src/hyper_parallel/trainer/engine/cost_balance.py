@@ -21,7 +21,7 @@ from hyper_parallel.config import Recipe
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Schedule, StageCost
 from hyper_parallel.mpmd import schedule_tasks
-from hyper_parallel.runtime import submodel_lanes
+from hyper_parallel.planner.submodels import submodel_lanes
 from hyper_parallel.sim import simulate
 from hyper_parallel.trainer.data import (
     Balance,
