@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from transformers import LlavaModel
 
 from hyper_parallel.errors import Contradiction
+from hyper_parallel.trainer import Job, run_start
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
 from tests.media.records import ANSWERS
 from tests.media.tiny_models import write_images, write_lines, write_model
@@ -66,6 +68,48 @@ def test_balanced_ranks_repeat_the_order_of_the_data(place: Path) -> None:
     assert (
         "images and audio: slowest rank over mean" in (place / "cost" / "report.html").read_text()
     )
+
+
+@pytest.mark.slow
+def test_ranks_with_other_costs_train_on_every_record_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of torchrun fit costs each by itself; those of rank 0 determine the order of all."""
+    train_rank = run_start.train_rank
+
+    def other_costs(job: Job, rank: int, *arguments: Any) -> Any:
+        return train_rank(replace(job, media_costs=(0, 1 - rank)), rank, *arguments)
+
+    monkeypatch.setattr(run_start, "train_rank", other_costs)
+    train(place, tmp_path / "cost", "parallel.dp_shard=2")
+    monkeypatch.undo()
+    train(place, tmp_path / "given", "parallel.dp_shard=2", "data.balance=none")
+    assert_same_curve(curve(tmp_path / "cost"), curve(tmp_path / "given"))
+
+
+@pytest.mark.slow
+def test_a_balanced_run_goes_on_with_another_number_of_ranks_and_a_saved_plan(
+    place: Path, tmp_path: Path
+) -> None:
+    batch = ("training.accumulation_steps=null", "training.tokens_per_step=1280")
+    train(
+        place,
+        tmp_path / "run",
+        "training.steps=1",
+        "checkpoint.every=1",
+        "parallel.dp_shard=2",
+        *batch,
+    )
+    saved = tmp_path / "run" / "plan.json"
+    train(place, tmp_path / "saved", "--plan", str(saved), "training.steps=1", *batch)
+    plans = [json.loads((tmp_path / name / "plan.json").read_text()) for name in ("run", "saved")]
+    notes = [[n for n in plan["notes"] if n.startswith("data.balance")] for plan in plans]
+    assert len(notes[0]) == 1
+    assert notes[0] == notes[1]
+    train(place, tmp_path / "run", "parallel.dp_shard=1", "checkpoint.export=true", *batch)
+    train(place, tmp_path / "given", "parallel.dp_shard=1", "data.balance=none", *batch)
+    assert_same_curve(curve(tmp_path / "run"), curve(tmp_path / "given"))
+    assert (tmp_path / "run" / "export" / "config.json").exists()
 
 
 @pytest.fixture(scope="module")

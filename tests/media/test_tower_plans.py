@@ -146,6 +146,62 @@ def test_plans_leave_room_for_the_tower_or_are_refused() -> None:
         planner.plan(spec, replace(supernode, device=device), work, **options)
 
 
+def _written(folder: Path, build: Any, **vision: Any) -> str:
+    """Write the config of a tiny model, with other values of its encoder; None removes a key."""
+    with torch.device("meta"):
+        model, _, _ = build()
+    values = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    section = values["vision_config"] | vision
+    values["vision_config"] = {k: v for k, v in section.items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder / "config.json")
+
+
+_PLAN = ["--topology", "dgx-h100", "--devices", "1", "--seq-len", "512", "--tokens-per-step", "512"]
+
+
+def test_a_note_names_a_tower_without_a_price(tmp_path: Path) -> None:
+    """The parameters of such a tower stay in the memory of the plan."""
+    notes, parameters = [], []
+    for patch, options in ((None, []), (8, ["--media", "0"])):
+        config = _written(tmp_path, _llava, patch_size=patch)
+        words = ["plan", config, *_PLAN, *options, "--output", str(tmp_path / f"{patch}.json")]
+        done = CliRunner().invoke(application(), words)
+        assert done.exit_code == 0, done.output
+        plan = Plan.load(tmp_path / f"{patch}.json")
+        assert plan.submodels is None
+        notes.append([note for note in plan.notes if note.startswith("vision: left out")])
+        parameters.append(plan.model.num_params)
+    assert [len(one) for one in notes] == [1, 1]
+    assert "no number of heads or size of patches" in notes[0][0]
+    assert "--media 0" in notes[1][0]
+    assert min(parameters) > language_of(_tower(_llava()[0])[0]).num_params
+
+
+def test_the_language_part_keeps_towers_without_a_price() -> None:
+    with torch.device("meta"):
+        spec, _ = _tower(_llava()[0])
+    assert language_of(spec, ["vision"]) == language_of(spec)
+    assert language_of(spec, ["audio"]) == spec
+
+
+@pytest.mark.parametrize(
+    ("build", "vision", "options", "match"),
+    [
+        (_llava, {}, "--image-size 448", "reads images of 256 pixels"),
+        (_llava, {"patch_size": None}, "--media 2", "no encoder whose config"),
+        (_llava, {"patch_size": None}, "--image-size 256", "no encoder of images whose"),
+        (_qwen3_vl, {}, "--media 0 --image-size 448", "a plan with `--media 0` has no images"),
+    ],
+)
+def test_options_of_media_without_an_effect_are_refused(
+    build: Any, vision: dict[str, Any], options: str, match: str, tmp_path: Path
+) -> None:
+    words = ["plan", _written(tmp_path, build, **vision), *_PLAN, *options.split()]
+    error = CliRunner().invoke(application(), words).exception
+    assert match in str(error)
+
+
 def _qwen3_vl_235b() -> Any:
     text = {
         "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4,

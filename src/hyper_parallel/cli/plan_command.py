@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -211,7 +211,8 @@ def _plan_model(
             spec, supernode, devices, seq_len=seq_len, tokens_per_step=tokens_per_step
         )
     excluded = ",".join(search.exclude or ()).split(",")
-    return planner.plan(
+    towers = _towers(spec, model, search)
+    plan = planner.plan(
         spec,
         supernode,
         workload,
@@ -224,9 +225,25 @@ def _plan_model(
         offload=search.offload,
         all_layouts=search.all_layouts,
         memory_headroom=search.memory_headroom,
-        towers=_towers(spec, model, search),
+        towers=towers,
         media=planner.MEDIA if search.media is None else search.media,
     )
+    return replace(plan, notes=(*plan.notes, *_omitted(spec, towers, search.media)))
+
+
+def _omitted(spec: ModelSpec, towers: Sequence[Tower], media: int | None) -> Iterator[str]:
+    """Yield a note for each tower of a model that the step of its plan leaves out."""
+    from hyper_parallel.model import tower_kinds
+
+    priced = [tower.name for tower in towers]
+    for kind in tower_kinds(spec):
+        if media == 0:
+            yield f"{kind}: left out of the step with `--media 0`; its parameters are counted"
+        elif kind not in priced:
+            yield (
+                f"{kind}: left out of the step, as its config states no number of heads or size of patches; "
+                "its parameters are counted"
+            )
 
 
 def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
@@ -235,19 +252,30 @@ def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
     Raises:
         BadValue: HP102 for options of media for a model without a tower that can be priced.
     """
-    from hyper_parallel.model import read_config, towers_of
+    from hyper_parallel.model import fixed_image_size, read_config, towers_of
 
     values = read_config(model).values
-    towers = () if search.media == 0 else towers_of(spec, values, search.image_size)
+    towers = towers_of(spec, values, search.image_size)
+    kinds = [tower.name for tower in towers]
+    problems = {}
+    if search.media and not kinds:
+        problems["--media"] = "the model has no encoder whose config states heads and patches"
+    if search.image_size is not None:
+        size = fixed_image_size(values)
+        if "vision" not in kinds:
+            problems["--image-size"] = (
+                "the model has no encoder of images whose config states heads and patches"
+            )
+        elif size is not None and size != search.image_size:
+            problems["--image-size"] = f"the encoder of the model reads images of {size} pixels"
+        elif search.media == 0:
+            problems["--image-size"] = "a plan with `--media 0` has no images"
     chosen = {"--media": search.media, "--image-size": search.image_size}
-    if not towers and (names := [name for name, value in chosen.items() if value]):
+    for name, problem in problems.items():
         raise BadValue(
-            "the model has no encoder whose config states heads and patches",
-            where=names[0],
-            got=f"{names[0]} {chosen[names[0]]}",
-            hint="leave out the option",
+            problem, where=name, got=f"{name} {chosen[name]}", hint="leave out the option"
         )
-    return towers
+    return towers if search.media != 0 else ()
 
 
 def _launch_text(chosen: Plan, names: tuple[str, str], launch: str) -> str:

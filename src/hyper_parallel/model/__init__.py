@@ -24,7 +24,13 @@ from hyper_parallel.model.loading import (
     spec_from_config,
 )
 from hyper_parallel.model.properties import QUESTIONS, ModelProperties, Property
-from hyper_parallel.model.towers import Tower, language_of, towers_of
+from hyper_parallel.model.towers import (
+    Tower,
+    fixed_image_size,
+    language_of,
+    tower_kinds,
+    towers_of,
+)
 
 __all__ = [
     "FAMILIES_READ",
@@ -44,6 +50,7 @@ __all__ = [
     "Property",
     "Tower",
     "find_preset",
+    "fixed_image_size",
     "is_read",
     "language_of",
     "list_weight_files",
@@ -54,5 +61,6 @@ __all__ = [
     "read_generation_config",
     "read_preset",
     "spec_from_config",
+    "tower_kinds",
     "towers_of",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -64,13 +64,29 @@ class Tower:
         return per_token * self.positions
 
 
-def language_of(spec: ModelSpec) -> ModelSpec:
-    """Return a model without the parameters of its towers."""
+def language_of(spec: ModelSpec, towers: Collection[str] | None = None) -> ModelSpec:
+    """Return a model without the parameters of its towers, or of those with the given names only."""
+    kinds = tower_kinds(spec)
+    names = set(kinds if towers is None else towers)
+    if towers is None or not names.isdisjoint(kinds[:1]):
+        names.add("projector")
     blocks = [
-        replace(b, params=tuple(p for p in b.params if b.layers or not _kind(p.name)))
+        replace(b, params=tuple(p for p in b.params if b.layers or _kind(p.name) not in names))
         for b in spec.blocks
     ]
     return replace(spec, blocks=tuple(b for b in blocks if b.params))
+
+
+def tower_kinds(spec: ModelSpec) -> list[str]:
+    """Return the names of the towers with parameters in a model, whether their configs are known or not."""
+    outside = [p for b in spec.blocks if not b.layers for p in b.params]
+    return [kind for kind in _KINDS if any(_kind(p.name) == kind for p in outside)]
+
+
+def fixed_image_size(config: Mapping[str, Any]) -> int | None:
+    """Return the pixels of a side of every image, for an encoder of one size of images; None: of any size."""
+    section = config.get("vision_config")
+    return (_side(section.get("image_size")) or None) if isinstance(section, Mapping) else None
 
 
 def towers_of(
@@ -84,8 +100,7 @@ def towers_of(
         image_size: Pixels of a side of an image for encoders of images of any size; None: `IMAGE_SIZE`.
     """
     outside = [p for b in spec.blocks if not b.layers for p in b.params]
-    kinds = [kind for kind in _KINDS if any(_kind(p.name) == kind for p in outside)]
-    towers = []
+    towers, kinds = [], tower_kinds(spec)
     for kind in kinds:
         names = {kind, "projector"} if kind == kinds[0] else {kind}
         params = [p for p in outside if _kind(p.name) in names]
@@ -202,8 +217,8 @@ def _positions(kind: str, config: Mapping[str, Any], image_size: int | None) -> 
     side = _side(config.get("image_size")) or image_size or IMAGE_SIZE
     if not patch:
         return 0, ""
-    if config.get("spatial_merge_size") and "image_size" not in config:
-        whole = patch * int(config["spatial_merge_size"])
+    if not _side(config.get("image_size")):
+        whole = patch * int(config.get("spatial_merge_size") or 1)
         side = max(whole, side // whole * whole)
     return (side // patch) ** 2, f"images of {side}x{side} pixels"
 

@@ -7,7 +7,7 @@ memory follow from its `Tower.spec`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from hyper_parallel.ir import (
     Strategy,
     SubmodelsPlan,
 )
-from hyper_parallel.model import Tower, language_of
+from hyper_parallel.model import Tower, language_of, tower_kinds
 from hyper_parallel.mpmd import (
     TowerLanes,
     inline_schedule,
@@ -276,9 +276,11 @@ def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
     return replace(last, send_backward_s=last.send_backward_s * sends_back, **sums)
 
 
-def language_memory(request: PlanRequest, plan: Plan) -> tuple[MemoryTerm, ...]:
-    """Return the memory of a rank of the language part of a plan, without the parameters of towers."""
-    own = replace(request, model=language_of(request.model))
+def language_memory(
+    request: PlanRequest, plan: Plan, towers: Collection[str]
+) -> tuple[MemoryTerm, ...]:
+    """Return the memory of a rank of the language part of a plan, without the parameters of the given towers."""
+    own = replace(request, model=language_of(request.model, towers))
     priced = price(own, plan.strategy, plan.workload)
     return with_stage_memory(own, priced).memory
 
@@ -508,7 +510,7 @@ def _inline_step(
         TowerLanes(s.pp, (0,)),
         False,
         {t.name: price_tower(request, t, own, items, microbatches=count) for t in towers},
-        language_memory=language_memory(request, plan),
+        language_memory=language_memory(request, plan, [t.name for t in towers]),
         inline=True,
     )
 
@@ -524,7 +526,7 @@ def _steps_apart(
         media: Likewise.
         longest_s: Layouts are omitted whose language part takes longer at the peak rate of its devices.
     """
-    if len(towers) != 1 or request.pins:
+    if len(tower_kinds(request.model)) != 1 or request.pins:
         return
     (tower,), rows = towers, (request.workload.tokens_per_step or 0) // request.workload.seq_len
     language = replace(request, model=language_of(request.model))
@@ -574,5 +576,5 @@ def _step_apart(
     price = price_tower(request, tower, own, items, microbatches=count)
     return DividedStep(
         plan, strategies, members, lanes, joint, {tower.name: price},
-        language_memory=language_memory(request, plan),
+        language_memory=language_memory(request, plan, [tower.name]),
     )  # fmt: skip

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import torch.distributed as dist
+
 from hyper_parallel.backends.torch.memory import run_folder
 from hyper_parallel.config import LoadedRecipe, with_absolute_paths
 from hyper_parallel.errors import RankHung, written
@@ -25,6 +27,7 @@ from hyper_parallel.runtime import (
 )
 from hyper_parallel.topology import rank_threads
 from hyper_parallel.trainer._elastic import replan_up_to
+from hyper_parallel.trainer.data import Stream
 from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 from hyper_parallel.trainer.files import run_lock
 from hyper_parallel.trainer.job import Job, prepare_job, under_torchrun
@@ -201,9 +204,26 @@ def train_rank(
         worlds=job.worlds,
         ending=stop.received,
     ) as world:
+        job = with_first_rank_plan(job)
         display = Display(training.steps, world.rank == 0)
         with engine_type(job, world, display, flash, snapshots) as engine:
             return Trainer(job, engine, display, stop).train()
+
+
+def with_first_rank_plan(job: Job) -> Job:
+    """Return a job with rank 0's plan and costs of media; every rank of the world calls this.
+
+    Ranks of other launchers fit costs and predict times each on its own machine. The order of microbatches follows from
+    these numbers: ranks with other numbers would repeat some records of a step and omit others.
+    """
+    if isinstance(job.packed.train, Stream) or not job.packed.train.has_media:
+        return job
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return job
+    values = [(job.plan, job.media_costs)]
+    dist.broadcast_object_list(values)
+    plan, costs = values[0]
+    return replace(job, plan=plan, media_costs=costs)
 
 
 def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:

@@ -77,7 +77,7 @@ def divided_step(
         price = price_tower(
             request, towers[name], strategies[name], items, microbatches=count, frozen=frozen
         )
-        memory = language_memory(request, plan)
+        memory = language_memory(request, plan, [name])
     else:
         price, memory = _at_language_rate(plan, flops, frozen), ()
     return DividedStep(plan, strategies, members, lanes, joint, {name: price}, frozen, memory)
@@ -112,7 +112,16 @@ def plan_submodels(
         sequence_flops: As for `divided_step`; None: times are not predicted.
     """
     if sequence_flops is not None:
-        return divided_step(recipe, plan, model, sequence_flops).planned()
+        step = divided_step(recipe, plan, model, sequence_flops)
+        plan = step.planned()
+        if step.language_memory:
+            return plan
+        (name,) = step.towers
+        note = (
+            f"{name}: its config states no number of heads or size of patches, so its time is priced at the rate of "
+            "the language part, and its memory is not predicted"
+        )
+        return replace(plan, notes=(*plan.notes, note))
     note = "sub-models: the encoder does not run on meta tensors, so its times are not predicted"
     return replace(plan, notes=(*plan.notes, note))
 
