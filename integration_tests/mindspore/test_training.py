@@ -129,7 +129,7 @@ def test_fused_kernels_train_as_torch(place, sgd_on_torch, ranks):
     kernels = json.loads((place / name / "run.json").read_text())["fused_kernels"]
     assert len(kernels) >= 10
     assert max(len(kernel["operators"]) for kernel in kernels) > 4
-    log = place / name / "programs" / "gradients_rank0.log"
+    log = place / name / "programs" / "kernels.log"
     assert "tiling repo" in log.read_text()
     page = (place / name / "report.html").read_text()
     assert all(kernel["name"] in page for kernel in kernels)

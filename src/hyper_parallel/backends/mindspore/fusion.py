@@ -60,7 +60,8 @@ class KernelFolder:
     def building(self, log: Path) -> Iterator[None]:
         """Build kernels into the folder; AKG shares its work and its locks through the working directory.
 
-        AKG writes a line per kernel to standard output: these lines are appended to the file `log`.
+        AKG writes a line per kernel to standard output: these lines are appended to the file `log`. Workers of AKG
+        write all their lines to the file of the first call, so the programs of a run share one.
         """
         with log.open("ab") as file, chdir(self._folder), _standard_output_to(file.fileno()):
             yield

@@ -56,7 +56,7 @@ class MindSporeRunner:
         level = {} if self._kernels is None else {"jit_level": JIT_LEVEL[_DEVICE]}
         function = ms.jit(_function(source.resolve()), **level)
         if self._kernels is not None:
-            log = source.with_suffix(".log").resolve()
+            log = source.with_name("kernels.log").resolve()
             function = _build_in(self._kernels, log, function)
         constants = [Tensor.from_numpy(array) for array in program.constants.values()]
 
