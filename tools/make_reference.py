@@ -177,7 +177,8 @@ With `training.compile: graph-kernel`, the compiler AKG of MindSpore generates o
 elementwise operators and reductions. It needs the package `decorator`, which MindSpore does not declare, and `g++`; a
 recipe is refused with HP501 without them, and `hyper-parallel doctor` names them. The report and the summary of a run
 list the kernels with their operators, as read from the files that AKG has written; `run.json` has them as
-`fused_kernels`. Kernels are generated again at each start. AKG uses fast math, so results differ in the last digits:
+`fused_kernels`. Lines that AKG prints are in `programs/kernels.log`. Kernels are generated
+again at each start. AKG uses fast math, so results differ in the last digits:
 losses of a tiny Llama agree to 1e-5. `python benchmarks/fusion.py` compares losses and times with those without fusion.
 
 `memory_bytes` in `metrics.jsonl` is the anonymous memory of the process above its start. Losses agree with torch to

@@ -50,6 +50,7 @@ def _train(place, name, *changes):
     ]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "tiling repo" not in done.stdout + done.stderr  # in the line that AKG prints per kernel
     return [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -128,6 +129,8 @@ def test_fused_kernels_train_as_torch(place, sgd_on_torch, ranks):
     kernels = json.loads((place / name / "run.json").read_text())["fused_kernels"]
     assert len(kernels) >= 10
     assert max(len(kernel["operators"]) for kernel in kernels) > 4
+    log = place / name / "programs" / "kernels.log"
+    assert "tiling repo" in log.read_text()
     page = (place / name / "report.html").read_text()
     assert all(kernel["name"] in page for kernel in kernels)
     assert not [*place.glob("*.log"), *place.glob("akg_kernel_meta")]  # of the compiler

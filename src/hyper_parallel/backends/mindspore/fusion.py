@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
+from ctypes import CDLL
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -55,9 +57,13 @@ class KernelFolder:
         os.environ["MS_COMPILER_CACHE_PATH"] = str(folder)
 
     @contextmanager
-    def building(self) -> Iterator[None]:
-        """Build kernels into the folder; AKG shares its work and its locks through the working directory."""
-        with chdir(self._folder):
+    def building(self, log: Path) -> Iterator[None]:
+        """Build kernels into the folder; AKG shares its work and its locks through the working directory.
+
+        AKG writes a line per kernel to standard output: these lines are appended to the file `log`. Workers of AKG
+        write all their lines to the file of the first call, so the programs of a run share one.
+        """
+        with log.open("ab") as file, chdir(self._folder), _standard_output_to(file.fileno()):
             yield
 
     def kernels(self) -> tuple[FusedKernel, ...]:
@@ -71,6 +77,26 @@ class KernelFolder:
         """Delete the folder on the rank that owns it."""
         if self._owned:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def _standard_output_to(descriptor: int) -> Iterator[None]:
+    """Redirect standard output of this process, of its libraries and of its children to a file descriptor."""
+    _flush_output()
+    terminal = os.dup(1)
+    os.dup2(descriptor, 1)
+    try:
+        yield
+    finally:
+        _flush_output()
+        os.dup2(terminal, 1)
+        os.close(terminal)
+
+
+def _flush_output() -> None:
+    """Flush standard output of Python and of C libraries."""
+    sys.stdout.flush()
+    CDLL(None).fflush(None)
 
 
 def _read(path: Path) -> FusedKernel:

@@ -56,7 +56,8 @@ class MindSporeRunner:
         level = {} if self._kernels is None else {"jit_level": JIT_LEVEL[_DEVICE]}
         function = ms.jit(_function(source.resolve()), **level)
         if self._kernels is not None:
-            function = _build_in(self._kernels, function)
+            log = source.with_name("kernels.log").resolve()
+            function = _build_in(self._kernels, log, function)
         constants = [Tensor.from_numpy(array) for array in program.constants.values()]
 
         def run(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,14 +145,14 @@ def _kernel_folder(rank: int, ranks: int, agree: Callable[[str | None], str]) ->
     return folder
 
 
-def _build_in(folder: KernelFolder, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function whose first call, which compiles, builds kernels into a folder."""
+def _build_in(folder: KernelFolder, log: Path, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function whose first call, which compiles, builds kernels into a folder and writes `log`."""
     calls = count()
 
     def call(*args: Any) -> Any:
         if next(calls):
             return function(*args)
-        with folder.building():
+        with folder.building(log):
             ms.set_context(**CONTEXT[_DEVICE])
             try:
                 return function(*args)
