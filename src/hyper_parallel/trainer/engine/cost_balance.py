@@ -1,4 +1,4 @@
-"""Places over which the records of a step are balanced by cost: the ranks that compute images and audio.
+"""Ranks and microbatches over which images and audio of a step are balanced.
 
 All records have the same number of tokens, padding included, so the language model costs the same on every rank. The
 encoder's cost differs: it computes on every data-parallel rank, or on the ranks of `parallel.submodels`.
@@ -16,8 +16,8 @@ from hyper_parallel.runtime import submodel_lanes
 from hyper_parallel.trainer.data import Balance, Batches, Grid
 from hyper_parallel.trainer.engine.recipe_model import joint_schedule, submodel_layouts
 
-_NOTED: Final = 16
-"""Steps of which a plan tells the imbalance; their costs are read in milliseconds."""
+_NUM_NOTED_STEPS: Final = 16
+"""Number of steps over which the note of a plan averages the imbalance; reading their costs takes milliseconds."""
 
 Owners = tuple[tuple[int, ...], ...]
 
@@ -25,20 +25,21 @@ Owners = tuple[tuple[int, ...], ...]
 def cost_grid(
     plan: Plan, batches: Batches, owners: Callable[[int], tuple[Owners, bool]] | None
 ) -> Grid:
-    """Return the places of the records of a step.
+    """Return the positions of the records of a step.
 
     Args:
         plan: Plan of the run; with sub-models, that of the language part.
         batches: Training sequences.
-        owners: With sub-models, function from the microbatches of a data-parallel rank to those of each tower rank, and
-            whether the tower computes in rounds; None: every data-parallel rank computes its own images and audio.
+        owners: With sub-models, a function of the number of microbatches per data-parallel rank. It returns
+            `Grid.owners` of the tower ranks and `Grid.in_turns`. None: each data-parallel rank computes its own images
+            and audio.
     """
     strategy, rows = plan.strategy, plan.workload.microbatch or 1
     count = batches.sequences_per_step // (strategy.dp * rows)
     if owners is not None:
         numbers, in_turns = owners(count)
         return Grid(numbers, rows, in_turns)
-    # Collectives of sharded weights, and of experts, let every microbatch wait for the largest one.
+    # Collectives of sharded weights and of experts synchronize the ranks in every microbatch.
     in_turns = strategy.dp_shard > 1 or strategy.ep > 1
     return Grid.of_data_ranks(strategy.dp, count, rows, in_turns)
 
@@ -70,12 +71,12 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
         return (
             "data.balance: one rank computes all images and audio, so their order does not change"
         )
-    steps = range(min(_NOTED, recipe.training.steps))
-    found = [batches.balance(step, grid) for step in steps]
-    before, after = mean_imbalance(found)
+    steps = range(min(_NUM_NOTED_STEPS, recipe.training.steps))
+    balances = [batches.balance(step, grid) for step in steps]
+    before, after = mean_imbalance(balances)
     return (
         f"data.balance: the slowest of {len(grid.owners)} ranks computes {after:.2f} x the mean of images and audio, "
-        f"{before:.2f} x in the order of the data (mean of {len(found)} steps)"
+        f"{before:.2f} x in the order of the data (mean of {len(balances)} steps)"
     )
 
 
