@@ -196,7 +196,7 @@ def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int)
 def recomputed_layers(
     model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int
 ) -> frozenset[int]:
-    """Return decoder layers of a pipeline rank that backward recomputes; arguments as of `rank_model`."""
+    """Return the decoder layers that a pipeline rank recomputes in backward; same arguments as `rank_model`."""
     if strategy.pp == 1:
         return strategy.recomputed([range(model.num_layers)])
     return strategy.recomputed(_stages(model, strategy, seq_len, pp_rank))
@@ -566,7 +566,7 @@ class _Step:
             yield _once_per_step("send_recv", ("pp",), 2, fsdp_group, Purpose.SHARED_WEIGHT)
 
     def gradient_norm(self) -> Iterator[Entries]:
-        """Yield the sum of one number over all ranks."""
+        """Yield the all-reduce of the squared gradient norm, one number, over all ranks."""
         axes = tuple(name for name, degree in self.strategy.mesh().axes if degree > 1)
         ranks = self.strategy.mesh().degree(axes)
         yield _once_per_step("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")
@@ -577,7 +577,7 @@ _TOKENS_MOVED: Final = (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER)
 
 
 def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> Iterator[Boundary]:
-    """Yield boundaries with every exchange for one of the purposes in equal chunks."""
+    """Yield boundaries; collectives for one of `purposes` are divided into equal chunks."""
     for b in table:
         if b.purpose not in purposes or chunks == 1:
             yield b

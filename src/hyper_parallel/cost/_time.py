@@ -217,7 +217,7 @@ def step_seconds(
 
     Args:
         s: Pricing case, columns of one length.
-        parts: `pace` omits costs of sharded states and costs that occur once per step.
+        parts: all: every term. pace: terms that repeat per microbatch, without collectives of sharded states.
         blocks: Block prices, if already computed.
     """
     terms = time_terms(s, blocks) if parts == "all" else microbatch_terms(s, Step.of(s, blocks))

@@ -34,8 +34,9 @@ class Contradiction(HyperParallelError, code="HP104"):
 class NotImportable(HyperParallelError, code="HP109"):
     """A dotted path in the recipe does not name an importable class or function of the required kind.
 
-    Why: `module.Class` is imported from the current directory or the installed packages, before any rank starts. Fix:
-    check the path, and that the class derives from the base class named in the message.
+    Why: `module.Class` is imported from the current directory or the installed packages, before any rank starts.
+
+    Fix: check the path, and that the class derives from the base class named in the message.
     """
 
 

@@ -72,13 +72,13 @@ class _Abbreviation(reprlib.Repr):
 
 
 def abbreviated(value: Any, length: int = 80) -> str:
-    """Return `repr(value)`, cut to about `length` characters; no more of the value than that is looked at."""
+    """Return `repr(value)`, cut to at most `length` characters; reads no more of a large value than it shows."""
     text = _Abbreviation(length).repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def plain(value: object) -> str:
-    """Return a value as a message shows it: a text as it is, a list with commas, at most so many characters."""
+    """Format a value for a message: a string without quotes, a list separated by commas; long values are cut."""
     if isinstance(value, (list, tuple, range)):
         text = ", ".join(map(_plain_item, value[:200])) + (", ..." if len(value) > 200 else "")
     else:

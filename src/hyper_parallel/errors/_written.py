@@ -38,7 +38,7 @@ def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
 
 @contextmanager
 def written(place: str | Path) -> Iterator[None]:
-    """Convert an `OSError` raised inside to a coded error.
+    """Convert an `OSError` raised in the block to a coded error.
 
     Args:
         place: File or directory being written, used if the error names no file.

@@ -56,12 +56,12 @@ class Outcome:
 
 
 def find_best(request: PlanRequest, keep: int = 1, max_s_per_token: float | None = None) -> Outcome:
-    """Return the best strategies of a request, with a proof.
+    """Return the best strategies of a request, and the proof that none is better.
 
     Args:
         request: Model, machine, workload and pins.
         keep: Number of strategies with distinct degrees.
-        max_s_per_token: Limit of the seconds per token; None: no limit.
+        max_s_per_token: Maximum step time divided by tokens per step, in seconds; None: no maximum.
     """
     keep, full = max(keep, MIN_RANKED_STRATEGIES), _FullPrices(request)
     search = BranchAndBound(Space(request), keep, max_s_per_token, full.seconds)

@@ -516,7 +516,7 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
             where=where,
             got=f"lora, model.init={recipe.model.init}, checkpoint.export=true",
             allowed="a directory with config.json, weights and tokenizer, such as RUN_DIR/export",
-            hint="set `lora=null` or `checkpoint.export=false`, or `model.path=RUN_DIR/export`",
+            hint="set `model.path=RUN_DIR/export model.init=pretrained`, or `checkpoint.export=false`, or `lora=null`",
         )
     return weights
 

@@ -79,7 +79,7 @@ class LogitsHook:
     def scores(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return scores [B, S], in float32 or wider, from [B, S / cp, 1] or this rank's tokens of it."""
         if self.tp is not None:
-            self.tp.running.update(loss_taken=True)
+            self.tp.running.update(loss_consumed=True)
         wide = logits.reshape(-1).to(torch.promote_types(logits.dtype, torch.float32))
         return self._gather_tokens(wide, targets).clone()
 
@@ -95,7 +95,7 @@ class LogitsHook:
         """Return the logits [N, V] of the tokens in `own_tokens`."""
         tp, rows = self.tp, logits.reshape(-1, logits.shape[-1])
         if tp is not None:
-            tp.running.update(loss_taken=True)
+            tp.running.update(loss_consumed=True)
             if tp.head == "vocabulary":
                 missing = index.numel() * tp.degree - rows.shape[0]
                 rows = F.pad(rows, (0, 0, 0, missing))

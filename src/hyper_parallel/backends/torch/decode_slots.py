@@ -95,7 +95,7 @@ class Passes:
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """Run the next tokens of some rows, from position `starts`, and return the logits [B, V] after the last ones.
+        """Run the next tokens of some slots, from positions `starts`, and return the logits [B, V] after the last ones.
 
         Returns None on pipeline ranks without the last stage.
         """
@@ -339,15 +339,15 @@ class FixedPasses(Passes):
 
     def __init__(self, model: Any, fixed: SlotSteps) -> None:
         super().__init__(model, fixed.slots)
-        self._fixed, self._slots, self._begun = fixed, [*range(fixed.slots)], False
+        self._fixed, self._slots, self._has_run = fixed, [*range(fixed.slots)], False
         self.cache = fixed.new_cache(model)
 
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
         """Run a step; see `Passes`. The first one, and those with several tokens per text, are prompt steps."""
-        prompt = not self._begun or max(map(len, tokens)) > 1
-        self._begun = True
+        prompt = not self._has_run or max(map(len, tokens)) > 1
+        self._has_run = True
         slots = [self._slots[row] for row in rows]
         inputs = self._fixed.inputs(self._model, slots, tokens, starts, prompt=prompt)
         logits = self._run_step(inputs, prompt=prompt)
@@ -429,11 +429,11 @@ class GrowingPasses(Passes):
         """Return the arrays of the media; those with one number for each token are padded to the length of the text."""
         size = len(self._text)
         # Some models derive the positions of a prompt only with a mask.
-        found = {"attention_mask": torch.ones(1, size, dtype=torch.long, device=self._device)}
+        arrays = {"attention_mask": torch.ones(1, size, dtype=torch.long, device=self._device)}
         for name, array in self._media.items():
             missing = size - array.shape[-1] if name in self._per_token else 0
-            found[name] = torch.nn.functional.pad(array, (0, missing)) if missing else array
-        return found
+            arrays[name] = torch.nn.functional.pad(array, (0, missing)) if missing else array
+        return arrays
 
 
 def _on_device(array: Any, model: Any) -> Tensor:

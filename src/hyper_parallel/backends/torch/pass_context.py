@@ -1,8 +1,8 @@
-"""Values of the running forward pass of a model, shared by the wrappers of its modules.
+"""Context of the running forward pass of a model, shared by the wrappers of its modules.
 
-A pass has one immutable `PassContext`. Wrappers at the root of the model, at the first layer and at the head replace it
-by one with further values. Code that runs again in backward captures the context of its forward, because another pass
-may have run in between.
+`PassContext` is immutable. Wrappers at the root of the model, at the first layer and at the head replace it by a copy
+with more values. Code that is recomputed in backward captures the context of its forward, because another pass may have
+run in between.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class PassShape:
     """Shape of a forward pass.
 
     Attributes:
-        batch: Tokens of the pass, (B, S), or of each of its parts.
-        parts: Parts of the pass along its sequences, 2 for half-batches; the stream holds one after the other.
+        batch: Sequences and their length, (B, S); with half-batches, those of one half.
+        parts: Parts into which the sequences are divided, 2 for half-batches; the residual stream concatenates them.
     """
 
     batch: tuple[int, ...] = ()
@@ -35,7 +35,7 @@ class SequenceView:
 
     cut: SequenceCut
     lengths: Tensor
-    """Length of the document of each of this rank's tokens, counted in the full sequence, [B, padded length / cp]."""
+    """For each token of this rank, the length of its document in the full sequence, [B, padded length / cp]."""
     documents: Tensor | None = None
     """Document index of every position, [B, padded length]; None: one document per row."""
     bounds: Mapping[Interval, tuple[tuple[int, int], ...]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Padding:
 
     Attributes:
         real: [T], True for real tokens among the flattened tokens of this rank's layers.
-        unread: The results for padding are not used and need not be computed.
+        unread: True if the outputs at padding are not used and need not be computed.
     """
 
     real: Tensor
@@ -56,17 +56,17 @@ class Padding:
 
 
 class PassContext(NamedTuple):
-    """Values of one forward pass; a named tuple, because its copies with other values cost least.
+    """Values of one forward pass. A named tuple, because copying it is cheaper than copying a dataclass.
 
     Attributes:
         shape: Shape of the pass; set at the first decoder layer, or by the pipeline.
         view: Document lengths and boundaries under context parallelism; None outside of a pass.
         padding: Padding of the batch; None without padding.
-        recomputed: True if the running layer is recomputed in backward, which gathers its inputs anyway.
+        recomputed: True if backward recomputes the running layer, and so gathers its inputs again in any case.
         partial_embedding: True if the embedding returned partial sums that are not reduced yet.
         head: Sharding of the logits: "whole", "vocabulary" or "tokens".
         head_batch: Shape of the head's input tokens, if the head shards them.
-        loss_taken: True if the loss function has consumed the logits.
+        loss_consumed: True if the loss function has consumed the logits.
     """
 
     shape: PassShape = PassShape()
@@ -76,12 +76,12 @@ class PassContext(NamedTuple):
     partial_embedding: bool = False
     head: str = "whole"
     head_batch: tuple[int, ...] = ()
-    loss_taken: bool = False
+    loss_consumed: bool = False
 
 
 @dataclass(slots=True)
 class RunningPass:
-    """Context of the pass of a model that runs now."""
+    """Mutable reference to the context of the pass that is running."""
 
     context: PassContext = field(default_factory=PassContext)
     _forward: PassContext | None = None

@@ -122,7 +122,7 @@ def cross_entropy(
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:
-        tp.running.update(loss_taken=True)
+        tp.running.update(loss_consumed=True)
     columns = logits.shape[-1]
     if split == "tokens":
         rows = logits.shape[-2]

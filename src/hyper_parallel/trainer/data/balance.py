@@ -1,11 +1,12 @@
-"""Balance by cost: order of the records of one step that shortens the step of ranks with unequal work.
+"""Load balancing: reorder the records of one step so that data-parallel ranks have equal work.
 
-    order of the data      rank 0 | 9 1 | 8 2 |   rank 1 | 1 1 | 1 1 |      largest rank 20
+    data order             rank 0 | 9 1 | 8 2 |   rank 1 | 1 1 | 1 1 |      largest rank 20
     balanced               rank 0 | 9 1 | 2 1 |   rank 1 | 8 1 | 1 1 |      largest rank 13
 
-Records are spread over microbatches, largest first, and microbatches over ranks. Then exchanges of two records, or of
-two microbatches, lower the largest sum. Exchanges are limited in number, not in time, so every rank finds the same
-order, in every run and after every resume. A step keeps its records: its loss and gradients are the same sums.
+The numbers are costs of records. Each bar ends a microbatch, and turn t is the t-th microbatch of every rank.
+Records are assigned to microbatches, largest first, and microbatches to ranks. Pairwise exchanges then lower the
+largest sum. Their number is limited, not their time, so every rank computes the same order, also after a resume. A step
+keeps its records, so its loss and gradients do not change.
 
 Sources: LPT, Graham 1969; balanced turns of data-parallel ranks, DistTrain, arXiv:2408.04275, section 5.2.
 """
@@ -22,20 +23,20 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 
-MOST_COMPARISONS: Final = 1 << 20
-"""Most pairs that one spread compares for exchanges: some milliseconds of a processor, enough for 64 ranks."""
+MAX_COMPARISONS: Final = 1 << 20
+"""Maximum number of pairs that one call of `spread` compares: some milliseconds of CPU, enough for 64 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Places of the records of a step.
+    """Positions of the records of a step: by rank, by microbatch, and within a microbatch.
 
     Attributes:
-        owners: Microbatches of each rank that computes them, in the order of its turns. The numbers count the
-            microbatches of the first data-parallel rank, then those of the second, and so on.
-        rows: Records of a microbatch.
-        in_turns: Whether the ranks wait for each other after every turn, as in collectives of sharded weights; else
-            they wait once, at the end of the step.
+        owners: Microbatches that each rank computes, in order. They are numbered through the data-parallel ranks: all
+            microbatches of the first rank, then those of the second.
+        rows: Records per microbatch.
+        in_turns: True if ranks synchronize after every microbatch, as collectives of sharded weights do; False if they
+            synchronize once, at the end of the step.
         seconds: Predicted time of a step, given the cost of each microbatch, when their order matters; None: it
             does not.
     """
@@ -47,20 +48,20 @@ class Grid:
 
     @classmethod
     def of_data_ranks(cls, ranks: int, turns: int, rows: int, in_turns: bool) -> Grid:
-        """Return the places when every data-parallel rank computes its own microbatches."""
+        """Return the grid in which every data-parallel rank computes its own microbatches."""
         numbers = np.arange(ranks * turns).reshape(ranks, turns).tolist()
         return cls(tuple(map(tuple, numbers)), rows, in_turns)
 
     @property
     def turns(self) -> list[list[int]]:
-        """Owners with a microbatch in each turn."""
+        """Indices of the owners that have a microbatch in each turn."""
         most = max(map(len, self.owners))
         return [[k for k, own in enumerate(self.owners) if t < len(own)] for t in range(most)]
 
     def largest(self, costs: Int64) -> int:
-        """Return the cost that all ranks wait for, given the costs of the records in their places.
+        """Return the cost of the critical path, given the cost of the record in each position.
 
-        It is that of the rank with the largest sum; with `in_turns`, the sum of the largest microbatch of each turn.
+        It is the largest sum of a rank; with `in_turns`, the sum over turns of the largest microbatch.
         """
         loads = costs.reshape(-1, self.rows).sum(1)
         if not self.in_turns:
@@ -108,21 +109,21 @@ class Balance:
 
 
 def arrange(costs: Int64, grid: Grid) -> Int64:
-    """Return an order of the records of a step: the record of each place, as an index of `costs`.
+    """Return an order of the records of a step: for each position, the index of its record in `costs`.
 
-    Neither `grid.largest` nor the largest microbatch exceed those of the given order, which is returned unless one of
-    them falls. With `grid.seconds`, the order is the fastest of the given one and of those with the largest, or the
+    Neither `grid.largest` nor the largest microbatch exceed those of the data order, which is returned unless one of
+    them falls. With `grid.seconds`, the order is the fastest of the data order and of those with the largest, or the
     smallest, microbatches first.
 
     Args:
         costs: Cost of each record in the order of the data, at least 0, [N].
-        grid: Places of the N records.
+        grid: Positions of the N records.
     """
-    given = np.arange(len(costs))
+    data_order = np.arange(len(costs))
     if not costs.any() or (len(grid.owners) == 1 and grid.seconds is None):
-        return given
+        return data_order
     own = costs.reshape(-1, grid.rows)
-    bins = [*np.split(given, len(own))]
+    bins = [*np.split(data_order, len(own))]
     if grid.rows > 1:
         spread_bins = spread(costs, [grid.rows] * len(own))
         if max(costs[b].sum() for b in spread_bins) <= own.sum(1).max():
@@ -131,9 +132,9 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
     order = _in_turns(loads, grid) if grid.in_turns else _in_sum(loads, grid)
     result = _placed(bins, order, grid)
     if grid.seconds is None:
-        return result if _key(costs[result], grid) < _key(costs, grid) else given
-    candidates = [given]
-    if _key(costs[result], grid) <= _key(costs, grid):
+        return result if _objective(costs[result], grid) < _objective(costs, grid) else data_order
+    candidates = [data_order]
+    if _objective(costs[result], grid) <= _objective(costs, grid):
         candidates += [result, _placed(bins, [members[::-1] for members in order], grid)]
     microbatches = [costs[one].reshape(-1, grid.rows).sum(1) for one in candidates]
     return candidates[int(np.argmin([grid.seconds(one) for one in microbatches]))]
@@ -147,12 +148,12 @@ def _placed(bins: Sequence[Int64], order: Sequence[Sequence[int]], grid: Grid) -
     return np.concatenate([bins[number] for number in numbers])
 
 
-def _key(costs: Int64, grid: Grid) -> tuple[int, int]:
+def _objective(costs: Int64, grid: Grid) -> tuple[int, int]:
     return grid.largest(costs), int(costs.reshape(-1, grid.rows).sum(1).max())
 
 
 def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Return the microbatches of each owner, the largest in its first turn, with balanced sums."""
+    """Return the microbatches of each owner, largest first, with sums that are about equal."""
     parts = spread(loads, [len(own) for own in grid.owners])
     return [sorted(part.tolist(), key=lambda i: -loads[i]) for part in parts]
 
@@ -172,49 +173,49 @@ def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
     return order
 
 
-def spread(costs: Int64, room: Sequence[int]) -> list[Int64]:
-    """Spread items over bins so that the largest sum is small; return the items of each bin.
+def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
+    """Assign items to bins of fixed sizes so that the largest sum is small; return the items of each bin.
 
     Args:
         costs: Cost of each item, [N].
-        room: Number of items of each bin; they add up to N.
+        sizes: Number of items of each bin; they add up to N.
     """
-    members: list[list[int]] = [[] for _ in room]
-    free = [(0, k) for k, count in enumerate(room) if count]
+    members: list[list[int]] = [[] for _ in sizes]
+    free = [(0, k) for k, count in enumerate(sizes) if count]
     heapify(free)
     for item in np.argsort(-costs, kind="stable").tolist():
         load, k = heappop(free)
         members[k].append(item)
-        if len(members[k]) < room[k]:
+        if len(members[k]) < sizes[k]:
             heappush(free, (load + int(costs[item]), k))
     return _exchange(costs, members)
 
 
 def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
-    """Exchange pairs of items between the largest bin and others while its sum falls."""
+    """Exchange pairs of items between the largest bin and others while the largest sum falls."""
     bins = [np.array(items, np.int64) for items in members]
     loads = np.array([costs[items].sum() for items in bins], np.int64)
-    home = np.empty(len(costs), np.int64)
+    bin_of = np.empty(len(costs), np.int64)
     for k, items in enumerate(bins):
-        home[items] = k
-    left = MOST_COMPARISONS
+        bin_of[items] = k
+    budget = MAX_COMPARISONS
     while len(bins) > 1:
         top = int(loads.argmax())
-        left -= len(bins[top]) * len(costs)
-        if left < 0:
+        budget -= len(bins[top]) * len(costs)
+        if budget < 0:
             break
-        # Of an exchange, the larger one of the two new sums counts.
+        # An exchange is judged by the larger of its two new sums.
         saved = costs[bins[top]][:, None] - costs[None]
-        after = np.maximum(loads[top] - saved, loads[home][None] + saved)
-        after[:, home == top] = loads[top]
+        after = np.maximum(loads[top] - saved, loads[bin_of][None] + saved)
+        after[:, bin_of == top] = loads[top]
         best = int(after.argmin())
         if after.flat[best] >= loads[top]:
             break
         place, other = divmod(best, len(costs))
-        item, target = int(bins[top][place]), int(home[other])
+        item, target = int(bins[top][place]), int(bin_of[other])
         bins[top][place] = other
         bins[target][bins[target] == other] = item
-        home[item], home[other] = target, top
+        bin_of[item], bin_of[other] = target, top
         moved = costs[item] - costs[other]
         loads[top] -= moved
         loads[target] += moved

@@ -170,7 +170,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
 
 
 def _pack_validation(data: Data, setup: _Setup) -> PackedData:
-    """Return the packed data of `data.validation`, all of it as training sequences."""
+    """Return the packed data of `data.validation`; nothing is held out of it."""
     section = data.model_copy(
         update={
             "source": data.validation,

@@ -1,4 +1,4 @@
-"""Places over which the records of a step are balanced by cost: the ranks that compute images and audio.
+"""Ranks and microbatches over which images and audio of a step are balanced.
 
 All records have the same number of tokens, padding included, so the language model costs the same on every rank. The
 encoder's cost differs: it computes on every data-parallel rank, or on the ranks of `parallel.submodels`.
@@ -35,8 +35,8 @@ from hyper_parallel.trainer.data import (
 from hyper_parallel.trainer.engine.recipe_model import joint_schedule, submodel_layouts
 
 Int64 = NDArray[np.int64]
-_NOTED: Final = 16
-"""Steps of which a plan tells the imbalance; their costs are read in milliseconds."""
+_NUM_NOTED_STEPS: Final = 16
+"""Number of steps over which the note of a plan averages the imbalance; reading their costs takes milliseconds."""
 
 _MEASURED: Final = 6
 """Rows of which the encoder's operations are counted, from the fewest to the most tokens: seconds for a large one."""
@@ -169,7 +169,9 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
         return (
             "data.balance: one rank computes all images and audio, so their order does not change"
         )
-    steps = [batches.balance(step, grid) for step in range(min(_NOTED, recipe.training.steps))]
+    steps = [
+        batches.balance(step, grid) for step in range(min(_NUM_NOTED_STEPS, recipe.training.steps))
+    ]
     before, after = mean_imbalance(steps)
     note = (
         f"data.balance: the slowest of {count} ranks computes {after:.2f} x the mean work on images and audio, "

@@ -160,7 +160,7 @@ def read_spec(
     if not scores and "model_type" not in file.values:
         return load_model(path, where=where)
     cached = cache_file("kept_activations", file, (kept_activations, flow_tracer), scores)
-    measurement = load_cached(cached, _Kept)
+    measurement = load_cached(cached, _CachedMeasurement)
     if known and not scores:
         spec = load_model(path, where=where)
         if measurement is None:
@@ -169,7 +169,7 @@ def read_spec(
                     model_from_config(file, torch.float32, trusted=trusted), cached
                 )
             except ModelUnreadable:
-                measurement = _Kept(None)
+                measurement = _CachedMeasurement(None)
         return _with_kept(spec, measurement)
     model = model_from_config(file, torch.float32, trusted=trusted, scores=scores)
     spec = _with_kept(read_model(model, file.name), measurement or _measure(model, cached))
@@ -177,20 +177,20 @@ def read_spec(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """Cached measurement of kept activations; None: the forward of the model cannot be measured."""
+class _CachedMeasurement:
+    """Cached measurement of the activations saved for backward; None: the forward cannot be measured."""
 
     activations: KeptActivations | None
 
 
-def _measure(model: nn.Module, cached: Path) -> _Kept:
-    """Measure the activations that a model keeps, and cache them."""
-    measurement = _Kept(kept_activations.measure_kept(model))
+def _measure(model: nn.Module, cached: Path) -> _CachedMeasurement:
+    """Measure the activations that a model saves for backward, and cache the result."""
+    measurement = _CachedMeasurement(kept_activations.measure_kept(model))
     save_cached(cached, measurement)
     return measurement
 
 
-def _with_kept(spec: ModelSpec, measurement: _Kept) -> ModelSpec:
+def _with_kept(spec: ModelSpec, measurement: _CachedMeasurement) -> ModelSpec:
     """Return the spec with measured activations, and notes that agree with them."""
     formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
     notes = tuple(note for note in spec.notes if note != formulas)

@@ -60,8 +60,8 @@ class RegionPass:
         block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
         padded_rows: Rows of the gathered tokens, padding included.
         num_chunks: Chunks in which tokens are gathered and scattered; 1: tokens are gathered and scattered whole.
-        column_products: With chunks: products of column-parallel projections that were made before this forward.
-        row_products: With chunks: products of row-parallel projections.
+        column_products: With chunks: products of column-parallel projections, prepared before this forward.
+        row_products: With chunks: prepared products of row-parallel projections.
     """
 
     scope: RegatherScope | None = None
@@ -76,12 +76,12 @@ class RegionPass:
 
 @dataclass(slots=True)
 class PreparedProducts:
-    """Products of chunks made while collectives of the same pass were in flight, see `ChunkedWeight`.
+    """Functions that multiply chunks, created while collectives of the pass are in flight; see `ChunkedWeight`.
 
     Attributes:
-        shape: Shape of the pass in which they were made.
-        with_grad: True if gradients were recorded.
-        products: Projection to the product of one chunk.
+        shape: Shape of the pass in which they were created.
+        with_grad: True if autograd was enabled.
+        products: Function of one chunk for each projection.
     """
 
     shape: PassShape
@@ -100,9 +100,9 @@ class Region:
         key_program: Collectives of key and value projections.
         kv_heads: Key and value heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
-        last_column: Last column-parallel projection; with a half of its computation done, the module offers a turn.
-        column_products: For every column-parallel projection, a function that reads the weight of a pass and returns
-            the product of a chunk of tokens.
+        last_column: Last column-parallel projection, after which the other half-batch may run (`offer_turn`).
+        column_products: For every column-parallel projection, a function that reads the weight for a pass and returns
+            the function that multiplies a chunk of tokens.
         row_products: The same for row-parallel projections.
         following: Region that runs after this one in the same layer; gradients of its weights are computed while
             the gradients of this region's output are gathered.
@@ -189,8 +189,9 @@ class Region:
         return num_chunks if divides else 1
 
     def _prepare(self, products: dict[nn.Module, Callable[[], Product]]) -> PreparedProducts:
-        by_module = {module: make() for module, make in products.items()}
-        return PreparedProducts(self.state.shape, torch.is_grad_enabled(), by_module)
+        """Read the weights of projections for the running pass."""
+        functions = {module: make() for module, make in products.items()}
+        return PreparedProducts(self.state.shape, torch.is_grad_enabled(), functions)
 
     def prepare_following(self) -> None:
         """Read the weights of the next region's column-parallel projections."""
@@ -198,30 +199,31 @@ class Region:
             region = self.following
             region.current.column_products = region._prepare(region.column_products)
 
-    def _take_column_products(self) -> dict[nn.Module, Callable[[], Product]]:
-        """Return the functions that make products, replaced by products of this pass that exist."""
-        ready, self.current.column_products = self.current.column_products, None
+    def _pop_column_products(self) -> dict[nn.Module, Callable[[], Product]]:
+        """Return `column_products`, or the products that were prepared for this pass, and forget the latter."""
+        prepared, self.current.column_products = self.current.column_products, None
         is_current = (
-            ready is not None
-            and ready.shape is self.state.shape
-            and ready.with_grad == torch.is_grad_enabled()
+            prepared is not None
+            and prepared.shape is self.state.shape
+            and prepared.with_grad == torch.is_grad_enabled()
         )
-        if ready is None or not is_current:
+        if prepared is None or not is_current:
             return self.column_products
-        return {m: partial(ready.products.__getitem__, m) for m in self.column_products}
+        return {m: partial(prepared.products.__getitem__, m) for m in self.column_products}
 
-    def take_chunks(self, module: nn.Module, tokens: ChunkedTokens) -> Tensor:
+    def multiply_chunks(self, module: nn.Module, tokens: ChunkedTokens) -> Tensor:
         """Return the product of a column-parallel projection with the module's input.
 
-        The first projection that is called multiplies each chunk for all others too, so that more is computed while the
-        next chunk travels. Left out are projections of other widths, and those with hooks, which expect a call. If the
-        model gives one of the others another input, its product is not used.
+        The first projection that is called also multiplies each chunk for the others, so that more computation hides
+        the gather of the next chunk. Projections of another input width are excluded, and those with hooks, which must
+        run in the call of their module. If the model calls another projection with a different input, its product here
+        is unused.
         """
         if module not in tokens.products:
             width = tokens.shape[-1]
             products = {
                 m: make()
-                for m, make in self._take_column_products().items()
+                for m, make in self._pop_column_products().items()
                 if m is module
                 or not (tokens.is_multiplied or m.weight.shape[1] != width or _has_hooks(m))
             }
@@ -335,7 +337,7 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
     def forward(x: Tensor) -> Tensor:
         if isinstance(x, ChunkedTokens):
-            return region.take_chunks(module, x)
+            return region.multiply_chunks(module, x)
         gathered = None if region.spans is None else region.current.gathered
         x = x if gathered is None else gathered
         bias = state.local(module.bias, rows)
@@ -378,8 +380,8 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
 
     def in_chunks(x: Tensor) -> Tensor:
         current, group = region.current, region.group(Purpose.SEQUENCE_SCATTER)
-        ready = current.row_products
-        product = chunk_product() if ready is None else ready.products[module]
+        prepared = current.row_products
+        product = chunk_product() if prepared is None else prepared.products[module]
         rows, before_wait = current.padded_rows, region.prepare_following
         out = scatter_products(x, product, current.num_chunks, group, rows, before_wait)
         return out if module.bias is None else out + state.local(module.bias)

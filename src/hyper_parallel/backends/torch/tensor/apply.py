@@ -401,7 +401,7 @@ class TensorParallel:
             if state.replicated_activations and module.training and not state.same_random:
                 share_random_numbers(state.group, next(module.parameters()).device)
                 state.same_random = True
-            state.running.update(loss_taken=False, partial_embedding=False, head="whole")
+            state.running.update(loss_consumed=False, partial_embedding=False, head="whole")
             state.gradients.begin_forward()
 
         def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -414,7 +414,7 @@ class TensorParallel:
                 )
             if logits is None or context.head == "whole":
                 return
-            if context.loss_taken:
+            if context.loss_consumed:
                 output.logits = None
             elif context.head == "vocabulary":
                 output.logits = join(logits, -1, state.group)

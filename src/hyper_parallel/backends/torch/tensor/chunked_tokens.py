@@ -4,8 +4,8 @@
     row-parallel      product of chunk 0, start its scatter | product of chunk 1, start its scatter | ... | wait for all
 
 Every rank divides its n tokens into C equal chunks; chunk c of a block is chunk c of all ranks. Backward mirrors this,
-because it runs in the reverse order of forward (see `in_flight`). The gradient of a weight is computed once, from all
-chunks, while later collectives are in flight (see `ChunkedWeight`).
+because it runs in the reverse order of forward (see `in_flight`). The gradient of a weight is computed once, from
+all chunks, while later collectives are in flight (see `ChunkedWeight`).
 
 Sources: Wang et al. 2023, "Overlap communication with dependent computation via decomposition"; torchtitan's
 asynchronous tensor parallelism, which decomposes the same two products.
@@ -30,11 +30,11 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Purpose, Strategy
 
 Product = Callable[[Tensor], Tensor]
-"""Product of a chunk of tokens [1, T, C] with a weight, which is read once for all chunks."""
+"""Function that multiplies a chunk of tokens [1, T, C] by a weight; the weight is read once for all chunks."""
 
 
 def check_token_chunks(model: nn.Module, strategy: Strategy) -> None:
-    """Refuse dropout on the inputs of adapters, which would draw other numbers for chunks of tokens (HP205)."""
+    """Refuse dropout on the inputs of adapters (HP205): chunks of tokens would draw other masks."""
     adapters = (vars(module).get("adapter") for module in model.modules())
     if strategy.overlap.tp_chunks > 1 and any(getattr(a, "dropout", 0.0) for a in adapters):
         raise UnsupportedSharding(
@@ -46,7 +46,7 @@ def check_token_chunks(model: nn.Module, strategy: Strategy) -> None:
 
 
 class _Weight(torch.autograd.Function):
-    """Stand for a weight in the products of chunks; its gradient is that of all chunks."""
+    """Identity on a weight. Backward computes the gradient from the inputs and output gradients of all chunks."""
 
     @staticmethod
     def forward(ctx: Any, chunks: list[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class _Weight(torch.autograd.Function):
 
 
 class _ChunkProduct(torch.autograd.Function):
-    """Product of a chunk; backward leaves the gradient of the weight to `_Weight`."""
+    """Linear map of a chunk. Backward appends input and output gradient to `chunks` for `_Weight`."""
 
     @staticmethod
     def forward(
@@ -98,11 +98,10 @@ class _ChunkProduct(torch.autograd.Function):
 
 
 class ChunkedWeight:
-    """Weight of a linear projection in one pass, which multiplies chunks of tokens.
+    """Weight of a linear projection that multiplies chunks of tokens in one pass.
 
-    The gradient of the weight is computed from all chunks at once, at the place of backward that mirrors the place
-    where this object was made: autograd runs nodes in the reverse order of creation. If it was made between start and
-    finish of a collective, the gradient is computed while the transposed collective is in flight.
+    Autograd runs nodes in the reverse order of creation. An object created between start and finish of a collective
+    therefore computes its gradient, from all chunks at once, while the transposed collective is in flight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -119,7 +118,7 @@ class ChunkedWeight:
 class ChunkedTokens(StandIn):
     """Tokens [B, S, D] of a block, whose gathers are in flight chunk by chunk.
 
-    Column-parallel projections take it chunk by chunk; any other use waits for all chunks.
+    Column-parallel projections multiply it chunk by chunk; any other use waits for all chunks.
 
     Attributes:
         products: Complete products of projections that have not been called yet, [B, S, F].
