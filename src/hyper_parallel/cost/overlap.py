@@ -318,8 +318,8 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
         for name in names
     }
     # The column weights of the feed-forward part are read while the results of attention are scattered.
-    gradients = {
-        "attention": (sum(chunk["attention"]), chunk["mlp"][0]),
+    gradients: dict[str, tuple[Array, Array]] = {
+        "attention": (chunk["attention"][0] + chunk["attention"][1], chunk["mlp"][0]),
         "mlp": (chunk["mlp"][1], _no_work()),
     }
     total: Array = np.zeros(1)
@@ -332,8 +332,8 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
             core = np.maximum(compute - (1.0 + filled) * sum(whole[name]), 0.0)
             column, row = chunk[name]
             collective = getattr(part, f"{name}_collective")
-            filling = (filled * chunks * work for work in gradients[name])
-            block = BlockSeconds(column, core, row, collective, *filling)
+            gathering, scattering = (filled * chunks * work for work in gradients[name])
+            block = BlockSeconds(column, core, row, collective, gathering, scattering)
             span = span + block.span(chunks, s.machine.card.collective_share) - compute
         total = total + repeats * np.maximum(span, 0.0)
     return total
