@@ -7,6 +7,7 @@ then time off the processor, as it is on an accelerator. Needs the right to make
     python benchmarks/overlap.py                  # tables at two rates of each case
     python benchmarks/overlap.py --json           # the same as JSON, with every sample
     python benchmarks/overlap.py --case experts --rate 1000    # one model, 1000 Mbit/s
+    python benchmarks/overlap.py --predict FILE   # predictions for the JSON of an earlier run
 
 gloo computes a reduce-scatter as an all-reduce and sends twice the bytes, so here ranks exchange their parts and add
 them, as NCCL and HCCL do on a ring of two ranks. Packets of the loopback are large, because the processor time of
@@ -16,6 +17,9 @@ Masking by two definitions:
 
 * `wait`: 1 - seconds blocked in collectives / seconds blocked in the serial step.
 * `timeline`: of the seconds in which a collective is in flight, the part in which the rank does not wait for one.
+
+For every strategy the step and the seconds blocked in collectives stand beside those that the cost model predicts,
+calibrated on the serial step alone (see `_predicted_overlap`), with the choice of `overlap: auto`. They are not judged.
 
 Exit status 1 when a bar is missed, 2 when the machine was too busy for a verdict (load of others above `QUIET`).
 """
@@ -33,6 +37,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -40,6 +45,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from _machine import busy_s, machine
+from _predicted_overlap import predicted
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from hyper_parallel.backends.torch import collectives
@@ -48,9 +54,12 @@ from hyper_parallel.ir import ModelRef, Overlap, Plan, Strategy, Workload
 from hyper_parallel.model import spec_from_config
 from hyper_parallel.runtime import World, forward_backward, launch, parallelize
 from hyper_parallel.shard import family_rules, plan_layouts
+from hyper_parallel.topology import detect_local
 
 INSIDE = "--inside-namespace"
 JUDGED = ("speedup", "masking")
+AUTO_BAR = 0.98
+"""Bar of the measured speed of the predicted best strategy over that of the serial one."""
 QUIET = 0.05
 """Share of the cores' time that other processes may use, for a valid measurement."""
 
@@ -150,7 +159,7 @@ class Meter:
         originals = {name: getattr(collectives, name) for name in names}
         exchange = dist.all_to_all_single
         collectives._all_gather = self._measured(originals["_all_gather"])
-        collectives._reduce_scatter = self._measured(_exchange_and_add)
+        collectives._reduce_scatter = _exchange_and_add
         dist.all_to_all_single = self._measured(exchange)
         try:
             yield
@@ -174,20 +183,16 @@ class Meter:
 
 
 class _ExchangeAndAdd:
-    """Reduce-scatter in flight: parts are exchanged; the wait adds them."""
+    """Reduce-scatter in flight: parts are exchanged, which is measured; the wait adds them, which is computation."""
 
     def __init__(self, out: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._out, self._parts = out, rows.new_empty(group.size(), *out.shape)
         parts = self._parts.view(rows.shape)
-        self._work = _exchange(parts, rows, group=group, async_op=True)
-        self.get_future = self._work.get_future
+        self._work = dist.all_to_all_single(parts, rows, group=group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
         torch.sum(self._parts, 0, out=self._out)
-
-
-_exchange = dist.all_to_all_single
 
 
 def _exchange_and_add(
@@ -394,6 +399,47 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def predictions(case: Case, rows: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Return predictions of the strategies of a case; `rows` is what `summary` returns for them."""
+    serial = case.strategies["serial"]
+    workload = make_plan(case, serial).workload
+    spec = spec_from_config(case.config.to_dict(), name="benchmark")
+    known = {name: row for name, row in rows.items() if name in case.strategies}
+    return predicted(detect_local(2), spec, workload, case.strategies, known)
+
+
+def print_predictions(result: dict[str, Any]) -> None:
+    """Print the predictions of a case beside what was measured."""
+    forecast = result["predicted"]
+    print(
+        f"  predicted with {forecast['link_bytes_s'] / 1e6:.1f} MB/s, collectives on {forecast['collective_share']:.0%}"
+        f" of a core; auto takes {forecast['auto']}, measured {forecast['auto_speedup']:.2f}x (bar {AUTO_BAR})"
+    )
+    for name, row in forecast["strategies"].items():
+        measured = result["strategies"][name]
+        print(
+            f"  {name:22} step {measured['step_s'] * 1e3:8.1f} ms, predicted {row['step_s'] * 1e3:8.1f}"
+            f" ({row['step_error']:+4.0%})  {measured['speedup']:5.2f}x, predicted {row['speedup']:5.2f}x"
+            f"  blocked {measured['blocked_s'] * 1e3:7.1f} ms, predicted {row['blocked_s'] * 1e3:7.1f}"
+            f" ({row['blocked_error']:+4.0%}; {row['blocked_difference']:+4.0%} of the serial ones)"
+        )
+
+
+def predict_files(paths: list[str]) -> int:
+    """Print predictions for the results in files of earlier runs, one JSON object per line; return the exit status."""
+    for path in paths:
+        for line in filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines()):
+            result = json.loads(line)
+            if "processor_s" not in result["strategies"]["serial"]:
+                print(f"{path}: without `processor_s`, which calibration needs", file=sys.stderr)
+                return 2
+            result["predicted"] = predictions(cases()[result["case"]], result["strategies"])
+            quiet = "quiet" if result["quiet"] else "not quiet"
+            print(f"{path}: {result['case']}, {result['rate_mbit']} Mbit/s, {quiet}")
+            print_predictions(result)
+    return 0
+
+
 def in_namespace(arguments: list[str], rate: int) -> int:
     """Run this script in a network namespace whose loopback has a rate in Mbit/s."""
     if shutil.which("unshare") is None or shutil.which("tc") is None:
@@ -412,9 +458,12 @@ def main() -> int:
     parser.add_argument("--case", choices=sorted(cases()), action="append")
     parser.add_argument("--rate", type=int, help="Mbit/s of the link")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--predict", nargs="+", metavar="FILE", help="results of earlier runs")
     parser.add_argument("--judge", nargs="+", default=JUDGED, help=argparse.SUPPRESS)
     parser.add_argument(INSIDE, action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.predict:
+        return predict_files(args.predict)
     names = args.case or sorted(cases())
     if not args.inside_namespace:
         status = 0
@@ -431,6 +480,7 @@ def main() -> int:
     (name,) = names
     case = cases()[name]
     result = summary(case, samples := measure(case, args.rounds))
+    result["predicted"] = predictions(case, result["strategies"])
     busy = result["others"] > QUIET
     if args.json:
         facts = {
@@ -452,6 +502,7 @@ def main() -> int:
                 f"  {key:22} {row['step_s'] * 1e3:8.1f} ms  {row['speedup']:5.2f}x  masked {row['masking_wait']:5.0%}"
                 f" (waits) {row['masking_timeline']:5.0%} (timeline)  loss {row['loss_difference']:+.1e}"
             )
+        print_predictions(result)
     if busy:
         return 2
     return int(any(result[f"best_{key}"] < result["bars"][key] for key in args.judge))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
 
+from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.cost.overlap import BlockSeconds, PassSeconds, layer_program, pass_span
 from hyper_parallel.ir import Overlap, Strategy, Task, TaskGraph, Workload
 from hyper_parallel.planner import plan
@@ -64,6 +66,64 @@ def test_chunks_expose_the_first_gather_and_the_last_scatter():
     late = BlockSeconds(column=half, core=one, row=half, collective=two)
     assert late.span(4, 0.0)[0] == 4 * 2.0 + 0.5 + 1.0 + 0.5 + 4 * 2.0
     assert BlockSeconds(column=two, core=one, row=one, collective=half).span(1, 0.0)[0] == 5.0
+
+
+def test_dispatches_of_all_chunks_go_before_the_first_combine():
+    # The link is idle from the last dispatch to the end of the first chunk only: 8 x 2 seconds otherwise.
+    chunked = seconds(experts=3.0, exchange=2.0)
+    assert pass_span(chunked, 1, 4, np.ones(1), 0.0)[0] == 16.0
+
+
+def test_halves_that_go_on_pay_for_both_ends_of_the_model_once():
+    half = seconds(attention=2.0, mlp=3.0, attention_collective=0.5, mlp_collective=0.5)
+    # The first gather of one half and the last scatter of the other one.
+    for layers in (2, 3, 10):
+        span = pass_span(half, 2, 1, np.zeros(1), 0.0, layers)[0]
+        assert span == pytest.approx(10.0 + 2 * 0.5 / layers)
+
+
+def test_a_scatter_hides_behind_the_column_products_of_the_other_half_alone():
+    # The gather hides behind the rest of the block.
+    parts = {"attention": 2.0, "attention_column": 1.0, "mlp": 2.0, "mlp_column": 1.0}
+    short = seconds(**parts, attention_collective=1.0, mlp_collective=1.0)
+    assert pass_span(short, 2, 1, np.zeros(1), 0.0)[0] == 4 * 3.0
+    late = seconds(**parts, attention_collective=1.5, mlp_collective=1.5)
+    assert pass_span(late, 2, 1, np.zeros(1), 0.0)[0] == 4 * (3.0 + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("used", "chunks"), [("0134678", 1), ("0134", 1), ("0125", 1), ("0125", 3), ("0234568", 2)]
+)
+def test_turns_of_halves_are_those_of_the_runtime(used, chunks):
+    used = tuple(str(row) in used for row in range(9))
+    half = layer_program(3, 1, chunks, used).rows
+    turns, order = Turns(), []
+
+    def call(index):
+        before = None
+        for row in half:
+            if before in (3, 4, 5) and row not in (3, 4, 5):  # this task waits for a collective
+                turns.suspend(index, leads_to_start=before in (3, 4) and row == 8)
+            elif before in (6, 7):
+                turns.offer(index)
+            order.append(row)
+            before = row
+
+    turns.add([partial(call, index) for index in range(2)])
+    turns.finish()
+    assert tuple(order) == layer_program(3, 2, chunks, used).rows
+
+
+def test_weight_gradients_hide_collectives_of_chunks():
+    one, two, half, four = (np.array([x]) for x in (1.0, 2.0, 0.5, 4.0))
+    late = BlockSeconds(column=half, core=one, row=half, collective=two)
+    filled = dataclasses.replace(late, while_gathering=four, while_scattering=four)
+    # Products of a chunk end long before the next one arrives: 8 more seconds of computation take no time.
+    assert filled.span(4, 0.0)[0] == late.span(4, 0.0)[0]
+    hidden = BlockSeconds(column=two, core=one, row=one, collective=half)
+    # They hide the first gather and the last scatter, which nothing else does.
+    filled = dataclasses.replace(hidden, while_gathering=one, while_scattering=one)
+    assert filled.span(4, 0.0)[0] == 4 * (2.0 + 1.0) + 1.0 + 2 * 1.0
 
 
 def ratio(model, topology, workload, strategy, overlap):

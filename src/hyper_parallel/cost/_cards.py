@@ -116,6 +116,9 @@ class StackCard:
     overlap_ep: float = 0.0  # share of expert exchanges that hides behind other work
     # the same where interleaved chunks give it a forward and a backward at once to hide behind
     overlap_ep_chunks: float = 0.0
+    # share of the weight gradients of token chunks that is computed while later collectives are in flight; no
+    # collective is in flight during the rest
+    overlap_weights: float = 1.0
     overlap_dp: float = 0.9  # share of data-parallel traffic that hides behind compute
     # efficiency of the stack's collectives relative to the device card
     network: float = 1.0

@@ -6,14 +6,15 @@ of smaller microbatches: a part has its own launches and latencies, and smaller 
 reverse, so its length is that of the forward program with the durations of backward.
 
 Chunks of tokens divide the collectives of a block, its first products and its last products; see `block_program`.
+Their weight gradients are tasks of backward alone, at the place in the program where forward reads the weights.
 
     meeting   halves meet after every layer that FSDP or recomputation wraps: a layer costs its own span
-    else      halves go on: a layer costs what one more layer adds to the span
+    else      halves go on: a layer costs what one more layer adds to the span, and its share of both ends of the model
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Final
 
@@ -26,28 +27,47 @@ from hyper_parallel.cost.candidates import Array, distinct, shape_of
 from hyper_parallel.sim import LaneProgram
 
 _COMPUTE, _LINK = 0, 1
-_FIRST_COLLECTIVE: Final = 3
-"""First row of `PassSeconds.durations` that is a collective."""
+_SCATTERS: Final = (3, 4)
+"""Rows of `PassSeconds.durations` that are collectives of tensor parallelism."""
+_COLLECTIVES: Final = (*_SCATTERS, 5)
+"""Rows of `PassSeconds.durations` that are collectives."""
+_NORM: Final = 8
+"""Row of `PassSeconds.durations` of the norm between two blocks."""
+_COLUMNS: Final = (6, 7)
+"""Rows of `PassSeconds.durations` that are column-parallel products."""
 _STEADY: Final = 3
 """Layers of a program after which one more layer always adds the same time."""
 
 
+def _no_work() -> Array:
+    return np.zeros(1)
+
+
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
-    """Seconds of one part of a microbatch in one pass through a layer, forward or backward."""
+    """Seconds of one part of a microbatch in one pass through a layer, forward or backward.
 
-    attention: Array  # computation of the attention block
-    mlp: Array  # computation of the feed-forward part without routed experts
+    Without column-parallel products, a scatter and the gather of the next block follow one another on the link.
+    """
+
+    attention: Array  # computation of the attention block, without `attention_column`
+    mlp: Array  # computation of the feed-forward part without routed experts and `mlp_column`
     experts: Array  # computation of routed experts of one chunk
     attention_collective: Array  # one of the two collectives around the attention block
     mlp_collective: Array  # one of the two collectives around the feed-forward part
     exchange: Array  # dispatch or combine of one chunk
+    attention_column: Array = field(
+        default_factory=_no_work
+    )  # column-parallel products of the attention block
+    mlp_column: Array = field(
+        default_factory=_no_work
+    )  # column-parallel products of the feed-forward part
 
     def durations(self) -> tuple[Array, ...]:
-        """Return the rows that tasks of `layer_program` refer to."""
+        """Return the rows that tasks of `layer_program` refer to; the time of a norm belongs to its block."""
         return (
             self.attention, self.mlp, self.experts, self.attention_collective, self.mlp_collective,
-            self.exchange,
+            self.exchange, self.attention_column, self.mlp_column, _no_work(),
         )  # fmt: skip
 
 
@@ -59,10 +79,17 @@ class BlockSeconds:
     core: Array  # all other computation of the block
     row: Array  # row-parallel product of one chunk
     collective: Array  # gather or scatter of one chunk
+    # weight gradients at the place between the gathers of forward and its products
+    while_gathering: Array = field(default_factory=_no_work)
+    # the same between the products of forward and the end of its scatters
+    while_scattering: Array = field(default_factory=_no_work)
 
     def span(self, chunks: int, demand: float) -> Array:
         """Return the seconds of the block; `demand` as in `pass_span`."""
-        durations = (self.column, self.core, self.row, self.collective)
+        durations = (
+            self.column, self.core, self.row, self.collective, self.while_gathering,
+            self.while_scattering,
+        )  # fmt: skip
         return block_program(chunks).contended_span(durations, demand)
 
 
@@ -70,32 +97,30 @@ class BlockSeconds:
 def block_program(chunks: int) -> LaneProgram:
     """Return the forward program of a block: all gathers, products of chunks as they arrive, a scatter per product.
 
-    Rows of durations are those of `BlockSeconds`.
+    Rows of durations are those of `BlockSeconds`. Weight gradients have the places of `ChunkedWeight`: the program of
+    backward is this one in reverse, with them.
     """
-    column, core, row, collective = range(4)
-    gathers = [(_LINK, (), collective)] * chunks
-    columns = [(_COMPUTE, (n,), column) for n in range(chunks)]
-    middle = [(_COMPUTE, tuple(range(chunks, 2 * chunks)), core)]
-    ends = [
-        task
-        for n in range(chunks)
-        for task in (
-            (_COMPUTE, (2 * chunks,), row),
-            (_LINK, (2 * chunks + 1 + 2 * n,), collective),
-        )
-    ]
-    lanes, deps, rows = zip(*gathers, *columns, *middle, *ends, strict=True)
-    return LaneProgram(lanes, deps, rows)
+    column, core, row, collective, while_gathering, while_scattering = range(6)
+    tasks: list[tuple[int, tuple[int, ...], int]] = [(_LINK, (), collective)] * chunks
+    tasks.append((_COMPUTE, (), while_gathering))
+    tasks += [(_COMPUTE, (n,), column) for n in range(chunks)]
+    tasks.append((_COMPUTE, (), core))
+    for _ in range(chunks):
+        tasks.append((_COMPUTE, (), row))
+        tasks.append((_LINK, (len(tasks) - 1,), collective))
+    tasks.append((_COMPUTE, (), while_scattering))
+    return LaneProgram(*zip(*tasks, strict=True))
 
 
 @lru_cache(maxsize=256)
 def layer_program(
-    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6
+    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 3
 ) -> LaneProgram:
     """Return the forward program of some layers: lanes 0 for computation and 1 for communication.
 
-    A half has the lanes until its next computation waits for a collective, then the other half has its turn. The
-    exchange of the next chunk is issued before the current chunk is computed.
+    A half has the lanes until its next computation waits for a collective, then the other half has its turn. After its
+    column-parallel products a half offers a turn, see `_order`. The exchanges of all chunks are issued before the first
+    chunk is computed.
 
     Args:
         layers: Number of layers.
@@ -104,18 +129,37 @@ def layer_program(
         used: For every row of `PassSeconds.durations`, whether layers have such tasks.
     """
     chain = _chain(layers, chunks, used)
-    turns: list[list[int]] = [[]]
-    for step, (row, _) in enumerate(chain):
-        if row < _FIRST_COLLECTIVE and any(chain[n][0] >= _FIRST_COLLECTIVE for n in turns[-1]):
-            turns.append([])
-        turns[-1].append(step)
-    order = [(half, step) for turn in turns for half in range(halves) for step in turn]
+    order = _order([row for row, _ in chain], halves)
     number = {key: n for n, key in enumerate(order)}
     return LaneProgram(
-        tuple(_LINK if chain[step][0] >= _FIRST_COLLECTIVE else _COMPUTE for _, step in order),
+        tuple(_LINK if chain[step][0] in _COLLECTIVES else _COMPUTE for _, step in order),
         tuple(tuple(number[half, dep] for dep in chain[step][1]) for half, step in order),
         tuple(chain[step][0] for _, step in order),
     )
+
+
+def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
+    """Return halves and numbers of the tasks of their chains, in the order in which halves run or issue them.
+
+    The turns are those of `Turns` of the runtime: a half that waits for a scatter before a norm soon starts its next
+    collective, so the other half lets it go on after its column-parallel products.
+    """
+    order: list[tuple[int, int]] = []
+    position, soon_starting = [0] * halves, set[int]()
+    while min(position) < len(rows):
+        for half in range(halves):
+            soon_starting.discard(half)
+            begin = position[half]
+            for step in range(begin, len(rows)):
+                row, before = rows[step], rows[step - 1] if step > begin else None
+                waits = before in _COLLECTIVES and row not in _COLLECTIVES
+                if waits and row == _NORM and before in _SCATTERS:
+                    soon_starting.add(half)
+                if waits or (before in _COLUMNS and soon_starting - {half}):
+                    break
+                order.append((half, step))
+                position[half] = step + 1
+    return order
 
 
 def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, tuple[int, ...]]]:
@@ -130,18 +174,22 @@ def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, 
 
     ready: tuple[int, ...] = ()
     for _ in range(layers):
-        for row in (3, 0, 3, 4, 1, 4):
+        for row in (_NORM, 3, 6, 0, 3, _NORM, 4, 7, 1, 4):
             ready = add(row, ready)
-        sent, combined = [add(5, ready)], ready[:0]
-        for chunk in range(chunks):
-            if chunk + 1 < chunks:
-                sent.append(add(5, ready))
-            combined += add(5, add(2, sent[chunk]))
-        ready = combined
+        sent = [add(5, ready) for _ in range(chunks)]
+        results = [add(5, add(2, dispatch)) for dispatch in sent]
+        ready = tuple(sorted({n for result in results for n in result}))
     return chain
 
 
-def pass_span(seconds: PassSeconds, halves: int, chunks: int, meets: Array, demand: float) -> Array:
+def pass_span(
+    seconds: PassSeconds,
+    halves: int,
+    chunks: int,
+    meets: Array,
+    demand: float,
+    layers: float = np.inf,
+) -> Array:
     """Return the seconds of one pass through one layer.
 
     Args:
@@ -150,22 +198,30 @@ def pass_span(seconds: PassSeconds, halves: int, chunks: int, meets: Array, dema
         chunks: Chunks of the experts' tokens of a part.
         meets: 1 if the halves meet after every layer.
         demand: Share of the compute units that a collective occupies.
+        layers: Layers after which the halves meet if not after every layer.
     """
     durations = seconds.durations()
+    used = [bool(np.any(row > 0.0)) for row in durations]
+    used[_NORM] = any(used[row] for row in _COLUMNS)
 
-    used = tuple(bool(np.any(row > 0.0)) for row in durations)
+    def program(count: int) -> LaneProgram:
+        return layer_program(count, halves, chunks, tuple(used))
 
-    def span(layers: int) -> Array:
-        program = layer_program(layers, halves, chunks, used)
-        return program.contended_span(durations, demand)
+    def span(count: int) -> Array:
+        return program(count).contended_span(durations, demand)
 
     if halves == 1 or bool(np.all(meets)):
         return span(1)
-    _, busy = layer_program(1, halves, chunks, used).span(durations)
+    if layers <= _STEADY:
+        passed = span(int(layers)) / layers
+        return np.where(meets > 0, span(1), passed)
+    _, busy = program(1).span(durations)
     longest = np.maximum.reduce(np.broadcast_arrays(*busy))
     least = longest + demand * (sum(busy) - longest)
-    steady = np.maximum(span(_STEADY + 1) - span(_STEADY), least)
-    return np.where(meets > 0, span(1), steady)
+    first = span(_STEADY)
+    steady = np.maximum(span(_STEADY + 1) - first, least)
+    ends = np.maximum(first - _STEADY * steady, 0.0) / layers
+    return np.where(meets > 0, span(1), steady + ends)
 
 
 def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communication:
@@ -196,8 +252,9 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
         if half == 1 and token > 1:
             tp[mask] = _exposed_stream(replace(s, c=c.take(mask)), token)
         elif half == 1 and token < 0:
-            # The first gather and the last scatter of a block are exposed.
-            rest = np.maximum(tp_whole[mask] - compute_s[mask], tp_whole[mask] / -token)
+            # Forward exposes the first gather and the last scatter of a block; backward may compute weight gradients.
+            forward = tensor_seconds(replace(s, c=c.take(mask)), 0.0)
+            rest = np.maximum(tp_whole[mask] - compute_s[mask], forward / -token)
             tp[mask] = _least_exposed(tp_whole[mask], rest, demand)
         if (half, chunk) == (1, 1):
             continue
@@ -250,22 +307,35 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
     """Return the exposed collectives of tensor parallelism with chunks of tokens; blocks follow one another."""
     redone = 1.0 + _repeats_forward(s)
     parts = s.with_columns(microbatch=s.c.microbatch / chunks)
+    # Seconds of the products of a chunk with the weights of a block: column-parallel and row-parallel ones.
+    names = ("attention", "mlp")
+    whole = {name: [matmuls(s, part=name, row=row) for row in (False, True)] for name in names}
+    chunk = {
+        name: [
+            np.maximum(matmuls(parts, part=name, row=row), whole[name][row] / chunks)
+            for row in (False, True)
+        ]
+        for name in names
+    }
+    # The column weights of the feed-forward part are read while the results of attention are scattered.
+    gradients: dict[str, tuple[Array, Array]] = {
+        "attention": (chunk["attention"][0] + chunk["attention"][1], chunk["mlp"][0]),
+        "mlp": (chunk["mlp"][1], _no_work()),
+    }
     total: Array = np.zeros(1)
-    whole_passes, parts_passes = _passes(s, 1, 1), _passes(parts, 1, 1)
-    for whole, part, times, repeats in zip(
-        whole_passes, parts_passes, (1.0, 2.0), (redone, np.ones(1)), strict=True
-    ):
-        for name in ("attention", "mlp"):
-            compute, collective = getattr(whole, name), getattr(part, f"{name}_collective")
-            column, row = (times * matmuls(s, part=name, row=is_row) for is_row in (False, True))
-            chunk = [
-                np.maximum(times * matmuls(parts, part=name, row=is_row), products / chunks)
-                for is_row, products in ((False, column), (True, row))
-            ]
-            core = np.maximum(compute - column - row, 0.0)
-            block = BlockSeconds(chunk[0], core, chunk[1], collective)
-            span = block.span(chunks, s.machine.card.collective_share)
-            total = total + repeats * np.maximum(span - compute, 0.0)
+    passes = zip(_passes(s, 1, 1), _passes(parts, 1, 1), (0, 1), (redone, np.ones(1)), strict=True)
+    for seconds, part, backward, repeats in passes:
+        span: Array = np.zeros(1)
+        filled = backward * s.machine.stack.overlap_weights
+        for name in names:
+            compute = getattr(seconds, name) + getattr(seconds, f"{name}_column")
+            core = np.maximum(compute - (1.0 + filled) * sum(whole[name]), 0.0)
+            column, row = chunk[name]
+            collective = getattr(part, f"{name}_collective")
+            gathering, scattering = (filled * chunks * work for work in gradients[name])
+            block = BlockSeconds(column, core, row, collective, gathering, scattering)
+            span = span + block.span(chunks, s.machine.card.collective_share) - compute
+        total = total + repeats * np.maximum(span, 0.0)
     return total
 
 
@@ -276,9 +346,10 @@ def _exposed_halves(
     c, demand = s.c, s.machine.card.collective_share
     wrapped = s.sharded | ((c.zero > 1) & (c.dp_replicate > 1)) | (c.recompute > 0)
     meets = np.where(wrapped, 1.0, 0.0)
+    layers = float(s.n.layers)
     forward, backward = _passes(s, halves, chunks)
-    span = pass_span(forward, halves, chunks, meets, demand) * (1.0 + _repeats_forward(s))
-    span = span + pass_span(backward, halves, chunks, meets, demand)
+    span = pass_span(forward, halves, chunks, meets, demand, layers) * (1.0 + _repeats_forward(s))
+    span = span + pass_span(backward, halves, chunks, meets, demand, layers)
     exposed = np.maximum(span - compute_s, 0.0)
     tp = forward.attention_collective + forward.mlp_collective
     return _split(exposed, tp, chunks * forward.exchange)
@@ -298,10 +369,15 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
     traffic = tp_forward, np.maximum(tp - (1.0 + _repeats_forward(s)) * tp_forward, 0.0)
     mlp = 1.0 - np.where((s.c.ep > 1) | s.whole_experts, s.n.moe_share, 0.0)
     exchange = expert_seconds(chunk, 0.0) / 2.0
+    columns = [
+        np.where(s.c.tp > 1, matmuls(half, part=part, row=False), 0.0)
+        for part in ("attention", "mlp")
+    ]
     forward, backward = (
         PassSeconds(
-            blocks[i][0], blocks[i][1], experts[i][2],
+            blocks[i][0] - (1 + i) * columns[0], blocks[i][1] - (1 + i) * columns[1], experts[i][2],
             traffic[i] / 2.0 / (1.0 + mlp), mlp * traffic[i] / 2.0 / (1.0 + mlp), exchange,
+            (1 + i) * columns[0], (1 + i) * columns[1],
         )
         for i in (0, 1)
     )  # fmt: skip
