@@ -118,6 +118,8 @@ def test_exports_adapters_and_generation_have_the_tokens_of_training(place):
     assert not holds(first, otherwise)
     assert ids(run / "export") == wanted
     model = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
+    (end,) = plain.encode(SPECIAL[2]).ids
+    assert end in model.generation_config.eos_token_id, "answers end for other tools too"
     assert greedy(model, wanted) != greedy(model, otherwise), "the check below can fail"
     continued(place, run, model, wanted)
     # A second stage reads the export as its model.

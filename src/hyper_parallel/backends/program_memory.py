@@ -80,8 +80,8 @@ def _recomputed(program: StepProgram, own: Sequence[int], last: int) -> tuple[in
     """
     producers = {r: i for i in own for r in program.nodes[i].results}
     inside, reads = set(own), [_reads(node) for node in program.nodes]
-    kept = {v for i in range(last + 1) if i not in inside for v in reads[i]}
-    dropped = producers.keys() - kept
+    read_outside = {v for i in range(last + 1) if i not in inside for v in reads[i]}
+    dropped = producers.keys() - read_outside
     readers = [i for i in range(last + 1, len(reads)) if dropped & reads[i]]
     wanted = {v for i in readers for v in reads[i]} & dropped
     repeated = []

@@ -57,9 +57,9 @@ def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
         entries = getattr(recipe.data, key)
         names = [*entries.values()]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            given = [entry for entry, name in entries.items() if name == twice]
-            shown = ", ".join(f"{entry}={twice}" for entry in given)
-            repeated.append({"key": key, "shown": shown, "last": given[-1]})
+            same = [entry for entry, name in entries.items() if name == twice]
+            shown = ", ".join(f"{entry}={twice}" for entry in same)
+            repeated.append({"key": key, "shown": shown, "last": same[-1]})
     return repeated
 
 

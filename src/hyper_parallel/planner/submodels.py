@@ -99,12 +99,12 @@ def price_tower(
     # The spec prices causal attention and no projector.
     factor = items / count * tower.forward_flops / tower.layer_flops
     forward_s = (cost.forward_s + cost.exposed_forward_s) * factor
-    kept = ("parameters", "gathered parameters") if frozen else None
+    frozen_terms = ("parameters", "gathered parameters") if frozen else None
     extra = round(tower.extra_bytes * count * DTYPE_BYTES[work.compute_dtype] / 2)
     memory = tuple(
         replace(t, bytes=t.bytes + extra) if t.name == "activations" else t
         for t in priced.memory
-        if t.name not in RESERVED and (kept is None or t.name in kept)
+        if t.name not in RESERVED and (frozen_terms is None or t.name in frozen_terms)
     )
     return TowerPrice(StageCost(forward_s, 0.0, 0.0 if frozen else 2 * forward_s), memory)
 
@@ -464,25 +464,32 @@ def _fitting_step(
     """
     capacity = limit = int(request.machine.memory_bytes)
     pins, notes, needed = dict(request.pins), list[str](), 0
+    first_limit = 0  # memory with which the first plan would leave room
     while limit > 0:
         try:
             plan = find(replace(request, capacity_bytes=limit, headroom=0.0, pins=pins))
         except (DoesNotFit, NoLegalStrategy):
             if not needed:
                 raise
-            break
+            if pins == request.pins or limit < capacity:
+                break
+            # No plan has so few stages: the planner chooses their number again, with less memory.
+            pins, notes, limit = dict(request.pins), [], first_limit
+            continue
         step = _inline_step(request, plan, towers, media)
         if step.max_bytes <= capacity:
             return step, notes
         needed = needed or step.max_bytes
+        reduced = min(limit, plan.memory_bytes) - (step.max_bytes - capacity)
+        first_limit = first_limit or reduced
         fewer = [n for n in divisors(request.num_devices) if n < plan.strategy.pp]
-        if fewer and "pp" not in request.pins:
+        if fewer and "pp" not in request.pins and limit == capacity:
             pins["pp"] = fewer[-1]
             notes = [
                 f"pp={fewer[-1]}: the fastest plan with more stages leaves too little for the towers"
             ]
         else:
-            limit = min(limit, plan.memory_bytes) - (step.max_bytes - capacity)
+            limit = reduced
     raise DoesNotFit(
         f"{request.model.name} does not fit with its towers on {request.num_devices} devices of "
         f"{request.supernode.name}",

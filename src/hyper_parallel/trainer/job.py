@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from hyper_parallel.errors import (
     UnsupportedSharding,
 )
 from hyper_parallel.ir import Certificate, Plan
-from hyper_parallel.model import is_read, load_model, read_config
+from hyper_parallel.model import GENERATION, is_read, load_model, read_config
 from hyper_parallel.owned_folder import Replacement
 from hyper_parallel.topology import is_this_machine
 from hyper_parallel.trainer._elastic import replan_for_launched, with_planned_roles
@@ -42,7 +43,9 @@ from hyper_parallel.trainer.data import (
     Stream,
     StreamBatches,
     copy_tokenizer,
+    load_tokenizer,
     require_tokenizer,
+    stop_ids,
 )
 from hyper_parallel.trainer.data_record import write_data_record
 from hyper_parallel.trainer.files import (
@@ -226,9 +229,26 @@ class Job:
         written = folder.open()
         with folder.discarded_on_error():
             for name, text in self.model_files.items():
-                write_text(written / name, text)
+                write_text(written / name, self._with_stops(text) if name == GENERATION else text)
             copy_tokenizer(self.packed.tokenizer_dir, written)
             folder.publish()
+
+    def _with_stops(self, generation: str) -> str:
+        """Return the text of a generation config with the tokens that end an answer of the run.
+
+        A run on conversations trains answers that end as the chat template says. Other tools know that end only from
+        the generation config of the export.
+        """
+        if self.recipe.stage == "pt":
+            return generation
+        values = json.loads(generation)
+        eos = values.get("eos_token_id")
+        published = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        stops = stop_ids(load_tokenizer(self.packed.tokenizer_dir), eos)
+        if stops <= {*published}:
+            return generation
+        values["eos_token_id"] = [*published, *sorted(stops.difference(published))]
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
 def _worlds(recipe: Recipe, plan: Plan) -> tuple[int, ...]:

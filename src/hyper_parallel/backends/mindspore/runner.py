@@ -61,8 +61,8 @@ class MindSporeRunner:
         constants = [Tensor.from_numpy(array) for array in program.constants.values()]
 
         def run(values: Mapping[str, Any]) -> dict[str, Any]:
-            given = [values[name] for name in program.inputs]
-            return dict(zip(program.outputs, function(*given, *constants), strict=True))
+            arguments = [values[name] for name in program.inputs]
+            return dict(zip(program.outputs, function(*arguments, *constants), strict=True))
 
         return run
 
