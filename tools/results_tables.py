@@ -161,21 +161,25 @@ def moe_dispatch() -> str:
 @table
 def overlap() -> str:
     """Return the step times with communication overlapped inside of layers."""
-    names = ("overlap_tensor_cpu", "overlap_experts_cpu")
+    names = (
+        "overlap_tensor_quiet_cpu", "overlap_experts_650_cpu", "overlap_experts_1100_cpu", "overlap_experts_zipf_cpu",
+    )  # fmt: skip
     rows = []
     for name in names:
         data = load(name)
+        predicted = data["predicted"]["strategies"]
         case = (
             f"{data['case']}, {data['rate_mbit']} Mbit/s, {percent(data['communication_share'], 0)}"
         )
         rows += [
             (case, way, f"{r['step_s'] * 1e3:.0f} ms", f"{r['speedup']:.2f}",
-             percent(r["masking_wait"], 0), percent(r["masking_timeline"], 0))
+             percent(r["masking_wait"], 0), percent(r["masking_timeline"], 0),
+             f"{predicted[way]['step_error']:+.0%}", f"{predicted[way]['blocked_error']:+.0%}")
             for way, r in data["strategies"].items()
         ]  # fmt: skip
     head = (
-        "case, link, communication in the serial step, CPU pressure", "overlap", "step", "serial / this",
-        "hidden, by waits", "hidden, by timeline",
+        "case, link, communication in the serial step", "overlap", "step", "serial / this", "hidden, by waits",
+        "hidden, by timeline", "predicted step", "predicted blocked time",
     )  # fmt: skip
     return markdown(head, rows) + "\n\n" + source(*names)
 
