@@ -199,7 +199,8 @@ def overlap_predictions() -> str:
         f"of the latter error, and 85 % of the signs: {'met' if data['met'] else 'missed'}."
     )
     head = ("pair", "source", "published speed-up", "predicted", "sign")
-    return markdown(head, rows) + "\n\n" + summary + "\n\n" + source("overlap_predictions")
+    own = ("overlap_tensor_cpu", "overlap_experts_cpu")
+    return markdown(head, rows) + "\n\n" + summary + "\n\n" + source("overlap_predictions", *own)
 
 
 @table
