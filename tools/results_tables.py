@@ -200,6 +200,8 @@ def overlap_predictions() -> str:
     )
     head = ("pair", "source", "published speed-up", "predicted", "sign")
     own = ("overlap_tensor_cpu", "overlap_experts_cpu")
+    rates = " and ".join(str(load(name)["rate_mbit"]) for name in own)
+    summary += f" Own pairs are of narrow models, at {rates} Mbit/s."
     return markdown(head, rows) + "\n\n" + summary + "\n\n" + source("overlap_predictions", *own)
 
 
