@@ -76,7 +76,7 @@ def ids(directory):
 
 
 def trained_rows(place, *words):
-    """All tokens that a recipe trains on."""
+    """Return all tokens that a recipe trains on."""
     job = prepare_job(load_recipe(place / "recipe.yaml", words), progress=False)
     return job.packed.train.read(np.arange(len(job.packed.train)))[0]
 

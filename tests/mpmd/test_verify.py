@@ -144,7 +144,7 @@ def test_activations_in_flight_are_bounded():
 
 
 def _waits(schedule, rendezvous):
-    """Who waits for whom as a plain graph; a rendezvous joins a send and its receive into one node."""
+    """Return the waits between actions as a graph; a rendezvous joins a send and its receive into one node."""
     place = schedule.placement()
     node = {}
     for row in schedule.ranks:

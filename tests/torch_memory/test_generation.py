@@ -242,7 +242,7 @@ def test_dram_that_is_too_small_is_refused_with_what_is_enough():
 
 
 def test_weights_in_the_memory_of_another_library():
-    """As those of a mapped file: torch cannot resize them."""
+    """Torch cannot resize such weights, for example those of a mapped file."""
     model = model_of("llama")
     expected = list(decode_tokens(model, PROMPT, Sampling(6, temperature=0)))
     for parameter in model.parameters():

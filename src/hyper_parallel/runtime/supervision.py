@@ -278,7 +278,7 @@ _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
 """Seconds that count between two polls; a longer pause stopped the whole machine."""
 _BACKOFF_S: Final = 1.0
-"""Seconds before the first restart; doubled for each further one."""
+"""Seconds before the first restart, few beside those that ranks need to start; doubled for each further one."""
 _LONGEST_BACKOFF_S: Final = 60.0
 _STOPPED: Final = "tT"
 """States of proc(5): stopped by a debugger, by a signal."""
@@ -289,7 +289,7 @@ _LAST_WORDS_S: Final = 0.5
 _ENDING_S: Final = 10.0
 """Minimum seconds for a phase of a step after a signal to end, if no earlier phase lasted longer."""
 _ENDING_FIRST_S: Final = 20.0
-"""The same in the first step, which has no earlier phases."""
+"""The same in the first step: a choice, double, because it has no earlier phases and allocates memory."""
 _ENDING_PHASES: Final = 3.0
 """Multiple of the longest phase so far that a phase may take after a signal to end."""
 _QUIET_S: Final = 30.0
