@@ -232,12 +232,16 @@ def predict_file(
         write_text(Path(output), table.getvalue())
     except OSError as error:
         raise OutputNotWritable(
-            "the predictions cannot be written", where="--output", got=f"{output}: {error.strerror}"
+            "the predictions cannot be written",
+            where="--output",
+            got=f"{output}: {error.strerror}",
+            hint="-o predicted.csv",
         ) from error
     if failures == len(rows):
         raise RunsUnreadable(
             "no row of the runs can be predicted",
             where=str(source),
             got=rows[0]["assumptions"] if rows else "no rows",
+            hint="complete a row as its reason says",
         )
     return len(rows) - failures, len(rows)

@@ -141,7 +141,10 @@ def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None) -
             chosen.save(output)
         except OSError as error:
             raise OutputNotWritable(
-                "the plan cannot be written", where="--output", got=f"{output}: {error.strerror}"
+                "the plan cannot be written",
+                where="--output",
+                got=f"{output}: {error.strerror}",
+                hint="-o plan.json",
             ) from error
         say(f"plan written to {output}", err=True)
 

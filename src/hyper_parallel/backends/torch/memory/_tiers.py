@@ -188,7 +188,10 @@ class FileTier:
             data = path.read_bytes()
         except OSError as error:
             raise TransferFailed(
-                "a storage could not be read from flash", where=str(path), got=str(error)
+                "a storage could not be read from flash",
+                where=str(path),
+                got=str(error),
+                hint="check the disk of `offload.flash_dir`, and run the step again from the last checkpoint",
             ) from error
         if len(data) != target.nbytes():
             raise TransferFailed(
@@ -347,5 +350,8 @@ def _mark(folder: str) -> bytes:
 
 def _impossible(parent: Path, error: OSError) -> TransferFailed:
     return TransferFailed(
-        "cannot create a folder for the files of a run", where=str(parent), got=str(error)
+        "cannot create a folder for the files of a run",
+        where=str(parent),
+        got=str(error),
+        hint="check the permissions of `offload.flash_dir`, or set another folder",
     )
