@@ -165,6 +165,7 @@ def _choose_plan(
                 "a recipe already determines the model, the workload and the search",
                 got="--recipe with a model, a workload or choices of the search",
                 hint=f"hyper-parallel plan --recipe {recipe}",
+                where="--recipe",
             )
         return _plan_recipe(recipe, devices, topology, no_code)
     if model is None:

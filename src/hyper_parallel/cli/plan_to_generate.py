@@ -38,7 +38,7 @@ def plan_to_generate(
     typed = _typed_options(ctx)
     if chosen["model"] is None:
         raise BadValue(
-            "nothing to plan", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
+            "no model is given", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
         )
     plan = plan_generation(
         read(chosen["model"]),

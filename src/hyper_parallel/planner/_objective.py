@@ -147,12 +147,14 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
             got=objective,
             allowed=OBJECTIVES,
             hint=f"--objective {near[0]}",
+            where="--objective",
         )
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
             "the objective fewest-devices needs a deadline; other objectives than it and memory accept none",
             got=f"objective={objective}, deadline={deadline_s}",
             hint="--objective fewest-devices --deadline 10",
+            where="--deadline",
         )
     if objective == "step-time":
         return search(request, top)

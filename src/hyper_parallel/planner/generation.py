@@ -151,6 +151,7 @@ def _check_objective(objective: str) -> None:
             got=objective,
             allowed=GENERATE_OBJECTIVES,
             hint="--objective throughput",
+            where="--objective",
         )
 
 
@@ -261,6 +262,7 @@ def _request(
             got=dtype,
             allowed=FORMATS,
             hint="--dtype bfloat16",
+            where="--dtype",
         )
     context = spec.max_position_embeddings
     if context is not None and work.columns > context:
@@ -269,6 +271,7 @@ def _request(
             got=f"{work.prompt_len} + {work.new_tokens} tokens",
             allowed=f"up to {context}",
             hint=f"--prompt-len {max(1, context - work.new_tokens)}",
+            where="--prompt-len",
         )
     formats = replace(formats, compute_dtype=dtype, param_dtype=dtype, reduce_dtype=dtype)
     return replace(request, workload=formats)

@@ -121,6 +121,7 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
                 got=name,
                 allowed=tuple(PINNABLE),
                 hint=hint,
+                where="--pin",
             )
         indices = {str(v): i for i, v in enumerate(key.values)}
         if key.values and str(value) in indices:
@@ -130,7 +131,10 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
         else:
             shown = key.values if 0 < len(key.values) < 10 else "1 and more"
             raise BadValue(
-                f"`{key.name}` cannot be pinned to this value", got=f"{name}={value}", allowed=shown
+                f"`{key.name}` cannot be pinned to this value",
+                got=f"{name}={value}",
+                allowed=shown,
+                where="--pin",
             )
     return checked
 
@@ -150,18 +154,20 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
                     "a choice is both pinned and excluded",
                     got=f"{axis}={pins[axis]}",
                     hint=f"leave out --pin {axis}={pins[axis]}",
+                    where="--exclude",
                 )
             checked[axis] = 0
             continue
         if axis not in (*DEGREES, "tp", "dp"):
             allowed = (*DEGREES, "tp", *EXCLUDABLE)
-            raise BadValue(f"unknown axis `{axis}`", got=axis, allowed=allowed)
+            raise BadValue(f"unknown axis `{axis}`", got=axis, allowed=allowed, where="--exclude")
         for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
             if pins.get(name, 1) != 1:
                 raise BadValue(
                     "an axis is both pinned and excluded",
                     got=f"{name}={pins[name]}",
                     hint=f"leave out --pin {name}={pins[name]}",
+                    where="--exclude",
                 )
             checked[name] = 1
     return checked

@@ -35,7 +35,12 @@ def launch_settings(plan: Plan, stack: str) -> str:
         BadValue: HP102 for another stack.
     """
     if stack not in STACKS:
-        raise BadValue("there are no launch settings for this stack", got=stack, allowed=STACKS)
+        raise BadValue(
+            "there are no launch settings for this stack",
+            got=stack,
+            allowed=STACKS,
+            where="--launch",
+        )
     settings = _recipe(plan) if stack == "ours" else _megatron(plan)
     dropped = _not_in_recipe(plan) if stack == "ours" else _not_in_megatron(plan)
     return "\n".join([*(f"# not expressed: {text}" for text in dropped), settings]) + "\n"

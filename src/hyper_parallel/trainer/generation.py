@@ -89,7 +89,9 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise BadValue("unknown device", got=device, allowed="auto, cpu, cuda") from error
+        raise BadValue(
+            "unknown device", got=device, allowed="auto, cpu, cuda", where="--device"
+        ) from error
     present = accelerator is not None and accelerator.type == chosen.type
     if chosen.type != "cpu" and (
         not present or (chosen.index or 0) >= torch.accelerator.device_count()
@@ -99,6 +101,7 @@ def pick_device(device: str) -> torch.device:
             got=device,
             allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
             hint="--device auto",
+            where="--device",
         )
     return chosen
 
@@ -223,7 +226,9 @@ def check_dtype(dtype: str | None) -> None:
     """Raise for a name that is not a dtype of weights; None means as stored."""
     kinds = ("float64", "float32", "bfloat16", "float16")
     if dtype is not None and dtype not in kinds:
-        raise BadValue("unknown number format for weights", got=dtype, allowed=kinds)
+        raise BadValue(
+            "unknown number format for weights", got=dtype, allowed=kinds, where="--dtype"
+        )
 
 
 def decode_tokens(

@@ -22,13 +22,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from hyper_parallel.errors import TierFull, TransferFailed
 from hyper_parallel.owned_folder import Marker, read_marker, remove_unfinished, write_marker
 
+_HOST_TIERS: Final = ("dram", "flash")
+"""Tiers whose size is a key of the recipe's section `offload`; that of the device is its `budget`."""
 _OVERWRITTEN = "the file was truncated or overwritten; run the step again from the last checkpoint"
 
 
@@ -86,7 +88,7 @@ class Meter:
                 f"the {self.name} tier is full",
                 got=f"{self.live_bytes} bytes",
                 allowed=f"{self._capacity} bytes",
-                hint=f"allow at least {self.live_bytes} bytes in {self.name}",
+                hint=f"offload.{self.name if self.name in _HOST_TIERS else 'budget'}={self.live_bytes}",
             )
 
     def reset_peak(self) -> None:
