@@ -276,9 +276,7 @@ def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
             problems["--image-size"] = "a plan with `--media 0` has no images"
     chosen = {"--media": search.media, "--image-size": search.image_size}
     for name, problem in problems.items():
-        raise BadValue(
-            problem, where=name, got=f"{name} {chosen[name]}", hint="leave out the option"
-        )
+        raise BadValue(problem, where=name, got=f"{name} {chosen[name]}", hint=f"leave out {name}")
     return towers if search.media != 0 else ()
 
 

@@ -126,7 +126,7 @@ def _is_supported(
         if group is None and tp is None and capacity is None:
             return False
         raise UnsupportedSharding(
-            "expert parallelism supports only experts called as experts(hidden_states, index, weights)",
+            "experts on several ranks must be called as experts(hidden_states, index, weights)",
             where=name,
             got=f"{type(module).__name__}{signature}",
             hint="parallel.ep=1 parallel.tp=1",
