@@ -18,6 +18,10 @@ Masking by two definitions:
 * `wait`: 1 - seconds blocked in collectives / seconds blocked in the serial step.
 * `timeline`: of the seconds in which a collective is in flight, the part in which the rank does not wait for one.
 
+A collective is in flight when both ranks have issued it. A rank that waits before waits for a rank with more rows,
+which no overlap of communication can hide; these seconds are `late_s`. Experts get equal numbers of rows, or those of
+Zipf's law: biases of the routers are fitted to the batch.
+
 For every strategy the step and the seconds blocked in collectives stand beside those that the cost model predicts,
 calibrated on the serial step alone (see `_predicted_overlap`), with the choice of `overlap: auto`. They are not judged.
 
@@ -35,7 +39,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -98,25 +102,21 @@ def cases() -> dict[str, Case]:
     def replaced(strategy: Strategy, **overlap: Any) -> Strategy:
         return dataclasses.replace(strategy, overlap=Overlap(**overlap))
 
-    common = {
-        "vocab_size": 512,
-        "hidden_size": 1024,
-        "head_dim": 64,
-        "max_position_embeddings": 1024,
-    }
+    common = {"vocab_size": 512, "head_dim": 64, "max_position_embeddings": 1024}
     # Wide models compute more per byte, so the processor time of sending, which an accelerator does not have, weighs
-    # less. Attention is narrow: the gradients of its parameters are summed over the same link.
+    # less. Attention is narrow and the batch large: the gradients of other parameters are summed over the same link.
     moe = Qwen3MoeConfig(
-        **common, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3, num_experts=4,
+        **common, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3, num_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=1024, decoder_sparse_step=1, mlp_only_layers=[],
         output_router_logits=False,
     )  # fmt: skip
     # The halves of tensor parallelism meet after all layers: more of them than 3 hide more, as in a real model.
     dense = Qwen3Config(
-        **common, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=12, intermediate_size=2048,
+        **common, hidden_size=2048, num_attention_heads=32, num_key_value_heads=32, num_hidden_layers=6,
+        intermediate_size=4096,
     )  # fmt: skip
     exchanged = Case(
-        moe, 8, 256,
+        moe, 16, 256,
         {
             "serial": experts,
             "chunks 4": replaced(experts, ep_chunks=4),
@@ -124,7 +124,7 @@ def cases() -> dict[str, Case]:
             "half-batch, chunks 2": replaced(experts, half_batch=True, ep_chunks=2),
             "half-batch, chunks 4": replaced(experts, half_batch=True, ep_chunks=4),
         },
-        (650, 1100), 1.4,
+        (600, 1100), 1.4,
     )  # fmt: skip
     return {
         "experts": exchanged,
@@ -136,21 +136,37 @@ def cases() -> dict[str, Case]:
                 "half-batch": replaced(tensor, half_batch=True),
                 **{f"chunks {n}": replaced(tensor, tp_chunks=n) for n in (4, 8)},
             },
-            (1200, 1400), 1.25,
+            (600, 700), 1.25,
         ),
     }  # fmt: skip
 
 
 class Meter:
-    """Seconds that this rank is blocked in collectives, and when collectives were in flight."""
+    """Times of the collectives of this rank, on the clock of the machine.
+
+    Attributes:
+        issued: When each collective was issued, in order; the order is the same on all ranks.
+        blocked: For each collective, when this rank began and ended to wait for it.
+        in_flight: For each collective, when it was issued and when it was complete.
+    """
 
     def __init__(self) -> None:
-        self.blocked: list[tuple[float, float]] = []
-        self.in_flight: list[tuple[float, float]] = []
+        self.clear()
 
     def clear(self) -> None:
-        """Forget what was measured."""
-        self.blocked, self.in_flight = [], []
+        """Forget all times."""
+        self.issued: list[float] = []
+        self.blocked: dict[int, tuple[float, float]] = {}
+        self.in_flight: dict[int, tuple[float, float]] = {}
+
+    def times(self) -> dict[str, list[Any]]:
+        """Return the times of all collectives in the order of issue."""
+        order = range(len(self.issued))
+        return {
+            "issued": self.issued,
+            "blocked": [self.blocked[n] for n in order],
+            "in_flight": [self.in_flight[n] for n in order],
+        }
 
     @contextmanager
     def install(self) -> Iterator[None]:
@@ -170,13 +186,12 @@ class Meter:
 
     def _measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            number, begin = len(self.issued), time.perf_counter()
+            self.issued.append(begin)
             work = function(*args, async_op=async_op, **kwargs)
             if async_op:
-                return _MeasuredWork(work, begin, self)
-            now = time.perf_counter()
-            self.blocked.append((begin, now))
-            self.in_flight.append((begin, now))
+                return _MeasuredWork(work, number, self)
+            self.blocked[number] = self.in_flight[number] = begin, time.perf_counter()
             return None
 
         return call
@@ -207,8 +222,8 @@ def _exchange_and_add(
 
 
 class _MeasuredWork:
-    def __init__(self, work: Any, begin: float, meter: Meter) -> None:
-        self._work, self._begin, self._meter, self._end = work, begin, meter, 0.0
+    def __init__(self, work: Any, number: int, meter: Meter) -> None:
+        self._work, self._number, self._meter, self._end = work, number, meter, 0.0
         with suppress(RuntimeError):
             work.get_future().add_done_callback(self._done)
 
@@ -219,8 +234,9 @@ class _MeasuredWork:
         begin = time.perf_counter()
         self._work.wait()
         now = time.perf_counter()
-        self._meter.blocked.append((begin, now))
-        self._meter.in_flight.append((self._begin, min(self._end or now, now)))
+        number, issued = self._number, self._meter.issued[self._number]
+        self._meter.blocked[number] = begin, now
+        self._meter.in_flight[number] = issued, min(self._end or now, now)
 
 
 def union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -264,28 +280,60 @@ def make_plan(case: Case, strategy: Strategy) -> Plan:
     )  # fmt: skip
 
 
-def route_by_zipf(model: torch.nn.Module) -> None:
-    """Change a model's weights so that the k-th of a random order of experts is chosen about 1 / k as often.
+def fit_routing(model: torch.nn.Module, ids: torch.Tensor, zipf: bool) -> None:
+    """Change the routers of a model so that its experts get equal numbers of rows of a batch, or those of Zipf's law.
 
-    All embeddings get one large feature, which the router maps to the logarithm of the frequency.
+    All embeddings get one large feature, whose weights in a router are biases of the experts. The biases of one layer
+    after the other are moved until the counts are right. With Zipf's law the order of the experts is random.
+
+    Args:
+        model: The model.
+        ids: Tokens of all ranks, [B, S].
+        zipf: Use Zipf's law.
     """
     generator = torch.Generator().manual_seed(0)
+    inputs: list[torch.Tensor] = []
     with torch.no_grad():
-        embedding = model.get_input_embeddings().weight
-        embedding[:, 0] = 1.0
-        feature = 1.0 / embedding.square().mean(-1).sqrt().mean()  # behind the norm
-        for name, weight in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                ranks = 1 + torch.randperm(len(weight), generator=generator)
-                weight[:, 0] = -ranks.log() / feature
+        model.get_input_embeddings().weight[:, 0] = 1.0
+        for name, gate in model.named_modules():
+            if not name.endswith("mlp.gate"):
+                continue
+            hook = gate.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+            for sequences in ids.split(4):
+                model(input_ids=sequences)
+            hook.remove()
+            rows = torch.cat([x.flatten(0, -2) for x in inputs])
+            inputs.clear()
+            experts = len(gate.weight)
+            order = torch.randperm(experts, generator=generator)
+            share = 1.0 / (1 + order if zipf else torch.ones(experts))
+            _fit_biases(gate.weight, rows, model.config.num_experts_per_tok, share / share.sum())
+
+
+def _fit_biases(
+    weight: torch.Tensor, rows: torch.Tensor, chosen: int, share: torch.Tensor, steps: int = 400
+) -> None:
+    """Move `weight[:, 0]` until each expert is among the `chosen` best of a share of the rows [T, D]."""
+    for step in range(steps):
+        best = (rows @ weight.t()).topk(chosen, -1).indices.flatten()
+        counts = torch.bincount(best, minlength=len(weight)) / len(best)
+        weight[:, 0] += 0.5 ** (step / 50) * (share - counts) / rows[:, 0].mean()
+
+
+def _tokens(case: Case, rank: int) -> torch.Tensor:
+    """Return the tokens [B, S] of a rank."""
+    generator = torch.Generator().manual_seed(rank if case.strategies["serial"].dp > 1 else 0)
+    shape = (case.sequences, case.seq_len)
+    return torch.randint(case.config.vocab_size, shape, generator=generator)
 
 
 def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return samples per strategy: step seconds, blocked seconds, masking by timeline, and the loss."""
+    """Return samples per strategy: step seconds, those of `communication`, masking by timeline, and the loss."""
     torch.manual_seed(0)
     models = {name: AutoModelForCausalLM.from_config(case.config) for name in case.strategies}
-    if case.zipf:
-        route_by_zipf(next(iter(models.values())))
+    batches = [_tokens(case, index) for index in range(2)]
+    if hasattr(case.config, "num_experts"):
+        fit_routing(next(iter(models.values())), torch.cat(batches), case.zipf)
     first = next(iter(models.values())).state_dict()
     for model in models.values():
         model.load_state_dict(first)
@@ -298,8 +346,7 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
         samples: dict[str, dict[str, Any]] = {
             name: {
                 "step_s": [],
-                "blocked_s": [],
-                "timeline": [],
+                "times": [],
                 "loss": None,
                 "busy_s": [],
                 "own_s": [],
@@ -308,12 +355,7 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
         }
         with World.join("cpu") as world, meter.install():
             ready = {name: parallelize(m, plans[name], world) for name, m in models.items()}
-            generator = torch.Generator().manual_seed(
-                index if plans["serial"].strategy.dp > 1 else 0
-            )
-            ids = torch.randint(
-                case.config.vocab_size, (case.sequences, case.seq_len), generator=generator
-            )
+            ids = batches[index]
             batch = {"input_ids": ids, "labels": ids}
             tokens = ids.numel() * plans["serial"].strategy.dp
             for turn in range(rounds + 1):
@@ -328,12 +370,8 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
                     if turn == 0:  # memory is allocated and kernels are chosen
                         samples[name]["loss"] = float(loss)
                         continue
-                    blocked = sum(e - s for s, e in meter.blocked)
-                    flying = sum(e - s for s, e in union(meter.in_flight))
-                    waited = common_seconds(meter.in_flight, meter.blocked)
                     samples[name]["step_s"].append(seconds)
-                    samples[name]["blocked_s"].append(blocked)
-                    samples[name]["timeline"].append(1 - waited / flying if flying else 0.0)
+                    samples[name]["times"].append(meter.times())
                     samples[name]["busy_s"].append(busy_s() - busy)
                     samples[name]["own_s"].append(time.process_time() - own)
         return samples
@@ -344,12 +382,44 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
             "step_s": ranks[0][name]["step_s"],
             "others": _others(ranks[0][name], [r[name]["own_s"] for r in ranks]),
             "processor_s": _mean(r[name]["own_s"] for r in ranks),
-            "blocked_s": _mean(r[name]["blocked_s"] for r in ranks),
-            "timeline": _mean(r[name]["timeline"] for r in ranks),
+            **communication([r[name]["times"] for r in ranks]),
             "loss": sum(r[name]["loss"] for r in ranks),
         }
         for name in models
     }
+
+
+def communication(ranks: Sequence[Sequence[Mapping[str, list[Any]]]]) -> dict[str, list[float]]:
+    """Return per round, as means of the ranks: seconds blocked, seconds late, and the masking by timeline.
+
+    A collective is in flight when all ranks have issued it. A rank that waits before is not blocked by communication,
+    but by a rank with more work: these seconds are `late_s`.
+
+    Args:
+        ranks: For each rank and round, the times of all collectives; see `Meter`.
+    """
+    columns: dict[str, list[float]] = {"blocked_s": [], "late_s": [], "timeline": []}
+    for times in zip(*ranks, strict=True):
+        starts = [max(at) for at in zip(*(t["issued"] for t in times), strict=True)]
+        rows = [_communication_of_rank(t, starts) for t in times]
+        for name, values in zip(columns, zip(*rows, strict=True), strict=True):
+            columns[name].append(statistics.fmean(values))
+    return columns
+
+
+def _communication_of_rank(
+    times: Mapping[str, list[Any]], starts: list[float]
+) -> tuple[float, float, float]:
+    """Return seconds blocked, seconds late, and the masking of one rank; `starts`: when collectives are in flight."""
+
+    def clipped(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(min(e, max(b, start)), e) for (b, e), start in zip(intervals, starts, strict=True)]
+
+    blocked, in_flight = clipped(times["blocked"]), clipped(times["in_flight"])
+    blocked_s = sum(e - b for b, e in blocked)
+    late_s = sum(e - b for b, e in times["blocked"]) - blocked_s
+    flying_s = sum(e - b for b, e in union(in_flight))
+    return blocked_s, late_s, 1 - common_seconds(in_flight, blocked) / flying_s if flying_s else 0.0
 
 
 def _others(sample: dict[str, Any], own: list[list[float]]) -> list[float]:
@@ -384,6 +454,7 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "step_s": median(name, "step_s"),
             "speedup": statistics.median(ratios),
             "blocked_s": median(name, "blocked_s"),
+            "late_s": median(name, "late_s"),
             "processor_s": median(name, "processor_s"),
             "masking_wait": 1 - median(name, "blocked_s") / alone_s,
             "masking_timeline": median(name, "timeline"),
@@ -500,7 +571,8 @@ def main() -> int:
         for key, row in result["strategies"].items():
             print(
                 f"  {key:22} {row['step_s'] * 1e3:8.1f} ms  {row['speedup']:5.2f}x  masked {row['masking_wait']:5.0%}"
-                f" (waits) {row['masking_timeline']:5.0%} (timeline)  loss {row['loss_difference']:+.1e}"
+                f" (waits) {row['masking_timeline']:5.0%} (timeline)  late {row['late_s'] * 1e3:6.1f} ms"
+                f"  loss {row['loss_difference']:+.1e}"
             )
         print_predictions(result)
     if busy:
