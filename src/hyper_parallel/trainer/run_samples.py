@@ -1,4 +1,4 @@
-"""Samples of a run: continuations of `sample_prompt` and of held-out conversations by the exported model."""
+"""Samples of a run: the exported model's continuation of `sample_prompt`, and its answers to held-out conversations."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _FURTHER_TOKENS: Final = 32
 
 
 def answer_held_out(job: Job) -> list[dict[str, Any]]:
-    """Return prompt, images, expected and given answer of `sample_answers` held-out rows, spread evenly.
+    """Return answers of the exported model to `sample_answers` held-out rows, spread evenly over the held-out data.
 
-    The last answer of a row is decoded greedily from the true tokens of its document before it. Called once, after the
-    ranks have ended: one device loads the export.
+    Each result is a dict with `prompt`, `expected`, `answer` and `images`. The last answer of a row is decoded greedily
+    from the true tokens of its document before it. Call once after the ranks have ended, as one device loads the
+    export.
     """
     rows, answers = job.packed.holdout, list[dict[str, Any]]()
     if rows is None:
@@ -58,7 +59,7 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
 def _media(
     generator: Generator, row: Sequence[RowMedia], tokens: Any, prompt_length: int
 ) -> tuple[PromptMedia | None, list[str]]:
-    """Return the arrays of the media before the last answer of a row, and small copies of its images."""
+    """Return the processed media of a prompt, None without media, and thumbnails of its images."""
     if not row[0].row:
         return None, []
     processor = processor_of(generator.tokenizer)
@@ -86,8 +87,8 @@ _TEMPERATURE: Final = 0.5
 def make_sample(job: Job) -> str:
     """Return the continuation of the recipe's `sample_prompt` by the exported model.
 
-    A model trained on conversations gets the prompt as a user's turn through its chat template, and the text is the
-    rendered conversation. Called once, after the ranks have ended: one device loads the export.
+    For a model trained on conversations, the prompt is a user's turn in its chat template, and the result is the whole
+    rendered conversation. Call once after the ranks have ended, as one device loads the export.
     """
     prompt = job.recipe.sample_prompt or ""
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
