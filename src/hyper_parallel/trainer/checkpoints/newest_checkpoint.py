@@ -1,4 +1,4 @@
-"""Newest checkpoint of several directories."""
+"""Loading of the newest checkpoint among several directories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 def load_newest(
     saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[int, dict[str, Any]]:
-    """Load the newest intact checkpoint of several directories; see `Checkpointer.load`."""
+    """Load the newest intact checkpoint of several directories; return its step and extra values.
+
+    Errors are those of `Checkpointer.load`.
+    """
     candidates = [
         (step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)
     ]
