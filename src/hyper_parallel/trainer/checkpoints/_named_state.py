@@ -99,7 +99,8 @@ def groups_of(
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Return each nonempty parameter group of an optimizer with its parameters by name.
 
-    Raises: BadValue: HP102 for a parameter that is not part of the model.
+    Raises:
+        BadValue: HP102 for a parameter that is not part of the model.
     """
     names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
     groups = []

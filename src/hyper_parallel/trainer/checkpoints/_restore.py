@@ -118,7 +118,8 @@ def restore_optimizer(
 
     Parameters without state in the checkpoint, which never had a gradient, have no state afterwards.
 
-    Returns: Allocated state tensors by name, for the caller to fill.
+    Returns:
+        Allocated state tensors by name, for the caller to fill.
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
     stored: dict[str, dict[str, StoredTensor | Any]] = {}

@@ -80,7 +80,9 @@ def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) 
 def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
     """Fit `work` [N] as a linear function of the items and tokens of each row; return integer costs per item and token.
 
-    Args: counts: [N, 2] number of items and of tokens of each row. work: [N] work on each row, in any unit.
+    Args:
+        counts: [N, 2] number of items and of tokens of each row.
+        work: [N] work on each row, in any unit.
     """
     from scipy.optimize import nnls
 

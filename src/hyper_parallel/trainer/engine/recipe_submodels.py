@@ -34,8 +34,9 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     """Raise if the model lacks a sub-model of the recipe, or the optimizer does not support a sub-model's layout.
 
     Raises:
-        BadValue: HP102 for invalid values of `parallel.submodels`. UnsupportedSharding: HP205 for a model that cannot
-            be divided, or an unsupported layout. Contradiction: HP104 for an unsupported optimizer.
+        BadValue: HP102 for invalid values of `parallel.submodels`.
+        UnsupportedSharding: HP205 for a model that cannot be divided, or an unsupported layout.
+        Contradiction: HP104 for an unsupported optimizer.
     """
     layouts = submodel_layouts(loaded.recipe, plan)
     assert loaded.recipe.parallel.submodels is not None
