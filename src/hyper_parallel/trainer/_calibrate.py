@@ -70,12 +70,13 @@ _WINDOW_S: Final = 0.12
 _SHORT_WINDOW_S: Final = 0.06
 _NARROW: Final = 64
 _WIDE: Final = 256
-"""Widths of the probed models: launches dominate the step of a narrow one, products that of a wide one. A factor of 4
-separates both rates."""
+"""Hidden sizes of the probed models: kernel launches dominate a narrow model's step, matrix products a wide one's. A
+factor of 4 separates both."""
 _MANY_RANKS: Final = 4
-"""Number of ranks above which probes have fewer layers: ranks that share cores take longer for each."""
+"""Number of ranks above which probes have fewer layers, as ranks that share cores are slower."""
 _AT_ONCE: Final = 5
-"""Probes of one start: dozens of resident models and process groups slow a rank by a factor of up to three."""
+"""Number of probes that run at once: dozens of resident models and process groups slow a rank by up to a factor of
+3."""
 _MIN_ROUNDS: Final = 3
 """Rounds of every start: a warm-up that does not count, and two to take a minimum or a median of."""
 _MAX_ROUNDS: Final = 15
@@ -109,7 +110,7 @@ def make_probes(supernode: Supernode, *, short: bool = False) -> list[Probe]:
     parallel axis whose degree divides the number of ranks has a probe.
 
     Args:
-        supernode: The machine.
+        supernode: Machine to measure, with all its ranks.
         short: Return fewer probes on a CPU: dense models, on the axes dp_replicate, dp_shard, tp_x, cp and pp.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
@@ -181,7 +182,7 @@ def time_probes(
 
     Args:
         probes: Probes to time.
-        world: The ranks.
+        world: Ranks of the process group, and this rank's device.
         pick: Function from the seconds of all rounds to one number: the minimum to compare layouts, the median to
             predict a run.
     """

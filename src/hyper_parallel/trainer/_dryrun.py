@@ -58,7 +58,7 @@ class TracedRank:
     """Traced step of one rank.
 
     Attributes:
-        rank: The rank.
+        rank: Global rank.
         coordinate: Mesh coordinate of the rank, by axis.
         peaks: Peak bytes of a step in the steady state, by memory tier.
         collectives: Collectives of one step.

@@ -78,7 +78,7 @@ def replan_up_to(loaded: LoadedRecipe, most: int) -> LoadedRecipe:
     """Return the recipe for the largest number of ranks, up to `most`, that can be planned.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         most: Maximum number of ranks; smaller numbers are tried in descending order.
 
     Raises:

@@ -127,7 +127,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
     Degrees above 2 become 2, and axes are dropped until 8 ranks suffice.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         steps: Number of optimizer steps of each run.
 
     Raises:

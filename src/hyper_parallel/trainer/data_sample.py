@@ -256,7 +256,7 @@ def sample_data(
     """Encode the first records of a recipe's data as training does, and count them.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         max_records: Maximum number of records of all sources together, divided evenly.
         num_examples: Number of examples per source.
         progress: Show a progress bar if a tokenizer is trained.
@@ -325,7 +325,7 @@ def _sample(
             if seen >= max_records or num_bytes >= max_bytes:
                 break
         helpers.add_to(tally)
-    counts = copy.deepcopy(counts)  # before the next record is read
+    counts = copy.deepcopy(counts)  # copy before the next record is counted
     complete = next(records, None) is None and not (is_text and num_bytes >= max_bytes)
     return SourceSample(counts, tally.lengths, tuple(examples), complete)
 

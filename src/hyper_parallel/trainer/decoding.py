@@ -234,7 +234,7 @@ class Decoder:
         del self._slots[row]
         last = max(self._slots, default=0)
         if last > row and not self._waiting:
-            # Adjacent rows are read in place.
+            # Keep used rows adjacent, so that the cache is read in place.
             self.passes.move_sequence(last, row)
             self._slots[row] = self._slots.pop(last)
 

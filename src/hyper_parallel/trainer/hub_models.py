@@ -34,7 +34,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
     config.yaml, unless the recipe names a revision.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         weights: Whether to download the model's weights too, if the recipe starts from them.
 
     Raises:

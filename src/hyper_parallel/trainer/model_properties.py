@@ -39,7 +39,7 @@ def properties_of(
     """Return the measured properties of a config's model.
 
     Args:
-        file: The config.
+        file: Config of the model.
         attention: Attention implementation of the run; one that a CPU does not support is measured as `sdpa`.
         trusted: Whether code in the config's directory may run.
         scores: Measure the model as a sequence classifier that scores every token.
@@ -83,7 +83,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     """Return the measured properties of a recipe's model, after refusing runs whose loss they would make wrong.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         plan: Plan of the run.
 
     Raises:

@@ -48,7 +48,7 @@ def read_prompts(
     """Read a file; return its records without continuations, and per record the prompt or the `Generation` to resume.
 
     Args:
-        path: The file.
+        path: Path of the prompt file.
         output: Path of the output file, which is checked before decoding; None: standard output.
 
     Raises:

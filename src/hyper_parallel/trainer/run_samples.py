@@ -20,7 +20,7 @@ from hyper_parallel.trainer.run_directory import write_editable
 
 ANSWERS: Final = "answers.json"
 _FURTHER_TOKENS: Final = 32
-"""Tokens that an answer may be longer than that of the data: enough to see in a table that it goes on."""
+"""Tokens by which an answer may exceed the expected answer: enough to see in a table that it continues."""
 
 
 def answer_held_out(job: Job) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def write_answers(job: Job, answers: list[dict[str, Any]]) -> None:
 _NEW_TOKENS: Final = 160
 _PAIRS_OF_TEXTS: Final = ("prompt_completion", "preference")
 _TEMPERATURE: Final = 0.5
-"""Below 1, because the most likely tokens of a model with a few million parameters are the best learned."""
+"""Sampling temperature: below 1, because small models have learned their most likely tokens best."""
 
 
 def make_sample(job: Job) -> str:

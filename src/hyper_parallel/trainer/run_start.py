@@ -104,7 +104,7 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
     interrupt ends the actors at once.
 
     Args:
-        job: The run.
+        job: Prepared run.
         loaded: Recipe from which every rank prepares the run.
 
     Raises:
@@ -173,7 +173,7 @@ def _train(
 def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary | None:
     """Train as a rank that another launcher started; return the summary on rank 0, else None."""
     rank = launched_rank()[0]
-    if rank == 0:  # before any rank joins its world
+    if rank == 0:  # before any rank joins a process group
         RolloutFolder(job.output_dir / "rollouts").reset()
     return train_rank(job, rank, flash, stop)
 
@@ -184,7 +184,7 @@ def train_rank(
     """Join the process group and train, or sample rollouts; return the summary on rank 0, None on other ranks.
 
     Args:
-        job: The run.
+        job: Prepared run.
         rank: Global rank over all worlds (training ranks and sampling replicas).
         flash: Folder for offload files of all ranks started by this process; required with `offload.flash_dir`.
         stop: Request to end before the last step.

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, the signal of schedulers and `kill`, and a closed terminal."""
+"""Signals that end a run: Ctrl-C, the signal of schedulers and `kill`, and a closed terminal."""
 
 _ONE_S: Final = 1.0
 """Seconds within which signals count as one: a launcher forwards a signal that the terminal sent to all."""

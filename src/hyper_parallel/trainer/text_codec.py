@@ -150,7 +150,7 @@ class TextCodec:
         """Return a function that returns whether a sequence has just reached a stop text; None without stop texts."""
         if not sampling.stop:
             return None
-        # Tokens have at least one byte, except for a few.
+        # Nearly all tokens have at least one byte, so these tokens contain any stop text that has just appeared.
         tail = 4 * max(len(text) for text in sampling.stop) + 8
 
         def has_stop_text(sequence: DecodingSequence) -> bool:

@@ -328,7 +328,7 @@ class Checkpointer:
             written = self._ranks.everywhere(lambda: write_pieces(own, parts) if parts else [])
             self._ranks.on_rank_0(lambda: self._publish(step, index, written, extra))
         except Exception:
-            # The other ranks have finished writing, as failures are shared.
+            # `everywhere` waits for all ranks, so no rank is still writing.
             if self._ranks.rank == 0:
                 files.remove_parts(path)
             raise

@@ -25,6 +25,6 @@ def load_newest(
         (step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)
     ]
     for step, number in sorted(candidates, reverse=True) if len(saved) > 1 else []:
-        with suppress(CheckpointCorrupt):  # a warning was logged with the file
+        with suppress(CheckpointCorrupt):  # a logged warning names the file
             return saved[number].load(model, optimizer, step)
     return saved[0].load(model, optimizer)

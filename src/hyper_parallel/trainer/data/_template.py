@@ -137,7 +137,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         work.step(*args)
         check_integers(args, kwargs)
         owner = getattr(__obj, "__self__", None)
-        if isinstance(__obj, LoopContext) and args:  # a loop that is recursive
+        if isinstance(__obj, LoopContext) and args:  # call of a recursive loop
             args = (Counted(args[0], work, __self._constant), *args[1:])
         elif isinstance(__obj, (Macro, BlockReference)):
             work.spend(__self._constant)

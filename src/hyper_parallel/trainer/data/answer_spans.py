@@ -42,9 +42,9 @@ from hyper_parallel.trainer.data.template_properties import (
 _RESERVED: Final = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that are set from the turns and tools of a record."""
 _MOST_SHAPES: Final = 256
-"""Number of texts with placeholders that are cached: data sets have a few shapes, one per number of turns."""
+"""Maximum number of cached texts with placeholders; a data set needs about one per number of turns."""
 _MOST_SHAPE: Final = 2048
-"""Length of the turns of such a text, at most, so that the cache stays below a megabyte or two."""
+"""Maximum characters of the turns of a cached text, so that the cache stays below a megabyte or two."""
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
 

@@ -40,7 +40,7 @@ RAW = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Template of `data.chat_template: none`: words alone, the assistant's closed by end-of-text."""
+"""Template of `data.chat_template: none`: contents only, the assistant's closed by end-of-text."""
 
 
 def render(

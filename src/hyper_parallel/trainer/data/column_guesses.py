@@ -43,7 +43,7 @@ _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "system": ("system", "instruction"),
     "assistant": ("assistant", "bot", "agent", "model", "gpt", "llm", "answer", "response", "claude"),
 }  # fmt: skip
-"""Parts of words for roles; a word without such a part is one of the user."""
+"""Parts of role names, by role; a name with none of these parts is taken as the user's."""
 
 
 def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | None:

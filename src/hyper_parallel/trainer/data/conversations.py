@@ -286,7 +286,7 @@ _FORMATS: Final[dict[str, tuple[_Reader, str]]] = {
         "lists may begin with the prompt",
     ),
 }
-"""Readers of conversations, and a description of the keys that each reads."""
+"""Reader of each conversation format, and a description of the keys that it reads."""
 CONVERSATIONS: Final = frozenset(_FORMATS)
 """Record formats of conversations."""
 _DEFAULT: Final = RecordRules()

@@ -50,7 +50,7 @@ class Flat:
     """Tokens of all documents of a source as one stream, with the span of each document."""
 
     tokens: NDArray[Any]  # [T], memory-mapped
-    spans: list[slice]  # of every document
+    spans: list[slice]  # span of every document in `tokens`
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
     pairs: bool = False  # adjacent documents (2i, 2i + 1) are answers to one prompt
     facts: DocumentFacts = field(default_factory=DocumentFacts)

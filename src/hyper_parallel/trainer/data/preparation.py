@@ -50,7 +50,7 @@ class PackedData:
     )  # empty when `data.holdout` is 0; None: a stream has none
     tokenizer_dir: str  # Hugging Face directory of the tokenizer of these tokens
     vocab_size: int  # largest token id plus one
-    fingerprint: str  # hash of the packed content: equal wherever the same text is packed alike
+    fingerprint: str  # hash of the packed content, equal on every machine
     cached: bool  # whether the cache already held the result
     notes: tuple[str, ...] = ()  # sentences on text that was cut or left out
     counts: tuple[DataCounts, ...] = ()  # of each source of the recipe; updated live for a stream
@@ -62,7 +62,7 @@ class PackedData:
     tokenizer_notes: tuple[
         str, ...
     ] = ()  # sentences on programs that read the tokenizer differently
-    validation_fingerprint: str | None = None  # as `fingerprint`, of `data.validation`
+    validation_fingerprint: str | None = None  # `fingerprint` of `data.validation`
     records_fingerprint: str | None = None  # hash of the columns that rewards read
     files_fingerprint: str | None = None  # hash of names, sizes and times of the files of a stream
 

@@ -64,7 +64,7 @@ def encode_parts(
     try:
         return _encoded(tokenizer, turns, kinds)
     except HyperParallelError as error:
-        error.hint = None  # of training: an override of a recipe
+        error.hint = None  # the hint is a recipe override, for training
         raise
 
 

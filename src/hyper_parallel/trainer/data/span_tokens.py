@@ -32,9 +32,9 @@ _SAMPLE: Final = (
 )
 """Text on which `_Facts.restarts` is measured."""
 _MOST_TAILS: Final = 1024
-"""Number of prompt ends whose tokens are cached, and their largest length."""
+"""Maximum number of prompt ends whose tokens are cached, and maximum characters of each."""
 _MOST_ROUNDS: Final = 8
-"""Number of times that a text is cut further; each round cuts at all borders of spans that cross a token."""
+"""Maximum number of rounds of cutting a text; each round cuts at all borders of spans that lie inside a token."""
 _PAIRS: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
 """Texts on which `_Facts.joins` is measured."""
 
@@ -72,7 +72,7 @@ class _Facts:
     joins: bool
     """Whether the concatenated tokens of two texts decode to the concatenated text."""
     restarts: bool
-    """Whether the tokens from a word on are those of the text from this word on, for all words of `_SAMPLE`."""
+    """Whether the text from any word of `_SAMPLE` on has the same tokens alone as within the whole text."""
     tails: dict[str, list[int]] = field(default_factory=dict)
 
 

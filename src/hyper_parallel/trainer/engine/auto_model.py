@@ -16,7 +16,7 @@ _MISSING_OUTPUTS: Final = {
     # Llama4ForConditionalGeneration raises in transformers 5.24 because the output of its language model lacks this.
     "Llama4ForConditionalGeneration": ("language_model", "image_outputs")
 }
-"""By class: a module, and an attribute that the class reads of the module's output without need."""
+"""(module, attribute) by class name: the class reads the attribute from the module's output, which lacks it."""
 
 
 def model_from_config(
@@ -31,7 +31,7 @@ def model_from_config(
     """Build the transformers model of a config.
 
     Args:
-        file: The config.
+        file: Config of the model.
         dtype: Dtype of the parameters.
         attention: Attention implementation; None: the default of transformers.
         trusted: Whether code in the config's directory may run, for a type unknown to transformers.
@@ -144,7 +144,7 @@ def class_of_config(file: ConfigFile) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family: str = file.values["model_type"]
-    # The mapping alone also lists decoders of recordings.
+    # The mapping also lists audio models that only have a decoder.
     is_encoder_decoder = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and getattr(
         CONFIG_MAPPING[family], "is_encoder_decoder", True
     )

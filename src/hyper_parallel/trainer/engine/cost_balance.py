@@ -40,9 +40,9 @@ _NUM_NOTED_STEPS: Final = 16
 """Number of steps over which the note of a plan averages the imbalance; reading their costs takes milliseconds."""
 
 _MEASURED: Final = 6
-"""Rows of which the encoder's operations are counted, from the fewest to the most tokens: seconds for a large one."""
+"""Number of rows, from the fewest to the most tokens, whose encoder FLOPs are counted; takes seconds if it is large."""
 _PARTS: Final = 64
-"""Steps of a share, coarse enough that no rounding of a machine changes it."""
+"""Resolution of the fitted share, coarse enough that rounding differences between machines do not change it."""
 _MOST_SIMULATED: Final = 512
 """Most microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
 
@@ -129,7 +129,7 @@ def cost_grid(plan: Plan, batches: Batches, tower: TowerPlaces | None) -> Grid:
         return Grid.of_data_ranks(strategy.dp, count, rows, in_turns)
     if tower.schedule is None:
         return Grid(tower.owners(count), rows, in_turns=True)
-    # The schedule may leave the tower to some of its ranks, when the others have more work of the language part.
+    # The schedule may leave tower ranks without microbatches if they have more work of the language model.
     owners = tuple(filter(None, tower.owners(count)))
     seconds = _step_seconds(plan, tower.schedule(count))
     return Grid(owners, rows, in_turns=False, seconds=seconds)

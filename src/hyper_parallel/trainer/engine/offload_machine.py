@@ -109,7 +109,7 @@ def check_offload(
     """Raise if offload does not support the model or layout, before any rank starts.
 
     Args:
-        recipe: The recipe.
+        recipe: Recipe of the run.
         plan: Plan of the run.
         model: Model as returned by `build_model`.
         where: Returns the origin of a recipe key, for errors.

@@ -312,7 +312,7 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     optimizers the host reads it before the step.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: Optimizer to step.
         skip: Scalar on the parameters' device; None: always update.
     """
     if skip is None:

@@ -200,7 +200,7 @@ class ProgramEngine(TorchEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The tensors of torch are not those that train: the gauge measures the process.
+        # Training does not use torch's tensors, so the gauge measures the process instead.
         self._gauge.state = self._gauge.kinds = None
 
     def __enter__(self) -> ProgramEngine:

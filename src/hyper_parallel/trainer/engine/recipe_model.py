@@ -308,7 +308,7 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     tokenizer, means a pretrained model, whose weights must exist.
 
     Args:
-        recipe: The recipe.
+        recipe: Recipe of the run.
         where: Origin of `model.path`, for errors.
 
     Raises:

@@ -27,7 +27,8 @@ from hyper_parallel.trainer.engine.optimizer import check_optimizer
 from hyper_parallel.trainer.engine.recipe_model import submodel_layouts
 
 _SAMPLED: Final = 16
-"""Microbatches of the first step whose media are counted; few, as their arrays are made before the run starts."""
+"""Number of microbatches of the first step whose media are counted; few, as their arrays are computed before the
+run."""
 
 
 def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:

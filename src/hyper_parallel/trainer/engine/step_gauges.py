@@ -27,7 +27,7 @@ WINDOW: Final = range(2, 13)
 """Recorded steps, few enough for small files: the second, whose bytes are counted, and ten after the warm-up."""
 _MAX_RANKS: Final = 64
 _MAX_FLIGHTS: Final = 20_000
-"""Collectives of a rank that a timeline shows; all of them count in the figures of a step."""
+"""Maximum number of a rank's collectives in a timeline; the statistics of a step include all of them."""
 _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, direction, microbatch."""
 

@@ -156,7 +156,7 @@ class Loop:
         model: Model passed through `parallelize`, with weights.
         optimizer: Optimizer of the model.
         plan: Plan by which the model is parallelized.
-        world: The ranks.
+        world: Ranks of the process group, and this rank's device.
         recorder: Recorder of timeline spans.
         gauge: Gauge of peak memory.
         max_grad_norm: Maximum norm for gradient clipping; None: the norm is only measured.

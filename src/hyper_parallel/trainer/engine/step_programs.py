@@ -41,7 +41,8 @@ VALID_TOKENS: Final = "valid_tokens"
 """Name of the batch's value by which the loss is divided."""
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "edp")
-"""Mesh axes that collectives name as their group; those of a parallelized model name ranks of the block."""
+"""Mesh axes by which a program's collectives name their group; collectives of a parallelized model name ranks of the
+block."""
 
 _FSDP: Final = ("dp_shard", "edp")
 """Axes that shard parameters between steps."""
@@ -81,7 +82,7 @@ def capture_programs(
     """Capture the step programs of a recipe; refuse features that they cannot express.
 
     Args:
-        recipe: The recipe.
+        recipe: Recipe of the run.
         plan: Plan of the recipe.
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
         where: Returns the origin of a recipe key, for errors.

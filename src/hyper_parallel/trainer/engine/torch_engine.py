@@ -73,8 +73,8 @@ class TorchEngine:
     """`Engine` in torch: model, optimizer and checkpoints of one rank.
 
     Args:
-        job: The run.
-        world: The ranks.
+        job: Prepared run.
+        world: Ranks of the process group, and this rank's device.
         display: Terminal output.
         flash: Folder for offload files of all ranks; None: no flash tier.
         snapshots: Folder for snapshots; None: no snapshots.
@@ -119,7 +119,7 @@ class TorchEngine:
         # Offload counts its own bytes, and compiled code is invisible to the counter.
         if not (self._recipe.offload.on or training.compile):
             self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
-            # The bytes of parameters stay those of before the first step, which may pad local shards.
+            # Keep the parameter bytes from before the first step, as that step may pad local shards.
             parameters = {"parameters": self._bytes_by_kind()["parameters"]}
             self._gauge.kinds = lambda: self._bytes_by_kind() | parameters
         self._snapshots = (

@@ -69,9 +69,7 @@ class StepResult:
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     # Half-batches, and exposed communication; None without either
     overlap: dict[str, Any] | None = None
-    balance: dict[str, Any] | None = (
-        None  # imbalance of ranks by cost; None in the order of the data
-    )
+    balance: dict[str, Any] | None = None  # imbalance of ranks by cost; None in data order
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
 
@@ -88,8 +86,8 @@ class EvalResult(NamedTuple):
     tokens: int  # counted tokens
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
-    token_accuracy: float | None = None  # share of held-out tokens that are the most likely ones
-    answer_accuracy: float | None = None  # share of answers of which all tokens are
+    token_accuracy: float | None = None  # share of held-out targets that the model ranks first
+    answer_accuracy: float | None = None  # share of answers whose targets all rank first
 
 
 class Engine(Protocol):
@@ -186,7 +184,7 @@ class Trainer:
     """Training loop of one run on one rank.
 
     Args:
-        job: The run.
+        job: Prepared run.
         engine: Back end that computes the steps.
         display: Terminal output.
         stop: Request to end before the last step; None: the run cannot be ended early.
@@ -453,7 +451,7 @@ class Trainer:
                 got=f"loss={loss}",
             )
         record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
-        if self._job.recipe.stage != "sft":  # rows of text are no answers
+        if self._job.recipe.stage != "sft":  # rows of plain text have no answers
             record = replace(record, answer_accuracy=None)
         for callback in self._callbacks:
             self._asked |= callback.on_evaluate(step, as_line(record)) is True
@@ -462,7 +460,7 @@ class Trainer:
                 self._log.evaluation(record)
             measured = {**(record.preference or {}), **(record.rollout or {}), **as_line(record)}
             scores_text = "".join(
-                # Without noise of rounding, and no -0.
+                # Round, so that rounding errors and -0 are not shown.
                 f", {name.replace('_', ' ')} {round(measured[name], 6) + 0.0:.4g}"
                 for name in ("accuracy", "margin", "reward", "token_accuracy", "answer_accuracy")
                 if name in measured

@@ -37,7 +37,7 @@ class EarlyStopping:
 
     def take(self, loss: float) -> None:
         """Update the counter with the loss of an evaluation; a non-finite loss is no improvement."""
-        if self.patience is None:  # a resumed run with a patience starts to count
+        if self.patience is None:  # a run that is resumed with a patience starts to count then
             return
         best = self.best
         self.waited = 0 if best is None or best - loss > self.threshold else self.waited + 1

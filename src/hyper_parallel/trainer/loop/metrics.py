@@ -57,7 +57,7 @@ class StepRecord:
     skipped: int | None = None
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    # Layers run on half-batches and whole; in recorded steps exposed communication of rank 0
+    # Numbers of layers run on half-batches and on whole ones; in recorded steps exposed communication of rank 0
     overlap: dict[str, Any] | None = None
     # Tokens of images and audio, and the imbalance of ranks before and after `data.balance`
     balance: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class EvalRecord:
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     token_accuracy: float | None = None  # share of held-out tokens that are the most likely ones
-    answer_accuracy: float | None = None  # stage sft: share of answers that greedy decoding gives
+    answer_accuracy: float | None = None  # stage sft: share of answers that greedy decoding repeats
 
 
 class MetricsLog:
@@ -127,7 +127,7 @@ class MetricsLog:
         self.check_directory()
         if line := _keep_until(path, resumed_step):
             self.notes.append(line)
-        self.check_directory()  # that took time
+        self.check_directory()  # again, as dropping records takes time
         return self._open.enter_context(append_file(path))
 
     def step(self, record: StepRecord) -> None:

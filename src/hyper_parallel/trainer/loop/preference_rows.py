@@ -15,7 +15,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     """Raise if a rank's share of a step has no whole pairs or groups, or if a reward is not a function.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         plan: Plan of the run.
 
     Raises:

@@ -14,7 +14,7 @@ Microbatches = list[dict[str, Tensor]]
 Rows = NDArray[np.int64]
 """Index of each row of a step in the data; -1 is padding."""
 StageInputs = tuple[Microbatches, int | None]
-"""Inputs of the objective, and the tokens it counts in the whole step; None: the count of the data."""
+"""Inputs of the objective, and the number of tokens it counts in the whole step; None: as counted in the data."""
 
 
 class LearningStage:

@@ -31,8 +31,8 @@ def build_stage(
     """Return the learning stage of a recipe; None for cross entropy on the data's tokens.
 
     Args:
-        job: The run.
-        world: The ranks.
+        job: Prepared run.
+        world: Ranks of the process group, and this rank's device.
         model: Parallelized model.
         done: Number of steps finished before this process.
         recorder: Timeline recorder, whose start time sampling ranks share.

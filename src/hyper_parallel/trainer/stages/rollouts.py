@@ -146,7 +146,7 @@ class Publisher:
     """Training side of the exchange with sampling ranks: publishes weights and reads completions.
 
     Args:
-        job: The run.
+        job: Prepared run.
         world: Training ranks.
         model: Model of the training ranks.
         done: Number of rollouts finished before this process.
@@ -218,7 +218,7 @@ def sample_rank(job: Job, replica: int) -> None:
     """Sample one part of every step's completions with the published weights until training ends.
 
     Args:
-        job: The run.
+        job: Prepared run.
         replica: Index of the model replica to which this rank belongs.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
