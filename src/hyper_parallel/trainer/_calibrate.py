@@ -1,7 +1,7 @@
 """Calibration of this machine: measure its ranks, write its cards, and compare predictions before and after.
 
-Ranks run micro-benchmarks and short training steps of small models with several layouts. All models of one start are
-resident at once and run their steps in turn, round after round, so other load on the machine affects all layouts alike.
+Ranks run micro-benchmarks and short training steps of small models with several layouts. All models of a group are
+resident at once, and run one step each per round. Other load on the machine thus affects all layouts alike.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
              last token. Sequences that have read all of their text choose a token.
   ended      stop token, stop text or token limit reached: the slot is free for the next sequence
 
-The random numbers of a sequence depend only on the seed, its number and the index of the token, so other sequences in
-the batch do not change its text. An interrupted sequence can continue later from its tokens so far.
+The random numbers of a sequence depend only on the seed, its number and the index of the token. Other sequences in the
+batch therefore do not change its text. An interrupted sequence can continue later from its tokens so far.
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ def make_decoder(
 def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Choose one token per row of logits [B, V]; return token ids [B] as float64 and their log-probabilities [B].
 
-    A number of `drawn` [B], in [0, 1), selects a token by the inverse of the cumulative distribution, in float64 so
-    that it is the same token on every device.
+    Numbers `drawn` [B] in [0, 1) select tokens by the inverse of the cumulative distribution. It is computed in
+    float64, so that every device selects the same tokens.
     """
     logp = logits.double().log_softmax(-1)
     if sampling.temperature == 0:

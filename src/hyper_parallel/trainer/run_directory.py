@@ -1,8 +1,8 @@
 """Directory of a run: names that belong to the run, and checks before files are written or removed.
 
 A missing or empty directory is created and marked. A directory with other files and without a marker is rejected before
-data is prepared or a rank starts; only log files of launchers and shells may be in it. In a marked directory the names
-below belong to the run; all other files are kept.
+data is prepared or a rank starts. Only log files of launchers and shells are allowed in it. In a marked directory the
+names below belong to the run; all other files are kept.
 
 A part of a run is the steps trained by one process with one recipe and one plan:
 
@@ -81,8 +81,8 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
     """Raise unless a run can use its output directory without loss of other files; the check changes nothing on disk.
 
     Raises:
-        OutputNotWritable: HP105 for a directory without marker but with files, for symbolic links among its outputs,
-            and for other files in a folder that would be replaced.
+        OutputNotWritable: HP105 for a directory with files but no marker, symbolic links among its outputs, or other
+            files in a folder that would be replaced.
         Contradiction: HP104 when the recipe reads files that the run would replace.
     """
     recipe = loaded.recipe
@@ -149,7 +149,7 @@ def _known(place: Path) -> Mapping[str, tuple[int, str]]:
 
 
 def keeps_model(recipe: Recipe) -> bool:
-    """Return whether a run keeps its existing model directory, because its recipe reads it."""
+    """Return whether a run must keep its existing `model` folder because the recipe's `model.path` is inside it."""
     model_dir = Path(recipe.output_dir, "model")
     return model_dir.is_dir() and _relative(Path(recipe.model.path), model_dir) is not None
 

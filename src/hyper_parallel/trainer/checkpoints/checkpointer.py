@@ -380,7 +380,10 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return [step] of the intact checkpoint with the lowest `keep_best` metric (newest of equals), else []."""
+        """Return a list with the step of the best intact checkpoint, or an empty list.
+
+        The best one has the lowest metric `keep_best`. Of several, the newest is returned.
+        """
         metric, values = self._keep_best, {}
         if metric is None:
             return []

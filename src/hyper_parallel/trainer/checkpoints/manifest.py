@@ -84,7 +84,7 @@ def temporary(directory: Path, step: int) -> Path:
 
 
 def steps(directory: Path) -> list[int]:
-    """Return the published steps, ascending; empty when the directory does not exist."""
+    """Return the steps with a published checkpoint, in ascending order; [] if the directory does not exist."""
     if not directory.is_dir():
         return []
     matches = (_STEP.fullmatch(p.name) for p in directory.iterdir() if p.is_dir())

@@ -1,7 +1,7 @@
 """Export of a model as a Hugging Face directory that `from_pretrained` loads without remote code.
 
 Parameters are gathered one at a time. Rank 0 converts each to the names and shapes of the published model format, for
-example one tensor per expert, and writes a file for every `max_file_bytes`. One rename publishes the directory.
+example one tensor per expert. It writes a file for every `max_file_bytes`. One rename publishes the directory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tables: parquet files, and data sets that the library `datasets` opens (folders, names on the Hugging Face hub).
 
-A parquet column may be compressed by a factor of ten thousand, or refer to one long value in a million rows, so the
-memory of a batch is known only after decoding. The reader first checks the mean size of a row in the file's metadata,
-and then decodes each batch under a memory limit of this process.
+A parquet column may be compressed by a factor of ten thousand, or refer to one long value in a million rows. The memory
+of a batch is therefore known only after decoding. The reader first checks the mean size of a row in the file's
+metadata. Then it decodes each batch under a memory limit of this process.
 
 A data set named on the hub is read from the library's cache. It is downloaded only with `HF_HUB_OFFLINE=0`.
 """

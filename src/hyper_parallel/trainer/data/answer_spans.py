@@ -1,8 +1,8 @@
 r"""Character spans of the assistant's answers in a rendered conversation.
 
-A conversation is rendered twice: unchanged, and with the words of every turn (its content, reasoning and tool calls)
-replaced by unique placeholders, which locate them. Substituting the words back must give the first text. This proves
-that the text around the words does not depend on them, so no assumption about the template is needed.
+The words of a turn are its content, reasoning and tool calls. A conversation is rendered twice: unchanged, and with
+unique placeholders instead of the words, which locate them. Substituting the words back must give the first text. This
+proves that the text around the words does not depend on them, so no assumption about the template is needed.
 
     <|im_start|>assistant\n<think>\n\n</think>\n\nQz7zQ<|im_end|>\n
                          ^ end of the generation prompt  ^ end marker
@@ -494,7 +494,10 @@ class _Search:
         return self._append(rest, end) if is_last and not end.is_written else None
 
     def _append(self, rest: str, end: EndMarker) -> int | None:
-        """Append an end marker that the template omits; return the length of `rest` with it, None without a marker."""
+        """Note in `appended` that the caller must add an end marker, which the template does not write.
+
+        Return the number of characters of `rest` with the marker; None if there is no marker.
+        """
         if end.text is None:
             return None
         self.appended = end.text.lstrip() if rest != rest.rstrip() else end.text

@@ -89,8 +89,8 @@ class Order:
         shuffle: Whether each epoch has its own random order; False: every epoch has the order on disk.
         weights: Share of each source of `JoinedSequences` in a mixture, in which each source has its own epochs; empty:
             all sequences are read equally often.
-        costs: (cost of an image or recording, cost of each of its tokens), by which the sequences of a step are
-            balanced; None: they keep the data order.
+        costs: (cost of an image or recording, cost of each of its tokens). The sequences of a step are balanced by
+            these costs. None: data order.
     """
 
     seed: int = 0

@@ -4,10 +4,10 @@ The tokenizer's own template is used if it has one. A tokenizer trained by `prep
 without a template gets `PLAIN`, whose only special token is end-of-text.
 
 `answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes the text so that the
-tokens before an answer equal the prompt tokens of generation. Targets are the assistant's words, the marker that ends a
-turn, and text between the generation prompt and the words, such as an empty reasoning block. A template with `{%
-generation %}` blocks may exclude text before the words. The end marker is always a target, because a model that never
-learns it does not stop.
+tokens before an answer equal the prompt tokens of generation. Targets are the assistant's words and the marker that
+ends a turn. Text between the generation prompt and the words, such as an empty reasoning block, is a target too. A
+template with `{% generation %}` blocks may exclude text before the words. The end marker is always a target, because a
+model that never learns it does not stop.
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 def _with_system(
     turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str
 ) -> Part:
-    """Return turns and prompt length with the record's `system` text as first turn, unless the turns have it.
+    """Prepend the record's `system` text as a turn, unless the turns have it; return the turns and their prompt length.
 
     Raises:
         NoData: HP602 for a system turn with another text.
@@ -564,9 +564,8 @@ def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) 
 def num_context(one: Conversation, stage: str) -> int:
     """Return the number of leading turns that a stage does not train on.
 
-    A prompt that the record names is context. Without a prompt, `stage: sft` trains on every answer, stages that
-    compare answers train on the last one, and with `stage: grpo` the assistant's turns at the end are the reference
-    answer.
+    A prompt that the record names is context. If it names none, `stage: sft` trains on every answer, and stages that
+    compare answers train on the last one. With `stage: grpo` the assistant's turns at the end are the reference answer.
     """
     is_answer = [turn["role"] == "assistant" for turn in one.messages]
     if stage == "grpo":

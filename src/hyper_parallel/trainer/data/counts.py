@@ -150,7 +150,7 @@ class DataCounts:
         self.add_used(num_tokens, len(marked) if stage == "rm" else sum(marked), is_cut)
 
     def add_used(self, num_tokens: int, num_targets: int, is_cut: bool = False) -> None:
-        """Count a record as used."""
+        """Count a record as used, with its numbers of tokens and targets."""
         self.used += 1
         self.cut += is_cut
         self.tokens += num_tokens

@@ -302,9 +302,9 @@ def write_rows(
 ) -> None:
     """Pack documents into rows of `seq_len`; write inputs, shifted labels, counts per row and, if `masked`, positions.
 
-    A document of T tokens takes T - 1 positions, because its last token is only a label (T positions if it is scored by
-    a reward model). With packing, documents share rows. A text longer than a row is cut into pieces that overlap by one
-    token, so that every token but its first is a label once. A longer conversation is cut to its first `seq_len` + 1
+    A document of T tokens takes T - 1 positions, because its last token is only a label. If a reward model scores it,
+    it takes T positions. With packing, documents share rows. A text longer than a row is cut into pieces that overlap
+    by one token, so every token but the first is a label once. A longer conversation is cut to its first `seq_len` + 1
     tokens. Conversations without a target are dropped, and so are longer ones with media.
 
     Positions restart at 0 with every document and with the padding. The two counts per row are its labels with loss and

@@ -153,8 +153,8 @@ class PackedSequences:
     inputs, the last S its labels. Adjacent sequences share one token, so every token of the stream except the first is
     a label exactly once per epoch. A remainder of fewer than S tokens at the end of the stream is not used.
 
-    Conversations, and texts in rows of their own, are stored as [N, S] inputs and [N, S] shifted labels, with -100 at
-    positions without loss and padding at the end of rows. If attention is blocked between documents, there are also [N,
+    Conversations, and texts in rows of their own, are stored as [N, S] inputs and [N, S] shifted labels. Labels are
+    -100 at positions without loss. Rows end with padding. If attention is blocked between documents, there are also [N,
     S] positions, which restart at 0 with each document.
 
     Args:

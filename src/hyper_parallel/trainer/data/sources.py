@@ -404,7 +404,7 @@ def _has_empty_answers(document: Document) -> bool:
 
 
 def _answers(one: Conversation, num_context: int) -> list[int]:
-    """Return the turn indices of answers after the context that the record does not exclude from training."""
+    """Return the indices of assistant turns to train on: after the context, and not excluded by the record."""
     turns = enumerate(one.messages[num_context:], start=num_context)
     return [i for i, turn in turns if turn["role"] == "assistant" and i not in one.untrained]
 

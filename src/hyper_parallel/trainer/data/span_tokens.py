@@ -1,9 +1,9 @@
 """Tokenization of a text so that target spans begin at token boundaries, as in generation.
 
 The tokens before a span equal those of the same prompt in generation, and the span's tokens continue them. The text is
-first tokenized as a whole. It is cut at a span if a token crosses the beginning of the span (`"ASSISTANT: "` and
-`return` share the token `" return"`), or if the prompt alone has other tokens. The parts are then tokenized separately,
-without additional spaces, and their tokens are concatenated.
+first tokenized as a whole. It is cut at a span if the prompt alone has other tokens, or if a token crosses the
+beginning of the span. For example, `"ASSISTANT: "` and `return` share the token `" return"`. The parts are then
+tokenized separately, without additional spaces, and their tokens are concatenated.
 """
 
 from __future__ import annotations

@@ -235,7 +235,9 @@ class StreamBatches:
     def microbatches(
         self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
     ) -> list[Batch]:
-        """Return the `accumulation` microbatches, [microbatch, S] each, of a data-parallel rank in a step, from 0.
+        """Return the microbatches of one data-parallel rank in step `step`, counted from 0.
+
+        There are `accumulation` of them, with [microbatch, S] tokens each.
 
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.

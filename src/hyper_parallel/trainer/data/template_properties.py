@@ -5,8 +5,8 @@ the result is cached per tokenizer and template:
 
     probe -> text with the probe's words -> text before, between and after the words
 
-Measured are the form of turns that the template reads (content as text or list of parts, tool-call arguments as object
-or text, key of reasoning, role of a developer), and the marker that ends an answer.
+One group of properties is the form of turns that the template reads: content as text or list of parts, tool-call
+arguments as object or text, key of reasoning, role of a developer. The other is the marker that ends an answer.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _MOST_SIMULATED: Final = 512
 def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) -> tuple[int, int]:
     """Return the encoder's cost per image or recording, and its cost per token, as integers in the same unit.
 
-    Encoders with fixed windows compute as much for a short recording as for a long one; for most others the cost grows
+    Encoders with fixed windows compute as much for a short recording as for a long one. For most others the cost grows
     with the number of tokens. The costs are fitted to the FLOPs of the encoder's forward on meta tensors. If the
     forward depends on values, they are fitted to the number of elements of its inputs, which are padded to windows or
     tiles.

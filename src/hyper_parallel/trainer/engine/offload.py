@@ -4,10 +4,10 @@ Two warm-up steps run before training and are rolled back. The eager one provide
 step must repeat bit for bit. The recorded one uses other data, another learning rate and another token count, so that
 values which should be tensors are detected. The state is unchanged if no plan fits.
 
-Afterwards the plan's device (an accelerator, or on a CPU a simulated one) owns parameters and optimizer state, and
-checkpoints and exports read them on their home tier. Work without a plan (start, warm-up, evaluations) runs in a
-`LruSpillMode`, which fetches tensors from host memory within the same budget. Every planned step yields an
-`OffloadRecord`.
+Afterwards the plan's device (an accelerator, or on a CPU a simulated one) owns parameters and optimizer state.
+Checkpoints and exports read them on the tier where they live between steps. Work without a plan (start, warm-up,
+evaluations) runs in a `LruSpillMode`, which fetches tensors from host memory within the same budget. Every planned step
+yields an `OffloadRecord`.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
 
     Returns:
         Budget and explanation. On an accelerator the budget is its free memory minus a margin for kernel workspaces and
-        fragmentation; contexts, collective libraries and other processes occupy the rest. On a CPU it is
+        fragmentation. Memory of contexts, collective libraries and other processes is not free. On a CPU it is
         `budget_bytes`.
     """
     if device.type == "cpu":

@@ -203,7 +203,7 @@ class MemoryGauge:
     """Gauge of this rank's peak memory during a step; create it before the model.
 
     On an accelerator it reads the allocator's peak. On a CPU it counts the bytes of all tensors in the first two steps,
-    which a plan's prediction can be compared with, and reports the second step's peak for later steps.
+    as a plan predicts them. For later steps it reports the peak of the second step.
 
     If `state` is None, no tensors are counted. A CPU rank then reports its peak resident anonymous memory minus that at
     construction, from `VmHWM` in /proc/self/status; writing 5 to /proc/self/clear_refs resets it (proc(5)). This

@@ -10,11 +10,11 @@ DAPO, arXiv:2503.14476; omitting the division by the standard deviation is from 
             the tokens of the step, and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model
             before the first step
 
-This is decoupled PPO. For each token, q is its current probability, p its probability at the first step on its batch
-(the proximal policy), and mu its probability when it was sampled. r = q / p is 1 in that first step. Truncated
+This is decoupled PPO. For each token, q is its current probability, and mu its probability when it was sampled. p is
+its probability at the first step on its batch (the proximal policy), so r = q / p is 1 in that step. Truncated
 importance sampling corrects for stale weights: w = min(p / mu, cap), which is 1 for the newest weights. With `mask`
 (masked importance sampling), tokens with p / mu above the cap or below its inverse are excluded from the sum and its
-divisor; one additional pass before the step computes p.
+divisor. One additional pass before the step then computes p.
 """
 
 from __future__ import annotations
@@ -323,7 +323,10 @@ class GrpoStage(LearningStage):
         return None if least is None else self._effective_samples() < least
 
     def _effective_samples(self) -> float:
-        """Return the effective sample size (sum u)^2 / (n sum u^2) over n tokens, with u = p / mu before truncation."""
+        """Return the effective sample size (sum u)^2 / (n sum u^2), a fraction of the n tokens of the step.
+
+        u is the probability of a token at the first step on its batch divided by its probability when it was sampled.
+        """
         if self._effective is None:
             total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
             self._effective = total**2 / (count * squares)

@@ -1,14 +1,15 @@
 """KTO: learning from single answers that are labelled good or bad, instead of from pairs.
 
-Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8. With r the log-probability of an answer minus
-its reference, and z the divergence of the model from the reference on answers to other prompts, the losses are
+Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8. r is the log-probability of an answer minus
+its reference log-probability. z is the divergence of the model from the reference on answers to other prompts. The
+losses are
 
   desirable      w_desirable   (1 - sigmoid(beta (r - z)))
   undesirable    w_undesirable (1 - sigmoid(beta (z - r)))
 
 Rows come in pairs: a prompt with its answer, and the same prompt with the answer of the previous record. z is the mean
-of r over the second rows of the whole step, all ranks and microbatches, at least 0, and has no gradient. It is computed
-before the first backward pass by one forward pass over the second rows; only the first rows are trained on.
+of r over the second rows of the whole step, over all ranks and microbatches. It is at least 0 and has no gradient. It
+is computed before the first backward pass by one forward pass over the second rows; only the first rows are trained on.
 """
 
 from __future__ import annotations
