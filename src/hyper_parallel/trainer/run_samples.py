@@ -36,16 +36,16 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
     count = min(job.recipe.sample_answers, len(rows))
     for index in range(count):
-        at = np.array([index * len(rows) // count])
-        (tokens,), (labels,) = rows.read(at)
+        row_index = np.array([index * len(rows) // count])
+        (tokens,), (labels,) = rows.read(row_index)
         targets = np.flatnonzero(labels != IGNORE_INDEX)
         if not len(targets):
             continue
         runs = np.split(targets, np.flatnonzero(np.diff(targets) > 1) + 1)
-        first, positions = int(runs[-1][0]), rows.positions(at)
+        first, positions = int(runs[-1][0]), rows.positions(row_index)
         begin = 0 if positions is None else first - int(positions[0, first])
         prompt, expected = tokens[begin : first + 1].tolist(), labels[runs[-1]].tolist()
-        media, images = _media(generator, rows.media(at), tokens[None], len(prompt))
+        media, images = _media(generator, rows.media(row_index), tokens[None], len(prompt))
         answer = generator.continue_tokens(prompt, len(expected) + _FURTHER_TOKENS, media)
         texts = {"prompt": prompt, "expected": expected, "answer": answer}
         decode = generator.tokenizer.decode

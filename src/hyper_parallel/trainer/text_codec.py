@@ -255,7 +255,7 @@ def text_before_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[
     pending, longest = "", max(map(len, stops), default=1) - 1
     for piece in pieces:
         pending += piece
-        positions = [at for stop in stops if (at := pending.find(stop)) >= 0]
+        positions = [start for stop in stops if (start := pending.find(stop)) >= 0]
         if positions:
             yield pending[: min(positions)]
             return

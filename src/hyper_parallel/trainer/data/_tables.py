@@ -381,8 +381,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _missing(data: Data, got: str, allowed: object, hint: str | None) -> NoData:
-    asked = {"name": data.name, "split": data.split}
-    keys = "".join(f", data.{key}: {value}" for key, value in asked.items() if value)
+    selection = {"name": data.name, "split": data.split}
+    keys = "".join(f", data.{key}: {value}" for key, value in selection.items() if value)
     return NoData(
         "the dataset cannot be loaded",
         where=f"data.source: {data.source}{keys}",

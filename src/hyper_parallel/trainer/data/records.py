@@ -251,8 +251,8 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
         return
     of_rows = isinstance(first, dict) and bool(first) and all(key.isdigit() for key in first)
     of_texts = isinstance(first, list) and bool(first) and all(isinstance(v, str) for v in first)
-    alike = all(type(v) is type(first) and len(v) == len(first) for v in record.values())
-    if alike and (of_rows or of_texts) and inner_suffix(path) == ".json":
+    have_equal_sizes = all(type(v) is type(first) and len(v) == len(first) for v in record.values())
+    if have_equal_sizes and (of_rows or of_texts) and inner_suffix(path) == ".json":
         written = f'pandas.read_json({json.dumps(str(path))}).to_json("lines.jsonl"'
         code = f'import pandas; {written}, orient="records", lines=True)'
         raise NoData(

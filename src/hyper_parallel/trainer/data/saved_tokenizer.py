@@ -126,14 +126,14 @@ def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
         return ()
     merged, parts = (_json_values(Path(str(directory)) / name) for name in PROCESSOR_FILES[:2])
     has_rate = "sampling_rate" in merged
-    found = {
+    is_in_merged = {
         IMAGE.name: bool(merged) and (not has_rate or any(k.startswith("image_") for k in merged)),
         AUDIO.name: has_rate,
     }
     return tuple(
         kind.name
         for kind in KINDS.values()
-        if found[kind.name] or any(part in parts for part in kind.processors)
+        if is_in_merged[kind.name] or any(part in parts for part in kind.processors)
     )
 
 

@@ -171,8 +171,8 @@ class TemplateProperties:
         """Names of the media kinds whose content parts the template writes."""
         text = {"type": "text", "text": _QUESTION}
         without = self._probe({"role": "user", "content": [text]})
-        found = {n: self._probe({"role": "user", "content": [{"type": n}, text]}) for n in KINDS}
-        return frozenset(n for n, t in found.items() if t and t != without and "'type':" not in t)
+        texts = {n: self._probe({"role": "user", "content": [{"type": n}, text]}) for n in KINDS}
+        return frozenset(n for n, t in texts.items() if t and t != without and "'type':" not in t)
 
     def _takes_parts(self, role: str) -> bool:
         """Return whether the template reads the content of this role's turns only as a list of parts, not as text."""

@@ -155,8 +155,10 @@ class ProgramLoop(Loop):
         grads = {name.replace("sum.", "grad.", 1): value for name, value in sums.items()}
         with self.recorder.span("update", "optimizer"):
             scalars = update_scalars(self.optimizer, self.state.step + 1, float(inputs.lr))
-            given = {k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()}
-            self._pending = self.programs["update"](self.state.values | grads | given)
+            inputs_by_name = {
+                k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()
+            }
+            self._pending = self.programs["update"](self.state.values | grads | inputs_by_name)
             norm = float(self.runner.array(self._pending.pop("grad_norm")))
         return torch.tensor(loss * self.reports, dtype=torch.float64), torch.tensor(
             norm, dtype=torch.float64

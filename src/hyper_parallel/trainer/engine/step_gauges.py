@@ -86,9 +86,9 @@ class SpanRecorder:
             return
         start = self._now()
         yield
-        what = (f"{self._lane}/{lane}", name, category, self._step)
+        label = (f"{self._lane}/{lane}", name, category, self._step)
         end = self._now()
-        self._spans.append((what, start, end))
+        self._spans.append((label, start, end))
         if self._events:
             self._samples.append(("memory", end, torch.accelerator.memory_allocated(self._device)))
 

@@ -1,8 +1,9 @@
 """KTO: learning from single answers that are labelled good or bad, instead of from pairs.
 
-Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8. r is the log-probability of an answer minus
-its reference log-probability. z is the divergence of the model from the reference on answers to other prompts. The
-losses are
+Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8.
+
+r is the log-probability of an answer minus its reference log-probability. z is the divergence of the model from the
+reference on answers to other prompts. The losses are
 
   desirable      w_desirable   (1 - sigmoid(beta (r - z)))
   undesirable    w_undesirable (1 - sigmoid(beta (z - r)))
