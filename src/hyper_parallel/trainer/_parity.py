@@ -65,7 +65,7 @@ Steps = list[dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One metric of one step, on one rank and on the tested layout.
+    """Metric of one step, on one rank and on the tested layout.
 
     Attributes:
         name: `loss`, `grad_norm`, or the name of a parameter for the norm of its gradient.

@@ -34,7 +34,7 @@ _BLOCK = 1024  # sequences per block of a mixture; the share of a source is exac
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of one data-parallel rank: inputs, labels and padding."""
+    """Microbatch of one data-parallel rank: inputs, labels and padding."""
 
     input_ids: Int64  # [B, S]
     shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 without loss

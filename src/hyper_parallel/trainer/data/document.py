@@ -104,7 +104,7 @@ class Document:
 
     @property
     def content(self) -> bytes:
-        """All fields except the location as bytes, for a checksum."""
+        """Bytes of all fields except the location, for a checksum."""
         one = self.conversation or Conversation(())
         values: tuple[Any, ...] = (
             one.messages,

@@ -87,7 +87,7 @@ _FORMATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One `data.source`: its files in reading order, or its table, and its format."""
+    """Data source of a recipe: its files in reading order or its table, and its format."""
 
     name: str
     shape: str
