@@ -410,7 +410,10 @@ def resolve_submodels(
 
 
 def with_proof(plan: Plan, proof: Certificate | None) -> Plan:
-    """Return the plan with `proof`, the optimality certificate of its sub-models' layout; without either, unchanged."""
+    """Return the plan with `proof` as the certificate of its sub-models' layout.
+
+    A plan without sub-models, or any plan if `proof` is None, is returned unchanged.
+    """
     if plan.submodels is None or proof is None:
         return plan
     return replace(plan, submodels=replace(plan.submodels, certificate=proof))

@@ -50,7 +50,7 @@ def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | N
     """Return recipe overrides that rename columns (or roles), such as `data.columns.prompt=question`; None if empty.
 
     Args:
-        columns: Key in the records by canonical name.
+        columns: Map from a canonical name to the key in the records.
         section: `columns` or `roles`.
     """
     pairs = (f"data.{section}.{name}={_as_value(key)}" for name, key in columns.items())

@@ -85,16 +85,16 @@ class RecordRules:
     """Rules of a recipe for reading the keys of records.
 
     Attributes:
-        columns: Canonical key by key in the records, for renamed keys.
-        turn_columns: Canonical key by key in the turns, for renamed keys.
-        roles: Role by role name in the records.
-        ignored: Keys that are ignored.
+        columns: Map from a renamed key in the records to its canonical key.
+        turn_columns: Map from a renamed key in the turns to its canonical key.
+        roles: Map from a role name in the records to the canonical role.
+        ignored: Keys of records, turns and tool calls that are ignored.
         media: Names of columns with images, sounds and the like that the table reader has removed.
         text_key: `data.text_key`.
         is_table: Whether records are rows of a table, in which absent keys are None.
         media_root: Folder of the images and recordings that records name.
         media_kinds: Kinds of media that the model's processor reads.
-        skips_media: Whether records with unreadable media are dropped instead of raising.
+        skips_media: Whether records with unreadable media are dropped; False: they raise an error.
         counts: Counts in which ignored keys are recorded.
     """
 

@@ -133,8 +133,8 @@ def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
 def class_of_config(file: ConfigFile) -> Any:
     """Return the transformers class of a config's language model, which may also read images or audio.
 
-    If a model type has several classes, for example with and without images, the config's `architectures` chooses. It
-    also names the class of types that are only a part of another model.
+    If a model type has several classes, for example with and without images, the config's `architectures` chooses. The
+    same key names the class if the type is only a part of another model.
 
     Raises:
         ModelUnreadable: HP305 when transformers has no language model of this type.

@@ -81,7 +81,7 @@ class PlannedSteps:
     """Runner of one rank's training steps that executes a memory plan.
 
     Args:
-        loop: Training step without a plan.
+        loop: Loop that runs training steps without a memory plan.
         assumed: Machine to plan for, and goal of the plan.
         flash: Directory for this rank's files, created here; None: no flash tier.
         say: Function that prints a line on rank 0.
@@ -407,7 +407,7 @@ def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OffloadRecord:
-    """Predicted and measured offload of one step; on all ranks after `over_ranks`.
+    """Predicted and measured numbers of offload in one step, of one rank or (see `over_ranks`) of all ranks.
 
     Attributes:
         pred_memory_bytes: Predicted device memory of the fullest rank: arena and staging buffers. The step's

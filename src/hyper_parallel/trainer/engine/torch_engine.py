@@ -387,7 +387,6 @@ class TorchEngine:
         }
 
     def _bytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes of the tensors in `_state` by kind."""
         return {
             kind: sum(local(tensor).nbytes for tensor in tensors)
             for kind, tensors in self._state().items()

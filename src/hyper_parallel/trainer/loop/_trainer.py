@@ -367,7 +367,6 @@ class Trainer:
                 raise
 
     def _save(self, step: int, extra: dict[str, Any], *, snapshot: bool = False) -> None:
-        """Save a checkpoint or a snapshot."""
         with self._check_directory_on_failure():
             (self._engine.snapshot if snapshot else self._engine.save)(step, extra)
 

@@ -258,7 +258,7 @@ class _SamplingRank:
         self._weights = Weights(-1)
 
     def run(self, begin: dict[str, Any]) -> None:
-        """Sample every step that has no completions, from the training ranks' start mark `begin`, until they end."""
+        """Sample all steps without completions, from the training position `begin`, until training ends."""
         job, grpo, weights = self._job, self._grpo, self._weights
         batches, first = job.train_batches(), begin["done"] * grpo.num_iterations
         batches.load_state_dict(begin["data"])
