@@ -3,8 +3,8 @@
 A rank computes them when it reads a batch. Arrays with one number per token (`mm_token_type_ids`, `token_type_ids`) are
 padded to the length of the rows. All others keep the form in which the processor returns them for all rows with media.
 
-The attention mask is all ones, because rows are padded on the right. It must be passed, as without a mask some models
-(Qwen2.5-Omni) treat positions of image tokens like those of text.
+The attention mask is all ones, because rows are padded on the right. Without a mask, some models (Qwen2.5-Omni) would
+give image tokens the positions of text.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class ArrayReader:
             self._expect(",", "Expecting ',' delimiter")
 
     def _fill(self) -> bool:
-        """Double the buffer by reading on; return False at the end of the file."""
+        """Read at least as many further characters as are buffered; return False at the end of the file."""
         if self._ended:
             return False
         chunk = self._file.read(max(_CHUNK, len(self._buffer) - self._at))

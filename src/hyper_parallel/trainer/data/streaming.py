@@ -1,6 +1,6 @@
 """Streaming: a run packs sequences while it reads them, for data that is endless or too large to prepare.
 
-    documents, shuffled in blocks -> tokens -> sequences, each with the place after it -> steps
+    documents, shuffled in blocks -> tokens -> sequences, each with the position after it -> steps
 
 Every rank builds all sequences of a step and takes its slice, so a step's content is the same for every layout. A
 checkpoint stores the position of the next token, and a checksum of all documents before it. A resumed run skips these

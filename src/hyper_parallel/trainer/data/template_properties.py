@@ -261,7 +261,7 @@ class TemplateProperties:
 
     @cached_property
     def writes_call_ids(self) -> bool:
-        """True if the template writes the id of a tool call with its result instead of the function name."""
+        """True if the template writes the id of a tool call instead of its function name."""
         as_text, content = self._calls
         text = self._probe(self._question, self._call_turn(as_text, content), tools=_TOOLS)
         answer = text.partition(_QUESTION)[2]

@@ -116,9 +116,10 @@ class SpanRecorder:
             self._spans.append((span, flight.start_s, flight.end_s))
 
     def overlap(self) -> dict[str, Any]:
-        """Return how much communication the last step has hidden (see `ir.masking`); {} if no collective was recorded.
+        """Return exposed seconds and masked share of the last step's communication; {} if none was recorded.
 
-        The unhidden time of a collective is its shortest time in the recorded steps so far.
+        See `ir.masking`. The duration of a collective without other work is its shortest one in the recorded steps so
+        far.
         """
         return masking(self._flights, self._alone_s) if self._flights else {}
 
