@@ -103,7 +103,7 @@ class _NoGauge:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Trace attention whose values are narrower than its keys as the one fused operator that accelerators run.
+    """Trace attention with values narrower than keys as a single fused operator, as accelerators run it.
 
     The fused CPU kernel requires equal widths of keys and values.
 

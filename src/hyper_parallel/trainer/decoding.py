@@ -1,4 +1,4 @@
-"""Continuous batching: many sequences decode at once, each in a slot of the batch that is reused when it ends.
+"""Continuous batching: many sequences decode at once, and a queued one takes over the batch slot of one that ends.
 
   add        queue sequences until a slot is free
   step       run one pass of the model: prompts are prefilled first, in chunks; else every sequence in a slot reads its

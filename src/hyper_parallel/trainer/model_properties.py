@@ -165,7 +165,7 @@ def _unmeasured(model_class: str, why: str) -> ModelProperties:
 def measure_config(
     file: ConfigFile, attention: str | None = None, *, trusted: bool = False, scores: bool = False
 ) -> ModelProperties:
-    """Build ever different small copies of a config's model in this process, and measure the first one that runs.
+    """Measure a small copy of a config's model in this process: the first copy in `small_configs` that runs.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build a language model of the config itself.

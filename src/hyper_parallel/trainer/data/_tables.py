@@ -199,7 +199,7 @@ class Table:
 
 
 def is_table(data: Data, path: Path) -> bool:
-    """Return whether `datasets` opens the source: a hub name, or a folder that it wrote or that has a dataset card."""
+    """Return whether `datasets` opens the source: a hub name, a folder written by `datasets`, or one with a card."""
     if not path.exists():
         # A hub name whose first part is an existing folder is a mistyped path.
         is_name = bool(_HUB_NAME.fullmatch(data.source)) and not is_file_name(data.source)

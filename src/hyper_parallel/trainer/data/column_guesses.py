@@ -111,7 +111,11 @@ def guess_texts(values: Record) -> dict[str, str]:
 
 
 def _named(texts: list[str], names: tuple[str, ...], words: tuple[str, ...]) -> list[str]:
-    """Return [key] for the first of `names` among the keys `texts`, else all keys that contain one of `words`."""
+    """Return the keys among `texts` that probably have a meaning.
+
+    If any of `names` is a key, the result is the first such name alone. Otherwise it is all keys that contain one of
+    `words`.
+    """
     exact = [name for name in names if name in texts]
     return exact[:1] or [key for key in texts if any(word in key.lower() for word in words)]
 

@@ -400,7 +400,7 @@ def _parts_of(content: str) -> list[dict[str, str]]:
 
 
 def unfinished(text: str) -> str:
-    """Return a text without a tag at its end that is not closed."""
+    """Return a text without an incomplete tag at its end."""
     return _UNFINISHED_TAG.sub("", text)
 
 

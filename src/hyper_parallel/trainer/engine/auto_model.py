@@ -74,7 +74,10 @@ def model_from_config(
 
 
 def complete_outputs(model: nn.Module) -> None:
-    """Register a hook that adds the output which the model's class reads but its module does not return, if any."""
+    """Add an output to a module of a model, by a forward hook, that transformers reads but the module does not return.
+
+    Applies to the models in `_MISSING_OUTPUTS`.
+    """
     if (missing := _MISSING_OUTPUTS.get(type(model).__name__)) is not None:
         module, name = missing
         model.get_submodule(module).register_forward_hook(partial(_complete, name))
