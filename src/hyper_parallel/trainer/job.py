@@ -189,7 +189,7 @@ class Job:
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """Return batches whose one step is at most `eval_tokens` held-out tokens; None without held-out data."""
+        """Return held-out batches of one step, with at most `eval_tokens` tokens; None without held-out data."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
@@ -655,7 +655,7 @@ def _write_prediction(plan: Plan, path: Path) -> None:
 
 
 def _resume_dir(recipe: Recipe) -> Path:
-    """Return the checkpoint directory to resume from: of `checkpoint.from_dir`, or the run's own if it is newer."""
+    """Return the checkpoint folder to resume from: in `checkpoint.from_dir`, or the run's own if it is newer."""
     own = Path(recipe.output_dir) / "checkpoints"
     if recipe.checkpoint.from_dir is None:
         return own

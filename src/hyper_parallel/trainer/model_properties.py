@@ -80,7 +80,7 @@ def recipe_properties(recipe: Recipe) -> ModelProperties:
 
 
 def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
-    """Return the measured properties of a recipe's model, after refusing runs whose loss they would make wrong.
+    """Return the measured properties of a recipe's model; raise if they would make the loss of the run wrong.
 
     Args:
         loaded: Recipe with the origins of its values.

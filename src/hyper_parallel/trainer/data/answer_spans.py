@@ -358,7 +358,7 @@ class _Search:
             )
 
     def _check_tags(self, i: int, start: int, end: int) -> None:
-        """Raise if the template drops a tag of turn `i`'s content; the tag may end the generation prompt instead."""
+        """Raise if the template drops a tag of turn `i`'s content, unless the generation prompt ends with that tag."""
         if self._shape.tags is None:
             return
         content = self._messages[i].get("content") or ""

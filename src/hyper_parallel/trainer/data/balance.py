@@ -153,13 +153,13 @@ def _objective(costs: Int64, grid: Grid) -> tuple[int, int]:
 
 
 def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Assign microbatches to ranks with about equal total load; return those of each rank, largest first."""
+    """Assign microbatches to ranks with about equal total load; return each rank's microbatches, largest first."""
     parts = spread(loads, [len(own) for own in grid.owners])
     return [sorted(part.tolist(), key=lambda i: -loads[i]) for part in parts]
 
 
 def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Assign microbatches to ranks so that each turn has about equal loads; return those of each rank, in order.
+    """Assign microbatches to ranks so that each turn has about equal loads; return each rank's microbatches in order.
 
     Within a turn, the largest microbatch goes to the rank with the smallest load so far.
     """

@@ -292,7 +292,7 @@ class Batches:
         return Balance.of(tokens, *costs, grid)
 
     def _costs(self, indices: Int64) -> Int64:
-        """Return [N] the encoder cost of each sequence."""
+        """Return the encoder costs of N sequences, [N]."""
         assert self.order.costs is not None
         return self.sequences.media_costs(indices) @ np.array(self.order.costs, np.int64)
 

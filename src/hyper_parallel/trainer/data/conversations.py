@@ -133,7 +133,7 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 def _prompt_of_pair(
     values: Values, rules: RecordRules, where: str
 ) -> tuple[list[Message], Message | None]:
-    """Return the prompt turns of a pair and, if the prompt is a text, its turn, else None.
+    """Return the prompt turns of a pair, and the turn of its text prompt, None if the prompt is not a text.
 
     There are no prompt turns if the answers contain the whole conversation.
     """
@@ -551,7 +551,10 @@ def _check_unread(
 
 
 def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) -> bool:
-    """Return whether turns contain a value: a text with the content of one turn or of all, or the first turns."""
+    """Return whether the turns of a conversation repeat a value.
+
+    A text must equal the content of one turn or contain the contents of all turns. A list must equal the first turns.
+    """
     if isinstance(value, str):
         contents = [turn["content"].strip() for turn in turns]
         return value.strip() in contents or all(content in value for content in contents)

@@ -128,7 +128,7 @@ class DataCounts:
         self.add_unknown(any(i == unknown and is_target for i, is_target in pairs), stage)
 
     def add_unknown(self, has_unknown: bool, stage: str) -> None:
-        """Count a record if `has_unknown`: its targets contain the unknown token."""
+        """Count a record whose targets contain the unknown token, if `has_unknown`."""
         if has_unknown and self.unknown_id is not None and stage != "grpo":
             kind = "texts" if stage == "pt" else "conversations whose answers"
             self.remarks[f"{kind} have words that the tokenizer does not know: {UNKNOWN}"] += 1

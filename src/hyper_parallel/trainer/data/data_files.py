@@ -114,7 +114,9 @@ def refuse_unread(path: Path) -> None:
 
 
 def refuse_other_target(path: Path) -> None:
-    """Raise if a file is a link to a file of another format, whose lines errors might otherwise show as column names.
+    """Raise if a file is a link to a file of another format.
+
+    Otherwise an error might show a line of that file as column names.
 
     Raises:
         NoData: HP602 with the name of the target.

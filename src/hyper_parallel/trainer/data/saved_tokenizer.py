@@ -173,7 +173,7 @@ def samples_of(texts: Iterable[str]) -> list[str]:
 
 
 def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str | None:
-    """Return the first difference between two tokenizers in words; None if all probe texts have equal tokens.
+    """Return a description of the first difference between two tokenizers; None if all probe texts have equal tokens.
 
     Args:
         one: Tokenizer of transformers.
@@ -488,7 +488,7 @@ def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
 
 
 def pipeline(hf: Any) -> tuple[Any, ...] | None:
-    """Return the properties of a tokenizer besides its vocabulary that determine tokens; None if it is slow."""
+    """Return all that determines a fast tokenizer's tokens except its vocabulary; None for a slow tokenizer."""
     if not hf.is_fast:
         return None
     added = sorted(map(repr, hf.added_tokens_decoder.values()))

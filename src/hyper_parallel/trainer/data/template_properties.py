@@ -236,7 +236,7 @@ class TemplateProperties:
 
     @cached_property
     def _calls(self) -> tuple[bool, Any]:
-        """(whether arguments of tool calls must be a text, content of a turn that has only calls)."""
+        """Pair: whether arguments of tool calls must be a text, and the content of a turn that has only calls."""
         empty = [{"type": "text", "text": ""}]
         forms = [(text, content) for content in ("", None, empty) for text in (False, True)]
         for as_text, content in forms:
@@ -290,7 +290,7 @@ class TemplateProperties:
 
     @cached_property
     def _text_after_words(self) -> tuple[str, str]:
-        """(text after the words of a last answer, text after those of an answer before a user turn)."""
+        """Pair: text after the words of a last answer, and after the words of an answer before a user turn."""
         answer = self.form({"role": "assistant", "content": _ANSWER})
         follow_up = self.form({"role": "user", "content": _FOLLOW_UP})
         last = self._probe(self._question, answer).rpartition(_ANSWER)[2]
@@ -299,7 +299,7 @@ class TemplateProperties:
 
     @cached_property
     def ends(self) -> tuple[EndMarker, EndMarker]:
-        """(end marker of a last answer, end marker of an answer before a user turn)."""
+        """Pair: end marker of a last answer, and of an answer before a user turn."""
         return self._ends(*self._text_after_words)
 
     def _ends(self, last: str, later: str) -> tuple[EndMarker, EndMarker]:

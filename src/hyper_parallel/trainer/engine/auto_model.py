@@ -74,7 +74,7 @@ def model_from_config(
 
 
 def complete_outputs(model: nn.Module) -> None:
-    """Add an output to a module of a model, by a forward hook, that transformers reads but the module does not return.
+    """Add, by a forward hook, an output that transformers reads but a module of the model does not return.
 
     Applies to the models in `_MISSING_OUTPUTS`.
     """
@@ -113,7 +113,7 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
 
 
 def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
-    """Return the transformers class that builds the model; code of the directory is reached through an auto class."""
+    """Return the transformers class that builds the model: an auto class if code in the config's directory does."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if scores:

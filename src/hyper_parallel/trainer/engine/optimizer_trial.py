@@ -114,7 +114,7 @@ def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | N
 
 
 def _parallelized_layer(degrees: tuple[int, ...]) -> nn.Module:
-    """Return a layer with FSDP over the last of `degrees`, and with two degrees replicated over the first."""
+    """Return a layer with FSDP over the last of `degrees` and, if there are two, replicated over the first."""
     layer = nn.Linear(_SIZE, _SIZE)
     mesh = DeviceMesh("cpu", torch.arange(math.prod(degrees)).view(degrees))
     placements = [*[Replicate()] * (len(degrees) - 1), Shard(0)]

@@ -378,7 +378,7 @@ class TorchEngine:
         np.random.seed(number % 2**32)  # noqa: NPY002  the generator used by third-party code
 
     def _state(self) -> dict[str, list[Tensor]]:
-        """Return the tensors that outlive an operator by kind: parameters with buffers, gradients, optimizer states."""
+        """Return the current tensors by kind: parameters with buffers, gradients, optimizer states."""
         slots = [value for state in self._optimizer.state.values() for value in state.values()]
         return {
             "parameters": [*self._parameters, *self._model.buffers()],

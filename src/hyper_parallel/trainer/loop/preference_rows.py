@@ -12,7 +12,7 @@ from hyper_parallel.trainer.user_code import load_function
 
 
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
-    """Raise if a rank's share of a step has no whole pairs or groups, or if a reward is not a function.
+    """Raise if a rank's rows of a step are not whole pairs or groups, or if a reward is not a function.
 
     Args:
         loaded: Recipe with the origins of its values.

@@ -87,7 +87,7 @@ class PairStage(LearningStage):
     scores: PairScores
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Return the microbatches with the `row_values` of their rows added, and None: the data's token count stays."""
+        """Return the microbatches with `row_values` added, and None, so that the data's token count is used."""
         self.scores.begin()
         return self._with_row_values(microbatches, rows, None), None
 
