@@ -1,8 +1,9 @@
 """Discrete-event simulation of a plan's step: stages, microbatches, transfers, exposed collectives and the step's tail.
 
 Stages of a plan hold the cost of a microbatch, so a plan file suffices. One rank represents all ranks of its stage,
-because they run in lockstep. The tail starts when every stage has its gradients, because the gradient norm is global.
-Contention of ranks for shared cores is included.
+because they run in lockstep. The tail of a step is the work once per step after the gradient reduction: gradient norm,
+optimizer, host work. It starts when every stage has its gradients, because the gradient norm is global. Contention of
+ranks for shared cores is included.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hyper_parallel.sim import simulate
 from hyper_parallel.units import format_seconds
 
 WIDTH: Final = 100
-"""Columns of a chart."""
+"""Default width of a chart in characters."""
 MAX_RANKS: Final = 16
 _TAIL_CATEGORIES: Final = {
     "gradient norm": "communication",
@@ -33,7 +34,7 @@ _TAIL_CATEGORIES: Final = {
     "every step": "host",
     COPIES: "copies",
 }
-"""Categories of the terms of the tail other than the optimizer."""
+"""Timeline category of each cost term of the step's tail except the optimizer."""
 _MARKS: Final = ("F", "B", "I", "W")
 
 
@@ -96,7 +97,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
 
 
 def _tail(plan: Plan, update_s: float) -> list[tuple[str, float]]:
-    """Return the terms that a stage executes after its gradient reduction, with shares of `update_s`."""
+    """Return (name, seconds) of the cost terms of the step's tail on one stage; the seconds add up to `update_s`."""
     terms = [t for t in plan.cost if t.name in STEP_TAIL and t.seconds > 0]
     total = sum(t.seconds for t in terms)
     if not total:
@@ -110,14 +111,14 @@ def simulate_plan(plan: Plan) -> Timeline:
 
 
 def gantt(plan: Plan, width: int = WIDTH) -> str:
-    """Return the schedule as a chart: F forward, B backward (I, W its halves), c exposed collectives, u update, . idle.
+    """Return the schedule as a text chart with one line per pipeline rank.
 
-    A step of many microbatches is drawn with two per stage, as the title says; of many ranks the first and last are
-    drawn.
+    F is a forward, B a backward (I and W its halves), c an exposed collective, u the update, and a dot idle time. Long
+    steps are drawn with two microbatches per stage, as the title says. Only the first and last of many ranks are drawn.
 
     Args:
         plan: A plan with stages.
-        width: Columns.
+        width: Characters of the chart.
     """
     s, microbatches = plan.strategy, plan.workload.accumulation_steps or 1
     drawn = min(microbatches, max(2 * s.pp, 4))
@@ -153,7 +154,7 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
 
 
 def _mark(name: str, category: str) -> str:
-    """Return the letter of a task."""
+    """Return the letter of a task in the chart."""
     if category in ("optimizer", "host", "wait", "copies"):
         return "u"
     if category == "communication":

@@ -1,4 +1,4 @@
-"""Best strategies of a space with full prices: real layers on stages, and simulated schedules.
+"""Best strategies of a space by full price: actual layers on stages, and simulated schedules.
 
 The full price is the closed form plus the extra time of the simulated schedule. So the closed form, and every lower
 bound of it, is a lower bound of the full price. The search keeps every strategy with a closed form of at most the best
@@ -30,7 +30,7 @@ MAX_SIMULATIONS: Final = 4000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Finished search."""
+    """Result of a search."""
 
     search: BranchAndBound  # state of branch and bound
     # Strategies of distinct degrees with full prices, best first
@@ -94,11 +94,11 @@ class _FullPrices:
         return self.price_of(rows, position).per_token_s
 
     def price_until_proved(self, rows: Columns) -> tuple[NDArray[np.float64], float]:
-        """Compute full prices until the best row is proved.
+        """Compute full prices in order of the closed form, until no other row can beat the best full price.
 
         Returns:
-            Seconds per token of every row, the closed form for rows without a full price. Then the least closed form of
-            rows that may still be better.
+            Seconds per token of every row: the full price if computed, else the closed form. Then the least closed form
+            of rows that may still be better; infinity if the best row is proved.
         """
         values, unpiped = rows["per_token_s"].copy(), rows["pp"] == 1
         least = float(values[unpiped].min(initial=math.inf))
@@ -113,7 +113,7 @@ class _FullPrices:
         return values, math.inf
 
     def ranked(self, rows: Columns, values: NDArray[np.float64], keep: int) -> list[PricedStrategy]:
-        """Return the best strategies of distinct degrees with full prices, best first."""
+        """Return up to `keep` strategies of distinct degrees with full prices, best first by `values`."""
         order, degrees = ranked(rows), tuples(rows)
         chosen: dict[tuple[int, ...], PricedStrategy] = {}
         for position in order[np.argsort(np.round(values[order], 18), kind="stable")].tolist():

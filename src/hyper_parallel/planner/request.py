@@ -28,7 +28,7 @@ allocator at its limit flushes its cache and retries, which costs more than the 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Resources of a memory plan other than the device."""
+    """Host memory and bandwidth that offload may use."""
 
     num_bytes: float | None = None  # host memory per device; None: that of the topology
     bytes_s: float | None = None  # bandwidth of copies per direction; None: that of the topology
@@ -42,7 +42,7 @@ class PlanRequest:
     model: ModelSpec
     supernode: Supernode
     workload: Workload  # number formats and the explicit batch numbers
-    num_devices: int  # the degrees multiply to it
+    num_devices: int  # the product of the degrees
     notes: tuple[str, ...] = ()  # assumptions, as sentences
     from_recipe: bool = False  # hints are overrides of a recipe, not options of the plan command
     offload: HostMemory | None = None  # limits of offload to host memory; None: no offload
@@ -87,7 +87,7 @@ class PlanRequest:
         return max((b.mlp.num_experts for b in self.model.blocks if b.mlp), default=0)
 
     def hint(self, option: str, key: str, value: object) -> str:
-        """Return a change that can be pasted: an option of `plan`, or an override of the recipe."""
+        """Return a change to paste: `option` with the value for the plan command, or `key=value` for a recipe."""
         return f"{key}={value}" if self.from_recipe else f"{option}{value}"
 
     @cached_property
@@ -112,7 +112,7 @@ class PlanRequest:
         return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
 
     def with_headroom(self, share: float | None = None) -> PlanRequest:
-        """Return the request with a free share of the memory; None: the device's default share."""
+        """Return the request with a share of device memory left free; None: `HEADROOM`, but 0 on a CPU."""
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
         if not share or self.capacity_bytes is not None:
@@ -178,7 +178,7 @@ def resolve(
     workload: Workload | None,
     num_devices: int | None,
 ) -> PlanRequest:
-    """Read the model and the machine and fill in the workload.
+    """Return the planning request: read the model and the machine, and complete the workload.
 
     Raises:
         UnknownModel: HP304. ModelUnreadable: HP305. UnknownTopology: HP303.
@@ -245,7 +245,7 @@ def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
 
 
 def unimplemented(strategy: Strategy) -> list[str]:
-    """Return choices of a strategy that this version can price and cannot run, except those that layouts refuse."""
+    """Return names of choices that this version can price but not run; choices that layouts refuse are omitted."""
     s = strategy
     choices = []
     if s.order != AXES:

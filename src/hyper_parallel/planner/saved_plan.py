@@ -42,7 +42,10 @@ def launch_settings(plan: Plan, stack: str) -> str:
 
 
 def recipe_values(plan: Plan) -> dict[str, Any]:
-    """Return layout, batch and formats of a plan as recipe sections, with the standard library's source as data."""
+    """Return layout, batch and number formats of a plan as the sections of a recipe.
+
+    A plan has no data set, so `data.source` is `python-stdlib`.
+    """
     s, w = plan.strategy, plan.workload
     parallel: dict[str, object] = {
         name: degree for name, degree in s.degrees().items() if degree > 1
@@ -93,7 +96,7 @@ def _recipe(plan: Plan) -> str:
 
 
 def _host_bytes(plan: Plan) -> dict[str, int]:
-    """Return bytes in host memory at the peak, by content."""
+    """Return a dict from memory term to its bytes in host memory at the peak."""
     return {t.name: t.bytes for t in plan.memory if t.tier == "dram"}
 
 
