@@ -594,7 +594,7 @@ def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> It
 def _once_per_step(
     kind: str, axes: tuple[str, ...], ranks: int, elements: int, purpose: Purpose, width: Format = "parameter"
 ) -> Entries:  # fmt: skip
-    """Return an entry with one call per step."""
+    """Return the entry of one collective that is called once per step."""
     return 1, False, [Boundary(kind, axes, ranks, elements, purpose, width, once=1)]
 
 

@@ -96,7 +96,7 @@ def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
 
 
 def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
-    """Return the exposed communication inside the blocks of one average layer."""
+    """Return the communication seconds of one average layer, without data parallelism and experts."""
     tp = tensor_seconds(s)
     cp_whole, cp = _context(s, work)
     hidden = exposed(tp, 3.0 * work.matmul, s.machine.stack.overlap_tp)
@@ -104,7 +104,7 @@ def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
 
 
 def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunication) -> Communication:
-    """Return all exposed communication of one average layer."""
+    """Return all communication seconds of one average layer."""
     n, stack = s.n, s.machine.stack
     gather = scatter = regather = outside = np.zeros(1)
     for b in _layer_boundaries(s, 1.0):

@@ -59,7 +59,7 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Amounts of an average layer that tensor parallelism replicates on every rank.
+    """Parts of an average layer that tensor parallelism replicates on every rank, as elements and fractions.
 
     All are 0 for models whose rules cover every module.
     """
@@ -74,7 +74,7 @@ class Uncut:
 
     @classmethod
     def of(cls, model: ModelSpec, names: frozenset[str], stream: bool) -> Uncut:
-        """Return the amounts of the matrices in `names`; `stream`: the residual stream is replicated too."""
+        """Return the replicated parts; `names` are the replicated matrices, `stream` is the residual stream."""
         decoders = [b for b in model.blocks if b.layers]
         layers = max(1, sum(b.count for b in decoders))
 
@@ -122,7 +122,7 @@ class _Decoders:
         return math.fsum(b.count * value(b) for b in self.blocks) / self.layers
 
     def weights(self, part: str) -> float:
-        """Return the parameters of a part (see `_part`) in an average layer, in elements."""
+        """Return the number of parameters of a part (see `_part`) in an average layer."""
         return self.mean(lambda b: sum(p.num_elements for p in b.params if _part(p) == part))
 
     def visits(self, block: Block) -> int:
@@ -265,7 +265,7 @@ class ModelNumbers:
         """Return the replicated part of `saved_elements` and `eager_bytes` in bytes per token.
 
         Args:
-            uncut: Replicated amounts.
+            uncut: Parts that are replicated.
             width: Bytes of an activation.
             eager: 1 with unfused operators, else 0.
         """
@@ -373,11 +373,11 @@ class ModelNumbers:
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)
 
     def latent_bytes(self, width: float) -> float:
-        """Return bytes per token and layer that unfused norms of MLA latents save: two results and a float32 input."""
+        """Return bytes per token and layer of unfused norms of MLA latents: float32 input, normalized input, output."""
         return (4.0 + 2.0 * width) * self.latent_width
 
     def repeated_elements(self, seq_len: int) -> float:
-        """Return elements per token of keys and values that eager attention repeats for all query heads, layer average.
+        """Return elements per token and layer of keys and values that eager attention repeats for all query heads.
 
         They are repeated in layers with attention sinks, and in layers with a sliding window if `seq_len` is at least
         the window. Otherwise the kernel broadcasts.

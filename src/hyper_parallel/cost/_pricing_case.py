@@ -176,7 +176,7 @@ class Machine:
         return tier is self.tiers[0] or tier.shares_links
 
     def ring(self, *axes: Axis) -> Ring:
-        """Return the ring over the ranks that `axes`, (degree, stride) each, span together.
+        """Return the ring over the ranks of a group; `axes` are the (degree, stride) of its mesh axes.
 
         A rank sends at the minimum over the tiers of g_local * bandwidth * link efficiency. The g_local ranks of the
         group in one domain below the links of a tier use these links in parallel. If the group does not divide over the
@@ -326,7 +326,7 @@ class Places:
         return self._axes[name]
 
     def group(self, axes: Sequence[str]) -> tuple[Axis, ...]:
-        """Return the axes, (degree, stride) each, of a communication group named in the boundary table.
+        """Return the (degree, stride) of every axis of a communication group, given by axis names.
 
         The group ("cp",) has the ranks of a key-value ring, without the ranks inside that exchange heads. The group
         ("pp",) has two adjacent stages.
@@ -429,7 +429,7 @@ class PricingCase:
 
     @property
     def uncut(self) -> Uncut:
-        """Amounts that tensor parallelism replicates in our own runtime; other frameworks are assumed to shard them."""
+        """Parts that tensor parallelism replicates in our own runtime; other frameworks are assumed to shard them."""
         return self.n.uncut if self.machine.stack.phased else _ALL_CUT
 
     def over_tp(self, uncut: float) -> Array:

@@ -62,7 +62,7 @@ class Candidates:
     """Strategies with their batch numbers; every field is a column of float64.
 
     Columns have one length, or shapes that broadcast: a grid of choices is then priced without materializing it.
-        `take`, `strategy_at` and `len` require columns of one length.
+    `take`, `strategy_at` and `len` require columns of one length.
     """
 
     pp: Array  # pipeline stages
@@ -259,7 +259,7 @@ Speed = Callable[[Array], Array]
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """Split of layers into pipeline stages, as numbers about the slowest stage over candidates."""
+    """Split of layers into pipeline stages: layer counts and times, as arrays over candidates."""
 
     fullest: Array  # layers of the fullest stage without the head
     last: Array  # layers of the stage with the head

@@ -356,7 +356,7 @@ def _exposed_halves(
 
 
 def _repeats_forward(s: PricingCase) -> Array:
-    """Return 1 for candidates that repeat the whole forward in backward."""
+    """Return 1 for candidates that repeat the whole forward in backward (full recomputation), else 0."""
     return np.where(s.c.recompute > 1, 1.0, 0.0)
 
 

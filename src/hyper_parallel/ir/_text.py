@@ -61,7 +61,7 @@ def _cut(line: str) -> str:
 
 
 def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]:
-    """Return a dict from label to the lines of each row of the panel.
+    """Return the summary panel of a plan, as a dict from row label to lines of text.
 
     Args:
         plan: The plan.
@@ -112,7 +112,7 @@ def one_line(plan: Plan) -> str:
 
 
 def html(plan: Plan) -> str:
-    """Return the panel as an HTML table for notebooks."""
+    """Return the summary panel of a plan as an HTML table, for notebooks."""
     rows = "".join(
         f"<tr><th>{escape(label)}</th><td>{'<br>'.join(map(escape, items))}</td></tr>"
         for label, items in summary(plan).items()

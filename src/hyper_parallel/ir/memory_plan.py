@@ -271,7 +271,7 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Dict from tier to peak bytes by replay; on the device, of live storages without gaps between addresses."""
+        """Dict from tier to peak bytes by replay; those of the device exclude gaps between addresses."""
         return self.replayed.peak_bytes
 
     @property

@@ -219,11 +219,10 @@ def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float])
         alone_s: Dict from `Flight.work` to the seconds of such a collective without concurrent work.
 
     Returns:
-        `exposed_s`: dict from `Purpose.parallelism` to seconds of waiting. `masking_timeline`: fraction of the time
-        with a
-            collective in flight in which the rank computes. `masking_wait`: 1 - seconds of waiting / seconds of all
-            collectives without contention. Both fractions exclude sums over sub-models, in which a part waits for
-            another part, and are None without communication.
+        Dict with three entries. `exposed_s`: dict from `Purpose.parallelism` to seconds of waiting. `masking_timeline`:
+        fraction of the time with a collective in flight in which the rank computes. `masking_wait`: 1 - seconds of
+        waiting / seconds of all collectives without contention. Both fractions exclude sums over sub-models, in which a
+        part waits for another part, and are None without communication.
     """
     exposed_s: dict[str, float] = {}
     for flight in flights:

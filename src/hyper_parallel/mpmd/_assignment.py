@@ -416,7 +416,7 @@ class _Plan:
 
     @cached_property
     def _max_bytes(self) -> tuple[int, ...]:
-        """Bytes of each rank's memory left over by the states of its sub-models."""
+        """Bytes of memory that each rank has in addition to the states of its sub-models."""
         memory = [self._devices.memory_bytes * width for width in self.widths]
         for rank, layers in zip(self._places, self._layers, strict=True):
             memory[rank] -= -(-self._language.state_bytes * layers // self._language.layers)

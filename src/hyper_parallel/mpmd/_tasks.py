@@ -323,7 +323,7 @@ class _Builder:
         return len(self.tasks) - 1
 
     def _needs(self, action: Action, rank: int) -> Iterator[_Key]:
-        """Yield the keys in `producers` of the inputs that a computation may have."""
+        """Yield the key in `producers` of every possible input of a computation."""
         s, i = action.stage, action.microbatch
         yield s, "UNSHARD", rank, None
         yield from ((o, action.kind.replace("I", "B"), i, s) for o in self._schedule.inputs(action))

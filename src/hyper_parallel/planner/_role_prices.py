@@ -66,7 +66,7 @@ def rollout_prices(
     slots: int,
     cache: dict[Strategy, dict[str, int] | str],
 ) -> list[RolloutPrice | str]:
-    """Return, for each strategy, the price of sampling, or the reason why it cannot be priced.
+    """Return, for each strategy, the predicted time and memory of sampling, or the reason why there is no prediction.
 
     Args:
         r: Model, machine and formats.
@@ -95,7 +95,7 @@ def rollout_prices(
 def _priced(
     r: PlanRequest, layouts: Sequence[StagedLayout], work: GenerateWorkload, slots: int
 ) -> Iterator[RolloutPrice]:
-    """Yield the price of sampling in each layout."""
+    """Yield the predicted time and memory of sampling in each layout."""
     case, w, num_layouts = pricing_case(r, layouts, float(slots)), r.workload, len(layouts)
     prefill, decode = (
         sum((np.broadcast_to(v, num_layouts) for v in terms.values()), np.zeros(num_layouts))
@@ -197,7 +197,7 @@ class Split:
 
 
 class Roles:
-    """Prices of all splits of `devices` devices between sampling and learning, cached."""
+    """Predicted time and memory of every split of `devices` devices between sampling and learning, cached."""
 
     def __init__(self, recipe: Recipe, request: PlanRequest, devices: int) -> None:
         self.grpo = recipe.grpo
@@ -282,7 +282,7 @@ class Roles:
         return Strategy(tp_x=tp, dp_shard=self.grpo.rollout_dp_shard, ep=self.grpo.rollout_ep)
 
     def split(self, ranks: int, tp: int, learner: Learner) -> Split | str:
-        """Return the predicted split with the given learner layout, or the reason why it cannot be priced.
+        """Return the predicted split with the given learner layout, or the reason why there is no prediction.
 
         Args:
             ranks: Ranks that only sample; 0: the learner's ranks also sample.
@@ -329,7 +329,7 @@ class Roles:
     def _sampling(
         self, request: PlanRequest, strategy: Strategy, rows: int, slots: int
     ) -> RolloutPrice | str:
-        """Return the price of sampling in one layout, or the reason why it cannot be priced."""
+        """Return the predicted time and memory of sampling in one layout, or the reason why there is no prediction."""
         if request.model.family not in FAMILIES_READ:
             return f"it is not known whether the cache of the family `{request.model.family}` has slots"
         if self.grpo.exact_logprobs:
@@ -344,7 +344,7 @@ class Roles:
         return self._sampled[key]
 
     def _price_all_layouts(self, request: PlanRequest, rows: int, slots: int) -> list[RolloutPrice]:
-        """Return the prices of sampling in every layout of the devices that can be priced."""
+        """Return the predicted time and memory of sampling, for every layout of the devices with a prediction."""
         devices = [s for s in layout_candidates(request) if s.pp == 1 and rows % s.dp == 0]
         self._price(
             request, [s for s in devices if (s, rows, slots) not in self._sampled], rows, slots
@@ -355,7 +355,7 @@ class Roles:
     def _price(
         self, request: PlanRequest, strategies: Sequence[Strategy], rows: int, slots: int
     ) -> None:
-        """Price sampling in the layouts `strategies` and store the results in `_sampled`."""
+        """Predict time and memory of sampling in the layouts `strategies`, and store the results in `_sampled`."""
         dtype = request.workload.compute_dtype
         work = GenerateWorkload(rows, self.prompt_len, self.new_tokens, dtype)
         priced = rollout_prices(request, strategies, work, slots, self._weights)
@@ -400,8 +400,8 @@ class Roles:
     def plan_of(self, best: Split, splits: Sequence[Split]) -> RolesPlan:
         """Return the plan section of the best split, with the splits that lost.
 
-        Splits with the same staleness that also separate, or also share, the roles are of one mode. The plan lists
-        runners-up of the best split's mode, and the best split of every other mode.
+        A mode is a staleness with separate, or with shared, ranks for the two roles. The plan lists the runners-up in
+        the mode of the best split, and the best split of every other mode.
         """
         candidates = [
             replace(split, staleness=staleness)

@@ -67,8 +67,9 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
         where: Function from a recipe key to the origin of its value, for errors.
 
     Raises:
-        NoLegalStrategy: HP302. DoesNotFit: HP401 for either role.
-        UnsupportedSharding: HP205 for a split of a model whose sampling is not priced.
+        NoLegalStrategy: HP302 without a legal layout.
+        DoesNotFit: HP401 if a rank of either role has too little memory.
+        UnsupportedSharding: HP205 if sampling of the model cannot be predicted.
     """
     roles = Roles(recipe, request, request.num_devices + recipe.grpo.sampling_ranks)
     if recipe.grpo.sampling_ranks and recipe.grpo.rollout_tp != "auto":
@@ -129,9 +130,9 @@ class _SplitPrices:
 
 
 def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPrices:
-    """Return the prices of all splits, each with the fastest learner layout per microbatch size.
+    """Return the predictions for all splits, each with the fastest learner layout per microbatch size.
 
-    If devices may have both roles, every other learner layout that may win is priced too.
+    If devices may have both roles, every other learner layout that may win is predicted too.
     """
     prices = _SplitPrices()
     for ranks, tp in splits:

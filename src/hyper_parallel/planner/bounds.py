@@ -164,7 +164,7 @@ class RelaxedMachine(Machine):
 
 
 def link_domains(machine: Machine) -> tuple[int, ...]:
-    """Return the sizes of the domains with links of their own; tiers of one fabric count as one domain."""
+    """Return the devices per domain of every tier with links of its own, inner to outer."""
     return tuple(
         tier.size
         for tier, outer in itertools.pairwise(machine.tiers)
@@ -173,7 +173,7 @@ def link_domains(machine: Machine) -> tuple[int, ...]:
 
 
 class Pricer:
-    """Pricer of strategies, one per row: returns seconds and bytes, and counts the priced rows.
+    """Predictor of seconds and bytes of strategies, one per row; counts the rows.
 
     Attributes:
         choices: Priced choices that free memory, the simplest first, the one with the least memory last.

@@ -42,9 +42,9 @@ from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
 MAX_OVERSIZED: Final = 2
-"""Strategies exceeding memory in a list of runners-up: more would push runnable ones off the screen."""
+"""Maximum number of runners-up that exceed memory, so that executable ones stay on the screen."""
 MAX_PRICED: Final = 24
-"""Strategies that are priced in full for a list of runners-up or a note: a few milliseconds each."""
+"""Maximum number of strategies priced in full for runners-up or a note; each takes a few milliseconds."""
 
 
 def rejected_runner_up(best: PricedStrategy, loser: PricedStrategy) -> Rejected:
@@ -195,7 +195,8 @@ def require_fit(request: PlanRequest, outcome: Outcome) -> None:
     """Raise an error if a search has no result.
 
     Raises:
-        NoLegalStrategy: HP302. DoesNotFit: HP401.
+        NoLegalStrategy: HP302 without a legal strategy.
+        DoesNotFit: HP401 if every legal strategy exceeds memory.
     """
     if outcome.fits:
         return

@@ -100,7 +100,7 @@ def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStr
 
 
 def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> PricedStrategy:
-    """Return the full price of one legal strategy; the batch numbers of `workload` must be resolved.
+    """Return the predicted time and memory of one legal strategy; batch numbers in `workload` must be resolved.
 
     With partial recomputation, time and memory are interpolated between no and full recomputation. If the simulated
     schedule is slower than the closed form (uneven layers, full links), the difference is a term of its own. If it is

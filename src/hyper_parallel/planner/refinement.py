@@ -23,14 +23,14 @@ from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Columns, Space
 
 MIN_RANKED_STRATEGIES: Final = 4
-"""Least number of ranked strategies with distinct degrees, the best included."""
+"""Minimum number of ranked strategies with distinct degrees, including the best one."""
 MAX_SIMULATIONS: Final = 4000
-"""Simulations after which the search stops; the certificate then states the gap."""
+"""Maximum number of simulations of a search; if it is reached, the certificate states the gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a search."""
+    """Result of a search: the best strategies, and the lower bound that proves them."""
 
     search: BranchAndBound  # state of branch and bound
     # Strategies of distinct degrees with full prices, best first
@@ -79,7 +79,7 @@ class _FullPrices:
         self.prices: dict[tuple[Strategy, int], PricedStrategy] = {}
 
     def price_of(self, rows: Columns, position: int) -> PricedStrategy:
-        """Return the full price of one row."""
+        """Return the strategy of one row with its full price: time and memory with simulated schedule."""
         r = self.request
         strategy, workload = strategy_at(rows, position, r.base, r.workload)
         key = (strategy, workload.microbatch or 1)

@@ -21,8 +21,10 @@ TOKENS_PER_DEVICE = 8192
 TOKENS_PER_CPU_RANK = 1024
 MAX_TOKENS_PER_STEP = 2**24
 HEADROOM = 0.05
-"""Share of an accelerator's memory that stays free. The formulas are off by some percent of published peaks. An
-allocator at its limit flushes its cache and retries, which costs more than the last percent of memory gains.
+"""Default share of an accelerator's memory that a search leaves free.
+
+The formulas are off by some percent of published peaks. An allocator at its limit flushes its cache and retries, which
+costs more than the last percent of memory gains.
 """
 
 
@@ -73,7 +75,7 @@ class PlanRequest:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[tuple[int, ...], ModelNumbers], ...]:
-        """Layers of every kind, each with the numbers of a model whose layers are all of that kind."""
+        """For every kind of layer, (indices of its layers, numbers of a model with only such layers)."""
         other_blocks = tuple(b for b in self.model.blocks if not b.layers)
         return tuple(
             (tuple(b.layers), ModelNumbers.of(replace(self.model, blocks=(*other_blocks, b))))
@@ -130,7 +132,7 @@ class PlanRequest:
         return replace(self, supernode=detect_local(ranks))
 
     def model_ref(self) -> ModelRef:
-        """Return the plan's reference to the model."""
+        """Return the identity of the model for a plan."""
         return ModelRef(
             name=self.model.name,
             family=self.model.family,
@@ -181,7 +183,9 @@ def resolve(
     """Return the planning request: read the model and the machine, and complete the workload.
 
     Raises:
-        UnknownModel: HP304. ModelUnreadable: HP305. UnknownTopology: HP303.
+        UnknownModel: HP304 for an unknown model name.
+        ModelUnreadable: HP305 for an unreadable model configuration.
+        UnknownTopology: HP303 for an unknown topology.
     """
     spec = model if isinstance(model, ModelSpec) else load_model(model)
     if isinstance(topology, Supernode):

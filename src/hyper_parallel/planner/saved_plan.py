@@ -199,7 +199,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
     Args:
         plan: The saved plan.
         recipe: The recipe without the overrides.
-        where: Origin of a key of the recipe.
+        where: Function from a recipe key to the origin of its value.
         file: Path of the plan, for errors.
 
     Raises:
@@ -237,7 +237,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
 
 
 def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
-    """Refuse a run whose plan differs from the saved plan.
+    """Raise an error if the plan of a run differs from the saved plan.
 
     Args:
         saved: The saved plan.

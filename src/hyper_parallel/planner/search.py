@@ -134,7 +134,7 @@ class _ChoiceSeconds:
 
 
 class Completer:
-    """Choice that frees memory, solved for every row; rows that do not fit or cannot be among the best are pruned.
+    """Solver that chooses for every row how to free memory, and prunes rows that cannot fit or win.
 
     Attributes:
         pricer: Pricer of the rows.
@@ -244,13 +244,13 @@ class Completer:
 
 
 MISSES_PER_BATCH: Final = 2
-"""Strategies exceeding device memory that `closest_misses` returns per batch of pruned rows."""
+"""Number of strategies that exceed device memory and that `closest_misses` returns per batch of pruned rows."""
 MAX_MISSES: Final = 64
-"""Strategies exceeding device memory that are kept per batch of pruned rows."""
+"""Number of strategies that exceed device memory and that are kept per batch of pruned rows."""
 SLICE: Final = 768
 """Partial strategies completed per vectorized call, many because each call has a fixed cost."""
 MOST_ROWS: Final = 2_500_000
-"""Priced rows after which a search stops with its best strategies; the certificate then states the gap."""
+"""Maximum number of priced rows; a search that reaches it stops, and the certificate states the gap."""
 
 _OpenNode: TypeAlias = tuple[float, int, Columns, NDArray[np.intp], Array]
 """Partial strategies in a queue: least bound, serial number, columns, row indices sorted by bound, and the bounds."""

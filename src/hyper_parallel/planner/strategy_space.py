@@ -35,7 +35,7 @@ from hyper_parallel.shard import check_overlap, legal_tp
 TENSOR_INNERMOST: Final = frozenset(
     i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
 )
-"""Orders with tensor parallelism innermost: it communicates most."""
+"""Indices of the orders with tensor parallelism, which communicates most, on the innermost axes."""
 
 
 def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[int]:
@@ -432,7 +432,7 @@ class Space:
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
-        """Return the mask of rows whose `zero` differs in effect from every other stage.
+        """Return the mask of rows to keep: those whose ZeRO stage differs in effect from all other stages.
 
         Gradients of a single microbatch are reduced layer by layer, so ZeRO-1 gains nothing there. On one rank ZeRO-0
         equals ZeRO-1. With a pinned stage, all rows with that stage are kept.
