@@ -75,7 +75,7 @@ class DeviceCard:
     pace: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute (`matmul.bfloat16`)
     sources: Mapping[str, str] = field(default_factory=dict)
-    # prior belief about a number before the fit to runs, by attribute
+    # value assumed before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
@@ -170,7 +170,7 @@ class StackCard:
     interval: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute
     sources: Mapping[str, str] = field(default_factory=dict)
-    # prior belief about a number before the fit to runs, by attribute
+    # value assumed before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def half_width(self, kind: str) -> float:

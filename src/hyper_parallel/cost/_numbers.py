@@ -165,30 +165,30 @@ class ModelNumbers:
     # number of layers and attention of each kind of layer
     attentions: tuple[tuple[int, AttentionSpec], ...]
     matmuls: tuple[Matmul, ...]  # the matmuls of an average layer
-    normed_width: float  # width of the query and key heads that a layer norms; 0 for most models
-    head_norms: float  # norms of query and key heads of an average layer
+    normed_width: float  # width of the normalized query and key heads of a layer; 0 for most models
+    head_norms: float  # number of norms of query and key heads in an average layer
     # Bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
     norm_bytes: float
     head_norm_bytes: float  # bytes of norms over heads, in units of their width
     latent_width: float  # width of the MLA latents that an average layer normalizes
-    # elements of latent attention's values beyond keys and values: their storage also contains keys
+    # width of the storage of MLA's values minus the width of the keys of all heads; 0 without MLA
     latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
-    clamped_widths: float  # widths of a routed expert that an activation with clamps keeps besides
+    clamped_widths: float  # further tensors of expert width that an activation with clamps saves
     wide_combine: bool  # whether outputs of routed experts are summed in float32
-    # elements per token that the backward of that part needs: 3f gated, else 2f
+    # elements per token that the feed-forward part saves for backward: 3f with a gate, else 2f
     mlp_saved_width: float
     expert_width: int  # width of one routed expert
     experts: int  # routed experts of a layer; 0 for a dense model
     experts_per_token: float  # routed experts a token visits, mean over the layers
     moe_share: float  # share of the layers that have routed experts
-    expert_saved_width: float  # elements per token that the backward of the routed experts needs
+    expert_saved_width: float  # elements per token that routed experts save for backward
     measured: KeptActivations | None  # measured activations kept by forward
     # measured bytes per token that the experts of an average layer keep in bfloat16 if a token visits all; else 0
     every_expert_bytes: float
-    # Bytes per token of them that tensor parallelism keeps whole, experts apart
+    # measured bytes per token that tensor parallelism replicates, without experts
     measured_whole: float
     uncut: Uncut  # parts that tensor parallelism keeps whole on every rank
     attention_weights: float  # matrix elements of attention per layer

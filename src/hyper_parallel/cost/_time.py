@@ -58,7 +58,7 @@ class BlockPrices:
 
     @classmethod
     def of(cls, s: PricingCase) -> BlockPrices:
-        """Return the prices of all candidates; columns may broadcast."""
+        """Return the prices of all candidates; columns are broadcast to one shape."""
         work = layer_compute(s)
         return cls(work, block_communication(s, work), _head(s))
 

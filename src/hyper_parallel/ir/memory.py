@@ -231,7 +231,16 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Decision about a storage for the actions between two of its uses, with the reason."""
+    """Decision to offload, recompute or stream a storage between two of its uses.
+
+    Attributes:
+        storage: Index of the storage.
+        what: The decision.
+        first: Position of the use before, or -1: a storage that starts off the device and is streamed to it.
+        last: Position of the next use.
+        tier: Memory that holds the storage meanwhile; `device` for `recompute`.
+        reason: Sentence for the report of the plan.
+    """
 
     storage: int
     what: Literal["offload", "recompute", "stream"]

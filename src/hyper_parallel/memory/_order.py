@@ -66,12 +66,12 @@ def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:
 
 
 def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
-    """Return the exact device peak of an order in which no storage moves."""
+    """Return the exact peak of device bytes of an order without offload and recomputation."""
     return _measure(program, order)[0]
 
 
 def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
-    """Return the simulated seconds of an order in which no storage moves, waits for other ranks included."""
+    """Return the simulated seconds of an order without offload and recomputation, waits for other ranks included."""
     return clocked(program, None, identity_actions(program, order)).now_s
 
 
@@ -127,7 +127,7 @@ def _sink(
     order: tuple[int, ...],
     movable: Callable[[Operator], bool],
 ) -> tuple[int, ...]:
-    """Return the order with the selected operators right before the first operator that depends on them."""
+    """Return the order with operators that are `movable` right before the first operator that depends on them."""
     place = {index: position for position, index in enumerate(order)}
     after: list[list[int]] = [[] for _ in program.operators]
     for index, deps in enumerate(before):

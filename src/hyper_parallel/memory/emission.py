@@ -331,7 +331,7 @@ class Emitter:
         return 0 if self.budget is None else self.budget - self.ledger.live["device"]
 
     def _may_prefetch_early(self, number: int, gap: Gap, position: int) -> bool:
-        """Return whether an early reload leaves enough bytes for the operators before its use; else queue it again."""
+        """Return whether an early reload leaves the operators before its use enough bytes; if not, queue it again."""
         if self.budget is None:
             return True
         size = self.program.sizes[gap.storage]

@@ -46,8 +46,7 @@ class Recomputes:
         """Return, per position, a lower bound of the compute seconds that recomputation adds to a program.
 
         An operator counts if one of its results is certainly absent: dropped, or past its last use. Results of
-            collectives
-        and messages do not count, because they may still be on the device.
+        collectives and messages do not count, because they may still be on the device.
         """
         communicated = {s for op in program.operators if op.group or op.message for s in op.touched}
 

@@ -113,7 +113,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Choice:
-    """Point of the search space.
+    """Choice of ranks, copies and order that the search evaluates.
 
     Attributes:
         width: Devices of each language rank.
@@ -137,7 +137,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Result of the search.
+    """Best assignment of sub-models to ranks, with its schedule and costs.
 
     Attributes:
         choice: The best choice.
@@ -570,5 +570,5 @@ class _Plan:
 
 
 def _floor(seconds: float) -> int:
-    """Return nanoseconds, reduced so that sums of rounded durations are not smaller."""
+    """Return nanoseconds, reduced by 1e-6, so that a sum of rounded durations is never below this bound."""
     return nanoseconds(seconds * (1 - 1e-6))

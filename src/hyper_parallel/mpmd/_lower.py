@@ -22,7 +22,7 @@ def lower(
     costs: StageCosts | None = None,
     transfer_s: Transfers = MappingProxyType({}),
 ) -> Schedule:
-    """Add SEND, RECV and, if wanted, UNSHARD, RESHARD and REDUCE_GRAD to a compute-only schedule.
+    """Return a compute-only schedule with SEND, RECV and, optionally, UNSHARD, RESHARD and REDUCE_GRAD added.
 
     Actions are placed in the order of a simulation, by default with unit times. When a computation ends and another
     rank needs its result, the send and the receive are appended to both ranks at the same simulated time. So a total
@@ -107,7 +107,7 @@ def _events(times: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, bool,
 
 
 def one_by_one(schedule: Schedule) -> Schedule:
-    """Split every OVERLAP_F_B into its parts, for an executor that runs them one after the other.
+    """Return the schedule with every OVERLAP_F_B split into its parts, for an executor without overlap.
 
     `lower` places the sends of an overlap after both parts. A serial executor would delay the result of the first part,
     and the rank that receives it, until the second part ends. Here each part is an action followed by its send.

@@ -29,7 +29,7 @@ _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 def check_pipeline(
     strategy: Strategy, layers: int, microbatches: int, where: str | None = None
 ) -> None:
-    """Raise when the pipeline of a strategy cannot run.
+    """Raise an error if the pipeline of a strategy cannot run.
 
     Args:
         strategy: Degrees, schedule and virtual stages.
@@ -105,10 +105,10 @@ def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> No
 
 
 def check_virtual(s: Strategy, where: str | None = None) -> None:
-    """Raise when the schedule of a strategy does not support its number of virtual stages.
+    """Raise an error if the schedule of a strategy does not support its number of virtual stages.
 
     Raises:
-        UnsupportedSharding: HP205.
+        UnsupportedSharding: HP205 for such a number, with a number or schedule that works.
     """
     change: tuple[str, object]
     if s.schedule in V_SHAPED and s.virtual_stages != 2:

@@ -1,8 +1,8 @@
 """Order, task graph and makespan of a schedule with costs.
 
 `replay` finds an order of all actions without times, or the deadlock. `schedule_tasks` returns the graph for
-`sim.simulate`. `makespan_s` is faster, for a search that evaluates many plans. Without gathers and offload a schedule
-is a fixed graph: a computation waits for its predecessor on the rank and for one result of a neighbouring stage, a
+`sim.simulate`. `makespan_s` is faster, for a search that evaluates many plans. Without gathers a schedule is a
+fixed graph: a computation waits for its predecessor on the rank and for one result of a neighbouring stage, a
 transfer for its predecessor on the link. The longest path is evaluated for all ranks at once, one computation per rank
 and round.
 """
@@ -143,8 +143,8 @@ def schedule_tasks(
       assumed to slow neither each other nor the computation. Sends and receives of a lowered schedule add no tasks:
       they are these transfers, started as soon as the data exists.
     * Exposed collectives follow their computation on `rank r/communication`; the rank computes nothing until they end.
-    * Gathers and reductions run in order on the same lane; offload and reload run on `rank r/copy`. The copies of a
-      stage start to reduce its gradients when the last one is ready.
+    * Gathers and reductions run in order on the same lane. The copies of a stage start to reduce its gradients when the
+      last one is ready.
     * The counter `rank r/device` is the memory of a rank's device.
 
     Args:
@@ -412,7 +412,7 @@ def makespan_s(
         ranks: Pipeline ranks p.
         microbatches: Microbatches of a step.
         stages_per_rank: Virtual stages of a rank.
-        costs: One per stage. Gathers, reductions, offload and the update are not counted.
+        costs: One per stage. Gathers, reductions and the update are not counted.
         pace: Relative speed of a rank while 1, 2, ... ranks are busy; events are simulated unless all are 1.
 
     Raises:

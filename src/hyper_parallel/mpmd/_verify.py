@@ -32,7 +32,7 @@ def verify(
         * each (stage, microbatch) has one F, then, unless frozen, either one B or one I followed by one W;
         * sends and receives, if present, are complete, on the right ranks, after the producer and before the consumer,
           and in one order per pair of ranks and direction;
-        * parameters are gathered and offloaded activations reloaded before their use;
+        * parameters are gathered before their use, and gradients reduced after the last backward;
         * the ranks do not deadlock with blocking receives;
         * activations in flight, and their bytes, stay within the limits.
 
@@ -67,7 +67,7 @@ def verify(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the maximum number of activations in flight on each rank, from F to B or W, without offloaded ones.
+    """Return the maximum number of activations in flight on each rank, from F to B or W.
 
     The activations of a frozen stage live only during F.
     """

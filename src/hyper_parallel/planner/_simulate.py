@@ -16,6 +16,7 @@ from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import Plan, Task, TaskGraph, Timeline
 from hyper_parallel.mpmd import (
     make_schedule,
+    nanoseconds,
     on_shared_cores,
     schedule_name,
     schedule_tasks,
@@ -38,15 +39,11 @@ _TAIL_CATEGORIES: Final = {
 _MARKS: Final = ("F", "B", "I", "W")
 
 
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
-
-
 def plan_tasks(plan: Plan) -> TaskGraph:
     """Return the task graph of one optimizer step of a plan.
 
-    Lanes per pipeline rank r: `rank r/compute`, `rank r/communication`, `link r->q`, `rank r/copy`; the memory counter
-    `rank r/device` counts activations.
+    Lanes per pipeline rank r: `rank r/compute`, `rank r/communication`, `link r->q`; the memory counter `rank r/device`
+    counts bytes of activations.
 
     Args:
         plan: A plan with stages.
@@ -81,7 +78,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
         rank = place[stage]
         lane = f"rank {rank}/communication"
         deps = tuple(last[n] for n in (f"rank {rank}/compute", lane) if n in last)
-        ns = _nanoseconds(cost.reduce_grad_s)
+        ns = nanoseconds(cost.reduce_grad_s)
         last[lane] = len(tasks)
         reductions.append(len(tasks))
         tasks.append(Task(f"{stage}REDUCE_GRAD", lane, ns, "communication", deps))
@@ -90,7 +87,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
         for name, seconds in _tail(plan, cost.update_s):
             category = _TAIL_CATEGORIES.get(name, "optimizer")
             tasks.append(
-                Task(f"{stage} {name}", lane, _nanoseconds(seconds), category, tuple(reductions))
+                Task(f"{stage} {name}", lane, nanoseconds(seconds), category, tuple(reductions))
             )
     graph = TaskGraph(tuple(tasks), microbatch_graph.policies, microbatch_graph.initial_bytes)
     return on_shared_cores(graph, plan.pace)
@@ -106,7 +103,7 @@ def _tail(plan: Plan, update_s: float) -> list[tuple[str, float]]:
 
 
 def simulate_plan(plan: Plan) -> Timeline:
-    """Simulate one optimizer step of a plan, with activation memory per pipeline rank; see `plan_tasks`."""
+    """Return the timeline of one simulated optimizer step, with activation bytes of pipeline ranks; see `plan_tasks`."""
     return simulate(plan_tasks(plan))
 
 
