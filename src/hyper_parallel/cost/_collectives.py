@@ -453,7 +453,10 @@ class _Step:
         return any(self.norms(block) for block in self.model.blocks)
 
     def layer(self, block: Block, may_end: bool = True) -> Iterator[Boundary]:
-        """Yield collectives of attention and MLP modules whose matrices tensor parallelism shards."""
+        """Yield collectives of attention and MLP modules whose matrices tensor parallelism shards.
+
+        With `may_end`, an MLP that is the last module of its layer counts as the end of the layer.
+        """
         if not block.layers:
             return
         s = self.strategy

@@ -267,7 +267,10 @@ def _layer_boundaries(s: PricingCase, layers: Array | float) -> Iterator[Boundar
 def _sharing_boundaries(
     s: PricingCase, elements: Array, *, freed: bool = True, experts: bool = False
 ) -> Iterator[Boundary]:
-    """Return data-parallel collectives of `elements` parameters; `freed`: ZeRO-3 frees them after forward."""
+    """Yield data-parallel collectives of `elements` parameters.
+
+    With `freed`, ZeRO-3 frees gathered parameters after forward. With `experts`, the group is `edp`.
+    """
     c, ranks = s.c, s.shards
     if experts:
         ranks = ranks * c.tp / (c.ep * c.etp)

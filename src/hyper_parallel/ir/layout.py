@@ -432,7 +432,7 @@ class Purpose(StrEnum):
 
     @property
     def parallelism(self) -> str:
-        """Kind of parallelism that needs the collective: dp, tp, cp, ep, pp or submodels; step for ones per step."""
+        """Kind of parallelism that needs the collective: dp, tp, cp, ep, pp, submodels or step (once per step)."""
         name = self.name
         if name in ("EXPERT_ROW_COUNTS", "EXPERT_ROWS", "EXPERT_LOAD", "BALANCE_LOSS"):
             return "ep"

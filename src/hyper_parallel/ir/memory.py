@@ -236,8 +236,8 @@ class Choice:
     Attributes:
         storage: Index of the storage.
         what: The decision.
-        first: Position of the use before, or -1: a storage that starts off the device and is streamed to it.
-        last: Position of the next use.
+        first: Position of the use before the gap; -1 for a storage that starts the step off the device (`stream`).
+        last: Position of the use after the gap.
         tier: Memory that holds the storage meanwhile; `device` for `recompute`.
         reason: Sentence for the report of the plan.
     """
@@ -313,7 +313,7 @@ class Residency:
         self.buffers = HostBuffers(reserved)
 
     def take(self, s: int, tier: MemoryTier) -> None:
-        """Allocate the bytes of a storage in a tier unless they are, and mark the content there as the newest."""
+        """Allocate a storage in a tier, unless it already is, and mark the content there as the newest."""
         tiers = self.valid[s]
         if tier not in tiers:
             size = self._sizes[s]

@@ -305,7 +305,7 @@ def _sink_bookkeeping(
             running.add(index)
 
     def flush(index: int) -> None:
-        """Run deferred operators that this one depends on."""
+        """Run the deferred operators on which the operator `index` depends."""
         for waiter in [w for w in deferred if w in before[index]]:
             if waiter in deferred:
                 flush(waiter)

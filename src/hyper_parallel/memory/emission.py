@@ -149,7 +149,7 @@ class Emitter:
         return tuple(self.ledger.actions)
 
     def _clear(self) -> None:
-        """Release copies in other tiers of storages that live on the device, left there by a cancelled eviction."""
+        """Release copies outside the home tier of a storage, which a cancelled eviction has left."""
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:

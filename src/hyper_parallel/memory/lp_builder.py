@@ -116,7 +116,13 @@ class LPBuilder:
     def add_early_return(
         self, s: int, gap: tuple[int, int, int], wanted: dict[int, list[int]]
     ) -> None:
-        """Add the reload of an offloaded storage within its gap, for recomputation that needs it there."""
+        """Add the reload of an offloaded storage within its gap, for recomputation that reads it there.
+
+        Args:
+            s: Storage.
+            gap: First position, end, and variable of the offloaded fraction.
+            wanted: Dict from position to the variables of recomputations there that read the storage.
+        """
         low, _, whole = gap
         fraction = self.add_offload(s, low, min(wanted), None)
         self.model.add_at_most_one([whole, fraction])

@@ -64,7 +64,7 @@ class Roofline:
 def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
     """Return the program with measured seconds of its operators.
 
-    An operator that communicates, or whose measured seconds are 0, keeps its own. With None, all operators do.
+    An operator that communicates, or whose measured seconds are 0, keeps its own. With `measured=None` all keep theirs.
     """
     if measured is None:
         return program

@@ -213,7 +213,7 @@ class Roles:
         self._simulated: dict[tuple[object, ...], float] = {}
 
     def for_devices(self, devices: int) -> PlanRequest:
-        """Return the request for `devices` of the devices."""
+        """Return the planning request for a subset of the devices, `devices` in number."""
         if devices not in self._requests:
             self._requests[devices] = replace(self.request, num_devices=devices)
         return self._requests[devices]

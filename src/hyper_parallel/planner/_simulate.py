@@ -103,7 +103,7 @@ def _tail(plan: Plan, update_s: float) -> list[tuple[str, float]]:
 
 
 def simulate_plan(plan: Plan) -> Timeline:
-    """Return the timeline of one simulated optimizer step, with activation bytes of pipeline ranks; see `plan_tasks`."""
+    """Return the timeline of one simulated optimizer step, with activation bytes of all ranks; see `plan_tasks`."""
     return simulate(plan_tasks(plan))
 
 

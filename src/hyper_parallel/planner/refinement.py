@@ -97,7 +97,7 @@ class _FullPrices:
         """Compute full prices in order of the closed form, until no other row can beat the best full price.
 
         Returns:
-            Seconds per token of every row: the full price if computed, else the closed form. Then the least closed form
+            Seconds per token of every row: the full price if computed, else the closed form. Also the least closed form
             of rows that may still be better; infinity if the best row is proved.
         """
         values, unpiped = rows["per_token_s"].copy(), rows["pp"] == 1

@@ -57,7 +57,7 @@ from hyper_parallel.planner.strategy_space import (
 
 
 class PeakBytes:
-    """Cache of peak bytes and recomputed layers; rows of one kind, an integer, have equal memory.
+    """Cache of peak bytes and recomputed layers; rows with equal memory share an integer, their kind.
 
     Memory depends on few columns, neither on shapes nor on the order of the axes. So there are far fewer kinds than
     rows, and complete strategies reuse the kinds of their partial strategies.
@@ -70,7 +70,7 @@ class PeakBytes:
         self._min_layers: dict[Choice, Array] = {}
 
     def kinds(self, columns: Columns) -> NDArray[np.intp]:
-        """Return the kind of every row; compute the peak bytes of new kinds."""
+        """Return, per row, the integer that rows with equal memory share; compute the peak bytes of new ones."""
         key, numbers = memory_key(columns, self.pricer.request.workload.seq_len), self._numbers
         first, index = distinct(key)
         table = np.column_stack(key)[first]
@@ -87,7 +87,7 @@ class PeakBytes:
         return kinds[index]
 
     def bytes(self, kinds: NDArray[np.intp]) -> Array:
-        """Return a lower bound of the peak bytes of some kinds under every choice of the pricer, [choices, rows]."""
+        """Return a lower bound of the peak bytes, [choices, rows]; `kinds` is a result of the method `kinds`."""
         return self._bytes[:, kinds]
 
     def min_recompute_layers(
@@ -163,7 +163,7 @@ class Completer:
         return select(columns, self.faster(per_token_s))
 
     def fit(self, columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Return the kind of every row in `PeakBytes`, and whether it fits under any choice."""
+        """Return the result of `PeakBytes.kinds`, and per row whether it fits in memory under any choice."""
         kinds = self.peaks.kinds(columns)
         peaks = self.peaks.bytes(kinds)[self.pricer.selectable]
         fits: NDArray[np.bool_] = (peaks <= self.pricer.capacity).any(axis=0)
@@ -490,7 +490,7 @@ class BranchAndBound:
         return [o for o in self.space.overlaps_of(*key) if not self._is_plain or max(o) > 1]
 
     def _orders_of(self, *key: int) -> list[int]:
-        """Return the orders to try for a key: the degrees, and the `inner` flag of `Space.orders`."""
+        """Return the orders to try for a key: the degrees, then the argument `inner` of `Space.orders`."""
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
     def is_executable(self, rows: Columns, position: int) -> bool:

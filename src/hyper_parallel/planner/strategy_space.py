@@ -61,7 +61,7 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
 
 @lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    """Return orders that permute some axes of `ir.AXES`: indices, and axes inner to outer, [orders, axes]."""
+    """Return one order per permutation of some axes: indices into `ORDERS`, and the axes inner to outer."""
     first: dict[tuple[int, ...], int] = {}
     for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
         places = (AXES.index(axis) for axis in reversed(ORDERS[index]))
@@ -406,7 +406,7 @@ class Space:
         return self._whole_streams[tp]
 
     def overlaps_with(self, offload: int, regather: int) -> bool:
-        """Return whether overlap of tensor parallelism is legal with a choice that frees memory."""
+        """Return whether overlap of tensor parallelism is legal with these choices of offload and re-gathering."""
         strategy = Strategy(
             tp_x=2,
             offload=bool(offload),
@@ -477,7 +477,7 @@ class Space:
         return [(SCHEDULES.index(s), v) for s, v in options]
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
-        """Return level five: `distinct_orders` with tensor parallelism innermost if `inner`, else the others."""
+        """Return level five: the `distinct_orders` with (`inner`) or without tensor parallelism as innermost axis."""
         if len(self._orders) == 1:
             return self._orders if inner else []
         return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]

@@ -105,7 +105,7 @@ def is_covered(params: list[Param]) -> bool:
 
 
 def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters with style `whole` on those without an implemented rule; add a note that names them.
+    """Return the parameters, with style `whole` for each one without an implemented rule; add a note that names these.
 
     Raises:
         UnsupportedSharding: HP205 if no parameter would be sharded, or with two axes, ep, pp or latents, which need a
