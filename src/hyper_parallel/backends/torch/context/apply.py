@@ -162,7 +162,7 @@ def _wrap_root(
 
 
 def join_sequences(context: ContextState, local: Tensor) -> Tensor:
-    """Gather complete sequences [B, S, ...], for the same computation on all ranks."""
+    """Return complete sequences [B, S, ...] gathered over the cp ranks; all of them must then compute the same."""
     cut, group = context.view.cut, context.group
     positions = [p for rank in range(group.size()) for p in cut.positions(rank)]
     # Index of each position in the concatenated tokens of all ranks.
@@ -171,7 +171,7 @@ def join_sequences(context: ContextState, local: Tensor) -> Tensor:
 
 
 def _refuse(config: Any) -> None:
-    """Raise HP205 for configs with attention other than causal attention with windows and documents."""
+    """Raise HP205 for a config whose attention is neither full causal nor sliding-window attention, or has dropout."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_KINDS)
     for unsupported, feature in (
         (kinds, f"layers of kind {', '.join(sorted(kinds))}"),
@@ -190,7 +190,7 @@ def _refuse(config: Any) -> None:
 
 
 def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise HP205 for arguments that are undefined for a shard of the tokens."""
+    """Raise HP205 for arguments of the forward that have no meaning for a shard of the tokens."""
     config = module.config
     for name, why in (
         ("attention_mask", "mark documents by `position_ids` that restart, padding by labels"),

@@ -29,7 +29,7 @@ class ContextState:
         gather_keys: True if one all-gather of keys and values replaces the ring steps.
         ulysses: Ulysses degree: ranks of the group that swap the head shard for the sequence shard by all-to-all.
         running: The running forward pass; its view has the document lengths and boundaries.
-        calls: Attention calls of this pass.
+        calls: Number of attention calls so far in this pass.
     """
 
     group: dist.ProcessGroup
@@ -65,7 +65,7 @@ class ContextState:
         return view
 
     def cut(self, seq_len: int) -> SequenceCut:
-        """Return the sharding of sequences of a length."""
+        """Return the partition of sequences of `seq_len` tokens over the ranks."""
         return self._cuts.setdefault(seq_len, SequenceCut(seq_len, self.ring_size, self.ulysses))
 
     def local_tokens(self, whole: Tensor, fill: int) -> Tensor:
@@ -74,7 +74,7 @@ class ContextState:
         return _select_tokens(whole, self._positions[whole.shape[1], whole.device], cut, fill)
 
     def local_lengths(self, _: Tensor) -> Tensor:
-        """Return the document lengths of this rank's tokens of the running pass."""
+        """Return, for each of this rank's tokens in the running pass, the length of its document."""
         return self.view.lengths
 
     def position_ids(self) -> Tensor:
@@ -135,9 +135,9 @@ def _select_tokens(whole: Tensor, index: Tensor, cut: SequenceCut, fill: int) ->
 
 
 def sequence_view(cut: SequenceCut, positions: Tensor, lengths: Tensor) -> SequenceView:
-    """Return the mask data of sequences; a document starts where a position is not its predecessor's plus one.
+    """Return the mask data of sequences.
 
-    This is the rule of transformers.
+    As in transformers, a document starts where a position is not the previous position plus one.
     """
     steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
     documents = (steps != 1).cumsum(dim=1)

@@ -42,7 +42,7 @@ class HostExchange:
         self._group = group
 
     def lowest(self, values: Sequence[int]) -> list[int]:
-        """Return the smallest of every rank's values, elementwise."""
+        """Return the elementwise minimum of `values` over all ranks."""
         with _disable_current_modes(), torch.no_grad(), purpose(Purpose.UNIT_ORDER):
             tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
             dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
@@ -50,12 +50,13 @@ class HostExchange:
 
 
 class EventSequence:
-    """Sequence of events of one kind of pass.
+    """Sequence of gathers and reductions in one kind of pass, negotiated between ranks until it is learned.
 
     Args:
         exchange: All-reduce of host values.
-        number: Identity of the sequence, equal on all ranks.
-        covers: Returns whether a list of events can be learned at once (True), later (False) or never (None).
+        number: Index of the sequence, equal on all ranks.
+        covers: Function of the events of a pass. True: learn them now. False: learn them after several equal passes.
+            None: never learn them.
     """
 
     DONE: Final = 1 << 40
@@ -209,10 +210,8 @@ class UnitOrder:
                 unit.methods[name] = getattr(unit.group, name)
                 setattr(unit.group, name, _bind(getattr(self, f"_{name}"), unit))
         self._finish = states[0]._root_post_backward_final_callback
-        for state in states:  # the state whose backward begins first ends the pass for all
+        for state in states:  # FSDP runs the callback of the state whose backward begins first
             state._root_post_backward_final_callback = self._end_backward
-
-    # Forward.
 
     def _pre_forward(self, unit: _Unit, module: Any, args: Any, kwargs: Any) -> Any:
         if unit is self._root and torch._C._current_graph_task_id() == -1:
@@ -239,7 +238,7 @@ class UnitOrder:
     def _fill_forward(self, number: int) -> None:
         """Take part in the gather of a unit that this rank does not run."""
         unit = self._units[number]
-        if unit.group.is_unsharded:  # then on every rank
+        if unit.group.is_unsharded:  # on every rank alike
             return
         self._check_fill(unit)
         unit.methods["pre_forward"](None, (), {})
@@ -249,8 +248,6 @@ class UnitOrder:
         if not self._learns or len({*events}) < len(self._units):
             return None
         return len(events) == len(self._units)
-
-    # Backward.
 
     def _pre_backward(self, unit: _Unit, *_: Any) -> None:
         if unit.state == _PRE_BACKWARD:
@@ -337,13 +334,11 @@ class UnitOrder:
         gathers = [event for event in events if event < 2 * len(self._units) and event % 2 == 0]
         return len({*gathers}) == len(gathers) == len(self._units)
 
-    # Gradients of parameters that this rank did not use.
-
     def _complete(self, unit: _Unit) -> None:
-        """Add a zero gradient to parameters without one if another rank has one.
+        """Add a zero gradient to each parameter that has a gradient on another rank but not on this one.
 
-        A learned pass does not exchange this information. The added zeros are -0.0: the sum is -0.0 only if no rank had
-        a gradient.
+        A learned pass does not ask the other ranks. It adds -0.0, so that the sum is -0.0 only if no rank had a
+        gradient.
         """
         if not unit.group.reduce_grads or self._backward is None:
             return
@@ -384,8 +379,6 @@ class UnitOrder:
             nearest = name if name in unused else max(unused, key=_common_with(name), default=None)
             if nearest is not None and unused[nearest]:
                 p.sharded_param.grad = None
-
-    # Both.
 
     def _sequence(
         self, key: tuple[Any, ...], covers: Callable[[Sequence[int]], bool | None]
