@@ -42,11 +42,11 @@ class RouterLoss:
     Attributes:
         coefficient: Weight of the auxiliary loss in the model's loss.
         requested: True if the model adds the loss although the caller does not ask for router logits.
-        num_experts: Experts of a layer; 0 for an unknown definition.
-        top_k: Experts of a token in the definition.
+        num_experts: Number of experts of a layer; 0 for an unknown definition.
+        top_k: Number of experts per token in the definition of the loss.
         scale: Ratio of the auxiliary loss to `load_balance`; 1 for most types.
         product_keys: True if logits are scores [2, T, n] of two keys each, whose sums are the logits of n^2 experts.
-        routers: Name of every module with router logits, and the index of the logits in its outputs.
+        routers: (name, index) of every module with router logits; index: position of the logits in its outputs.
     """
 
     coefficient: float
@@ -64,7 +64,7 @@ class RouterLoss:
 
 
 def expert_logits(logits: Tensor, product_keys: bool) -> Tensor:
-    """Return router logits of a model as [T, E]."""
+    """Return router logits as [T, E]; `product_keys`: they are scores [2, T, n] to add in pairs, with E = n^2."""
     if not product_keys:
         return logits.reshape(-1, logits.shape[-1])
     first, second = logits.reshape(2, -1, logits.shape[-1])
@@ -110,7 +110,10 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
 
 
 def causal_form(model: nn.Module) -> nn.Module | None:
-    """Return the causal language model of a model's config on the meta device; None if it is one or has none."""
+    """Return the causal language model for the config of `model`, on the meta device.
+
+    Returns None if `model` is a causal language model already, or if its type has none.
+    """
     config = getattr(model, "config", None)
     if config is None:
         return None
@@ -236,7 +239,13 @@ def _measure(
 
 
 def load_balance(load: Tensor, probability: Tensor, number: Tensor) -> Tensor:
-    """Return E * sum_e f_e P_e for rows [E] and sums of probabilities [E] over `number` (layer, token) pairs."""
+    """Return E * sum_e f_e P_e, with f = `load` / `number` and P = `probability` / `number`.
+
+    Args:
+        load: Number of rows of each expert [E].
+        probability: Sum of the probabilities of each expert [E].
+        number: Number of (layer, token) pairs.
+    """
     return len(load) * (load * probability).sum() / number.square()
 
 
@@ -302,7 +311,10 @@ _Task = tuple[type, int, str | None]
 def _declared(
     model: nn.Module, name: str, tasks: tuple[_Task, ...]
 ) -> Iterator[tuple[tuple[str, nn.Module], tuple[_Task, ...]]]:
-    """Yield every module with the declarations of router logits of its nearest enclosing model."""
+    """Yield ((name, module), declarations) for `model` and its submodules.
+
+    The declarations are those of router logits in `_can_record_outputs` of the nearest enclosing model.
+    """
     outputs = getattr(type(model), "_can_record_outputs", None)
     if outputs is not None or hasattr(model, "base_model_prefix"):
         specs = (outputs or {}).get("router_logits", [])
