@@ -1,4 +1,4 @@
-"""Checks of the forward pass of a model against the axes of a plan, on one process."""
+"""Checks, in one process, that a model's forward pass supports the parallel axes of a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hyper_parallel.shard import ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class ForwardTrials:
-    """Results of the trials of a forward pass.
+    """Results of trial forward passes of a model on meta tensors.
 
     Attributes:
         flow: Data flow between the layers, for pipeline stages; None without them.
@@ -60,7 +60,7 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
 
 
 def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return the axes of `pp` and `cp` that a model's forward pass does not support, with reasons.
+    """Return (axis, reason) for each of the axes `pp` and `cp` that a model's forward pass does not support.
 
     Args:
         model: Model with real or meta parameters; not changed.

@@ -244,13 +244,13 @@ class WholePasses(Passes):
 
 @dataclass(frozen=True)
 class SlotSteps:
-    """A prompt step and a decode step of fixed shapes: every step has all slots.
+    """Shapes of a prompt step and a decode step, which run all slots and therefore never change shape.
 
-    With one slot there is no padding: the prompt step attends to its own keys without a mask, as with a growing cache.
+    With one slot there is no padding: the prompt step attends to its own keys without a mask.
 
     Attributes:
         slots: Number of sequences.
-        prompt_tokens: Maximum number of tokens per sequence in the prompt step; with one slot, their number.
+        prompt_tokens: Maximum number of tokens per sequence in the prompt step; the exact number with one slot.
         length: Maximum number of tokens read per sequence.
     """
 
@@ -266,7 +266,7 @@ class SlotSteps:
         return Cache(layers=[_SlotLayer(self.slots, self.length) for _ in layers])
 
     def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
-        """Return inputs of a step with its shapes, and padding only if there are several slots."""
+        """Return placeholder inputs of the prompt step or the decode step, in their fixed shapes."""
         if self.slots == 1:
             part = [0] * (self.prompt_tokens if prompt else 1)
             return self.inputs(model, [0], [part], [0], prompt=prompt)
@@ -413,9 +413,9 @@ class GrowingPasses(Passes):
             )
         if self._caches:
             self._memory = {name: out[name] for name in out if name in self._parameters}
-            if self._media:  # of the prompt alone
+            if self._media:  # this mask has the length of the prompt
                 self._memory.pop("attention_mask", None)
-        if out.logits.shape[1] not in (1, len(read)):  # block diffusion: a canvas, not the text
+        if out.logits.shape[1] not in (1, len(read)):  # as for block diffusion models
             raise NoLoss(
                 "the model returns logits of other positions than those of its tokens",
                 where=type(self._model).__name__,

@@ -23,7 +23,7 @@ _MARKER: Final = "max_seq_len_cached"
 
 
 def reset_before_calls(model: nn.Module) -> None:
-    """Restore the state before the first call at the start of each call of every stateful rotary embedding."""
+    """Make every stateful rotary embedding start each call with the state that it had before its first call."""
     for module in model.modules():
         if any(name.endswith(_MARKER) for name in vars(module)):
             _ResetState().attach(module)
@@ -37,7 +37,7 @@ def changed_state(model: nn.Module, run_forward: Callable[[], object]) -> tuple[
         run_forward: Runs a forward pass of the model.
     """
     modules = dict(model.named_modules())
-    before = {path: _copied(_values(module)) for path, module in modules.items()}
+    before = {path: _copy_tensors(_values(module)) for path, module in modules.items()}
     run_forward()
     names = []
     for path, module in modules.items():
@@ -93,12 +93,12 @@ def _values(module: nn.Module) -> Values:
     return state
 
 
-def _copied(values: Values) -> Values:
+def _copy_tensors(values: Values) -> Values:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def _same(first: Values, second: Values) -> bool:
-    """Return whether two states have identical objects."""
+    """Return whether two states have the same names and the very same objects, without comparing values."""
     return first.keys() == second.keys() and all(second[k] is v for k, v in first.items())
 
 
