@@ -64,7 +64,7 @@ class Node:
         results: Numbers of the values that the operator returns.
         types: Types of these values.
         module: Path of the submodule that called the operator; empty outside of submodules.
-        residency: Memory of the results between forward and backward: `keep`, or `recompute` from a later node.
+        residency: `keep` the results from forward to backward, or `recompute` them: a later node repeats the call.
     """
 
     op: str
@@ -97,7 +97,7 @@ class StepProgram:
         return Counter(node.op for node in self.nodes)
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Return a dict from `group_name` to ranks, for the collectives whose group is not a mesh axis."""
+        """Return the groups of collectives that are not mesh axes: a dict from group name to ranks."""
         names = {n.args[-1] for n in self.nodes if n.op.startswith(COLLECTIVES)}
         return {
             name: tuple(map(int, name.removeprefix(_RANKS).split("_")))
@@ -133,7 +133,7 @@ class StepProgram:
 
 
 def group_name(ranks: Iterable[int]) -> str:
-    """Return an identifier that encodes the ranks of a group, which `StepProgram.groups` decodes."""
+    """Return the name of the group with these ranks; `StepProgram.groups` reads the ranks from the name."""
     return _RANKS + "_".join(map(str, ranks))
 
 

@@ -25,7 +25,7 @@ class ForwardTrials:
 
     Attributes:
         flow: Data flow between the layers, for pipeline stages; None without them.
-        attention_calls: Calls of the attention interface per layer, for context parallelism.
+        attention_calls: Number of calls of the attention interface in each layer, for context parallelism.
         tensor: Result of the tensor-parallel trial for replicated activations; None otherwise.
     """
 
@@ -35,7 +35,7 @@ class ForwardTrials:
 
 
 def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None) -> ForwardTrials:
-    """Raise for a model whose forward pass does not support the axes of its plan; needs no other ranks.
+    """Raise for a model whose forward pass does not support the parallel axes of its plan; runs in one process.
 
     Args:
         model: Model with real or meta parameters; not changed.
@@ -43,7 +43,7 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
         shard_plan: Result of `resolve_layouts`; None: resolve them here if tensor parallelism needs them.
 
     Returns:
-        Results of the trials, for the wrappers of the axes.
+        Results of the trial passes.
 
     Raises:
         UnsupportedSharding: HP205 naming the axis and the reason.

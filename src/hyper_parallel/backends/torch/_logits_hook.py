@@ -4,7 +4,7 @@ Logits stay sharded where possible: by tokens (context parallelism), and by voca
 parallelism). An objective can be computed from one of three values:
 
     logprobs   [B, S]  log-probability of every target, full sequences in order, equal on every rank of tp x cp;
-                       backward counts the part of each rank once
+                       backward counts each gradient once, although these ranks have equal values
     logits     [N, V]  all columns for the tokens owned by this rank; every token is owned by one rank of tp x cp
     scores     [B, S]  in place of log-probabilities, for a model that has one logit per token
 """

@@ -162,7 +162,7 @@ def audit(model: nn.Module) -> None:
 
 
 def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
-    """Return the mesh and a rank's coordinate with dp_shard x cp merged into the axis that FSDP shards over.
+    """Return the mesh and a rank's coordinate with dp_shard and cp merged into one axis, over which FSDP shards.
 
     For uneven sizes, one split into dp_shard * cp slices differs from two successive splits.
     """

@@ -5,8 +5,8 @@ stages, the plan's schedule decides the order. In both cases the gradients are t
 tokens divided once by `num_tokens`. The returned values of all ranks add up to that loss.
 
 An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`. Its arguments are
-the same as on one device, so one function serves every layout. Ranks that share a microbatch compute the same value;
-backward counts the part of each rank once.
+the same as on one device, so one function serves every layout. Ranks that share a microbatch compute the same value,
+and backward counts its gradient once.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _intercepted(
     targets: Tensor,
     transform: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return `transform` of the logits and targets of one forward pass."""
+    """Run one forward pass and return `transform` of its logits and targets."""
     tap = attached.loss
     assert tap is not None
     kwargs = {**_forward_kwargs(model, batch), "labels": targets, "shift_labels": targets}
@@ -276,7 +276,7 @@ def _forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 def _has_token_loss(model: nn.Module, attached: Handle) -> bool:
     """Return whether a model's own loss is the cross entropy of next tokens.
 
-    It is not for encoder-decoders, whose labels are not shifted.
+    Encoder-decoders have another loss, because their labels are not shifted.
     """
     takes = "labels" in _forward_parameters(model) or _accepts_any_kwargs(model)
     classifies = _is_encoder_decoder(model) or scores_tokens(model)
@@ -288,7 +288,7 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def _accepts_any_kwargs(model: nn.Module) -> bool:
-    """Return whether all parameters of the model's forward are variadic."""
+    """Return whether all parameters of the model's forward are variadic: `*args` or `**kwargs`."""
     kinds = {p.kind for p in _forward_parameters(model).values()}
     return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
@@ -528,8 +528,8 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
         count: Number of microbatches of each data-parallel rank in the step.
 
     Returns:
-        Data-parallel rank and index of each microbatch: the rank's own ones if it has the language part, then those for
-        which its tower computes features. None: pass None, so that all ranks of a tower run equally often.
+        (data-parallel rank, index) of each microbatch: the rank's own ones if it has the language part, then those for
+        which its tower computes features. For an entry None, pass None, so that all ranks of a tower run equally often.
     """
     submodels = handle(model).submodels
     if submodels is not None:
@@ -540,7 +540,7 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Defer gradient reductions in this context, for every microbatch of a step but the last.
+    """Defer gradient reductions in this context; use it for all microbatches of a step except the last one.
 
     FSDP still reduce-scatters each microbatch unless zero is 1, see `set_last_backward`. The all-reduce over replicas
     and the sum over tensor-parallel ranks run once, in the backward pass outside this context.

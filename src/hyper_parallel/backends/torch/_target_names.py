@@ -89,7 +89,7 @@ def fitting(pattern: str, names: Iterable[str], where: str) -> set[str]:
 
 
 def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
-    """Return a `peft.LoraConfig` in which matching names replace the patterns.
+    """Return a copy of a `peft.LoraConfig` with the names of matching modules in place of its patterns.
 
     Args:
         config: The configuration; not changed.

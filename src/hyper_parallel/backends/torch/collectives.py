@@ -28,7 +28,7 @@ _current: ContextVar[tuple[Purpose | None, bool]] = ContextVar("purpose", defaul
 
 
 def current_purpose() -> Purpose | None:
-    """Return the purpose of collectives issued now; None outside the functions of this package, as in FSDP."""
+    """Return the purpose of collectives issued now; None for those of other code, such as FSDP."""
     return _current.get()[0]
 
 
@@ -39,7 +39,7 @@ def is_coalesced() -> bool:
 
 @contextmanager
 def flights_to(listener: Callable[[Flight], None]) -> Iterator[None]:
-    """Call a listener after the wait for each collective of this package, in this context and thread.
+    """Call `listener` in this context and thread after the wait for each collective of this package.
 
     Times are measured on the host, so they are meaningless for collectives of an accelerator.
     """
@@ -112,7 +112,7 @@ class _Paired(torch.autograd.Function):
 
 
 def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Apply a linear function to tensors, with its transpose as the backward function.
+    """Return `forward(*tensors)`; autograd calls `backward`, which must be the transpose of `forward`.
 
     Args:
         forward: Linear function of the tensors; it must not return an input.

@@ -40,7 +40,7 @@ class _Write:
     """Cache indices of a pass.
 
     Attributes:
-        rows: Slots.
+        rows: Slots of the sequences in the pass.
         span: The slots as a slice where they are contiguous, else None.
         columns: Columns [B, S] of the tokens of the pass.
         width: Number of columns that attention reads.
@@ -95,9 +95,14 @@ class Passes:
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """Run the next tokens of some slots, from positions `starts`, and return the logits [B, V] after the last ones.
+        """Run the model on the next tokens of some slots, and return the logits [B, V] after the last token of each.
 
-        Returns None on pipeline ranks without the last stage.
+        Return None on pipeline ranks without the last stage.
+
+        Args:
+            rows: Slots.
+            tokens: Next tokens of each slot.
+            starts: Position of the first of these tokens in each sequence.
         """
         raise NotImplementedError
 
@@ -122,7 +127,7 @@ class Passes:
         return busy, halted
 
     def broadcast_choices(self, chosen: Tensor | None, rows: int) -> Tensor:
-        """Broadcast the choices [2, B] (tokens, log-probabilities) of the ranks with logits to all pipeline ranks."""
+        """Return the choices [2, B] (tokens, log-probabilities), broadcast from the ranks with logits to all stages."""
         pipeline = None if self._handle is None else self._handle.pipeline
         if pipeline is None:
             assert chosen is not None
@@ -330,7 +335,7 @@ class SlotSteps:
 
 
 class FixedPasses(Passes):
-    """Passes by a prompt step and a decode step of fixed shapes, each of which has all slots.
+    """Passes that run a prompt step or a decode step, whose shapes are fixed because they have all slots.
 
     Args:
         model: A causal language model for which `why_no_static_cache` returns None.
@@ -469,7 +474,7 @@ class RecomputePasses(Passes):
 
 
 def slot_cache_refusal(model: Any) -> str | None:
-    """Return why the model cannot decode several sequences in one KV cache, or None."""
+    """Return the reason why the model cannot decode several sequences in one KV cache; None if it can."""
     if why := why_no_own_cache(model):
         return why
     config = model.config.get_text_config(decoder=True)

@@ -221,7 +221,10 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _cache_key(value: Any) -> Any:
-    """Return a key that decides the shape of a result; it distinguishes 1, 1.0 and True, and meta and CPU tensors."""
+    """Return a cache key of an argument: operators on arguments with equal keys return equal shapes.
+
+    The key distinguishes 1, 1.0 and True, and meta and CPU tensors.
+    """
     if isinstance(value, Tensor):
         return (value.device, value.dtype, *value.shape, None, *value.stride())
     if isinstance(value, dict):

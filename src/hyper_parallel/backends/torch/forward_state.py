@@ -34,7 +34,7 @@ def changed_state(model: nn.Module, run_forward: Callable[[], object]) -> tuple[
 
     Args:
         model: Any module with real buffers.
-        run_forward: Runs a forward pass of the model.
+        run_forward: Function that runs a forward pass of the model.
     """
     modules = dict(model.named_modules())
     before = {path: _copy_tensors(_values(module)) for path, module in modules.items()}
@@ -63,7 +63,7 @@ class _ResetState:
         self._after: Values | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Reset a module at the start of every forward."""
+        """Make a module reset its state at the start of every forward."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end)
 

@@ -65,7 +65,7 @@ def float64_kept() -> TorchFunctionMode:
 
 
 def keep_float64(model: nn.Module) -> None:
-    """Run the forward of a model in float64 throughout; its outputs and signature do not change."""
+    """Make the forward of a model compute in float64 throughout; its signature does not change."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _KeepFloat64():
@@ -98,7 +98,7 @@ def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def loop_over_experts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Use the model's own loop over experts where grouped matrix products do not support them."""
+    """Make a model use its own loop over experts if grouped matrix products do not support them."""
     if ungrouped_experts(model, dtype) and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
 

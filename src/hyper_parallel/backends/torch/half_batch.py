@@ -6,9 +6,9 @@ The layer's code is not changed: its forward is called once per half.
     layer k      half 0 | half 1
     layer k + 1           half 0 | half 1       layer k returns when half 0 is done: half 1 ends in layer k + 1
 
-A layer returns stand-ins, see `HalvedTensor`: any use of them but by the next layer completes the second half first.
-The halves meet at the end of a layer if a hook follows, such as that of FSDP, or if the layer is recomputed, and at the
-end of the model. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
+A layer returns stand-ins, see `HalvedTensor`: any use except by the next layer completes the second half first. Both
+halves are completed at the end of a layer if a hook follows, such as that of FSDP, or if the layer is recomputed, and
+at the end of the model. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HalvedTensor(StandIn):
         return x
 
     def take_half(self, index: int) -> Tensor:
-        """Return a half, which must be complete."""
+        """Return half 0 or 1, which must be complete."""
         if self._whole is not None:
             return self._whole.chunk(2, self._dim)[index]
         return self._second() if index else self._first

@@ -25,7 +25,7 @@ _counted: ContextVar[HeldOutPredictions | None] = ContextVar("held_out_predictio
 
 @dataclass
 class HeldOutPredictions:
-    """Counts of this rank. Compiled code counts nothing.
+    """Counts of this rank's targets and answers, and of the right ones; compiled code counts nothing.
 
     Attributes:
         whole_rows: False if ranks have only parts of rows, so that answers cannot be counted.

@@ -42,7 +42,7 @@ class CollectiveLauncher(Protocol):
     """Callable that issues a collective; with `async_op`, it returns before completion."""
 
     def __call__(self, *tensors: Tensor, async_op: bool) -> Wait:
-        """Return the function that waits for the result."""
+        """Issue the collective and return a function that waits for its result and returns it."""
         ...
 
 
@@ -103,7 +103,9 @@ class PendingCollective:
         self._started = _Start.apply(self._flight, launch, *tensors)
 
     def finish(self, *, leads_to_start: bool = False) -> Any:
-        """Return the result, a tensor or a tuple; another half-batch computes while the collective is in flight.
+        """Wait for the collective and return its result, a tensor or a tuple.
+
+        Another half-batch, if any, computes while the collective is in flight.
 
         Args:
             leads_to_start: The next collective starts after little computation, see `offer_turn`.
@@ -116,7 +118,7 @@ class PendingCollective:
 def start(
     launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor
 ) -> PendingCollective:
-    """Issue a collective.
+    """Issue a collective and return it in flight; `PendingCollective.finish` returns its result.
 
     Args:
         launch: The collective, a linear function of the tensors.

@@ -278,7 +278,7 @@ class _Counts:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Replace attention by a function that saves the tensors of a fused kernel, which meta tensors do not have."""
+    """Replace attention in this context by `FusedAttention`, because meta tensors have no fused kernel."""
     plain = F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -310,10 +310,13 @@ class FusedAttention(torch.autograd.Function):
 
 
 _TURNS = 3
-"""Repetitions of each benchmark; the fastest counts, so that one pause of the machine does not."""
+"""Repetitions of each benchmark; the fastest one counts, to exclude pauses of the machine."""
 _SLOW_WINDOWS = 4
-"""Windows within a call on a CPU that is its own measurement, such as a matmul in bfloat16 that is emulated: a quarter
-of a second, beside which the milliseconds of a first call do not count. The first call on an accelerator loads code."""
+"""A warm-up call on a CPU that takes longer than this number of windows, a quarter of a second, is the measurement.
+
+An example is an emulated bfloat16 matmul. The milliseconds that only a first call takes are negligible then. On an
+accelerator they are not, because the first call loads code.
+"""
 Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

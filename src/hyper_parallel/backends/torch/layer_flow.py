@@ -156,7 +156,7 @@ class _LayerTrace(SlotList):
         return self._slots
 
     def run(self) -> LayerFlow:
-        """Run the model once."""
+        """Run the model once and return the recorded data flow."""
         model, flow, tracer = self.model, self.flow, self.tracer
         with preserve_module_state(model):
             self._mark_parameters()
@@ -220,7 +220,7 @@ class _LayerTrace(SlotList):
                 getattr(self.flow, kind)[name].add(layer)
 
     def detach_origins(self, layer: int, out: Any) -> Any:
-        """Return the output of a layer with new tensors whose only origin is that layer."""
+        """Return the output `out` of a layer, with each tensor replaced by one whose only origin is that layer."""
         leaves, spec = tree_flatten(out)
         position = next(
             (

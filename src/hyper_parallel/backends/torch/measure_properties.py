@@ -69,7 +69,7 @@ class StableTopK(TorchFunctionMode):
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Set a model to evaluation mode with the float64 forward of a run, and add noise to every parameter.
+    """Prepare a model for measurements: evaluation mode, float64 in the whole forward, noise on every parameter.
 
     Args:
         model: A language model of transformers on the CPU in float64, small, with random weights, which are changed.
@@ -293,7 +293,7 @@ class _Texts:
         )
 
     def idle_modules(self) -> tuple[str, ...]:
-        """Return the outermost modules whose parameters get no gradient from a text."""
+        """Return the names of the outermost modules whose parameters get no gradient from a text."""
         with torch.enable_grad():
             weights = [p for p in self._model.parameters() if p.requires_grad]
             logits = self.run(self._drawn[:1, :32])

@@ -40,7 +40,7 @@ _WIDTH_OF_INPUT: Final = ("TrOCRAttention",)
 
 
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
-    """Return the layouts of a model's parameters, which must equal those of the plan, and of its adapters.
+    """Return the layouts of a model's parameters and adapters; raise if the plan has other layouts.
 
     Raises:
         PlanMismatch: HP307 with the first parameter that differs.
@@ -222,7 +222,7 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _splits_rows(module: nn.Module) -> bool:
-    """Return whether an embedding is a plain lookup of rows, optionally scaled by a factor."""
+    """Return whether an embedding can be sharded by rows: it is a plain lookup, optionally with a scale factor."""
     own = type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale")
     return isinstance(module, nn.Embedding) and not (
         own or module.max_norm is not None or module.sparse or module.scale_grad_by_freq

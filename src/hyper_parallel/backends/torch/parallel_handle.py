@@ -141,9 +141,9 @@ def handle(model: nn.Module) -> Handle:
 
 
 def overlap_counts(model: nn.Module) -> dict[str, int]:
-    """Return the counts of overlapped and other layers and blocks since the last call, by name.
+    """Return counts since the last call, by name: layers run on half-batches or whole, blocks run in chunks or whole.
 
-    Layers may run on half-batches, blocks in chunks of tokens. The dict is empty without such an overlap.
+    The dict is empty if the plan has no such overlap.
     """
     known = attached(model)
     counted = () if known is None else (known.halves, known.tp)

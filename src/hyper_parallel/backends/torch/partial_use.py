@@ -26,9 +26,9 @@ _TOKEN_INPUTS: Final = _TEXT_INPUTS | {"input_ids", "labels", "shift_labels"}
 
 
 def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the images, recordings and other inputs of an encoder outside the decoder.
+    """Return the items of a batch that an encoder outside the decoder reads, such as images and recordings.
 
-    They are floating-point arrays, or codes: integer arrays with three or more dims that are no masks.
+    They are floating-point arrays, or codes: integer arrays with three or more dims that are not masks.
     """
     return {
         name: value
@@ -41,7 +41,7 @@ def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
-    """Raise for inputs of an encoder outside the decoder that an axis does not support.
+    """Raise for images, recordings or other inputs of an encoder if the parallel axes do not support them.
 
     Args:
         model: Model that gets the batch.

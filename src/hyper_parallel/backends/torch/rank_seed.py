@@ -10,7 +10,7 @@ from hyper_parallel.backends.torch.parallel_handle import handle
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 64-bit seed derived from several numbers; numpy guarantees the raw bits of PCG64."""
+    """Return a 64-bit seed derived from `parts`, the same for all versions of numpy."""
     return int(np.random.PCG64([4, *(part % 2**64 for part in parts)]).random_raw())
 
 

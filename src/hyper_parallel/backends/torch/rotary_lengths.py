@@ -75,7 +75,7 @@ def _by_document(module: Any, inner: Callable[..., Any], lengths: Lengths) -> Ca
 def _groups(
     module: Any, kind: str, layer_type: str | None, lengths: Tensor
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield masks [B, S] of the tokens with equal frequencies, each with a length, in ascending order of lengths."""
+    """Yield (mask [B, S], length) for each set of tokens with equal frequencies, in ascending order of lengths."""
     if kind == _LONGROPE:  # this case reads no tensor values, so that the pass can be traced
         rope = module.config.rope_parameters
         rope = rope if layer_type is None else rope[layer_type]

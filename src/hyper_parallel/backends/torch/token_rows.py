@@ -1,4 +1,4 @@
-"""Selection of the rows of a layer that are tokens, without padding of the layout, and without padding of the batch.
+"""Selection of the rows of a layer's input that are tokens, without padding of the layout or of the batch.
 
 Padding of the layout makes shards of tensor and context parallelism equal in size. The caller marks padding of the
 batch by the argument `token_mask` [B, S], which is removed before the model's forward, else by `attention_mask` [B, S].
@@ -101,7 +101,7 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
 
 
 def watch_padding(model: nn.Module, tokens: Tokens) -> None:
-    """Make the start of each forward record the batch's padding in the pass context, after sequences are sharded."""
+    """Make each forward of a model record the batch's padding in the pass context, after sequences are sharded."""
     names = list(inspect.signature(model.forward).parameters)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

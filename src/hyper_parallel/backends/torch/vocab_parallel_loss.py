@@ -116,9 +116,10 @@ def cross_entropy(
     ignore_index: int = -100,
     summed: bool = True,
 ) -> Tensor:
-    """Return `cross_entropy_sum` of logits that the head may have sharded; `targets` [T] are those of all its tokens.
+    """Return `cross_entropy_sum` for logits as the head returns them, whether sharded or not.
 
-    If the head shards tokens, the result covers this rank's shard, ceil(T / tp) tokens with padding.
+    `targets` [T] are those of all tokens. If the head shards tokens, the result covers this rank's shard, ceil(T / tp)
+    tokens with padding.
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:
@@ -195,7 +196,7 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 
 def use_loss_function(model: nn.Module) -> None:
-    """Make a forward that has its own loss code return `model.loss_function` instead if it gets `shift_labels`.
+    """If a model's forward has its own loss code, make it use `model.loss_function` for calls with `shift_labels`.
 
     The replaced losses are means over a microbatch, and only some models shift the labels.
     """

@@ -38,10 +38,7 @@ def probe_attention_calls(
 
 
 def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -> None:
-    """Pass `position_ids()` to position embeddings whose model counts positions [S] over the local tokens.
-
-    BART is such a model.
-    """
+    """Make position embeddings that get positions [S] counted over local tokens, as in BART, use `position_ids()`."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         local = kwargs.get("position_ids")

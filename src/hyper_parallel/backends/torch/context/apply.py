@@ -58,7 +58,7 @@ def apply_context_parallel(
         view: Parts of the model.
         strategy: The strategy of the plan.
         mesh: Device mesh with a cp axis.
-        stage_layers: Returns the layers of the running pipeline stage; None without pipeline parallelism.
+        stage_layers: Function that returns the layers of the running stage; None without pipeline parallelism.
         calls: Result of `count_attention_calls`.
         running: The running pass of the model.
     """
@@ -109,12 +109,12 @@ def _wrap_root(
     gathers_outputs: bool,
     tables: Sequence[Any],
 ) -> None:
-    """Shard the inputs of a model before its forward and gather its outputs after it.
+    """Add hooks to a model that shard its inputs before each forward and gather its outputs afterwards.
 
     Args:
         context: State of context parallelism.
         model: The model; changed in place.
-        num_calls: Returns the expected number of attention calls of a pass.
+        num_calls: Function that returns the expected number of attention calls of a pass.
         gathers_outputs: Whether outputs are gathered over the ranks.
         tables: Position embeddings that derive positions from ids if the batch has none.
     """
@@ -162,7 +162,7 @@ def _wrap_root(
 
 
 def join_sequences(context: ContextState, local: Tensor) -> Tensor:
-    """Return complete sequences [B, S, ...] gathered over the cp ranks; all of them must then compute the same."""
+    """Return complete sequences [B, S, ...] gathered over cp ranks; all ranks must use the result in the same way."""
     cut, group = context.view.cut, context.group
     positions = [p for rank in range(group.size()) for p in cut.positions(rank)]
     # Index of each position in the concatenated tokens of all ranks.

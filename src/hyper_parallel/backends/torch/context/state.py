@@ -27,7 +27,7 @@ class ContextState:
     Attributes:
         group: Context-parallel process group.
         gather_keys: True if one all-gather of keys and values replaces the ring steps.
-        ulysses: Ulysses degree: ranks of the group that swap the head shard for the sequence shard by all-to-all.
+        ulysses: Ulysses degree: number of ranks that exchange tokens for heads by all-to-all.
         running: The running forward pass; its view has the document lengths and boundaries.
         calls: Number of attention calls so far in this pass.
     """
@@ -86,8 +86,9 @@ class ContextState:
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's tokens of a microbatch, [B, padded length / cp], and set the state of its pass.
 
-        The result has `shift_labels` in place of `labels`, and always `position_ids`. Every pipeline stage calls this
-        on the same microbatch: the first uses the ids, the last the labels, all use the positions and the state.
+        The result always has `position_ids`. If the batch has labels, both `labels` and `shift_labels` are the shifted
+        ones. Every pipeline stage calls this on the same microbatch: the first uses the ids, the last the labels, all
+        use the positions and the state.
 
         Args:
             batch: Arguments of the model's forward; `position_ids` restart at each document.

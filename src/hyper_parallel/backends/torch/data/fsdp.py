@@ -35,7 +35,7 @@ def shard_data_parallel(
 ) -> tuple[nn.Module, ...]:
     """Wrap experts, layers and the root with FSDP.
 
-    They stay unwrapped if there is only one data- and context-parallel rank and no mixed precision.
+    Without mixed precision, modules whose parameters are on one data- and context-parallel rank only stay unwrapped.
 
     Args:
         model: The model; changed in place.
@@ -196,8 +196,8 @@ def defer_reductions(
 
     Args:
         modules: Modules managed by FSDP.
-        previous: Layer id to the preceding layer.
-        keeps_gathered: Whether gathered parameters are kept too.
+        previous: Dict from the id of a layer to the preceding layer.
+        keeps_gathered: Whether gathered parameters are kept until then.
         root: The root module.
     """
     for module in modules:

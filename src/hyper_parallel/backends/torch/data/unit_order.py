@@ -79,7 +79,10 @@ class EventSequence:
             self._events = []
 
     def reach(self, event: int, fill: Callable[[int], None]) -> bool:
-        """Run events of other ranks until `event` is next on all ranks; return whether the sequence contains it."""
+        """Take part in events of other ranks until `event` is next on all ranks.
+
+        Return whether the sequence contains `event`. `fill` takes part in one event that this rank skips.
+        """
         if not self.learned:
             while (agreed := self._agree(event)) != event:
                 fill(agreed)
@@ -97,7 +100,7 @@ class EventSequence:
         return self._events[self._next :] if self.learned else []
 
     def finish(self, fill: Callable[[int], None]) -> None:
-        """End a pass: run the remaining events of other ranks."""
+        """End a pass: take part in the remaining events of other ranks by `fill`."""
         if self.learned:
             self._fill_until(len(self._events), fill)
             return
@@ -167,7 +170,7 @@ class _Unit:
 
 
 class UnitOrder:
-    """Wrapper of FSDP's units that runs their collectives in the same order on all ranks.
+    """Wrapper of FSDP's units (parameter groups) that runs their collectives in the same order on all ranks.
 
     A forward pass is one call of the root module; a backward pass ends in FSDP's final callback. Event numbers increase
     in the usual order: ascending unit index in forward, descending in backward, gather before reduction. The last
@@ -420,7 +423,10 @@ def order_units(
     unskippable: Sequence[str],
     one_order: bool,
 ) -> None:
-    """Run FSDP's collectives in one order on all ranks; see `UnitOrder` for the arguments."""
+    """Make all ranks run FSDP's collectives in the same order, by a `UnitOrder`; `one_order` is its `learns`.
+
+    `unskippable` has the names of the modules.
+    """
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):
         return
@@ -429,7 +435,7 @@ def order_units(
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Return FSDP's parameter groups of a module's state."""
+    """Return the parameter groups in FSDP's state of a module."""
     # torch 2.11 has at most one group per module
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -437,7 +443,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def _widen_partial(unit: _Unit, used: list[Any]) -> None:
-    """Extend the buffer of gradients that are not yet reduced over replicas to more parameters."""
+    """Extend a unit's buffer of gradients that are not yet reduced over replicas to the parameters `used`."""
     partial: Tensor | None = unit.group._partial_reduce_output
     if partial is None or unit.partial == used:
         return
@@ -460,7 +466,7 @@ def _gradient(param: Any) -> Tensor | None:
 
 
 def _common_with(name: str) -> Callable[[str], int]:
-    """Return a function that counts the common leading parts of two dotted names."""
+    """Return a function from a dotted name to the number of leading parts that it has in common with `name`."""
     parts = name.split(".")
     return lambda other: next(
         (i for i, (a, b) in enumerate(zip(parts, other.split("."), strict=False)) if a != b),

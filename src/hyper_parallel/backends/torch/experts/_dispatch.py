@@ -61,7 +61,9 @@ def attach_zero_gradients(out: Any, params: Iterable[Tensor]) -> Any:
 
 
 class _MoveRows(torch.autograd.Function):
-    """Scatter rows to distinct indices of [size, D], or gather them from there; each is the backward of the other.
+    """Autograd function that scatters rows to distinct indices of [size, D], or gathers them from there.
+
+    Each is the backward of the other.
 
     With an `overflow_row`, index `size` is a row that is dropped: any number of rows are scattered to it, and the rows
     gathered from it are zero.
@@ -112,7 +114,7 @@ def _launch_exchange(
 def _exchange_pair(
     send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return the all-to-all of rows and its transpose; `send` and `receive` are the numbers of rows per rank."""
+    """Return launchers of an all-to-all of rows and of its transpose; `send` and `receive`: row counts per rank."""
     forward = partial(_launch_exchange, send=send, receive=receive, group=group)
     return forward, partial(_launch_exchange, send=receive, receive=send, group=group)
 
@@ -120,7 +122,7 @@ def _exchange_pair(
 def _exchange(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Run an all-to-all of rows; `send` and `receive` are the numbers of rows per rank."""
+    """Return the rows received in an all-to-all; `send` and `receive` are the numbers of rows per rank."""
     if group is None:
         return rows
     result: Tensor = collective(*_exchange_pair(send, receive, group), rows)

@@ -118,7 +118,7 @@ def apply_to_experts(
 def _is_supported(
     module: nn.Module, name: str, state: ExpertState, tokens: Tokens, in_decoder: bool
 ) -> bool:
-    """Return False for experts to run unwrapped; raise HP205 for experts that cannot be dispatched."""
+    """Return whether to wrap a module of experts; False: it runs unchanged. Raise HP205 if dispatch is impossible."""
     group, capacity, tp = state.group, state.options.capacity_factor, tokens.tp
     in_list = isinstance(module, ExpertList) or is_list(module)
     signature = inspect.signature(type(module).forward)

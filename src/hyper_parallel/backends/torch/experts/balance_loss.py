@@ -108,7 +108,7 @@ class BalanceLoss:
         return cls(facts, coefficient, strategy, groups, world_group, device)
 
     def watch(self, model: nn.Module, tokens: Tokens) -> None:
-        """Record the router logits of this rank's modules in every pass."""
+        """Make each pass of a model record the router logits of this rank's layers."""
         self._tokens = tokens
         modules = dict(model.named_modules())
         for name, output in self._facts.routers:
@@ -200,7 +200,7 @@ class BalanceLoss:
 
     @property
     def loss_hook(self) -> Any:
-        """Function from the loss of a microbatch and its share of the step to the loss with the auxiliary loss."""
+        """Function to call with a microbatch's loss and share: `record_share` in a pipeline, else `add_to_loss`."""
         return self.record_share if self._staged else self.add_to_loss
 
     def _count_routed(self) -> tuple[Tensor, Tensor]:

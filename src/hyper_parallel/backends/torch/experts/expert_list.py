@@ -81,7 +81,10 @@ class _ExpertSlot:
 
 
 class ExpertList(SlotList):
-    """Module list with a contiguous range of experts on this rank; during the block's forward, stubs of all experts."""
+    """Module list with this rank's contiguous range of experts.
+
+    During the forward of its block, it yields a stub for every expert of all ranks instead.
+    """
 
     local_experts: range
     calls: _Calls | None

@@ -153,7 +153,7 @@ class _Stub(nn.Module):
 
 
 class _DecoderOutput:
-    """Output of the stub decoder: hidden states, router logits by any name, and None for all other attributes."""
+    """Output of the stub decoder: hidden states, router logits under each name that models use, otherwise None."""
 
     def __init__(self, logits: tuple[Tensor, ...]) -> None:
         self.last_hidden_state = torch.zeros(1, _TOKENS, 1, dtype=torch.float64)
@@ -250,7 +250,7 @@ def load_balance(load: Tensor, probability: Tensor, number: Tensor) -> Tensor:
 
 
 def _load_balance_by_top_k(layers: list[Tensor]) -> Tensor:
-    """Return the load-balancing losses of logits [T, E] for k = 1, 2, ... ."""
+    """Return a tensor of the load-balancing losses for k = 1, 2, ..., given the logits [T, E] of each layer."""
     probabilities = torch.cat([layer.softmax(-1) for layer in layers])
     number, experts = probabilities.shape
     most = min(experts, _MOST_CHOICES)
@@ -283,7 +283,7 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield name and output index of the modules with router logits in the decoder."""
+    """Yield (name, index) of each decoder module with router logits; index: their position in its outputs."""
     view = view_of(model)
     if view.base is None:
         return

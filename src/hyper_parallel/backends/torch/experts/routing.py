@@ -121,7 +121,7 @@ class RoutingStatistics:
 
 
 def is_first_forward() -> bool:
-    """Return whether a forward with gradients runs, outside of recompute in backward."""
+    """Return whether a forward with gradients is running that is not a recomputation in backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -172,7 +172,7 @@ def _describe(facts: RouterLoss, coefficient: float | None) -> str:
 
 
 def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> RouterLoss | None:
-    """Return the router loss to add in a step; None without one, or if one rank keeps the model's own loss.
+    """Return the router loss that training adds; None without one, or if one rank keeps the model's own loss.
 
     If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
     language model.

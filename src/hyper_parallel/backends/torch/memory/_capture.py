@@ -85,10 +85,10 @@ class StepCapture:
 
     Args:
         named: Tensors that exist before the step, with the kind of their content.
-        training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
+        training: True: the phases are forward, backward (inside autograd) and optimizer (after it). False: inference.
         alignment_bytes: Rounding of every allocation.
-        empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied`.
-        make_resident: Makes a tensor resident before its bytes are read; see `LruSpillMode`.
+        empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied_storages`.
+        make_resident: Function that makes a tensor resident before its bytes are read; see `LruSpillMode`.
 
     Attributes:
         part: Current phase, if the step sets it; None: inferred from autograd.
@@ -368,7 +368,7 @@ class StepCapture:
         self._untracked.__exit__(*error)
 
     def captured(self, result: Any, inputs: Mapping[str, torch.Tensor], name: str) -> Captured:
-        """Return the recorded step, after it has returned `result`; `inputs` are among the named tensors.
+        """Return the recorded step.
 
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
@@ -475,7 +475,7 @@ def record(
         training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
         empty: See `StepCapture`.
-        spill: Evicts storages while the step runs; None: the step fits the device.
+        spill: Mode that evicts storages while the step runs; None: the step fits the device.
 
     Raises:
         CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.

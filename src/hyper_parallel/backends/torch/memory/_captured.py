@@ -104,7 +104,7 @@ def refuse_layouts(tensor: torch.Tensor) -> None:
 
 
 def resize_error(place: str) -> CaptureUnsupported:
-    """Return the error of a storage that changes its size while a step is recorded."""
+    """Return the error for a storage that changes its size while a step is recorded."""
     return CaptureUnsupported(
         f"the step resizes a storage at `{place}`; a static memory plan needs fixed sizes",
         hint="allocate the final size before the step",

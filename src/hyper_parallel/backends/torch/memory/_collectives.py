@@ -59,7 +59,7 @@ def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 
 def sent_bytes(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
-    """Return the bytes that this rank sends in ring algorithms; for an all-to-all with splits, the exact bytes.
+    """Return the bytes that this rank sends in a collective by a ring algorithm; exact for an all-to-all with splits.
 
     An operator without a kind, such as the receipt of a message, counts with all its bytes.
     """

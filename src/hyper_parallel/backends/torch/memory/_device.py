@@ -69,8 +69,8 @@ class PlannedDevice:
             events instead, which can also be passed here.
         flash: Folder of the file tier; required when the plan uses it.
         check: True: run the eager step before the first planned step, roll it back, and compare the results. On an
-            accelerator it runs twice. A step that was recorded without values is not checked. Or the results to
-            compare the first step with.
+            accelerator it runs twice. A step that was recorded without values is not checked. A `ReferenceStep`:
+            compare the first planned step with these results.
         source: Spill mode that has evicted bytes of the owner tensors; None: the owner tensors have all bytes.
 
     Attributes:
@@ -139,8 +139,8 @@ class PlannedDevice:
 
         Raises:
             StepChanged: HP512 when an input or a captured branch does not match the recording, or model or optimizer
-                have changed since (then nothing has run, and the change may be undone); when the results of the first
-                step differ from the eager ones, or an operator did not run (then the device can only be closed).
+                have changed since. Nothing has run then, and the change may be undone. Also when the results of the
+                first step differ from the eager ones, or an operator did not run. The device can then only be closed.
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """

@@ -108,7 +108,7 @@ def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _round_robin(index: Tensor, choices: int) -> Tensor:
-    """Return indices of the same shape in which all choices are equally frequent."""
+    """Return indices in the shape of `index` in which all `choices` are equally frequent."""
     with unset_fake_temporarily():
         return (torch.arange(index.numel()) % choices).view(index.shape)
 

@@ -219,7 +219,7 @@ class LruSpillMode:
         return [record.ref for record in records if record.resized and not record.num_bytes]
 
     def require(self, num_bytes: int) -> None:
-        """Raise `least_bytes` to the bytes that an operator needs at once."""
+        """Increase `least_bytes` to `num_bytes`, the bytes that an operator needs at once, if it is smaller."""
         self.least_bytes = max(self.least_bytes, num_bytes)
 
     # -- operators -----------------------------------------------------------------------------

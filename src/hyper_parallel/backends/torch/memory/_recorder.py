@@ -3,8 +3,7 @@
 The recorder sits below autograd. It records the operators of forward, backward, FSDP, clipping and the optimizer, on
 plain local tensors, real or fake. Views are recorded as addresses. Only operators that allocate or write bytes, or
 communicate, become part of the program. A `Kernels` function runs the operators: directly, or with known values of fake
-tensors.
-`StorageWatch` counts live and peak bytes of a running step without a program, in a fraction of the time.
+tensors. `StorageWatch` counts live and peak bytes of a running step without a program, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def _properties(func: Any) -> tuple[bool, bool, bool]:
 
 
 class StorageWatch(OperatorMode):
-    """Context that tracks storages: tracked tensors, results of operators, and operands of collectives.
+    """Context that counts the live bytes of storages: of tracked tensors, results, and operands of collectives.
 
     Args:
         sample: Function called after every operator with the live bytes and the peak so far.
@@ -121,7 +120,7 @@ outputs and the workspace bytes of its kernel."""
 def run_directly(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[Any, int]:
-    """Run an operator directly, as `Kernels` without workspace."""
+    """Run an operator and return its outputs, and 0 workspace bytes; a `Kernels` function."""
     return func(*args, **kwargs), 0
 
 
@@ -279,7 +278,7 @@ class Recorder(OperatorMode):
         return Entry(name, 0, "activation", shape=shape, dtype=dtype, recomputed=recomputed)
 
     def _record_resizes(self, *, everywhere: bool = False) -> None:
-        """Record storages that their owner has resized: FSDP frees and refills gathered parameters without operator."""
+        """Record storages that their owner has resized, as FSDP does with gathered parameters without an operator."""
         for key, entry, _ in self.storages.end_resized(everywhere=everywhere):
             number = self.storages.begin(key, replace(entry, at_start=False))
             self._run(Operator("resize", allocs=(number,)))

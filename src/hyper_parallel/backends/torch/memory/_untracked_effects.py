@@ -44,7 +44,7 @@ _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.opt
 
 
 def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
-    """Return checksums of a storage's words, computed on its device; different bytes very rarely have equal ones."""
+    """Return checksums of a storage's words, computed on its device; other contents very rarely have equal ones."""
     with _disable_current_modes():
         words = base.nbytes() // 8
         empty = torch.empty(0, dtype=torch.int64, device=base.device)
@@ -57,7 +57,7 @@ def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
 
 
 def untracked_write_error(name: str) -> CaptureUnsupported:
-    """Return the error of bytes that change although no operator writes them."""
+    """Return the error for bytes that change although no recorded operator writes them."""
     return CaptureUnsupported(
         f"`{name}` is written by code that torch's dispatcher does not see, so a plan would not run it",
         hint="wrap the kernel with `torch.library.custom_op(..., mutates_args=...)`, which declares its writes",
@@ -201,7 +201,7 @@ class UntrackedEffects:
         Args:
             operators: Recorded operators.
             state: State before the step, by storage.
-            make_resident: Makes a tensor resident.
+            make_resident: Function that makes a tensor resident.
 
         Raises:
             CaptureUnsupported: HP511 with the name of the changed state.

@@ -26,7 +26,7 @@ from hyper_parallel.backends.torch.memory.operators import numbers_read, tensors
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
-"""Sampled elements of a tensor, to distinguish rounding from another value; digests compare all bytes. Not measured."""
+"""Number of sampled elements of a tensor, to distinguish rounding from another value; an estimate."""
 _CHUNK: Final = 1 << 20
 """Words of a large tensor per chunk of its digest, which needs 24 MiB of workspace on the tensor's device."""
 _CACHED: Final = 1 << 16  # on the host: they stay in its cache

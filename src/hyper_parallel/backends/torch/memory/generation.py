@@ -104,8 +104,8 @@ class PlannedSlots(FixedPasses):
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 with the smallest sufficient device budget of both steps.
-        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a sufficient DRAM size.
+        BudgetImpossible: HP402 naming the smallest device budget that is sufficient for both steps.
+        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, naming a sufficient DRAM size.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class PlannedSlots(FixedPasses):
         """Return one plan for each recorded step.
 
         Raises:
-            BudgetImpossible: HP402 with a device budget that is sufficient for both steps.
-            TierFull: HP403 with a DRAM size that is sufficient for both steps.
+            BudgetImpossible: HP402 naming a device budget that is sufficient for both steps.
+            TierFull: HP403 naming a DRAM size that is sufficient for both steps.
         """
         limits, plans, errors = self.limits, list[MemoryPlan](), list[BudgetImpossible | TierFull]()
         for captured in self._captured:
@@ -310,7 +310,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> None:
-    """Put fake parameters and buffers on a device, which `Module.to` cannot; shared tensors stay shared."""
+    """Move fake parameters and buffers to a device, which `Module.to` cannot do; shared tensors stay shared."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

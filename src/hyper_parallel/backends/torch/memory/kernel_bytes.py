@@ -62,7 +62,7 @@ Timed = tuple[range, Events]
 def run_measured(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, tuple[int, ...], Events | None]:
-    """Run an operator.
+    """Run an operator, and measure its workspace and its time on an accelerator.
 
     Args:
         func: The operator.

@@ -482,8 +482,8 @@ def split_lists(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Split an operator over lists into one call per list position.
 
-    Tensors may be views already. `_fused_adamw_` and `_foreach_*` treat every position independently. So the parts
-    have the same bits, and each can run as soon as its own gradient exists.
+    The arguments may contain views in place of tensors. `_fused_adamw_` and `_foreach_*` treat every position
+    independently. The calls therefore give the same bits, and each can run as soon as its own gradient exists.
 
     Args:
         func: The operator.

@@ -197,7 +197,7 @@ class _IdentityStamp:
         return chain(flatten(modules), map(vars, self._owners), maps, flatten(self._lists))
 
     def _sizes_now(self) -> list[Any]:
-        """Return the sizes of all containers, and the identities of each parameter's gradient and hooks."""
+        """Return the sizes of all dicts and lists of attributes, and the identities of each gradient and its hooks."""
         own = [
             (id(p.grad), p.requires_grad, id(p._backward_hooks), id(p._post_accumulate_grad_hooks))
             for p in self._parameters

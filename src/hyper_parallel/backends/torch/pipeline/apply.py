@@ -115,7 +115,7 @@ class Pipeline:
             model: The model.
             microbatches: Arguments of the model's forward per microbatch.
             loss_of: Function from the index of a microbatch to its loss.
-            span: Context factory that records an action's name and kind.
+            span: Function from the name and kind of an action to a context that records it.
             train: Whether to run backward.
             scale: Factor included in the losses of `loss_of`, applied to the router loss too.
             step: Actions to run with those of other parts of the model; None: those of the pipeline's schedule.
@@ -444,7 +444,7 @@ class _PipelinePass:
 
 
 def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Run the stages in sequence; return the logits on the rank of the last stage, None on others.
+    """Run all stages in sequence without backward; return the logits on the rank of the last stage, None on others.
 
     All ranks pass the same inputs.
     """

@@ -251,7 +251,7 @@ class StageModules:
         return self.running.ranges[self.running.stage]
 
     def install(self, model: nn.Module) -> None:
-        """Restrict embedding, final norm and head to their stages; called after tensor parallelism has wrapped them.
+        """Restrict embedding, final norm and head to their stages; call this after tensor parallelism has wrapped them.
 
         Afterwards, calls of the model outside of a stage raise HP205, because one rank cannot run it alone.
         """
@@ -278,7 +278,9 @@ def split_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> StageModules | None:
-    """Split a model at the layers of the plan, or by cost; return None for a plan without pipeline.
+    """Split a model into pipeline stages and return those of this rank; None for a plan without pipeline.
+
+    If the plan does not have the layers of each stage, costs are balanced.
 
     Args:
         model: The complete model; changed in place.
@@ -322,7 +324,10 @@ def _split(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> StageModules:
-    """Replace the modules of other pipeline ranks by placeholders; `counts` are the layers of each stage."""
+    """Replace the modules of other pipeline ranks by placeholders, and return the stages of this rank.
+
+    `counts` is the number of layers of each stage.
+    """
     pp_rank = group.rank()
     ranges = tuple(range(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
     last = strategy.stages - 1

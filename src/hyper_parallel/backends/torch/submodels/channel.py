@@ -48,7 +48,7 @@ class Channel:
     """Messages in one direction, each with a key; a receiver may ask for them in any order.
 
     Args:
-        group: Ranks; no other traffic may use the group.
+        group: Process group of the ranks; no other traffic may use it.
         device: Device of the tensors.
     """
 

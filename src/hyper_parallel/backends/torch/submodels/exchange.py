@@ -91,7 +91,7 @@ class JointSteps:
         return self.lanes.owners(self.schedule(count))
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return one entry per microbatch of the step, which is None if another tower rank computes its features."""
+        """Return (0, index) for each microbatch of the step whose features the tower rank computes, None for others."""
         owners = self.owners(count)
         return [(0, i) if owner == tower_rank else None for i, owner in enumerate(owners)]
 
@@ -202,9 +202,10 @@ class Border:
         )
 
     def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
-        """Yield the passes of a step in order, with the round of a tower pass or the index of a language microbatch.
+        """Yield (pass, number) in the order of a step of `rounds` rounds.
 
-        Forward passes of the tower run `ahead` microbatches before the language part needs their features.
+        The number is the round of a tower pass, or the index of a microbatch of the language part. Forward passes of
+        the tower run `ahead` microbatches before the language part needs their features.
         """
         shares, towers = len(self.readers), len(self.tower)
         forward = backward = 0
@@ -257,7 +258,7 @@ class Tower:
             microbatches: Microbatches in the order of `Border.sources`, on this rank's device.
             span: See `forward_backward`.
             train: Whether readers run backward passes.
-            deferred: Context in which all backward passes except the last one run.
+            deferred: Function from the model to a context for all backward passes except the last one.
         """
         trained = train and is_trained(model)
         for kind, number in self.border.passes(len(microbatches)):
@@ -403,7 +404,7 @@ class Reader:
         self._gradients.flush()
 
     def receive(self, label: str) -> Any:
-        """Return the tower's result of a call that crosses the border, in place of the call named `label`."""
+        """Return the tower's result of the call named `label`, which crosses the border."""
         received = self._message()
         found, output = received.popleft() if received else ("no further features", None)
         if found != label:
@@ -497,13 +498,13 @@ class Submodels:
 
     @property
     def language(self) -> tuple[nn.Module, Reader] | None:
-        """Language part and its `Reader`; None on a rank without the language part."""
+        """(Model, `Reader`) of the language part; None on a rank without it."""
         role = self.roles[0]
         return (role.part, role.side) if isinstance(role.side, Reader) else None
 
     @property
     def towers(self) -> list[tuple[nn.Module, Tower]]:
-        """Towers of this rank, each with its `Tower`."""
+        """(`TowerModel`, `Tower`) of each tower on this rank."""
         return [(role.part, role.side) for role in self.roles if isinstance(role.side, Tower)]
 
     def sources(self, count: int) -> list[Source]:

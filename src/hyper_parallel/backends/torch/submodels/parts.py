@@ -115,7 +115,7 @@ def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
 
 
 def _drop_parameters(model: nn.Module, dropped: set[int]) -> None:
-    """Replace parameters by None, under all of their names."""
+    """Replace the parameters with the ids `dropped` by None, under all of their names."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if id(parameter) in dropped:
@@ -251,7 +251,7 @@ class TowerModel(nn.Module):
 
     @property
     def has_features(self) -> bool:
-        """True if a forward that ended by an error had computed features."""
+        """True if a forward that ended with an error had computed features."""
         return bool(self._crossed)
 
     def _record_results(self, label: str, inner: Callable[..., Any]) -> Callable[..., Any]:

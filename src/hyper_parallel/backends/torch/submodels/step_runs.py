@@ -30,7 +30,7 @@ class Rounds:
         served: Microbatches of each tower, from `Submodels.divided`.
         span: See `forward_backward`.
         train: Whether to run backward.
-        deferred: Context in which all backward passes of a tower except the last one run.
+        deferred: Function from a tower to a context for all of its backward passes except the last one.
 
     Attributes:
         actions: None: there is no joint schedule, and the language part uses its own.

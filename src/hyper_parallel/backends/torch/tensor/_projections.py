@@ -196,7 +196,7 @@ class Region:
         return PreparedProducts(self.state.shape, torch.is_grad_enabled(), functions)
 
     def prepare_following(self) -> None:
-        """Read the weights of the next region's column-parallel projections."""
+        """Prepare the products of the next region's column-parallel projections by reading their weights."""
         if self.following is not None and self.following.state.num_chunks > 1:
             region = self.following
             region.current.column_products = region._prepare(region.column_products)
@@ -262,9 +262,9 @@ class Region:
         return scatter(tokens, 1, group, Purpose.SEQUENCE_SCATTER, leads_to_start=True)
 
     def with_weight(self, module: nn.Module, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `use(weight)`, with the weight gathered over y if the program says so.
+        """Return `use(weight)`; if the program gathers weights, the weight is gathered over y first.
 
-        A gathered weight is not saved for backward, but gathered again.
+        A gathered weight is not saved for backward but gathered again.
         """
         weight = self.state.local(module.weight)
         if Purpose.WEIGHT_GATHER not in self.program:
@@ -326,7 +326,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = None) -> None:
-    """Replace the forward of a column-parallel projection.
+    """Make a column-parallel projection compute this rank's output features.
 
     Args:
         module: The projection.
@@ -378,7 +378,10 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
 
 def rowwise(module: nn.Module, name: str, region: Region) -> None:
-    """Replace the forward of a row-parallel projection: all-reduce or reduce-scatter, then add the bias once."""
+    """Make a row-parallel projection reduce its partial output over ranks, then add the bias once.
+
+    The region's program decides between all-reduce and reduce-scatter.
+    """
     state, program = region.state, region.program
     gathers_over_y = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
     is_adapted = LORA_A in module._parameters

@@ -41,7 +41,7 @@ class SpanAttention:
         """Make one attention module use span attention.
 
         Raises:
-            UnsupportedSharding: HP205 for an attention implementation without masks of rows and columns.
+            UnsupportedSharding: HP205 for an attention implementation other than sdpa and eager.
         """
         from transformers import AttentionInterface
 

@@ -47,7 +47,7 @@ def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
 def gather_pair(
     dim: int, group: ProcessGroup, name: Purpose
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return the collective of `gather` and its transpose."""
+    """Return launchers of the collective of `gather` and of its transpose."""
     back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
     return partial(_launch_gather, dim=dim, group=group, name=name), back
 
@@ -62,7 +62,7 @@ def scatter(
 def scatter_pair(
     dim: int, group: ProcessGroup, name: Purpose
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return the collective of `scatter` and its transpose."""
+    """Return launchers of the collective of `scatter` and of its transpose."""
     back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
     return partial(_launch_scatter, dim=dim, group=group, name=name), back
 

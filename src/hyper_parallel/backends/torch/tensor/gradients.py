@@ -75,7 +75,7 @@ def use_local_parameters(
     rows: slice | None = None,
     modules: Sequence[nn.Module] | None = None,
 ) -> None:
-    """Replace a module's parameters by their local tensors during its forward.
+    """Make a module's forward run with the local tensors of its parameters.
 
     Args:
         module: The module to wrap.

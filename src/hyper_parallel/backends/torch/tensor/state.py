@@ -202,7 +202,7 @@ _CUDA_STEP: Final = 4
 
 @dataclass
 class RandomStreams:
-    """Switch between the random stream common to all tensor-parallel ranks and one of this rank alone.
+    """Selector of a random stream: the one common to all tensor-parallel ranks, or that of this rank alone.
 
     Attributes:
         rank: Position of this rank in the tensor-parallel group.
@@ -296,7 +296,7 @@ class TpState:
     """Tensor-parallel state of one model.
 
     Attributes:
-        groups: This rank's process groups by their axes in the boundary table; none with tp_y on one axis.
+        groups: Process groups of this rank by their mesh axes; on one axis there are none with tp_y.
         shard_hidden_over_y: True if features of the residual stream are sharded over tp_y.
         shard_sequences_over_y: True if sequences are sharded over tp_y before their tokens are sharded over tp_x.
         replicated_activations: True if every rank holds the residual stream of all tokens.

@@ -79,7 +79,7 @@ class Inventory:
         fates: Fate of each stored name, and of names that only the index lists.
         sources: Source of each parameter or buffer of this rank; tied tensors have one entry.
         fresh: Parameters and buffers that no file contains and that get initial values.
-        untied: Names of parameters that the model ties and the files do not, with the name that each was tied to.
+        untied: Dict from each name that the model ties but the files do not, to the name that it was tied to.
         conversions: Conversions of transformers among the sources.
         shapes: Shape of each stored tensor.
     """

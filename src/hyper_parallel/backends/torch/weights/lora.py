@@ -68,7 +68,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and module of all modules with an adapter."""
+    """Yield (name, module) of each module with an adapter."""
     for name, module in model.named_modules():
         if LORA_A in module._parameters:
             yield canonical_name(name), module
