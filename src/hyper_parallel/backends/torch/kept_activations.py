@@ -160,7 +160,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _Run:
-    """One forward pass of a model on meta tensors, with its measurements.
+    """Forward pass of a model on meta tensors, with its measurements.
 
     They are the bytes saved for backward, the number of operators, and the number of input rows of a layer's experts.
     """
