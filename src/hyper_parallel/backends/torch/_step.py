@@ -508,9 +508,9 @@ def _sum_over_ranks(attached: Handle, value: Tensor) -> Tensor:
 
 
 def data_share(model: nn.Module) -> tuple[int, int]:
-    """Return the `rank` and `num_replicas` of this rank's data sampler.
+    """Return (`rank`, `num_replicas`) for the data sampler of this rank.
 
-    Ranks of one tensor-, context- or pipeline-parallel group read the same data.
+    Ranks of one tensor-, context- or pipeline-parallel group get equal values, because they read the same data.
     """
     attached = handle(model)
     strategy = attached.plan.strategy

@@ -155,7 +155,10 @@ class FlowTracer(TorchDispatchMode):
         return None
 
     def _resolve_sizes(self, packet: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with consistent sizes in place of sizes that depend on values."""
+        """Return the arguments of an operator with assumptions in place of sizes that depend on values.
+
+        A boolean mask selects `TOKENS` rows, and the last part of a split has the remaining size.
+        """
         if packet is _aten.split_with_sizes:
             *sizes, _ = args[1]
             rest = args[0].shape[args[2] if len(args) > 2 else 0] - sum(sizes)

@@ -25,9 +25,9 @@ _FLOAT32: Final = torch.float32
 class _KeepFloat64(TorchFunctionMode):
     """Mode that turns conversions of float64 and integer tensors to float32 into conversions to float64.
 
-    Model code computes norms, rotary angles and softmax in at least float32 by a conversion to float32. For float64
-    this loses precision, and two layouts may round to different float32 values. Positions in float32 could not be
-    multiplied with frequencies in float64.
+    Model code converts tensors to float32 to compute norms, rotary angles and softmax in at least float32. In a float64
+    model this loses precision, and two layouts may round to different float32 values. Positions converted to float32
+    could not be multiplied with frequencies in float64.
     """
 
     def __torch_function__(

@@ -64,7 +64,7 @@ class _HostCopy:
 
 
 def _to_host(tensor: Tensor) -> _HostCopy:
-    """Copy a tensor to the host, from an accelerator to pinned memory without blocking, in stream order."""
+    """Return a copy of a tensor in host memory; from an accelerator, pinned memory filled asynchronously."""
     pinned = tensor.device.type != "cpu"
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
     return _HostCopy(host.copy_(tensor, non_blocking=pinned), tensor.device)

@@ -313,7 +313,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
         name: Display name.
 
     Returns:
-        Description with one block for all layers of equal parameters and attention, under the names of the module.
+        Description in which layers with equal parameters and attention form one block; names are those of the module.
     """
     config = text_config(model)
     hidden = _first_number(config, ("hidden_size", "n_embd", "d_model")) or _embedding_width(model)

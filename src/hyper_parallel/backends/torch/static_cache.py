@@ -35,7 +35,7 @@ class FixedLayer(StaticLayer):
         self.position: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate keys and values of the full length, shaped like the first ones."""
+        """Allocate keys and values of the full length; other sizes, dtype and device are those of the arguments."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = (
             like.new_zeros(*like.shape[:2], self.max_cache_len, like.shape[-1])

@@ -90,8 +90,8 @@ def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ..
     """Return how often each layer calls the attention interface; needs no ranks.
 
     Raises:
-        UnsupportedSharding: HP205 for attention other than causal attention, with or without a window, through the
-            interface.
+        UnsupportedSharding: HP205 for attention that is not causal, or not computed through the interface. A sliding
+            window is allowed.
     """
     if strategy.cp == 1:
         return ()
@@ -212,10 +212,11 @@ def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
-    """Mask packed documents in families whose masks ignore them; for models without context parallelism.
+    """Make the masks of a model separate packed documents if its family's own masks do not.
 
-    Models of transformers derive documents from `position_ids` that restart, when they build masks. GPT-OSS builds its
-    masks without positions, but accepts prebuilt masks. A hook builds them with the same public functions.
+    Other models of transformers derive documents from `position_ids` that restart when they build masks. GPT-OSS builds
+    its masks without positions, but accepts prebuilt masks. A hook builds these with public functions of transformers.
+    Context parallelism does not need this, because it has masks of its own.
 
     Args:
         base: Decoder without its head.

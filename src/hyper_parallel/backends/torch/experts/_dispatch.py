@@ -210,7 +210,7 @@ class _SortedRows:
 def _assign_uneven(
     chunks: Sequence[_SortedRows], group: dist.ProcessGroup, load: Tensor | None
 ) -> list[_Assignment]:
-    """Assign all rows of each chunk of tokens, after one exchange of the numbers of rows per rank.
+    """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
 
     Args:
         chunks: Rows of each chunk.
@@ -238,7 +238,7 @@ def _assign_uneven(
 
 
 def _assign_capacity(rows: _SortedRows, capacity: Capacity, degree: int) -> _Assignment:
-    """Assign the rows of each expert to its slots, in token order; sizes do not depend on the data.
+    """Assign the rows of each expert to the expert's slots, in token order; sizes do not depend on the data.
 
     Args:
         rows: Rows of all tokens.

@@ -228,7 +228,10 @@ class _Forward:
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _work(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Run the model's expert code; make backward give every rank gradients of all its experts and of the router."""
+        """Run the model's expert code on rows of this rank's experts.
+
+        Backward gives gradients to all of these experts and to the router, even without rows.
+        """
         if not len(hidden):
             return attach_zero_gradients(hidden, (*self.module.parameters(), weights))
         if self.has_batch_dim:

@@ -64,7 +64,10 @@ class RouterLoss:
 
 
 def expert_logits(logits: Tensor, product_keys: bool) -> Tensor:
-    """Return router logits as [T, E]; `product_keys`: they are scores [2, T, n] to add in pairs, with E = n^2."""
+    """Return router logits reshaped to [T, E].
+
+    With `product_keys` they are scores [2, T, n], and the logit of expert i n + j is score i plus score j: E = n^2.
+    """
     if not product_keys:
         return logits.reshape(-1, logits.shape[-1])
     first, second = logits.reshape(2, -1, logits.shape[-1])

@@ -196,9 +196,16 @@ class ArenaState:
         staged: StorageBytes,
         staging: torch.device,
     ) -> None:
-        """Move a storage's bytes from `source` to its home tier; for the device, only into `staged`.
+        """Move a storage's bytes from `source` to a buffer or file of its home tier.
 
-        `source` is the storage `base` itself, or its copy in host memory.
+        If the home tier is the device, the bytes are put into `staged`, because there is no arena yet.
+
+        Args:
+            s: Index of the storage.
+            source: The storage itself, or its copy in host memory.
+            base: The storage itself.
+            staged: Bytes for the device, by storage; filled.
+            staging: Device of these bytes.
         """
         home, size = self.plan.homes[s], self._num_bytes(s)
         if self._is_input(s) and not base.nbytes():
@@ -360,7 +367,10 @@ class ArenaState:
             )
 
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of a tensor of model or optimizer on its home tier, between steps; from a file, a copy."""
+        """Return a tensor of model or optimizer on its bytes in the home tier; if that is the file tier, a copy.
+
+        Call it between two steps.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             s = self._numbers.get(tensor.untyped_storage()._cdata)
             if s is None or self.owners.kept_by_caller(s):
@@ -386,7 +396,7 @@ class ArenaState:
             self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
-        """Return the bytes of a persistent storage between steps; from a file, a copy."""
+        """Return the bytes of a persistent storage in its home tier between steps; if that is the file tier, a copy."""
         home = self.plan.homes[storage]
         if home != "flash":
             return self.storages[home][storage]

@@ -60,8 +60,9 @@ class RegionPass:
         block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
         padded_rows: Number of gathered tokens, including padding.
         num_chunks: Number of chunks in which tokens are gathered and scattered; 1: not in chunks.
-        column_products: With chunks: products of column-parallel projections, prepared before this forward.
-        row_products: With chunks: prepared products of row-parallel projections.
+        column_products: With chunks: functions for the products of column-parallel projections, prepared before this
+            forward by `prepare_following`.
+        row_products: With chunks: functions for the products of row-parallel projections.
     """
 
     scope: RegatherScope | None = None

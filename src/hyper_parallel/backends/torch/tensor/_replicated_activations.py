@@ -57,7 +57,10 @@ def share_random_numbers(group: ProcessGroup, device: torch.device) -> None:
 def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> list[str]:
     """Return the names of the linear modules that share the weight of a sharded embedding.
 
-    `split` has the style of each sharded module by name, but not these modules: a shared parameter has one name.
+    Args:
+        modules: All modules by name.
+        split: Style of each sharded module by name. The linear modules to find are not among them, because a shared
+            parameter is listed under one name only.
     """
     weights = [modules[name].weight for name, style in split.items() if style == "vocab"]
     return [

@@ -110,7 +110,7 @@ def apply_tensor_parallel(
         styles: Module or parameter name to its style.
         state: State of its tensor parallelism.
         strategy: The strategy of the plan.
-        trial: Result of `try_forward`, with replicated activations.
+        trial: Result of `try_forward` if activations are replicated, else None.
     """
     parallel = TensorParallel(model, styles, state, strategy)
     if view.base is not None and not state.replicated_activations:

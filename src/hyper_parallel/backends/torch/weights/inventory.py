@@ -313,7 +313,7 @@ class _InventoryBuilder:
         return all(same_values(stored[a], stored[b], dtype) for a, b in pairs)
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors by name, with those of the full model on the meta device if it is known."""
+        """Return this rank's tensors by name, and meta tensors for the rest of a Hugging Face model."""
         whole = {} if self._reference is None else self._reference.state_dict()
         return {**whole, **self._targets}
 
