@@ -140,7 +140,7 @@ class FlowTracer(TorchDispatchMode):
         return self._known[id(tensor)]
 
     def _placeholder_value(self, packet: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Return a placeholder for values read from a meta tensor, else None.
+        """Return a placeholder for the values that an operator reads from a meta tensor; None if it reads none.
 
         Scalars and copies to the CPU are zero; `nonzero` of a tensor over tokens has one row per token.
         """

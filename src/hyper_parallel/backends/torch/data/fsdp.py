@@ -41,7 +41,7 @@ def shard_data_parallel(
         model: The model; changed in place.
         layers: Layers on this rank.
         experts: Names of the modules of experts on this rank.
-        layouts: Parameter name to its layout.
+        layouts: Dict from parameter name to layout.
         plan: The plan.
         mesh: Device mesh; None for one rank.
         expert_mesh: Device mesh of experts with an edp axis, or None.
@@ -91,7 +91,7 @@ class _Wrapper:
     """FSDP wrapper of the modules of one model.
 
     Args:
-        dims: Parameter id to the dim to shard.
+        dims: Dict from parameter id to the dim to shard.
         divisor: Divisor of the gradients; None: gradients are summed.
     """
 

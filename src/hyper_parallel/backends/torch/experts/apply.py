@@ -54,7 +54,7 @@ def expert_state(
 
     Args:
         model: The model.
-        styles: Module name to its style.
+        styles: Dict from module name to style.
         routing: Options of routing.
         group: Expert-parallel ranks.
         world_group: All ranks; None for one rank.

@@ -98,7 +98,7 @@ class AllocatorGauge:
     """Bytes of a plan on an accelerator, as its allocator counts them.
 
     Allocations outside of the plan are excluded: workspaces, buffers of the collective library, the caller's tensors.
-    Their size is measured at every reset, as all allocated bytes except the arena, because it may change between steps.
+    Their bytes may change between steps. They are measured at every reset, as all allocated bytes except the arena.
 
     Args:
         module: The device's module, such as `torch.cuda`.

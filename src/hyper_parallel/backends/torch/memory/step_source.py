@@ -48,7 +48,7 @@ class CaptureSource:
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._model, self._optimizers = model, optimizers
         self._hooks: list[RemovableHandle] = []
-        # Only the keys of now are compared later, because a scheduler adds entries to the groups.
+        # Only the current keys are compared later, because a scheduler adds entries to the groups.
         self._keys = [[list(group) for group in item.param_groups] for item in optimizers]
         self._recorded = list(self._facts({}))
         self._stamp: _IdentityStamp | None = None

@@ -102,7 +102,7 @@ def layers_with_media(model: nn.Module) -> set[int]:
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     layers: set[int] = set()
     for part in parts:
-        # The value lists encoder layers. The features of the i-th of them are added after decoder layer i.
+        # The value lists encoder layers. Features of the i-th of them, from 0 on, are added after decoder layer i.
         layers |= {*range(1, 1 + len(getattr(part, "deepstack_visual_indexes", None) or ()))}
         # The value lists pairs of an encoder layer and the decoder layer before which its features are added.
         layers |= {layer for _, layer in getattr(part, "deepstack_layer_map", None) or ()}

@@ -107,7 +107,7 @@ def apply_tensor_parallel(
     Args:
         model: The model; changed in place.
         view: Parts of the model.
-        styles: Module or parameter name to its style.
+        styles: Dict from module or parameter name to style.
         state: State of its tensor parallelism.
         strategy: The strategy of the plan.
         trial: Result of `try_forward` if activations are replicated, else None.
@@ -134,7 +134,7 @@ def watch_gradients(
 
     Args:
         model: Model wrapped by `apply_tensor_parallel`.
-        layouts: Parameter name to its layout.
+        layouts: Dict from parameter name to layout.
         state: State of its tensor parallelism.
         trial: Result of `try_forward`. None if activations are sharded: then the gradients of all replicated
             parameters are partial and must be summed.

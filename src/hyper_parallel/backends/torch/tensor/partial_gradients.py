@@ -69,8 +69,8 @@ def summand_owners(
     """Return the names of modules that act on sharded activations, judged by their sharded parameters or styles.
 
     Args:
-        layouts: Parameter name to its layout.
-        styles: Module name to its style.
+        layouts: Dict from parameter name to layout.
+        styles: Dict from module name to style.
         axes: Axes of tensor parallelism.
     """
     sharded = {
@@ -92,8 +92,8 @@ def try_forward(
 
     Args:
         model: Model with parameters on a real or the meta device; unchanged.
-        layouts: Parameter name to its layout.
-        styles: Module name to its style.
+        layouts: Dict from parameter name to layout.
+        styles: Dict from module name to style.
         strategy: The strategy of the plan.
 
     Raises:
@@ -104,7 +104,7 @@ def try_forward(
     replicated = [n for n, layout in layouts.items() if set(axes).isdisjoint(layout.sharding_axes)]
     owners = summand_owners(layouts, styles, axes)
     known = {n for n in replicated if n.rpartition(".")[0] in owners}
-    # Except the bias of a row-wise projection, which is added after the sum over ranks.
+    # The bias of a row-wise projection is excluded, because it is added after the sum over ranks.
     known -= {n for n in known if n.endswith(".bias") and styles.get(_module(n)) == "rowwise"}
     unknown = [n for n in replicated if _module(n) not in owners]
     if not hasattr(model, "config"):

@@ -389,7 +389,7 @@ class TpState:
         return self.grid_of(self.running.context.shape.batch)
 
     def list_of(self, batch: tuple[int, ...]) -> TokenGrid:
-        """Return the sharding of a batch of (B, S) tokens as one list over all ranks, whatever the residual stream."""
+        """Return the sharding of (B, S) tokens as one list, even if the residual stream is sharded otherwise."""
         return TokenGrid(batch, self.degree, 1, False, False)
 
     def enter(self, full: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class NameMap:
         parts: Stored tensors that fill each parameter.
         conversions: Conversions that need the code of transformers.
         unknown: Stored names that belong to no parameter.
-        gaps: Parameter name to the name, or name pattern, of its first missing stored tensor.
+        gaps: Dict from parameter name to the name, or name pattern, of its first missing stored tensor.
     """
 
     parts: dict[str, list[StoredPart]]
