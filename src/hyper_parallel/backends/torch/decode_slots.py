@@ -80,7 +80,7 @@ class _SlotLayer(FixedLayer):
 
 
 class Passes:
-    """Forward passes of a model for decoding.
+    """Executor of a model's forward passes for decoding.
 
     Attributes:
         slots: Maximum number of concurrent sequences.

@@ -63,7 +63,7 @@ class HalvedTensor(StandIn):
         return self._second() if index else self._first
 
     def whole(self) -> Tensor:
-        """Complete both halves and return them joined; always the same tensor."""
+        """Complete both halves and return them joined; repeated calls return the same tensor."""
         if self._whole is None:
             self._finish()
             if (second := self._second()) is None:

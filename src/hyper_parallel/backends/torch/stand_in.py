@@ -16,7 +16,7 @@ _T = TypeVar("_T", bound="StandIn")
 
 
 class StandIn(Tensor):
-    """Stand-in for a tensor with known shape, dtype and device; any other use of it completes the tensor first."""
+    """Stand-in for an incomplete tensor; any use except of its shape, dtype and device completes the tensor first."""
 
     @classmethod
     def like(cls: type[_T], part: Tensor, shape: tuple[int, ...]) -> _T:

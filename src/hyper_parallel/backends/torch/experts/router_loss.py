@@ -203,7 +203,9 @@ def _run(stubbed: nn.Module, logits: tuple[Tensor, ...], **flag: bool) -> tuple[
 def _measure(
     stubbed: nn.Module, size: int, product_keys: bool
 ) -> tuple[float, bool, int, float] | None:
-    """Return coefficient, requested, top_k (0: unknown definition) and scale; None if there is no such loss.
+    """Return (coefficient, requested, top_k, scale), see `RouterLoss`; None if there is no auxiliary loss.
+
+    An unknown definition of the loss has top_k 0.
 
     The auxiliary loss is divided by the load-balancing loss of every k, for several random logits. The k whose ratio is
     the same for all of them is top_k, and this ratio is the scale.

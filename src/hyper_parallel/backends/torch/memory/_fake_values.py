@@ -114,7 +114,7 @@ def _round_robin(index: Tensor, choices: int) -> Tensor:
 
 
 def _from_equal_ranks(func: Any, args: tuple[Any, ...]) -> None:
-    """Fill the result of a collective with its value in the case that all ranks have this rank's inputs."""
+    """Fill the result of a collective under the assumption that all ranks have this rank's inputs."""
     name = func.__name__
     if name.startswith("allreduce_"):
         group, op = dist.ProcessGroup.unbox(args[1]), dist.ReduceOp.unbox(args[2])

@@ -50,7 +50,7 @@ class Meter:
         self._known: dict[weakref.ref[Any], tuple[int, int]] = {}
 
     def rounded(self, num_bytes: int) -> int:
-        """Return the bytes of an allocation of `num_bytes`."""
+        """Return `num_bytes` rounded up to the alignment: the bytes that an allocation takes."""
         return -(-num_bytes // self._alignment) * self._alignment
 
     def adopt(self, base: torch.UntypedStorage) -> None:

@@ -135,7 +135,7 @@ class UntrackedEffects:
         self._state[storage] = digest(base)
 
     def check_operands(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse an operator on a tensor that was written through its pointer.
+        """Raise if an operand was written through its pointer.
 
         Raises:
             CaptureUnsupported: HP511 with the name of the storage.

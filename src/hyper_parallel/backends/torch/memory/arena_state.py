@@ -383,7 +383,7 @@ class ArenaState:
         return view.as_tensor(self._bytes(storage)).clone()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the named state between steps, on its home tier; files are read one at a time."""
+        """Yield (name, tensor) of each named state tensor as by `on_home_tier`; files are read one at a time."""
         for name, view in self.captured.named.items():
             yield name, view.as_tensor(self._bytes(view.storage))
 
