@@ -49,10 +49,11 @@ def parallelize(
         average: Average the gradients of a plain `loss.backward()` over the data shares (`data_share`), as
             `DistributedDataParallel` does, for loops whose loss is a mean over a rank's own data. False: sum them.
             `forward_backward` gives the same result either way.
-        one_order: Ranks may skip submodules in a step, but run them in the order and as often as in the first steps.
-            False: order and number of calls may differ between ranks in any step, at the cost of one exchange between
-            hosts per module that FSDP gathers.
-        sync_replicas: False, for replicas that are not sharded: no collectives run, and the caller sums gradients.
+        one_order: Every rank calls the submodules in the order of the first steps and equally often, except that it may
+            skip some in a step. False: order and number of calls may differ between ranks in any step, which costs one
+            exchange between hosts per module that FSDP gathers.
+        sync_replicas: False: run no collectives, and leave the sum of gradients to the caller; only for replicas that
+            are not sharded.
 
     Returns:
         The same model, with the same class and parameter names, its parameters sharded. Its `save_pretrained` writes
@@ -131,7 +132,7 @@ def plan_of(
 
 
 def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Rewrite an error that names keys of a recipe in the words of a strategy text."""
+    """Change an error in place: replace recipe keys (`parallel.tp_x`) by words of a strategy text (`tp=2`)."""
     if error.where is not None and error.where.startswith("parallel."):
         error.where = f"strategy: {error.where.removeprefix('parallel.')}"
     changes = error.changes
