@@ -61,7 +61,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _countable(cls, value: Any) -> Any:
-        """Reject integers beyond 2^53: costs are computed in float64, which is exact only up to there."""
+        """Reject integers beyond 2^53, because float64, in which costs are computed, cannot represent them exactly."""
         if isinstance(value, int) and abs(value) > 2**53:
             raise ValueError("integers beyond 2^53 are not supported")
         return value
@@ -132,12 +132,12 @@ class MixedSource(Section):
 
 
 def _entry(value: object) -> object:
-    """Return a text in a list of sources as an entry of weight 1."""
+    """Convert a text in a list of sources to an entry of weight 1; other values are unchanged."""
     return {"source": value} if isinstance(value, str) else value
 
 
 def source_tag(value: object) -> str:
-    """Return the union tag of a value that is either one text or a list."""
+    """Return the pydantic union tag for the form of `data.source`: one text, or a list."""
     return "[list]" if isinstance(value, (list, tuple)) else "[text]"
 
 
@@ -411,7 +411,7 @@ class Submodels(Section):
 
     @property
     def towers(self) -> dict[str, TowerDegrees]:
-        """Encoders that are given, by name."""
+        """Degrees of the encoders in this section, by name."""
         given = {"vision": self.vision, "audio": self.audio}
         return {name: degrees for name, degrees in given.items() if degrees is not None}
 
@@ -500,7 +500,7 @@ class Parallel(Section):
 
     @property
     def tower_ranks(self) -> int:
-        """Number of ranks of encoders without the language part."""
+        """Number of ranks that only run encoders, not the language part."""
         members = {} if self.submodels is None else self.submodels.members
         towers = {rank for name, ranks in members.items() for rank in ranks}
         return len(towers - {*members.get("language", ())})
@@ -534,7 +534,7 @@ class Moe(Section):
 
 
 class Overlap(Section):
-    """Communication inside of a layer that runs while the same rank computes: `none` (default), `auto`, or keys."""
+    """Communication within a layer that overlaps with computation: `none` (default), `auto`, or keys."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("none", "auto")
 

@@ -17,8 +17,8 @@ class ForeignKey:
     """Key of another program.
 
     Attributes:
-        key: Corresponding recipe key; empty: none.
-        values: Values with another spelling in a recipe.
+        key: Corresponding recipe key; empty if there is none.
+        values: Map from the program's values to the recipe's, for values that are spelled differently.
         advice: Hint for a key that no single recipe key with the same value can replace.
     """
 

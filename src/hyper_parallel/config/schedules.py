@@ -1,4 +1,4 @@
-"""Learning-rate schedules with transformers' names, and the arguments of each."""
+"""Learning-rate schedules by their names in transformers, and the arguments that each accepts."""
 
 from __future__ import annotations
 
