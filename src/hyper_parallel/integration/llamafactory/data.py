@@ -42,7 +42,7 @@ _TEMPLATES: Final = {
 
 
 def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], int]:
-    """Return a dataset as keys of `data`, and the number of records of its file.
+    """Return the `data` section of a recipe for a dataset of LlamaFactory, and the number of records in its file.
 
     Raises:
         RecipeUnreadable: HP103 without `dataset_info.json`. UnknownKey: HP101 for an unlisted name.
@@ -103,7 +103,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
 def _names(
     columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]
 ) -> dict[str, Any]:
-    """Return the keys of `data` for the names of a dataset; unnamed keys of records are ignored."""
+    """Return the `data` keys that map the column, role and tag names of a dataset; unlisted record keys are ignored."""
     read = {standard: _DEFAULTS.get(standard, standard) for standard in _COLUMNS[shape].values()}
     read |= {_NAMED[name]: value for name, value in columns.items()}
     standard_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}
@@ -116,7 +116,7 @@ def _names(
 
 
 def check_template(name: str, model: str, where: str) -> None:
-    """Raise Contradiction (HP104) unless the model's chat template and LlamaFactory's of this name give equal texts."""
+    """Raise Contradiction (HP104) if LlamaFactory's template `name` gives other texts than the model's own template."""
     turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("user", "D"), ("assistant", "E")]
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
     # With and without a system text, because templates may insert a default one.

@@ -1,4 +1,4 @@
-"""Keys of LlamaFactory's YAML files: recipe keys, keys without effect here, and refused keys."""
+"""Tables of LlamaFactory's YAML keys: keys with a recipe key, keys without effect here, and unsupported keys."""
 
 from __future__ import annotations
 
