@@ -13,9 +13,9 @@ from typing import Final
 from hyper_parallel.received import Limits, read_text
 
 _MOST_ENTRIES: Final = 2000
-"""Maximum number of directory entries to compare: a hint is not worth reading more."""
+"""Maximum number of directory entries that are compared for a hint."""
 _SIMILAR: Final = 0.65
-"""Least similarity of names; two exchanged letters of three have 0.67."""
+"""Minimum similarity of names, by `difflib`."""
 _RECIPES: Final = ("", "recipes")
 """Folders of the working directory searched for recipes; `hyper-parallel init` writes into the second."""
 _RECIPE_BYTES: Final = 65536

@@ -84,7 +84,7 @@ def _validate(cls: type[T], data: Any, extra: Extra) -> T:
     try:
         return adapter.validate_json(json.dumps(data), strict=True, extra=extra)
     except ValidationError as error:
-        if (count := error.error_count()) > _MOST_PROBLEMS:  # each costs a kilobyte to describe
+        if (count := error.error_count()) > _MOST_PROBLEMS:  # describing a problem takes a kilobyte
             raise DecodeError(f"$: {count:,} values do not fit") from None
         first = error.errors(include_url=False)[0]
         path = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p:.80}" for p in first["loc"])

@@ -421,7 +421,7 @@ def _split(name: str) -> _Key:
 
 
 _MAPPINGS: Final = {key for key, field in leaves(Recipe) if is_mapping(field.annotation)}
-"""Keys whose value is a mapping; a value inside of one is a text."""
+"""Keys whose value is a mapping; the values in such a mapping are texts."""
 
 
 def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:

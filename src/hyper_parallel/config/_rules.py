@@ -62,7 +62,7 @@ class Rule:
 
 
 Rules = Sequence[Rule | tuple[Rule, ...]]
-"""Rules in the order of their errors; of a tuple of rules, the first one that is broken is reported."""
+"""Rules in the order of their errors. Of a tuple of rules, only the first broken one is reported."""
 
 
 def broken_rules(

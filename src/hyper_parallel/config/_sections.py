@@ -256,8 +256,8 @@ class Training(Section):
     seed: int = 0
     """Seed of the initial weights, the data order and all random numbers of a step."""
     dtype: Annotated[Dtype, BeforeValidator(canonical_dtype)] = "bfloat16"
-    """Compute precision. bfloat16 and float16 keep parameters and reductions in float32; float16 also scales the loss.
-    float64 is meant for parity checks."""
+    """Compute precision. With bfloat16 and float16, parameters and reductions are in float32, and float16 also scales
+    the loss. float64 is meant for parity checks."""
     deterministic: bool = False
     """Use deterministic kernels only, so that a repeated run gives the same bits."""
     tokens_per_step: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
@@ -483,8 +483,9 @@ class Parallel(Section):
     """1: shard only the optimizer state (ZeRO-1). Parameters are then gathered and gradients reduced once per step, not
     once per microbatch. None: `reshard_after_forward` decides."""
     one_order: bool = True
-    """Data-parallel ranks run layers in the order and as often as in the first steps; each rank may skip some. false:
-    they agree on each gather of parameters, so order and calls may vary, at the cost of an exchange between hosts."""
+    """Data-parallel ranks run layers in the order of the first steps and equally often, except that a rank may skip
+    some. false: ranks agree on each gather of parameters, so order and calls may vary, at the cost of an exchange
+    between hosts."""
     rules: dict[str, str] = {}
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     submodels: Submodels | None = None

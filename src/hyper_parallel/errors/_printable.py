@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_CHARACTERS: Final = 2_000
-"""Of one value in a message."""
+"""Maximum characters of one value in a message."""
 _CONTROL: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
-"""C0 without tab and line feed, DEL, C1, marks that reorder or end lines, and halves of characters."""
+"""Characters to escape: C0 without tab and line feed, DEL, C1, marks that reorder or end lines, lone surrogates."""
 
 
 def printable(text: str) -> str:

@@ -29,7 +29,7 @@ Part = Literal["config", "tokenizer", "model"]
 VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """Vocabulary files; a tokenizer has at least one."""
 _ALLOWED: Final = "HYPER_PARALLEL_DOWNLOADS"
-"""Environment variable that tells this process and its children that the user permits downloads."""
+"""Environment variable that is set in this process and its children if the user permits downloads."""
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = ("1", "ON", "YES", "TRUE")
 _NAME: Final = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")

@@ -115,7 +115,7 @@ def _configs(repository: str) -> list[str]:
 
     try:
         return sorted(datasets.get_dataset_config_names(repository))
-    except Exception:  # as above; the names are only a hint
+    except Exception:  # any of the classes above; the names only serve a hint
         return []
 
 

@@ -17,7 +17,7 @@ STANDARD_KEYS = (
 )
 """Keys that every Llama-like config has."""
 _MOST = 2**31 - 1
-"""Largest accepted number: no model has a larger one, and products of a few still fit a machine integer."""
+"""Largest accepted number; no published model has a larger one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ _EMBEDDING: Final = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|embeddings|tok_embeddings|embed_in|tokens_embed|shared"
     r"|transformer\.w)\.weight$"
 )
-"""Names of output and input embeddings in all transformers classes that tie the two."""
+"""Names of heads (`_HEAD`) and input embeddings in all transformers classes that tie the two."""
 _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
-"""Names inside layers and prediction layers, where an embedding or head is not that of the model."""
+"""Names inside decoder layers and prediction layers, whose embeddings and heads are not those of the model."""
 _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
 """Limits of an index: names of tensors, as in the headers of its files."""

@@ -39,7 +39,7 @@ _COUNTS: Final = (
 )  # fmt: skip
 """Bounds by kind of number; a key belongs to the first matching row."""
 _MOST_EXPERTS: Final = 2**17
-"""Maximum number of experts in all layers, each a few modules; Switch-C has 30,720."""
+"""Maximum number of experts in all layers together; Switch-C has 30,720."""
 _MOST: Final = 2**53
 """Bound on all other numbers."""
 

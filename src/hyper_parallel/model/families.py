@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from hyper_parallel.model._config_json import STANDARD_KEYS
 
 Bias = bool | str
-"""True, False, or the config key that decides."""
+"""Whether a layer has a bias: True, False, or the config key that states it."""
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -251,4 +251,4 @@ TEXT_PARTS: Mapping[str, str] = MappingProxyType(
 """Decoder family by `model_type` of a multimodal model or of its text part."""
 
 KEEPS_MORE: Final = ("gemma2", "phi3")
-"""Families whose layers keep more activations than the formulas predict: capped scores, packed inputs."""
+"""Families whose layers keep more activations than the formulas predict."""

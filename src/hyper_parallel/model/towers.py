@@ -16,14 +16,14 @@ from typing import Any, Final
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 
 _KINDS: Final = {"vision": re.compile("vis|image"), "audio": re.compile("audio|speech")}
-"""Names of modules of a tower; its config is the section `<kind>_config`."""
+"""Patterns of module names by kind of tower; the config section of a tower is `<kind>_config`."""
 _PROJECTOR: Final = re.compile("projector|merger|adapter|connector|aligner")
 _LAYER: Final = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 _HEADS: Final = ("num_heads", "num_attention_heads", "encoder_attention_heads", "attention_heads")
 IMAGE_SIZE: Final = 896
-"""Pixels of a side of an image, for encoders of any size: with patches of 14 and merged pairs, 1,024 tokens.
+"""Default side of an image in pixels, for encoders that accept any size.
 
-Qwen2-VL's model card recommends 256 to 1,280 tokens per image.
+Patches of 14 pixels, merged 2 x 2, give 1,024 tokens. Qwen2-VL's model card recommends 256 to 1,280 tokens per image.
 """
 _RECORDING_S: Final = 30
 """Seconds of a recording: the window of Whisper (Radford et al. 2022)."""
@@ -164,9 +164,9 @@ def _tower(
     inner += len(layers) * positions * attention.forward_flops_per_token(positions)
     merged = _merged(config)
     outer = sum(_outer_flops(p, positions, merged) for p in rest)
-    # The projections around the layers keep their inputs, and those of the norm or activation before them.
+    # Projections outside the layers keep their inputs, and the inputs of the norm or activation before them.
     extra = sum(2.0 * math.prod(p.shape[1:]) * positions * _rows(p, merged) for p in rest)
-    # Rotated queries and keys are copies: the fused projection stays for the values.
+    # Rotated queries and keys are copies, while the values keep the whole output of the fused projection.
     widths = 2 * hidden * any("qkv" in p.name for p in matrices)
     widths += width * (config.get("hidden_act") == "quick_gelu")
     extra += 2.0 * len(layers) * positions * widths

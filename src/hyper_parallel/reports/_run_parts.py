@@ -14,7 +14,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.received import Limits, read_json, read_text
 
 WARM_UP_STEPS: Final = 3
-"""Number of first steps of a part excluded from medians, due to allocation, lazy imports and compilation."""
+"""Number of first steps of a part that medians exclude, because allocation, imports and compilation slow them."""
 _FOLDER: Final = re.compile(r"step_(\d{8,15})")
 _LIMITS: Final = Limits()
 

@@ -25,7 +25,7 @@ from hyper_parallel.errors import DumpUnreadable
 
 _RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
 _SHAPES_DIFFER: Final = ("all_to_all", "gather", "scatter", "all_gather_v", "reduce_scatter_v")
-"""Prefixes of collectives with unequal shapes across ranks; `gather` and `scatter`, but not `all_gather`."""
+"""Prefixes of the names of collectives whose shapes may differ between ranks."""
 
 
 class _Frame(TypedDict):
@@ -170,7 +170,7 @@ def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
             numbers = groups[key].setdefault(rank, {})
             if not entry.get("is_p2p"):
                 number = entry["collective_seq_id"]
-                # Numbering restarts: a later group of the same name
+                # Numbering restarts: the entries belong to a later group with the same name
                 if numbers and number < max(numbers):
                     numbers.clear()
                 numbers[number] = entry

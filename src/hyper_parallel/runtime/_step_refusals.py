@@ -41,14 +41,14 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
     if isinstance(step, partial):
         values += [*step.args, *step.keywords.values()]
         step = step.func
-    # Attributes are read of objects defined in the step's own module, and of plain namespaces.
+    # Only attributes of objects from the step's own module and of plain namespaces are searched.
     user_modules = getattr(step, "__module__", None), "types"
     if inspect.ismethod(step):
         values += [step.__self__, *vars(step.__self__).values()]
     try:
         scope = inspect.getclosurevars(step)
         values += [*scope.nonlocals.values(), *scope.globals.values()]
-    except TypeError:  # a callable that is no Python function
+    except TypeError:  # not a Python function
         values += vars(step).values() if hasattr(step, "__dict__") else []
     for value in values:
         if isinstance(value, (list, tuple)):

@@ -38,7 +38,7 @@ from hyper_parallel.runtime._parallelize import attach_save_pretrained, parallel
 from hyper_parallel.runtime._world import World
 
 _ALL: Final = 2**31
-"""Microbatches ahead under schedules that may run all forward passes first."""
+"""Number of microbatches in flight for schedules that may run all forward passes first: no limit."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
@@ -95,7 +95,7 @@ def parallelize_submodels(
         is_tower = isinstance(side, Tower)
         part = TowerModel(model, division) if is_tower else keep_language(twin, division, side)
         plan = plan_of(part, strategies[name])
-        # A given workload is that of the language part: the tower's ranks need not divide its batch.
+        # `workload` is that of the language part; its batch need not be divisible by the tower's ranks.
         plan = replace(plan, workload=workload or plan.workload)
         copied = is_tower and lanes is not None and strategies[name].dp > 1
         options = _options(is_tower, copied, routing)
@@ -138,7 +138,7 @@ def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
     """Return the role of a parallelized sub-model; a language part then reads its features from the tower's ranks."""
     if isinstance(side, Reader):
         tp, pipeline = handle(part).tp, handle(part).pipeline
-        # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
+        # A rank reads the features of its shard of the tokens, or of all tokens if activations are replicated.
         group = None if tp is None or tp.replicated_activations else tp.group
         side.watch(part, group, None if pipeline is None else pipeline.stages.running)
     return Role(part, side, world.rank == _first_rank(side))

@@ -205,7 +205,7 @@ class World:
 
     def _open(self, init_method: str | None) -> None:
         """Create the default process group; a group of one when `init_method` is None."""
-        # gloo on the host, and on the device the backend that torch or the device plug-in has registered.
+        # gloo for the host; for the device, the backend that torch or its device plug-in has registered.
         kind = self.device.type
         self.backend = "gloo"
         if kind != "cpu":
@@ -247,7 +247,7 @@ class World:
                 poll = WaitReporter(board, first).poll if self.local_rank == 0 else _ignore
         else:
             return
-        # torch's own timeout has a less specific error, so it must come later
+        # torch's own timeout raises a less specific error, so it must expire later
         if deadlines is not None:
             self._timeout = timedelta(seconds=max(deadlines.step_s, deadlines.first_step_s) + 60)
         self.heartbeat = HeartbeatWriter(board, self.local_rank)
@@ -405,7 +405,7 @@ def forget_meshes() -> None:
 
     # As `torch.distributed.tensor.debug._clear_sharding_prop_cache`, whose import takes each rank 30 ms.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # not before its fast path
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # since the C++ fast path
         torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -162,11 +162,11 @@ def _tasks(text: str) -> list[int]:
 
 
 _NODE_RANKS = 8
-"""Ranks per machine in hints for other machines, if the recipe has none: devices of a DGX or Atlas server."""
+"""Ranks per machine in hints, if the recipe states none: the devices of a DGX or Atlas server."""
 
 
 _MOST_OVERSUBSCRIBED: Final = 256
-"""Maximum number of processes that a recipe may start on the CPUs of one machine, however few there are."""
+"""Maximum number of CPU ranks on one machine with `launch.oversubscribe`."""
 
 
 def local_capacity(device: str | None = None) -> RankCapacity:

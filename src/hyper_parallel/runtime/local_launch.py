@@ -362,7 +362,7 @@ def _raise_first(
 ) -> None:
     """Raise the failure of the rank that failed first, with one line per other failed rank."""
     records = {rank: record_files.read(rank) for rank in failures}
-    # A killed rank leaves no record, and makes the others fail in their next collective: its failure is the first.
+    # A killed rank leaves no record and makes the others fail in their next collective, so its failure comes first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
     first = killed[0] if killed else min(failures, key=lambda rank: records[rank].failed_at)
     if (coded := records[first].coded) is not None:

@@ -126,7 +126,7 @@ def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
     """Return one error for all ranks, whose required capacities suffice for every rank; None without errors."""
     full = [error for error in errors if isinstance(error, TierFull)]
     other_errors = [error for error in errors if error not in full]
-    if other_errors or not full:  # more DRAM does not help every rank
+    if other_errors or not full:  # more DRAM alone does not resolve the errors of all ranks
         budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
         return max((*other_errors, *budgets), key=_device_bytes, default=None)
     shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
@@ -143,7 +143,7 @@ def _device_bytes(error: HyperParallelError) -> int:
 MOST_SHAPES: Final = 8
 """Maximum number of planned input shapes: the plan of a large model takes seconds and megabytes."""
 _Key = tuple[TreeSpec, tuple[Any, ...]]
-"""Nesting of the arguments; shape, dtype and device of every tensor, and the value of every other leaf."""
+"""Structure of the arguments, with shape, dtype and device of every tensor and the value of every other leaf."""
 
 
 def offload(
@@ -304,7 +304,7 @@ class OffloadedStep:
         refuse_odd_arguments(leaves)
         if self._plain:  # SGD has no state after it either
             self._plain -= 1
-            # On a CPU the mode moves nothing.
+            # On a CPU this mode does not move tensors.
             with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
                 # Storages freed by FSDP, which allocates them again

@@ -43,7 +43,7 @@ _PID: Final = struct.Struct("<q")  # first field of `_MOVE`
 _NOTE: Final = struct.Struct("<200s")
 _SLOT_BYTES: Final = _MOVE.size + _NOTE.size
 _IDLE_S: Final = 0.01
-"""CPU seconds between two looks below which a thread counts as waiting."""
+"""CPU seconds between two polls below which a thread counts as waiting."""
 _POLL_S: Final = 0.5  # this polling interval has no measurable cost
 _COMMUNICATION: Final = ("torch/distributed/", "backends/torch/collectives.py")
 """Files of functions that communicate."""
@@ -245,7 +245,7 @@ def _communication(frame: FrameType | None) -> str:
 _AWAIT: Final = "await_collective"
 """Function of `backends.torch.collectives` that waits for a collective in flight."""
 _NO_CALLS: Final = ("_", "wrapper", "wait", "<")
-"""Beginnings of names of functions that are no collective."""
+"""Prefixes of the names of functions that are not collectives."""
 _PLAIN: Final = {
     "foreach_all_gather": "all_gather",
     "foreach_all_gather_copy_out": "all_gather",
@@ -259,7 +259,7 @@ _PLAIN: Final = {
     "launch_reduce_into": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-"""Function of torch or FSDP to its collective, for messages."""
+"""Name of the collective, for messages, by name of the function of torch or FSDP that runs it."""
 
 
 def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -276,24 +276,24 @@ def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
-"""Seconds that count between two polls; a longer pause stopped the whole machine."""
+"""Maximum seconds between two polls that count; after a longer pause, the whole machine had stopped."""
 _BACKOFF_S: Final = 1.0
-"""Seconds before the first restart, few beside those that ranks need to start; doubled for each further one."""
+"""Seconds before the first restart, doubled for each further one; short compared with the start of ranks."""
 _LONGEST_BACKOFF_S: Final = 60.0
 _STOPPED: Final = "tT"
 """States of proc(5): stopped by a debugger, by a signal."""
 _GONE: Final = "ZX"
 """States of proc(5): zombie, dead."""
 _LAST_WORDS_S: Final = 0.5
-"""Seconds in which the ranks of a machine print the reason and stacks, before the first of them ends."""
+"""Seconds for the ranks of a machine to print the reason and their stacks, before the first rank ends."""
 _ENDING_S: Final = 10.0
-"""Minimum seconds for a phase of a step after a signal to end, if no earlier phase lasted longer."""
+"""Minimum deadline in seconds of a phase of a step, after a signal has asked the run to end."""
 _ENDING_FIRST_S: Final = 20.0
-"""The same in the first step: a choice, double, because it has no earlier phases and allocates memory."""
+"""Like `_ENDING_S`, in the first step, which is slower; not measured."""
 _ENDING_PHASES: Final = 3.0
-"""Multiple of the longest phase so far that a phase may take after a signal to end."""
+"""Deadline of a phase after a signal has asked the run to end, as a multiple of the longest phase so far."""
 _QUIET_S: Final = 30.0
-"""Seconds without progress after which waiting ranks are reported; a choice, longer than common steps."""
+"""Seconds without progress after which waiting ranks are reported; longer than common steps, not measured."""
 _T = TypeVar("_T")
 
 

@@ -25,9 +25,9 @@ DeviceKind = Literal["cuda", "npu", "tpu", "cpu"]
 TierKind = Literal["full_mesh", "switch", "torus", "host"]
 
 _LARGEST = 1e12
-"""Bound of a number in its unit, as its inverse is: far beyond any machine, and all that is computed stays finite."""
+"""Largest number in its unit, and inverse of the smallest; far beyond any machine, but results stay finite."""
 _MOST_DEVICES = 2**24
-"""Bound of devices in one machine or tier; the largest that are announced have some hundred thousand."""
+"""Maximum number of devices in a machine or tier; the largest announced clusters have some 100,000."""
 
 
 class Number(Section):

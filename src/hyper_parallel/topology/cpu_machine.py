@@ -23,7 +23,7 @@ _LIMITS: Final = Limits(65536, num_elements=1000)
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_CPU_RANKS: Final = 4
-"""Ranks on a machine without an accelerator: enough to show every axis, few enough for two cores."""
+"""Default number of ranks on a machine without an accelerator: enough for every axis, few enough for two cores."""
 
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CACHE_VERSION: Final = 1
@@ -82,7 +82,7 @@ def free_memory_bytes() -> int:
     if not (limit.isdigit() and used.isdigit()):
         return available
     stat = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
-    cached = int(stat.get("inactive_file", "0"))  # file cache that the kernel gives up first
+    cached = int(stat.get("inactive_file", "0"))  # file cache that the kernel can reclaim
     return max(0, min(available, int(limit) - int(used) + cached))
 
 

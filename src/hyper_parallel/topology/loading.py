@@ -33,7 +33,7 @@ from hyper_parallel.units import MiB
 _PRESETS: Final = Path(__file__).with_name("presets")
 _TOOL_TIMEOUT_S: Final = 20
 MOST_CPU_RANKS: Final = 4096
-"""Ranks on the processors of one machine; the largest have about two thousand hardware threads."""
+"""Maximum number of CPU ranks on one machine; the largest machines have about 2,000 hardware threads."""
 
 
 def preset_names() -> tuple[str, ...]:

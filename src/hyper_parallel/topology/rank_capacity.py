@@ -9,7 +9,7 @@ from hyper_parallel.topology.cpu_machine import free_memory_bytes, read_cpu
 from hyper_parallel.units import GiB, format_bytes
 
 CPU_RANK_BYTES: Final = int(0.4 * GiB)
-"""Memory of a rank on the CPU besides its model: imported libraries that it writes to, buffers of gloo, threads."""
+"""Bytes of memory of a CPU rank without its model: library pages that it writes, buffers of gloo, threads."""
 
 _CPU_RANKS: Final = 16
 _CPU_RANKS_PER_CORE: Final = 4

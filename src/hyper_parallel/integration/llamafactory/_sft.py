@@ -177,7 +177,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             loss = self.compute_loss(model, inputs)
             return loss / (self.current_gradient_accumulation_steps * ranks)
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
-        # transformers has multiplied the loss, for reductions that average over ranks; here they sum.
+        # transformers multiplies the loss by the number of ranks, for reductions that average; here reductions sum.
         averaged = self.args.average_tokens_across_devices
         return loss / self.accelerator.num_processes if averaged else loss
 
@@ -210,7 +210,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         tokens = self._get_num_items_in_batch([batch], self.args.device)
         with torch.no_grad():
             loss = self._reported(model(**batch, num_items_in_batch=tokens, use_cache=False).loss)
-        dist.all_reduce(loss)  # as without this package: the mean over the tokens of all ranks
+        dist.all_reduce(loss)  # the mean over the tokens of all ranks, as in LlamaFactory itself
         return loss, None, None
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _OFF: Final = (None, False, 0, "", "none", "null")
 _ALL: Final = 10**6
-"""Number of checkpoints to keep that no run exceeds."""
+"""Value of `checkpoint.keep` that keeps all checkpoints; no run writes more."""
 
 _CHECKPOINTING: Final = "gradient_checkpointing"
 """Key that is on by default in LlamaFactory; results do not depend on it."""

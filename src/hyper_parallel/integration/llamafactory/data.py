@@ -16,14 +16,14 @@ _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "messages"},
 }
-"""Columns that LlamaFactory reads without an entry in `columns`, by their names in `data.columns`."""
+"""Default record keys of LlamaFactory without an entry in `columns`, by key of `data.columns`."""
 _DEFAULTS: Final = {"messages": "conversations"}
 _NAMED: Final = {
     "prompt": "instruction", "query": "input", "response": "output", "history": "history", "messages": "messages",
     "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
     "images": "images", "audios": "audio",
 }  # fmt: skip
-"""Names in `columns`, and their names in `data.columns`."""
+"""Keys of LlamaFactory's `columns`, with the corresponding keys of `data.columns`."""
 _OPTIONAL: Final = ("query", "history", "system", "tools", "kto_tag", "images", "audios")
 _TAGS: Final = {"role_tag": "role", "content_tag": "content"}
 _ROLES: Final = {
@@ -31,7 +31,7 @@ _ROLES: Final = {
     "function_tag": "function_call",
 }  # fmt: skip
 _SAID: Final = ("system", "history", "tools", "images", "videos", "audios")
-"""Keys that LlamaFactory ignores without a column; records with such a key are refused."""
+"""Record keys that LlamaFactory ignores unless `columns` names them; records with such a key are refused here."""
 _CHATML: Final = (False, "<|im_start|>{role}\n{content}<|im_end|>\n")
 _TEMPLATES: Final = {
     "chatml": _CHATML,

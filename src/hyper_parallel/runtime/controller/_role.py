@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
-"""Longest interval between two polls that counts as silence of a rank, if the controller or the machine pauses."""
+"""Maximum seconds between two polls that count as silence of a rank, in case the controller itself paused."""
 _GRACE_S: Final = 2.0
-"""Seconds for the other ranks to answer after one has raised: they may wait for it in a collective without end."""
+"""Seconds for the other ranks to answer after one has raised; they may wait for it in a collective forever."""
 
 
 @dataclass(eq=False)
