@@ -68,7 +68,7 @@ def as_flash(config: Any) -> Any:
 
 
 def llama(layers: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Return the model; under an active FakeTensorMode, without allocated weights."""
+    """Return a Llama with 8B shapes and `layers` layers; under FakeTensorMode, its weights are not allocated."""
     config = as_flash(LlamaConfig(**SHAPES, num_hidden_layers=layers))
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

@@ -5,14 +5,14 @@
 
 * llama: one token, Llama-8B shapes, 8192 tokens of context, bf16, captured.
 * mla: a decode step with DeepSeek-V3 shapes, written by hand: attention of all 61 layers with one latent cache per
-sequence (512 + 64 values per token, bf16, absorbed projections), one shared and one routed expert per layer, two tokens
-per sequence (one is speculative). Head, embedding and communication are omitted.
+  sequence (512 + 64 values per token, bf16, absorbed projections), one shared and one routed expert per layer, two
+  tokens per sequence (one is speculative). Head, embedding and communication are omitted.
 * moe: one token with the shapes of Qwen3-30B-A3B (48 layers, 128 experts of 9.4 MB each, 8 routed per layer), 8192
-tokens of context, one storage per expert. `any`: a static plan, for which all experts of a layer must be resident when
-the router has run. `known`: random routed experts are known before the step, an upper bound on the value of predicting
-them. `on demand`: experts are in DRAM, and routed ones are fetched after the router, without overlap.
+  tokens of context, one storage per expert. `any`: a static plan, for which all experts of a layer must be resident
+  when the router has run. `known`: random routed experts are known before the step, an upper bound on the value of
+  predicting them. `on demand`: experts are in DRAM, and routed ones are fetched after the router, without overlap.
 * error: Llama-8B training of 8192 tokens, planned for a bandwidth 30 % above or below the true one, with and without
-the planner's bandwidth margin.
+  the planner's bandwidth margin.
 
 `no_plan_saves_more_than` is derived from `reload_bound`: evicted bytes must return before the last operator that needs
 any of them begins. The bound also holds for copies that begin in the previous step. `share_of_link` is relative to

@@ -64,13 +64,13 @@ def runnable() -> list[str]:
 
 
 def load(name: str) -> Sweep:
-    """Import a sweep."""
+    """Import the module of a sweep, and return it."""
     sweep: Any = importlib.import_module(f"sweeps.{name}")
     return sweep
 
 
 def run_types(sweep: Sweep, model_types: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield model types with their cells, computed in child processes under the limits of the sweep.
+    """Yield model types with their result texts by column, computed in child processes under the limits of the sweep.
 
     A child computes `TYPES_PER_PROCESS` types, by default one. If it dies, the current type fails, and another child
     computes the remaining types.
@@ -85,7 +85,7 @@ def run_types(sweep: Sweep, model_types: Iterable[str]) -> Iterator[tuple[str, d
 
 
 def _child_cells(sweep: Sweep, batch: list[str]) -> Iterator[dict[str, str]]:
-    """Yield the cells of types computed by one child process, up to the type at which it dies."""
+    """Yield the results of types computed by one child process, up to the type at which it dies."""
     scratch = Path(tempfile.mkdtemp(prefix="sweep_"))
     results = scratch / "cells.jsonl"
     results.touch()
@@ -120,7 +120,7 @@ def _child_cells(sweep: Sweep, batch: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _compute(sweep: Sweep, batch: list[str], scratch: Path, results: Path) -> None:
-    """Compute the cells of types, and append them to a file, one line per type."""
+    """Compute the results of types, and append them to a file, one line per type."""
     for model_type in batch:
         folder = scratch / model_type
         folder.mkdir()
@@ -137,7 +137,7 @@ def _compute(sweep: Sweep, batch: list[str], scratch: Path, results: Path) -> No
 
 
 def record(name: str, model_type: str, cells: dict[str, str]) -> None:
-    """Store the cells of a type; several processes may do so concurrently."""
+    """Store the results of a type; several processes may do so concurrently."""
     RECORDS.mkdir(parents=True, exist_ok=True)
     with (RECORDS / f"{name}.json").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -152,7 +152,7 @@ def record(name: str, model_type: str, cells: dict[str, str]) -> None:
 
 
 def recorded(name: str) -> dict[str, dict[str, str]]:
-    """Return the recorded cells of a sweep by model type."""
+    """Return the recorded results of a sweep by model type."""
     file = RECORDS / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8"))["types"] if file.is_file() else {}
 

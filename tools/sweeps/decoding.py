@@ -32,7 +32,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one type."""
+    """Check one model type, and return the result text of each column."""
     from hyper_parallel.backends.torch.measure_properties import StableTopK
 
     with StableTopK():
@@ -40,7 +40,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def compared(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one type; `topk` must prefer the first of equal values."""
+    """Check one model type, given that `topk` prefers the first of equal values; return the results by column."""
     import torch
     from census import write_tokenizer
     from transformers import AutoTokenizer
@@ -103,7 +103,7 @@ def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 
 def compare(found: list[Any], whole: list[list[int]], stops: set[int]) -> str:
-    """Return the cell for generated continuations, compared with full-forward ones up to a stop token."""
+    """Return the result text for generated continuations, compared with full-forward ones up to a stop token."""
     for number, (got, want) in enumerate(zip(found, whole, strict=True)):
         got = [*got]
         if got and got[-1] in stops:

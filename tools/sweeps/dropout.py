@@ -79,7 +79,7 @@ def rated_model(model_type: str) -> Any:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     import torch
 
     from hyper_parallel.backends.torch.dropout import disable_dropout, original_config

@@ -75,7 +75,7 @@ def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[An
 
 
 def compare(mine: list[Any], theirs: list[Any]) -> str:
-    """Return the cell from the recorded dropout calls of two ranks."""
+    """Return the result text from the recorded dropout calls of two ranks."""
     import torch
 
     if len(mine) != len(theirs):
@@ -96,7 +96,7 @@ def compare(mine: list[Any], theirs: list[Any]) -> str:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     import torch
 
     from hyper_parallel.runtime import launch

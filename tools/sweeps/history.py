@@ -55,7 +55,7 @@ def logits(model: Any, length: int, seed: int) -> Any:
 
 
 def cell(model: Any) -> str:
-    """Return the cell of one model, from logits before and after other passes."""
+    """Return the result text of one model, from logits before and after other passes."""
     import torch
 
     from hyper_parallel.backends.torch.forward_state import changed_state, reset_before_calls
@@ -80,7 +80,7 @@ def cell(model: Any) -> str:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     from census_models import tiny
 
     try:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 
 class Sweep(Protocol):
-    """Interface of a sweep module."""
+    """Interface of a sweep: a module that checks all model types of transformers."""
 
     TITLE: str
     TEXT: str
@@ -37,11 +37,11 @@ class Sweep(Protocol):
         """Return the model types of transformers that the sweep covers."""
 
     def run(self, model_type: str, folder: Path) -> dict[str, str]:
-        """Return the cells of one model type."""
+        """Run the sweep on one model type, and return its result texts (cells) by column."""
 
 
 def kind(cell: str) -> str:
-    """Return the kind of a cell: `ok`, `refused`, `skipped`, `wrong` or `fails`."""
+    """Return the kind of a result text (cell): `ok`, `refused`, `skipped`, `wrong` or `fails`."""
     head = cell.partition(":")[0]
     return "refused" if re.fullmatch(r"HP\d+", head) else head
 
@@ -67,7 +67,7 @@ def one_line(error: BaseException) -> str:
 
 
 def refusal_or_failure(error: BaseException) -> str:
-    """Return the cell for an exception: a coded refusal, or `fails` for any other error, also of a rank."""
+    """Return the result text for an exception: a coded refusal, or `fails` for any other error, also of a rank."""
     from hyper_parallel.errors import HyperParallelError, RankFailed
 
     if isinstance(error, RankFailed):

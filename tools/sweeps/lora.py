@@ -39,7 +39,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     try:
@@ -162,7 +162,7 @@ def _own_name(name: str) -> str:
 
 
 def _on_two_ranks(model: nn.Module, expected: Step) -> str:
-    """Return the cell of two tensor-parallel ranks, compared with `expected`."""
+    """Return the result text of two tensor-parallel ranks, compared with `expected`."""
     from hyper_parallel.runtime import launch
 
     def rank(number: int) -> Step | None:

@@ -42,7 +42,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     from media_forms import kinds, media_batches
 
     from hyper_parallel.backends.torch.forward_variants import keep_float64
@@ -184,7 +184,7 @@ def _one_rank(model: Any, steps: list[Any], wanted: list[Any]) -> str:
 def _two_ranks(
     model: Any, steps: list[Any], wanted: list[Any], layouts: dict[str, str]
 ) -> dict[str, str]:
-    """Return the cells of layouts on two ranks, from one launch, or from one launch per layout if that fails."""
+    """Return the result texts of layouts on two ranks, from one launch, or from one launch per layout if that fails."""
     import hyper_parallel as hp
     from hyper_parallel.errors import HyperParallelError
 
@@ -218,7 +218,7 @@ def _two_ranks(
 def _joined(
     first: tuple[str, list[set[str]]], second: tuple[str, list[set[str]]], wanted: list[Any]
 ) -> str:
-    """Return the cell of a layout from the cells of its two ranks, which together must have all gradients."""
+    """Return the result text of a layout from those of its two ranks, which together must have all gradients."""
     if (cell := first[0] if first[0] != "ok" else second[0]) != "ok":
         return cell
     for names, others, (_, right) in zip(first[1], second[1], wanted, strict=True):

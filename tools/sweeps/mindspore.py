@@ -35,7 +35,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one type."""
+    """Check one model type, and return the result text of each column."""
     try:
         return {"train": _compared(prepared(model_type), folder)}
     except Exception as error:
@@ -68,7 +68,7 @@ _COMPILED: dict[tuple[str, ...], tuple[Any, Any]] = {}
 
 
 def _compared(place: Path, folder: Path) -> str:
-    """Return the cell of a type whose torch results are in `place`."""
+    """Return the result text of a type whose torch results are in `place`."""
     import numpy as np
 
     from hyper_parallel.backends.program_runner import join_ranks, unsupported_operators

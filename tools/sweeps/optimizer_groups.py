@@ -62,7 +62,7 @@ def expected_decay(model: Any) -> set[str]:
 
 
 def decay_cell(model: Any) -> str:
-    """Return the cell for weight decay."""
+    """Return `ok` if the right parameters have weight decay, else the differences."""
     from hyper_parallel.trainer import parameter_groups
 
     names = {id(p): n for n, p in model.named_parameters()}
@@ -125,7 +125,7 @@ def matrix_shapes(p: Any, count: int) -> set[tuple[int, ...]]:
 
 
 def muon_cell(model: Any) -> str:
-    """Return the cell for Muon."""
+    """Return `ok` if Muon orthogonalises exactly the operands of matmuls, else the differences."""
     import torch
     from census_models import SEQ_LEN
     from torch import nn
@@ -176,7 +176,7 @@ def runs_elsewhere(model: Any, name: str, used: dict[str, Any]) -> bool:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     try:
         model = plain_model(model_type)
     except Exception as error:

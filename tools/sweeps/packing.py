@@ -39,7 +39,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cell of one type."""
+    """Check one model type, and return its result text by column."""
     from hyper_parallel.backends.torch.measure_properties import StableTopK
 
     with StableTopK():
@@ -47,7 +47,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def compared(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cell of one type; `topk` must prefer the first of equal values."""
+    """Check one model type, given that `topk` prefers the first of equal values; return its result by column."""
     from census import run_cell, write_tokenizer
 
     try:

@@ -39,7 +39,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     try:
         model = plain_model(model_type)
         image = image_batch(model)

@@ -92,7 +92,7 @@ def values_of(model_type: str) -> dict[str, Any]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one type."""
+    """Check one model type, and return the result text of each column."""
     import torch
 
     from hyper_parallel.backends.torch import router_loss_facts
@@ -109,7 +109,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def without_loss(model: Any, ids: Any) -> str:
-    """Return the cell of a model whose class adds no router loss."""
+    """Return the result text of a model whose class adds no router loss."""
     from hyper_parallel.errors import HyperParallelError
     from hyper_parallel.runtime import Routing, World, parallelize, plan_of
 
@@ -219,7 +219,7 @@ class Columns:
     def on_two(
         self, name: str, strategy: str, count: int, batch: Callable[[slice], Any], want: Any
     ) -> None:
-        """Compute the cell of a step on two ranks."""
+        """Compute the result text of a step on two ranks."""
 
         def work(rank: int) -> str:
             parts = [batch(rows) for rows in self.cuts(strategy, count, rank)]
@@ -228,7 +228,7 @@ class Columns:
         self.launched(name, 2, work)
 
     def launched(self, name: str, ranks: int, work: Callable[[int], str]) -> None:
-        """Compute a cell by running `work` on ranks; all ranks must agree."""
+        """Compute a result text by running `work` on ranks; all ranks must agree."""
         from hyper_parallel.errors import RankFailed
         from hyper_parallel.runtime import launch
 
@@ -387,7 +387,7 @@ class Columns:
             }
 
     def cell(self, work: Callable[[], Any], want: Any) -> str:
-        """Return the cell of a run, whose result must be equal to `want`."""
+        """Return the result text of a run, whose result must be equal to `want`."""
         try:
             loss, grads = work()
         except Exception as error:

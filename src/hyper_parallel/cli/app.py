@@ -1,4 +1,4 @@
-"""Frame of the command line: the application, exit codes, and display of errors."""
+"""Construction of the command-line application, its exit codes, and the display of errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,13 @@ def build_app(
 
 
 def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a text with control characters escaped, because it may contain words from a file."""
+    """Print a text with control characters escaped, because it may contain words from a file.
+
+    Args:
+        text: Text, or object to convert to text.
+        err: Print on standard error instead of standard output.
+        nl: End the line.
+    """
     typer.echo(printable(str(text)), err=err, nl=nl)
 
 

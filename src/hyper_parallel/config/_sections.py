@@ -385,7 +385,7 @@ class LanguageDegrees(TowerDegrees):
 
 
 class Submodels(Section):
-    """Parts of a multimodal model on ranks of their own: `language`, and `vision` or `audio`; or `auto`."""
+    """Parts of a multimodal model on separate ranks: `language`, and `vision` or `audio`; or `auto`."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("auto",)
 

@@ -174,9 +174,9 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
     """Return the ModelSpec of a model, without reading weights or importing a framework.
 
     Args:
-        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the
-            hub, `org/name` or `org/name@revision`, whose config.json is downloaded unless a preset matches. An existing
-            path takes precedence over a preset.
+        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the hub
+            (`org/name` or `org/name@revision`). The config of a hub name is downloaded unless a preset matches. An
+            existing path takes precedence.
         where: Origin of the value, for errors: `recipe.yaml: model.path`.
 
     Raises:

@@ -46,9 +46,9 @@ def parallelize(
         world: Ranks to use; None: join the world of the environment until the process ends.
         ranks: Ranks of the world that share this model; None: all.
         routing: Options of expert routing; None: the model's own behavior.
-        average: Average the gradients of a plain `loss.backward()` over the data shares (`data_share`), as
-            `DistributedDataParallel` does, for loops whose loss is a mean over a rank's own data. False: sum them.
-            `forward_backward` gives the same result either way.
+        average: Average the gradients of `loss.backward()` over data-parallel ranks (`data_share`), as
+            `DistributedDataParallel` does. Suits loops whose loss is the mean over a rank's own data. False: sum them.
+            Has no effect on `forward_backward`.
         one_order: Every rank calls the submodules in the order of the first steps and equally often, except that it may
             skip some in a step. False: order and number of calls may differ between ranks in any step, which costs one
             exchange between hosts per module that FSDP gathers.
@@ -84,9 +84,8 @@ def parallelize(
 def _end(world: World) -> None:
     """Leave the world before the interpreter exits, and collect unreachable models with their process groups.
 
-    A process group is freed with the last reference to it, even after it is destroyed. A group that survives the
-    interpreter may have a thread that frees a tensor of its last collective too late, which ends the process by
-    SIGABRT.
+    A destroyed process group still exists until its last reference is gone. If it outlives the interpreter, one of its
+    threads may free a tensor of the last collective too late, which ends the process by SIGABRT.
     """
     world.leave()
     gc.collect()
@@ -101,9 +100,9 @@ def plan_of(
     """Return the plan of a module under one strategy.
 
     Args:
-        model: Any module, with values or on the meta device, Hugging Face or not; only its shapes are read.
-        strategy: Keys of a recipe's `parallel` section as `key=value` words, `"dp_shard=4 tp=2"`, or a `Strategy`;
-            "" is one rank.
+        model: Any module, also on the meta device; only its parameter shapes and structure are read.
+        strategy: A `Strategy`, or keys of a recipe's `parallel` section as text, such as `"dp_shard=4 tp=2"`; "" is one
+            rank.
         workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and lengths that
             `plan` assumes and lists in the notes of the plan.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.

@@ -1,4 +1,4 @@
-"""parallelize_submodels: the tower and the language part of a multimodal model on ranks of their own."""
+"""parallelize_submodels: place the encoder (tower) and the language part of a multimodal model on separate ranks."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def parallelize_submodels(
     routing: Routing | None = None,
     schedule: Schedule | None = None,
 ) -> nn.Module:
-    """Apply one layout to the tower of a multimodal model and one to its language part, each on ranks of its own.
+    """Parallelize the encoder (tower) and the language part of a multimodal model, each with a layout on its own ranks.
 
-    The ranks of the tower compute the results of the model's own `get_image_features`, `get_video_features` or
-    `get_audio_features` and send them to the ranks of the language part, which send the gradients back unless the tower
-    is frozen. Every rank then calls `forward_backward`, `forward_loss` and `clip_grad_norm_`, with the microbatches of
+    The tower's ranks run the model's own `get_image_features`, `get_video_features` or `get_audio_features`, and send
+    the results to the ranks of the language part. These send gradients back unless the tower is frozen. Afterwards,
+    every rank calls `forward_backward`, `forward_loss` and `clip_grad_norm_`, with the microbatches of
     `microbatch_sources`.
 
     Args:

@@ -355,7 +355,7 @@ class HangDetector:
     Of the time between two polls, at most two seconds count, so a pause of the whole machine is no hang.
 
     Args:
-        board: The slots.
+        board: Heartbeat slots of the ranks.
         deadlines: Maximum time of a rank in one phase.
         first: Rank of slot 0.
         ending: Returns whether a signal has asked the run to end after the current step. Deadlines are then short.
@@ -414,7 +414,7 @@ class WaitReporter:
     """Reporter for loops without deadlines: prints the wait of every rank when no rank makes progress.
 
     Args:
-        board: The slots.
+        board: Heartbeat slots of the ranks.
         first: Rank of slot 0.
     """
 

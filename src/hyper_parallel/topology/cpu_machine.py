@@ -151,7 +151,7 @@ def _from_cache(path: Path, key: str) -> dict[str, float] | None:
 def cpu_supernode(num_ranks: int) -> Supernode:
     """Return this machine with its cores and memory divided evenly among `num_ranks` ranks.
 
-    A rank uses `rank_threads` threads, so a few ranks with few threads leave cores idle.
+    The rates of a rank are those of `rank_threads` threads, so some cores may be idle.
     """
     cpu = read_cpu()
     rates = cpu_rates(cpu)

@@ -149,10 +149,9 @@ class Controller:
 def ahead(steps: int, max_staleness: int) -> Iterator[tuple[Literal["sample", "learn"], int]]:
     """Yield ("sample", s) and ("learn", s) for the steps 1 to `steps`, in the order in which a loop makes the calls.
 
-    Version v denotes the weights after v learned steps. A loop advances the iterator once ("learn", s) is answered. The
-    call for sample s is then made as soon as version s - 1 - `max_staleness` exists (0 in the first steps), and no
-    earlier. No sample uses older weights, so none is discarded. With 0 the roles alternate; with 1 or more, step s + 1
-    is sampled while step s is learned.
+    Version v denotes the weights after v learned steps. The loop must wait for the answer to ("learn", s) before it
+    advances the iterator. Step s is then sampled as soon as version max(0, s - 1 - `max_staleness`) exists, and never
+    with older weights. With 0, the roles alternate. With 1 or more, step s + 1 is sampled while step s is learned.
 
     Args:
         steps: Number of steps.
