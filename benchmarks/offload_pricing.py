@@ -268,7 +268,10 @@ def computed_again(
 def rows_of(
     name: str, link: float, known: dict[tuple[Any, ...], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return predicted and simulated extra time of a model and link, for every budget."""
+    """Return predicted and simulated extra time of a model and link, one row per budget.
+
+    `known` are rows of an earlier result, by model, link and budget; their simulated values are reused.
+    """
     torch.set_num_threads(1)
     program = captured(name)
     order = refine_order(program)[0]

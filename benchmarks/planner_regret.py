@@ -22,7 +22,10 @@ LAYOUT = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero", "mbs", "recompute"
 
 
 def groups(runs: list[PublishedRun]) -> dict[tuple[str, ...], list[PublishedRun]]:
-    """Return the runs of each decision, with at least two layouts, all measured, by the values that they share."""
+    """Return the runs grouped by decision; a key contains the values that a group shares.
+
+    Only measured runs count, and a decision has at least two layouts.
+    """
     decisions: dict[tuple[str, ...], list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.row.step_s:

@@ -22,7 +22,7 @@ LENGTH = 32
 
 
 def model_types() -> list[str]:
-    """Return all causal types; imports here are inherited by child processes."""
+    """Return all causal types; child processes inherit the modules imported here."""
     import hyper_parallel.runtime
     import hyper_parallel.trainer.engine.optimizer  # noqa: F401
 

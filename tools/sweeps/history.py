@@ -20,7 +20,7 @@ SECONDS = 240
 
 
 def model_types() -> list[str]:
-    """Return all causal and image-text types; imports here are inherited by child processes."""
+    """Return all causal and image-text types; child processes inherit the modules imported here."""
     import hyper_parallel.backends.torch.forward_state  # noqa: F401
 
     return causal_types() + image_text_types()

@@ -7,7 +7,7 @@ A sweep is a module with these names:
     COLUMNS    names of its cells, in order
     SECONDS    time limit of one model type
     CPU_SECONDS  optional: limit of its processor time, which does not depend on other load
-    TYPES_PER_PROCESS  optional: model types that a child process computes, by default one
+    TYPES_PER_PROCESS  optional: model types that a child process checks, by default one
     PRELOADED  optional: modules that all types need, imported once before the child processes start
     model_types() -> list[str]
     run(model_type, folder) -> {column: cell}     called in a child process with an empty scratch folder

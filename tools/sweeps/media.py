@@ -29,7 +29,7 @@ MOST_PARAMETERS = 24_000_000
 
 
 def model_types() -> list[str]:
-    """Return the multimodal types; imports here are inherited by child processes."""
+    """Return the multimodal types; child processes inherit the modules imported here."""
     import transformers  # noqa: F401
     from transformers.models.auto import modeling_auto as auto
 

@@ -24,7 +24,7 @@ EXEMPT = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 
 
 def model_types() -> list[str]:
-    """Return all causal and image-text types; imports here are inherited by child processes."""
+    """Return all causal and image-text types; child processes inherit the modules imported here."""
     from transformers import Trainer  # noqa: F401
 
     import hyper_parallel.trainer.engine.optimizer  # noqa: F401
