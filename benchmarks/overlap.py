@@ -1,31 +1,31 @@
-"""Overlap of communication and computation inside of a layer, against the same step without it, on a throttled link.
+"""Step time with and without overlap of communication and computation within a layer, on a throttled link.
 
-Two ranks with one core each train one model by several strategies in turn, forward and backward, round after round.
-They talk over the loopback of a network namespace of their own, with a token bucket as its link: time on the wire is
-then time off the processor, as it is on an accelerator. Needs the right to make namespaces (`unshare -rn`).
+Two ranks with one core each run forward and backward of one model under several strategies, in turn, round after round.
+They communicate over the loopback of a separate network namespace with a token bucket, so transfer time costs no CPU
+time, as on an accelerator. Needs permission to create namespaces (`unshare -rn`).
 
     python benchmarks/overlap.py                  # tables at two rates of each case
     python benchmarks/overlap.py --json           # the same as JSON, with every sample
     python benchmarks/overlap.py --case experts --rate 1000    # one model, 1000 Mbit/s
     python benchmarks/overlap.py --predict FILE   # predictions for the JSON of an earlier run
 
-gloo computes a reduce-scatter as an all-reduce and sends twice the bytes, so here ranks exchange their parts and add
-them, as NCCL and HCCL do on a ring of two ranks. Packets of the loopback are large, because the processor time of
-sending, which an accelerator does not have, goes with their number.
+gloo implements reduce-scatter as all-reduce and sends twice the bytes. Here, ranks therefore exchange and add their
+parts, as NCCL and HCCL do on a ring of two ranks. Packets are large, because the CPU time of sending, which an
+accelerator does not have, is proportional to their number.
 
-Masking by two definitions:
+Two definitions of masking, the fraction of hidden communication:
 
 * `wait`: 1 - seconds blocked in collectives / seconds blocked in the serial step.
-* `timeline`: of the seconds in which a collective is in flight, the part in which the rank does not wait for one.
+* `timeline`: fraction of the time with a collective in flight in which the rank does not wait for a collective.
 
-A collective is in flight when both ranks have issued it. A rank that waits before waits for a rank with more rows,
-which no overlap of communication can hide; these seconds are `late_s`. Experts get equal numbers of rows, or those of
-Zipf's law: biases of the routers are fitted to the batch.
+A collective is in flight once both ranks have issued it. A rank that waits earlier waits for a rank with more rows to
+compute, which overlap cannot hide; these seconds are `late_s`. Router biases are fitted to the batch, so that experts
+get equal numbers of rows, or numbers by Zipf's law.
 
-For every strategy the step and the seconds blocked in collectives stand beside those that the cost model predicts,
-calibrated on the serial step alone (see `_predicted_overlap`), with the choice of `overlap: auto`. They are not judged.
+Step times and blocked seconds of every strategy are printed with the predictions of the cost model, calibrated on the
+serial step alone (see `_predicted_overlap`), and with the choice of `overlap: auto`. Predictions have no bar.
 
-Exit status 1 when a bar is missed, 2 when the machine was too busy for a verdict (load of others above `QUIET`).
+Exit status 1 when a bar is missed, 2 when other load exceeded `QUIET`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ JUDGED = ("speedup", "masking")
 AUTO_BAR = 0.98
 """Bar of the measured speed of the predicted best strategy over that of the serial one."""
 QUIET = 0.05
-"""Share of the cores' time that other processes may use, for a valid measurement."""
+"""Largest fraction of core time that other processes use in a valid measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Case:
 
     Attributes:
         config: Config of a Hugging Face model.
-        sequences: Sequences per data rank.
+        sequences: Sequences per data-parallel rank.
         seq_len: Tokens per sequence.
-        strategies: Name to strategy.
-        rates: Rates of the link in Mbit/s: at the first one the speed is judged, at the second one, where all
-            communication can be hidden, the part that is.
-        bar: Bar of the step time of the serial strategy over that of the best other one.
-        masked: Bar of the part of the communication that is hidden, by waits.
+        strategies: Strategies by name.
+        rates: Two rates of the link in Mbit/s. `bar` applies at the first. `masked` applies at the second, at which all
+            communication could be hidden.
+        bar: Bar on the step time of the serial strategy, divided by that of the best other strategy.
+        masked: Bar on masking by the definition `wait`.
         zipf: Route tokens to experts by Zipf's law instead of evenly.
     """
 
@@ -95,7 +95,7 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    """Comparisons by name."""
+    """Return the comparisons by name."""
     experts = Strategy(dp_shard=2, ep=2, zero=0)
     tensor = Strategy(tp_x=2)
 
@@ -103,14 +103,14 @@ def cases() -> dict[str, Case]:
         return dataclasses.replace(strategy, overlap=Overlap(**overlap))
 
     common = {"vocab_size": 512, "head_dim": 64, "max_position_embeddings": 1024}
-    # Wide models compute more per byte, so the processor time of sending, which an accelerator does not have, weighs
-    # less. Attention is narrow and the batch large: the gradients of other parameters are summed over the same link.
+    # Wide models compute more per byte, so the CPU time of sending, which an accelerator does not have, matters less.
+    # Attention is narrow and the batch large, because gradients of other parameters are reduced over the same link.
     moe = Qwen3MoeConfig(
         **common, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3, num_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=1024, decoder_sparse_step=1, mlp_only_layers=[],
         output_router_logits=False,
     )  # fmt: skip
-    # The halves of tensor parallelism meet after all layers: more of them than 3 hide more, as in a real model.
+    # The two halves are joined after all layers, so more than 3 layers hide more communication, as in a real model.
     dense = Qwen3Config(
         **common, hidden_size=2048, num_attention_heads=32, num_key_value_heads=32, num_hidden_layers=6,
         intermediate_size=4096,
@@ -142,19 +142,19 @@ def cases() -> dict[str, Case]:
 
 
 class Meter:
-    """Times of the collectives of this rank, on the clock of the machine.
+    """Recorder of the times of this rank's collectives, in seconds of the machine's clock.
 
     Attributes:
-        issued: When each collective was issued, in order; the order is the same on all ranks.
-        blocked: For each collective, when this rank began and ended to wait for it.
-        in_flight: For each collective, when it was issued and when it was complete.
+        issued: Issue time of each collective, in order; the order is the same on all ranks.
+        blocked: Begin and end of the wait for each collective, by its index.
+        in_flight: Issue and completion time of each collective, by its index.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all times."""
+        """Delete all recorded times."""
         self.issued: list[float] = []
         self.blocked: dict[int, tuple[float, float]] = {}
         self.in_flight: dict[int, tuple[float, float]] = {}
@@ -170,7 +170,7 @@ class Meter:
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Measure the collectives that layers issue."""
+        """Measure the collectives that layers issue inside the context."""
         names = ("_all_gather", "_reduce_scatter")
         originals = {name: getattr(collectives, name) for name in names}
         exchange = dist.all_to_all_single
@@ -198,7 +198,7 @@ class Meter:
 
 
 class _ExchangeAndAdd:
-    """Reduce-scatter in flight: parts are exchanged, which is measured; the wait adds them, which is computation."""
+    """Reduce-scatter in flight: the exchange of parts counts as communication, and adding them as computation."""
 
     def __init__(self, out: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._out, self._parts = out, rows.new_empty(group.size(), *out.shape)
@@ -213,7 +213,7 @@ class _ExchangeAndAdd:
 def _exchange_and_add(
     out: torch.Tensor, rows: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool
 ) -> _ExchangeAndAdd | None:
-    """Reduce-scatter rows of all ranks into `out`; arguments as in `torch.distributed.reduce_scatter_tensor`."""
+    """Reduce-scatter rows of all ranks into `out`; arguments as for `torch.distributed.reduce_scatter_tensor`."""
     work = _ExchangeAndAdd(out, rows, group)
     if async_op:
         return work
@@ -240,7 +240,7 @@ class _MeasuredWork:
 
 
 def union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return disjoint intervals that cover the same time."""
+    """Return the union of intervals as disjoint intervals."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -251,7 +251,7 @@ def union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def common_seconds(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
-    """Return the seconds that lie in both unions."""
+    """Return the length in seconds of the intersection of two unions of intervals."""
     total, rest = 0.0, list(union(b))
     for begin, end in union(a):
         total += sum(max(0.0, min(end, e) - max(begin, s)) for s, e in rest)
@@ -281,10 +281,10 @@ def make_plan(case: Case, strategy: Strategy) -> Plan:
 
 
 def fit_routing(model: torch.nn.Module, ids: torch.Tensor, zipf: bool) -> None:
-    """Change the routers of a model so that its experts get equal numbers of rows of a batch, or those of Zipf's law.
+    """Change the routers of a model so that experts get equal numbers of a batch's rows, or numbers by Zipf's law.
 
-    All embeddings get one large feature, whose weights in a router are biases of the experts. The biases of one layer
-    after the other are moved until the counts are right. With Zipf's law the order of the experts is random.
+    One feature of all embeddings is set to 1, so that its router weights act as biases of the experts. The biases are
+    fitted layer by layer. With Zipf's law, the order of the experts is random.
 
     Args:
         model: The model.
@@ -313,7 +313,10 @@ def fit_routing(model: torch.nn.Module, ids: torch.Tensor, zipf: bool) -> None:
 def _fit_biases(
     weight: torch.Tensor, rows: torch.Tensor, chosen: int, share: torch.Tensor, steps: int = 400
 ) -> None:
-    """Move `weight[:, 0]` until each expert is among the `chosen` best of a share of the rows [T, D]."""
+    """Fit the router biases `weight[:, 0]` so that experts get the fractions `share` of the rows [T, D].
+
+    Each row goes to its `chosen` best experts.
+    """
     for step in range(steps):
         best = (rows @ weight.t()).topk(chosen, -1).indices.flatten()
         counts = torch.bincount(best, minlength=len(weight)) / len(best)
@@ -328,7 +331,7 @@ def _tokens(case: Case, rank: int) -> torch.Tensor:
 
 
 def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return samples per strategy: step seconds, those of `communication`, masking by timeline, and the loss."""
+    """Return lists of samples per strategy: step seconds, the columns of `communication`, load of others, and loss."""
     torch.manual_seed(0)
     models = {name: AutoModelForCausalLM.from_config(case.config) for name in case.strategies}
     batches = [_tokens(case, index) for index in range(2)]
@@ -390,13 +393,14 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def communication(ranks: Sequence[Sequence[Mapping[str, list[Any]]]]) -> dict[str, list[float]]:
-    """Return per round, as means of the ranks: seconds blocked, seconds late, and the masking by timeline.
+    """Return, per round, means over ranks of the seconds blocked and late, and of masking by timeline.
 
-    A collective is in flight when all ranks have issued it. A rank that waits before is not blocked by communication,
-    but by a rank with more work: these seconds are `late_s`.
+    A collective is in flight once all ranks have issued it. A rank that waits earlier is late because of a rank with
+    more
+    work, and not blocked by communication.
 
     Args:
-        ranks: For each rank and round, the times of all collectives; see `Meter`.
+        ranks: Results of `Meter.times` by rank and round.
     """
     columns: dict[str, list[float]] = {"blocked_s": [], "late_s": [], "timeline": []}
     for times in zip(*ranks, strict=True):
@@ -410,7 +414,10 @@ def communication(ranks: Sequence[Sequence[Mapping[str, list[Any]]]]) -> dict[st
 def _communication_of_rank(
     times: Mapping[str, list[Any]], starts: list[float]
 ) -> tuple[float, float, float]:
-    """Return seconds blocked, seconds late, and the masking of one rank; `starts`: when collectives are in flight."""
+    """Return seconds blocked, seconds late, and masking by timeline of one rank.
+
+    `starts` are the times from which the collectives are in flight.
+    """
 
     def clipped(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
         return [(min(e, max(b, start)), e) for (b, e), start in zip(intervals, starts, strict=True)]
@@ -423,7 +430,7 @@ def _communication_of_rank(
 
 
 def _others(sample: dict[str, Any], own: list[list[float]]) -> list[float]:
-    """Return the share of all cores that processes other than the ranks used in every step."""
+    """Return, per step, the fraction of all cores that processes other than the ranks used."""
     cores = os.cpu_count() or 1
     return [
         (busy - sum(ranks)) / (cores * seconds)
@@ -436,7 +443,7 @@ def _mean(columns: Any) -> list[float]:
 
 
 def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return medians of each strategy, over the calmest half of the rounds."""
+    """Return medians per strategy over the half of the rounds with the least load of other processes."""
     worst = [
         max(s["others"][i] for s in samples.values())
         for i in range(len(samples["serial"]["step_s"]))
@@ -471,7 +478,7 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def predictions(case: Case, rows: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Return predictions of the strategies of a case; `rows` is what `summary` returns for them."""
+    """Return predictions for the strategies of a case; `rows` are the results of `summary`."""
     serial = case.strategies["serial"]
     workload = make_plan(case, serial).workload
     spec = spec_from_config(case.config.to_dict(), name="benchmark")
@@ -480,7 +487,7 @@ def predictions(case: Case, rows: dict[str, dict[str, float]]) -> dict[str, Any]
 
 
 def print_predictions(result: dict[str, Any]) -> None:
-    """Print the predictions of a case beside what was measured."""
+    """Print predicted and measured values of a case."""
     forecast = result["predicted"]
     print(
         f"  predicted with {forecast['link_bytes_s'] / 1e6:.1f} MB/s, collectives on {forecast['collective_share']:.0%}"
@@ -497,7 +504,7 @@ def print_predictions(result: dict[str, Any]) -> None:
 
 
 def predict_files(paths: list[str]) -> int:
-    """Print predictions for the results in files of earlier runs, one JSON object per line; return the exit status."""
+    """Print predictions for the results of earlier runs in files of JSON lines, and return the exit status."""
     for path in paths:
         for line in filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines()):
             result = json.loads(line)
