@@ -1,8 +1,8 @@
 """Workspace of CPU kernels, measured once per operator and shape of a recorded step.
 
-An accelerator's allocator reports its peak while a step is recorded. A CPU's has only the events that torch's profiler
-reads, so every distinct operator runs a second time here, on zeros, in the form in which a plan runs it. The packed
-operands of mkldnn's bfloat16 products and the blocks of flash attention thus count as staging bytes outside the arena.
+An accelerator's allocator reports its peak while a step is recorded. A CPU's allocator only emits events that torch's
+profiler reads, so every distinct operator runs again here, on zeros, in the form in which a plan runs it. Workspace,
+such as packed operands of mkldnn's bfloat16 products, then counts as staging bytes outside the arena.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MARK: Final = "kernel "
 
 
 def with_kernel_bytes(captured: Captured) -> Captured:
-    """Return the step with the measured workspace of its kernels on this CPU.
+    """Return the recorded step with the workspace of its kernels on this CPU added to its operators.
 
-    The workspace is then part of `plan.device_bytes`. The executor's meter of a simulated device cannot see it, so it
-    reports less. Grouped products are measured with equal groups; a real step has the group sizes of its data.
+    The workspace is then part of `plan.device_bytes`, but not of the simulated device's own meter. Grouped products are
+    measured with groups of equal size, unlike those of a real step.
 
     Args:
         captured: A recorded step; on an accelerator its workspace was measured during the recording.
@@ -50,7 +50,7 @@ def with_kernel_bytes(captured: Captured) -> Captured:
 
 
 def _key(call: Call, captured: Captured) -> Any:
-    """Return a key that is equal for calls with equal workspace; None: the call cannot run alone."""
+    """Return a key that is equal for calls with equal workspace; None for a call that cannot run separately."""
     leaves, nest = tree_flatten((call.args, call.kwargs, [view for _, view in call.results]))
     is_runnable = getattr(call.func, "namespace", "") == "aten" and not call.guards
     if not is_runnable or any(isinstance(leaf, torch.Generator) for leaf in leaves):
@@ -66,7 +66,7 @@ def _key(call: Call, captured: Captured) -> Any:
 
 
 def _measure_peaks(calls: list[Call], captured: Captured) -> list[int]:
-    """Return the peak of the bytes that each call allocates, without its operands and its results' addresses."""
+    """Return the peak workspace bytes of each call, without its operands and results."""
     activities = [ProfilerActivity.CPU]
     with (
         torch.random.fork_rng(devices=[]),
@@ -88,7 +88,7 @@ def _measure_peaks(calls: list[Call], captured: Captured) -> list[int]:
 
 
 def _events(profiled: Any) -> Iterator[tuple[int, int]]:
-    """Yield (call, bytes) of every allocation inside a call; freed bytes are negative."""
+    """Yield the call's index and the bytes of every allocation inside a call; freed bytes are negative."""
     events = list(profiled.profiler.kineto_results.events())
     spans = sorted(
         (e.start_ns(), e.start_ns() + e.duration_ns(), int(e.name().removeprefix(_MARK)))
@@ -104,7 +104,7 @@ def _events(profiled: Any) -> Iterator[tuple[int, int]]:
 
 
 def _bound_call(call: Call, captured: Captured) -> Callable[[], Any]:
-    """Return the call as a plan runs it, on zeros."""
+    """Return a function that runs the call on zeros, in the form in which a plan runs it."""
     outs = [view for _, view in call.results]
     views = [v for v in tree_flatten((call.args, call.kwargs, outs))[0] if isinstance(v, View)]
     bases = {}
@@ -125,7 +125,7 @@ def _bound_call(call: Call, captured: Captured) -> Callable[[], Any]:
 
 
 def _write_group_ends(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> None:
-    """Write the ends of the groups of a grouped product, for groups of equal size."""
+    """Write the row offsets at which the groups of a grouped product end into `ends`, for groups of equal size."""
     total = left.shape[0] if right.dim() == 3 else right.shape[-1]
     if left.dim() == right.dim():  # both have it: the gradient of weights
         total = left.shape[-1]

@@ -1,7 +1,7 @@
-"""Steps of a model with Llama-8B shapes, captured under fake tensors: nothing is computed and no weight is allocated.
+"""Steps of a model with Llama-8B shapes, captured under fake tensors, without computation or allocated weights.
 
-Attention is the flash operator with a causal flag and grouped keys, as on an accelerator; the mask that transformers
-makes under tracing does not exist there.
+Attention is the flash operator with a causal flag and grouped keys, as on an accelerator, instead of the masked
+attention that transformers uses under tracing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from hyper_parallel.ir import MemoryProgram, Operator
 from hyper_parallel.memory import Channel
 
 Saving = Literal["checkpoint", "on_cpu"]
-"""What is saved for backward: inputs of layers only (transformers' activation checkpointing, use_reentrant=False),
-or everything in host memory (`torch.autograd.graph.save_on_cpu`, whose copies are recorded as `SAVED` operators)."""
+"""Treatment of tensors saved for backward. checkpoint: only inputs of layers are saved (transformers' activation
+checkpointing, use_reentrant=False). on_cpu: all are saved in host memory (`torch.autograd.graph.save_on_cpu`), with
+copies recorded as `SAVED` operators."""
 SAVED = ("detach_copy", "lift_fresh_copy")
 SHAPES = {
     "hidden_size": 4096,
@@ -59,7 +60,7 @@ def _flash(
 
 
 def as_flash(config: Any) -> Any:
-    """The configuration with the attention of an accelerator."""
+    """Return the configuration with the attention operator of an accelerator."""
     AttentionInterface.register("causal_plain", _flash)
     AttentionMaskInterface.register("causal_plain", lambda *args, **kwargs: None)
     config._attn_implementation = "causal_plain"
@@ -67,7 +68,7 @@ def as_flash(config: Any) -> Any:
 
 
 def llama(layers: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model, made under whatever mode is active."""
+    """Return a Llama with 8B shapes and `layers` layers; under FakeTensorMode, its weights are not allocated."""
     config = as_flash(LlamaConfig(**SHAPES, num_hidden_layers=layers))
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -80,16 +81,16 @@ def training(
     clip_norm: float | None = None,
     saving: Saving | None = None,
 ) -> MemoryProgram:
-    """One training step.
+    """Return the memory program of one training step.
 
     Args:
-        tokens: Tokens of the one sequence.
+        tokens: Tokens of the single sequence.
         layers: Decoder layers.
-        loss_chunks: See `chunked_loss`; None: the model's own loss.
-        shards: 1: AdamW on the bf16 weights, state in bf16. More: ZeRO-1 as one of so many ranks sees it, with master
-            weights and state in float32 for its part of every weight; collectives are not in the program.
-        clip_norm: Largest global norm of the gradients; None: they are not clipped, so updates may come early.
-        saving: What is saved for backward, with more than one shard; None: all, on the device.
+        loss_chunks: Number of chunks of `chunked_loss`; None: the model's own loss.
+        shards: 1: AdamW with bf16 weights and state. More: one rank of ZeRO-1 over this number of ranks, with a float32
+            shard of master weights and state. Collectives are omitted.
+        clip_norm: Maximum global norm of the gradients; None: no clipping, so updates may run early.
+        saving: Treatment of tensors saved for backward, for several shards; None: all are kept on the device.
     """
     with FakeTensorMode():
         model = llama(layers)
@@ -149,13 +150,16 @@ def _sharded(
 
 
 def _through_host() -> Any:
-    """`save_on_cpu`, its copies recorded by names that nothing else here has."""
+    """Return a context like `save_on_cpu`, whose copies are recorded under operator names that are unique here."""
     out, back = (getattr(torch.ops.aten, name).default for name in SAVED)
     return torch.autograd.graph.saved_tensors_hooks(out, back)
 
 
 def copied(program: MemoryProgram, channel: Channel) -> MemoryProgram:
-    """A step with `saving="on_cpu"`: copies take a channel's seconds, on the stream that computes, and host memory."""
+    """Return a step captured with `saving="on_cpu"`, with copies timed on the compute stream.
+
+    A copy takes the channel's seconds, and its destination takes host memory instead of device memory.
+    """
     host = {op.allocs[0] for op in program.operators if op.name == SAVED[0]}
     storages = tuple(
         replace(x, num_bytes=0) if s in host else x for s, x in enumerate(program.storages)
@@ -170,9 +174,9 @@ def copied(program: MemoryProgram, channel: Channel) -> MemoryProgram:
 
 
 def as_kernels(program: MemoryProgram) -> MemoryProgram:
-    """Access bytes of operators that touch a few rows of a large table: what a kernel reads and writes.
+    """Return the program with the access bytes of real kernels for operators that read a few rows of a large table.
 
-    The capture counts all operands of an operator, the whole embedding table and the whole cache for one row of them.
+    The capture counts all operands in full, such as the whole embedding table for the lookup of one row.
     """
     sizes = [s.num_bytes for s in program.storages]
 
@@ -189,7 +193,7 @@ def as_kernels(program: MemoryProgram) -> MemoryProgram:
 
 
 def inference(tokens: int, context: int, layers: int = 32, batch: int = 1) -> MemoryProgram:
-    """One forward pass of `tokens` tokens with a static cache of `context` tokens: prefill, or decode with one."""
+    """Return the program of a forward pass of `tokens` tokens (1: decode) with a static cache of `context` tokens."""
     with FakeTensorMode():
         model = llama(layers).eval()
         cache = StaticCache(config=model.config, max_cache_len=context)

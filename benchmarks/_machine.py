@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""Facts about the machine on which a benchmark runs, and its load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def machine() -> dict[str, object]:
-    """Facts of this machine, for the JSON of a benchmark; `load` tells whether it was idle."""
+    """Return facts about this machine for a benchmark's JSON; `load` shows whether the machine was idle."""
     return {
         "machine": platform.machine(),
         "cpu": _cpu(),
@@ -26,7 +26,7 @@ def machine() -> dict[str, object]:
 
 
 def cpu_pressure() -> float:
-    """Return the seconds since boot in which some process waited for a core; 0 where the kernel does not count them."""
+    """Return the seconds since boot in which some process waited for a core; 0 if the kernel does not count them."""
     try:
         text = Path("/proc/pressure/cpu").read_text(encoding="ascii")
     except OSError:
@@ -35,10 +35,11 @@ def cpu_pressure() -> float:
 
 
 def busy_s() -> float:
-    """Return the seconds since boot in which the cores of this machine ran processes, or were taken by its host.
+    """Return the core seconds since boot in which cores ran processes or were stolen by the host.
 
-    Less the processor time of a benchmark's own processes, it is the load of others. Pressure is no measure of that
-    load where ranks have one core each: the threads of a rank that send and receive wait for its computation.
+    The difference to the CPU time of a benchmark's own processes is the load of others. CPU pressure does not measure
+    that
+    load when each rank has one core, because a rank's communication threads wait for its own computation.
     """
     text = Path("/proc/stat").read_text(encoding="ascii")
     user, nice, system, _idle, _io, _irq, _softirq, steal, *_ = map(
@@ -48,7 +49,7 @@ def busy_s() -> float:
 
 
 def device_of(name: str) -> torch.device | None:
-    """The device that `--device` names; None: `auto` on a machine without an accelerator."""
+    """Return the device named by `--device`; None for `auto` on a machine without an accelerator."""
     if name == "auto":
         return torch.accelerator.current_accelerator(check_available=True)
     return torch.device(name)

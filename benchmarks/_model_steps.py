@@ -1,9 +1,9 @@
 """Recorded steps of a Hugging Face model for benchmarks and tests: training, prefill, decode, and a loss in chunks.
 
-The logits [T, V] and the float copies that a cross entropy makes of them are the largest working set of a training
-step. In a chunked loss the logits of a chunk live only while the chunk is computed. Forward computes the loss and the
-gradients of hidden states and head; backward scales them. No product is computed twice. The head's gradient is summed
-over the chunks, so results equal those of the ordinary loss up to the order of that sum.
+The logits [T, V] and the float copies in the cross entropy are the largest working set of a training step. In a chunked
+loss, the logits of a chunk only exist while the chunk is computed. Forward computes the loss and the gradients of
+hidden states and head; backward scales them. The head's gradient is summed over the chunks, so results equal those of
+the ordinary loss up to the order of that sum.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def capture_training(
 ) -> Captured:
     """Record one training step: forward, loss, backward, optional clipping, optimizer.
 
-    The optimizer must have taken a step before (its state exists then) and must keep its step count in tensors
-    (`fused=True`): a count held in Python would be a constant of the recorded program, and is refused by a guard.
+    The optimizer must have run a step before, so that its state exists. It must keep its step count in tensors
+    (`fused=True`), because a Python count would be a constant of the recorded program.
 
     Args:
         model: Returns an object with `.loss`.
         optimizer: Any torch optimizer.
         inputs: Keyword arguments of the model, labels included.
-        clip_norm: Clip the global gradient norm to this.
+        clip_norm: Maximum global gradient norm; None: no clipping.
         loss_chunks: Number of chunks of tokens for head and loss, see `chunked_loss`; None: the model's own loss.
         alignment_bytes: See `MemoryProgram`.
     """
@@ -67,15 +67,7 @@ def training_step(
     clip_norm: float | None = None,
     loss_chunks: int | None = None,
 ) -> torch.Tensor:
-    """Run one eager training step, the one that `capture_training` records.
-
-    Args:
-        model: See `capture_training`.
-        optimizer: See there.
-        batch: Keyword arguments of the model, labels included.
-        clip_norm: See there.
-        loss_chunks: See there.
-    """
+    """Run the training step of `capture_training` eagerly, and return the loss; arguments as for `capture_training`."""
     loss = (
         chunked_loss(model, batch, loss_chunks)
         if loss_chunks
@@ -99,15 +91,14 @@ def capture_inference(
     """Record one forward pass with a static KV cache: a prefill, or one decode step.
 
     Args:
-        model: In eval mode.
+        model: Model in eval mode.
         inputs: Keyword arguments of the model, such as `input_ids`.
-        cache: A `transformers.StaticCache` that is initialised: its tensors keep their storage.
+        cache: Initialized `transformers.StaticCache`, whose tensors keep their storage.
         alignment_bytes: See `MemoryProgram`.
 
     Raises:
-        CaptureUnsupported: HP511 for a step at a later position of a cache that counts its tokens in Python, as layers
-            with a sliding window do: the program would repeat the recorded position. A prompt at position 0 is
-            recorded; running it on a cache that was not reset raises HP512.
+        CaptureUnsupported: HP511 for a decode step with a cache that counts its tokens in Python, as layers with a
+            sliding window do, because the program would repeat the recorded position.
     """
 
     def step(**batch: torch.Tensor) -> torch.Tensor:
@@ -138,7 +129,7 @@ def capture_inference(
 
 
 def _cache_state(cache: Any) -> dict[str, tuple[torch.Tensor, StorageKind]]:
-    """Return keys, values and lengths of a static cache, layer by layer."""
+    """Return the tensors of a static cache (keys, values, lengths of all layers) with their storage kind, by name."""
     state: dict[str, tuple[torch.Tensor, StorageKind]] = {}
     for index, layer in enumerate(cache.layers):
         for key, value in sorted(vars(layer).items()):
@@ -199,13 +190,13 @@ def chunked_loss(
     """Return the mean cross entropy of the next token of a Hugging Face causal language model.
 
     Args:
-        model: Has `get_decoder()` and an output embedding without bias.
+        model: Model with `get_decoder()` and an output embedding without bias.
         batch: Keyword arguments of the model with `labels` [B, S].
         chunks: Number of chunks of tokens.
-        ignore_index: Label of tokens that do not count.
+        ignore_index: Label of tokens without loss.
 
     Raises:
-        BadValue: HP102 when the model changes its logits after the head; this loss would skip that change.
+        BadValue: HP102 when the model changes its logits after the head, which this loss would omit.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     config = model.config

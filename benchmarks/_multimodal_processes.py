@@ -3,16 +3,15 @@
 Two gloo ranks, one per core, train a LLaVA model with random weights in float32. Microbatches have equal lengths and
 different numbers of images. All schedules run through `parallelize_submodels` and `forward_backward`.
 
-    calibrate   a few steps of the joint schedule give the seconds of encoder, layer and head
-    choose      simulations of these costs give the layers of both ranks: of ours, and of the best 1F1B pipeline, with
-                the encoder on the first or the last rank, in the order of the data and in the best of four orders
-    measure     in each round, every schedule runs one step; the calmest half of the rounds counts
+    calibrate   measure seconds of encoder, layer and head in a few steps of the joint schedule
+    choose      simulate with these costs, and choose the layers per rank of the joint schedule and of the best 1F1B
+                pipeline, with the encoder on either rank and microbatches in the order of the data or in the best order
+    measure     run one step of every schedule per round; only the half of the rounds with least load of others counts
 
-Busy is the CPU time of the actions; the bubble is 1 - busy / (2 * step), so waits, messages and the gradient reduction
-of the encoder's copies are bubbles. The replay simulates the executed schedule with the CPU times of the same step, and
-adds its reduction.
-Bars: the step at least 1.15 times as fast as 1F1B in the order of the data, at most 12 % bubble, replay within 5 %,
-equal gradients in float64. 1F1B in the best order is reported too.
+With `busy` as the CPU time of the actions, the bubble is 1 - busy / (2 * step), so waits, messages and the encoder's
+gradient reduction are bubbles. The replay simulates the executed schedule with the CPU times of the same step, and adds
+the reduction. Bars: the joint step is at least 1.15 times as fast as 1F1B in the order of the data, its bubble is at
+most 12 %, the replay is within 5 %, and gradients are equal in float64. 1F1B in the best order is reported as well.
 """
 
 from __future__ import annotations
@@ -55,18 +54,18 @@ from hyper_parallel.sim import simulate
 
 LAYERS, TOKENS, IMAGE, AHEAD = 8, 448, 64, 4
 IMAGES = (1, 4, 2, 6)
-"""Images of each microbatch; chosen among about 30 simulated cases, of which most gain less (1.08 to 1.2 times)."""
+"""Images of each microbatch; selected from about 30 simulated cases, most of which gain less (1.08 to 1.2 times)."""
 ASKED_SPEEDUP, MOST_BUBBLE, MOST_REPLAY_ERROR = 1.15, 0.12, 0.05
 QUIET = 0.05
-"""Share of the time in which a process may wait for a core for a valid measurement."""
+"""Largest CPU pressure (fraction of time in which a process waits for a core) of a valid measurement."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Schedule with its placement.
+    """Schedule, with the ranks of the encoder and the layers of each stage.
 
     Attributes:
-        name: Name for people.
+        name: Name in the output.
         towers: Ranks with the encoder.
         layers: Layers of each language stage.
         schedule: Schedule of a step.
@@ -114,7 +113,7 @@ def batches(dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
 
 
 class Spans:
-    """CPU seconds of the computations of a step, in order, and seconds in the reduction of gradients."""
+    """Recorder of CPU seconds of a step's computations, in order, and of seconds in the gradient reduction."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -122,7 +121,7 @@ class Spans:
 
     @contextmanager
     def __call__(self, name: str, kind: str) -> Iterator[None]:
-        """Measure a piece of work."""
+        """Measure the body of the context."""
         begin, begin_wall = time.thread_time(), time.perf_counter()
         yield
         if kind == "compute":
@@ -132,12 +131,12 @@ class Spans:
 
 
 def timed(row: Sequence[Action]) -> list[Action]:
-    """Return the actions of a rank that have a span: all computations but I of the encoder, which does nothing."""
+    """Return the actions of a rank that `Spans` records: all computations except I of the encoder, which is empty."""
     return [a for a in row if a.kind in "FBIW" and (a.stage or a.kind != "I")]
 
 
 def prepare(candidate: Candidate, world: World, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return this rank's parts of the model."""
+    """Return this rank's sub-models, parallelized with the placement of a candidate."""
     return parallelize_submodels(
         build(dtype),
         {
@@ -151,14 +150,14 @@ def prepare(candidate: Candidate, world: World, dtype: torch.dtype = torch.float
 
 
 def one_step(part: nn.Module, given: Sequence[dict[str, Tensor]], spans: Spans) -> Tensor:
-    """Run forward and backward of a step; return this rank's summand of the loss."""
+    """Run forward and backward of a step, and return this rank's part of the loss; the parts add up to the loss."""
     count = sum(int((b["labels"][:, 1:] != -100).sum()) for b in given)
     parts = [s and given[s[1]] for s in microbatch_sources(part, len(given))]
     return forward_backward(part, parts, count, spans)
 
 
 def measure(candidates: Sequence[Candidate], rounds: int) -> list[dict[str, Any]]:
-    """Return per candidate: seconds and pressure of every step, CPU seconds of its actions by rank, and the loss."""
+    """Return a dict per candidate: seconds and CPU pressure of every step, CPU seconds of actions by rank, and loss."""
 
     def rank(index: int) -> list[dict[str, Any]]:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
@@ -193,7 +192,7 @@ def measure(candidates: Sequence[Candidate], rounds: int) -> list[dict[str, Any]
             "step_s": first["step_s"],
             "pressure": first["pressure"],
             "actions": list(zip(first["actions"], second["actions"], strict=True)),
-            # The rank that comes last does not wait for the other one.
+            # The last rank to arrive does not wait.
             "reduction_s": list(map(min, first["reduction_s"], second["reduction_s"])),
             "loss": first["loss"] + second["loss"],
         }
@@ -202,7 +201,7 @@ def measure(candidates: Sequence[Candidate], rounds: int) -> list[dict[str, Any]
 
 
 def gradient_difference(candidates: Sequence[Candidate]) -> float:
-    """Return the difference of the gradients from those of one rank in float64, over the norm of all gradients."""
+    """Return the largest gradient difference from one rank in float64, relative to the norm of all gradients."""
     whole, given = build(torch.float64), batches(torch.float64)
     with World.join("cpu") as world:
         one_step(parallelize(whole, plan_of(whole), world), given, Spans())
@@ -230,7 +229,7 @@ Costs = list[list[StageCost]]
 
 
 def costs_of(schedule: Schedule, actions: Sequence[Sequence[float]]) -> Costs:
-    """Return the cost per stage and microbatch from the CPU seconds of the actions of every rank; B counts as W."""
+    """Return the cost of each stage and microbatch, from CPU seconds of every rank's actions; B counts as W."""
     table = [[StageCost(0.0, 0.0, 0.0)] * schedule.microbatches for _ in range(schedule.stages)]
     names = {"F": "forward_s", "I": "input_grad_s", "W": "weight_grad_s", "B": "weight_grad_s"}
     for row, seconds in zip(schedule.compute_only().ranks, actions, strict=True):
@@ -242,7 +241,7 @@ def costs_of(schedule: Schedule, actions: Sequence[Sequence[float]]) -> Costs:
 
 
 def calibrated(rounds: int) -> tuple[list[StageCost], StageCost, StageCost]:
-    """Return the costs of the encoder per microbatch, of one layer, and of the head."""
+    """Measure and return the costs of the encoder per microbatch, of one layer, and of the head."""
     lanes = TowerLanes(2, (0, 1))
     half = (LAYERS // 2,) * 2
     first = Candidate("equal costs", (0, 1), half, submodel_schedule(lanes, len(IMAGES)), 0.0)
@@ -274,7 +273,7 @@ def calibrated(rounds: int) -> tuple[list[StageCost], StageCost, StageCost]:
 def stage_costs(
     layers: Sequence[int], encoder: Sequence[StageCost], layer: StageCost, head: StageCost
 ) -> Costs:
-    """Return the costs of the encoder and of two language stages."""
+    """Return the costs per microbatch of three stages: the encoder, and two language stages with these layers."""
     rows = [[*encoder]]
     for number, count in enumerate(layers):
         extra = head if number else StageCost(0.0, 0.0, 0.0)
@@ -285,7 +284,7 @@ def stage_costs(
 
 
 def choose(rounds: int) -> list[Candidate]:
-    """Return by simulation the best of ours, of 1F1B in the order of the data, and of 1F1B in any order."""
+    """Return the fastest simulated candidates: joint schedule, 1F1B in the order of the data, 1F1B in any order."""
     encoder, layer, head = calibrated(rounds)
     ours: list[Candidate] = []
     plain: list[Candidate] = []
@@ -307,7 +306,7 @@ def choose(rounds: int) -> list[Candidate]:
 
 
 def one_f_one_b(rank: int, costs: Costs, reorder: bool) -> Schedule:
-    """Return 1F1B with the encoder on a rank: full backwards, at most p - r microbatches in flight."""
+    """Return the 1F1B schedule with the encoder on `rank`, with full backwards; `reorder` permutes microbatches."""
     count, lanes = len(costs[0]), TowerLanes(2, (rank,))
     seconds = [c.forward_s for c in costs[0]]
     light = sorted(range(count), key=seconds.__getitem__)
@@ -334,7 +333,7 @@ def one_f_one_b(rank: int, costs: Costs, reorder: bool) -> Schedule:
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Return medians, the ratios of 1F1B to ours, bubbles, replays and bars."""
+    """Run the benchmark, and return medians, ratios of 1F1B to the joint schedule, bubbles, replays and bars."""
     candidates = choose(max(2, rounds // 4))
     samples = measure(candidates, rounds)
     return summary(candidates, samples, rounds) | {"samples": samples}
@@ -343,7 +342,7 @@ def measured(rounds: int) -> dict[str, Any]:
 def summary(
     candidates: Sequence[Candidate], samples: Sequence[dict[str, Any]], rounds: int
 ) -> dict[str, Any]:
-    """Return the results over the calmest half of the rounds."""
+    """Return the results over the half of the rounds with the least load of other processes."""
     worst = [max(pair) for pair in zip(*(s["pressure"] for s in samples), strict=True)]
     calm = sorted(range(rounds), key=worst.__getitem__)[: max(1, rounds // 2)]
     rows = []

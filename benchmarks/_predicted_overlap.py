@@ -1,10 +1,10 @@
-"""Steps that the cost model predicts for strategies with overlap, after calibration on a measured serial step alone.
+"""Predictions of the cost model for strategies with overlap, calibrated only on a measured step without overlap.
 
 Three numbers are calibrated, in this order:
 
-    link bandwidth     the priced collectives of the serial step take as long as its ranks were blocked in collectives
-    compute rate       the priced serial step takes as long as the measured one
-    collective share   processor time beyond computation, over the seconds in which collectives were in flight
+    link bandwidth     predicted time of the serial step's collectives = measured time blocked in collectives
+    compute rate       predicted serial step = measured serial step
+    collective share   CPU time beyond computation, divided by the time in which collectives were in flight
 
 Latencies and all other numbers are those of the topology `local` and of the card `cpu`.
 """
@@ -40,16 +40,16 @@ NOT_MEASURED = ("optimizer", "gradient norm", "every step", "stragglers")
 
 @dataclasses.dataclass(frozen=True)
 class Calibrated:
-    """Ranks with the rates of one measured serial step.
+    """Cost-model inputs whose rates are calibrated on one measured serial step.
 
     Attributes:
         supernode: Machine; its innermost links connect all ranks.
         spec: Model.
-        workload: Batch numbers, resolved.
+        workload: Workload with all batch numbers.
         link_bytes_s: Bytes/s that a rank sends.
-        slowdown: Time of all kernels relative to the card.
-        share: Share of the compute units that a collective occupies.
-        latency: Latency of the link relative to that of the card.
+        slowdown: Factor on the kernel times of the card.
+        share: Fraction of the compute units that a collective occupies.
+        latency: Factor on the link latency of the card.
     """
 
     supernode: Supernode
@@ -72,12 +72,12 @@ class Calibrated:
         """Calibrate on a serial step.
 
         Args:
-            supernode: Machine, without the numbers to calibrate.
+            supernode: Machine with uncalibrated numbers.
             spec: Model.
-            workload: Batch numbers, resolved.
+            workload: Workload with all batch numbers.
             serial: Strategy without overlap.
-            measured: Seconds of its step, `step_s`; blocked in collectives, `blocked_s`; of the processor of one
-                rank, `processor_s`.
+            measured: Seconds of the serial step: `step_s`; `blocked_s`, blocked in collectives; `processor_s`, CPU time
+                of one rank.
         """
         step_s, blocked_s = measured["step_s"], measured["blocked_s"]
 
@@ -99,10 +99,11 @@ class Calibrated:
         return dataclasses.replace(case, share=min(1.0, max(0.0, share)))
 
     def seconds(self, strategy: Strategy) -> tuple[float, float]:
-        """Return the predicted seconds of forward and backward, and those blocked in collectives of layers.
+        """Return the predicted seconds of forward and backward, and the seconds blocked in collectives of layers.
 
-        Exposed seconds include slower computation beside collectives and smaller matmuls; a rank is not blocked then.
-        So the exposed seconds count without the former, and less those of a link that takes no time.
+        Blocked seconds are the predicted exposed seconds without slowdowns of computation: without the slowdown by
+        concurrent
+        collectives, and minus the exposed seconds of a link that takes no time.
         """
         terms = _terms(self.priced(strategy))
         step_s = sum(s for name, s in terms.items() if name not in NOT_MEASURED)
@@ -112,7 +113,7 @@ class Calibrated:
         return step_s, sum(with_link[name] - without[name] for name in INSIDE_LAYERS)
 
     def priced(self, strategy: Strategy) -> Scores:
-        """Return the prices of a strategy."""
+        """Return the cost model's result for a strategy."""
         card = device_card("", "cpu")
         latency = card.latency * self.latency
         card = dataclasses.replace(card, collective_share=self.share, latency=latency)
@@ -127,7 +128,7 @@ class Calibrated:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return the argument with value 0, between those of a negative and of a positive value, or the nearer end."""
+    """Return the zero of a monotonic function between `low` and `high`, or the nearer end if there is none."""
     for end, sign in ((low, 1.0), (high, -1.0)):
         if sign * function(end) >= 0.0:
             return end
@@ -135,7 +136,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _terms(scores: Scores) -> dict[str, float]:
-    """Return seconds by term."""
+    """Return the seconds of each cost term by name."""
     return {t.name: float(t.seconds[0]) for t in scores.time}
 
 
@@ -146,14 +147,14 @@ def predicted(
     strategies: Mapping[str, Strategy],
     rows: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Return predictions for every strategy beside what was measured, and the choice of `overlap: auto`.
+    """Return predicted and measured seconds of every strategy, and the choice of `overlap: auto`.
 
     Args:
         supernode: Machine of the run.
         spec: Model.
-        workload: Batch numbers, resolved.
-        strategies: Name to strategy; `serial` has no overlap.
-        rows: Name to measured `step_s`, `speedup`, `blocked_s` and `processor_s`.
+        workload: Workload with all batch numbers.
+        strategies: Strategies by name; `serial` has no overlap.
+        rows: Measured `step_s`, `speedup`, `blocked_s` and `processor_s` by name of the strategy.
     """
     serial = rows["serial"]
     model = Calibrated.of(supernode, spec, workload, strategies["serial"], serial)
@@ -168,7 +169,7 @@ def predicted(
             "speedup_error": speedup / row["speedup"] - 1.0,
             "blocked_s": blocked_s,
             "blocked_error": blocked_s / row["blocked_s"] - 1.0,
-            # of the communication of the serial step
+            # relative to the communication of the serial step
             "blocked_difference": (blocked_s - row["blocked_s"]) / serial["blocked_s"],
         }
     choice = min(results, key=lambda name: results[name]["step_s"])

@@ -1,4 +1,4 @@
-"""Sets of results that are made again, chosen by seconds per byte alone; none is used by the planner."""
+"""Sets of results to recompute, chosen by seconds per byte only, for comparison; the planner does not use them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hyper_parallel.memory.recompute import ChainFinder, longest_gap
 
 
 def recompute_density(finder: ChainFinder) -> dict[int, float]:
-    """Seconds per freed byte of every storage that may be recomputed over its longest idle gap."""
+    """Return the seconds per freed byte of every storage that may be recomputed after its longest idle gap."""
     sizes = finder.program.sizes
     result = ((s, finder.for_longest_gap(s)) for s in range(len(sizes)))
     return {s: chain.seconds / sizes[s] for s, chain in result if chain is not None}
@@ -20,7 +20,10 @@ def recompute_density(finder: ChainFinder) -> dict[int, float]:
 def recompute_sets(
     program: MemoryProgram, machine: MemoryMachine, density: dict[int, float]
 ) -> list[list[int]]:
-    """Sets of storages by limits to the seconds per byte: none, far below a copy's, a copy's, everything."""
+    """Return sets of storages to recompute, for four limits on seconds per byte.
+
+    The limits are none at all, far below a copy's, a copy's, and unlimited.
+    """
     ranked = sorted(density, key=lambda s: (density[s], -program.sizes[s], s))
     transfer = 1 / machine.prefetch.bytes_s
     limits = (transfer / 8, transfer, float("inf"))
@@ -30,15 +33,15 @@ def recompute_sets(
 def cheapest_at_peak(
     program: MemoryProgram, chains: UseDef, density: dict[int, float], allowed_s: float
 ) -> list[int]:
-    """Storages whose recomputation lowers the highest positions for the fewest seconds per byte, within a time.
+    """Return storages whose recomputation lowers the memory peak, cheapest per byte first, within a time limit.
 
-    A storage that is idle somewhere else only would spend the time for nothing.
+    Storages that are not idle at the peak are left out.
 
     Args:
         program: Sizes and seconds.
         chains: Accesses in the planned order.
-        density: Seconds per freed byte of what may be recomputed.
-        allowed_s: Seconds of recomputation in all.
+        density: Seconds per freed byte of each storage that may be recomputed.
+        allowed_s: Maximum total seconds of recomputation.
     """
     gaps = {s: gap for s in density if (gap := longest_gap(chains.uses[s])) is not None}
     items = sorted(gaps, key=lambda s: (density[s], -program.sizes[s], s))

@@ -1,7 +1,7 @@
-"""Lower bound of the peak of every plan of an order: evicted bytes must return before their use.
+"""Lower bound on the memory peak of any plan for an operator order, because evicted bytes must return before use.
 
-The bound holds for graphs of any size and considers one position at a time. Bytes count as resident from the issue of
-their copy, so it also holds for copies that begin in the step before.
+The bound considers one position at a time. Bytes count as resident from the issue of their copy, so it also holds for
+copies that begin in the previous step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hyper_parallel.memory.memory_machine import MemoryMachine
 
 @dataclass(frozen=True)
 class ReloadBound:
-    """The bound and the position that decides it.
+    """Lower bound, and the position in the order that determines it.
 
     Attributes:
         num_bytes: Lower bound of the peak of every plan of this order within the time limit.
-        position: Position that decides it.
-        needed_bytes: Bytes that are live there and used there or later.
-        reloaded_bytes: Bytes that the channel carries from there to the last next use of any of them.
-        recomputed_bytes: Bytes that recomputation restores at most in the allowed time.
+        position: Position that determines the bound.
+        needed_bytes: Bytes that are live at the position and used there or later.
+        reloaded_bytes: Bytes that the channel can reload between the position and the furthest next use.
+        recomputed_bytes: Maximum bytes that recomputation can restore in the allowed time.
     """
 
     num_bytes: int
@@ -44,20 +44,19 @@ def reload_bound(
     *,
     recompute: bool = False,
 ) -> ReloadBound:
-    """Return the bytes below which no plan of this order gets within `limit_s`.
+    """Return a lower bound on the peak of all plans for this order whose step takes at most `limit_s`.
 
-    Evicted bytes that are used after a position must return before that use. The channel has the seconds up to the
-    start of the last operator that needs any of them. Recomputing a result costs at least the seconds of its own
-    operator. All recomputation together costs at most the time that `limit_s` allows beyond the step without stalls.
-    The channel may use the same seconds again, so the result stays a bound. Bytes without a later use may be evicted at
-    no cost.
+    Evicted bytes that are used after a position must be reloaded or recomputed before that use. The channel can reload
+    them until the last operator that needs any of them starts. Recomputing a result costs at least the seconds of its
+    operator, and all recomputation takes at most the time by which `limit_s` exceeds the step without stalls. Bytes
+    without a later use may be evicted at no cost.
 
     Args:
         program: Operators with their seconds.
         machine: Machine with the prefetch channel.
         order: Order of the operators.
-        limit_s: Seconds the step may take.
-        recompute: Results may be recomputed.
+        limit_s: Maximum seconds of the step.
+        recompute: Whether plans may recompute results.
     """
     chains = use_definitions(program, order)
     n = len(order)
@@ -95,7 +94,7 @@ def reload_bound(
 
 
 def _furthest_next_use(program: MemoryProgram, chains: UseDef, n: int) -> np.ndarray:
-    """Return, per position, the furthest next use of any idle live storage; the position itself when there is none."""
+    """Return, per position, the furthest next use of any live storage that is idle there; without one, the position."""
     furthest = np.arange(n)
     for s, storage in enumerate(program.storages):
         uses = chains.uses[s]
@@ -111,7 +110,7 @@ def _furthest_next_use(program: MemoryProgram, chains: UseDef, n: int) -> np.nda
 
 
 def _recompute_prices(program: MemoryProgram, chains: UseDef) -> list[tuple[float, int, int]]:
-    """Return (seconds per byte, bytes, storage) of every repeatable result, cheapest first."""
+    """Return (seconds per byte, bytes, storage) of every result that can be recomputed, cheapest first."""
     result = []
     for s, producer in enumerate(chains.producer):
         size = program.sizes[s]
@@ -125,7 +124,7 @@ def _recompute_prices(program: MemoryProgram, chains: UseDef) -> list[tuple[floa
 def _knapsack(
     chains: UseDef, prices: list[tuple[float, int, int]], position: int, allowed_s: float
 ) -> int:
-    """Return the most bytes that are idle at a position and can be recomputed within a time, fractions allowed."""
+    """Return the maximum bytes, idle at a position, that can be recomputed within a time; fractions are allowed."""
     freed = 0.0
     for price, size, s in prices:
         uses = chains.uses[s]

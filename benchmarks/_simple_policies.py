@@ -1,7 +1,6 @@
-"""Simple policies to compare with: what a fixed rule gives, emitted and timed like our own plans.
+"""Simple offload policies for comparison: fixed rules that select the storages to evict.
 
-They share our order of operators, emitter and replay, so a difference is one of choice. None is used by the
-planner.
+They use the planner's operator order, plan emitter and timing, so differences come from the selection alone.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ def simple_policy(
     policy: str,
     target_bytes: int,
 ) -> tuple[int, float]:
-    """Exact peak in bytes and simulated seconds of one policy.
+    """Return the exact peak in bytes and the simulated seconds of one policy.
 
     Args:
         program: Operators with their seconds.
-        machine: Channels.
+        machine: Machine with the copy channels.
         order: Order of the operators.
-        policy: `longest-gap` or `largest-first` (activations leave by that rule until the target is met),
-            `on-demand` (longest-gap, each reload issued by the operator that needs it).
-        target_bytes: Where the selection stops.
+        policy: `longest-gap` or `largest-first`: rule by which activations are evicted until the target is met.
+            `on-demand`: as longest-gap, but each operator issues the reloads that it needs.
+        target_bytes: Peak at which the selection stops.
 
     Raises:
         BadValue: HP102 for another policy.
@@ -66,7 +65,10 @@ def _selected(
     largest: bool,
     target_bytes: int,
 ) -> tuple[list[Gap], np.ndarray]:
-    """Gaps of activations, bytes at the highest position first, until the profile is under the target; the profile."""
+    """Return the idle gaps in which activations are evicted, and the resulting bytes at every position.
+
+    Gaps that cover the highest position are selected first, until no position exceeds the target.
+    """
     seconds = np.array([program.operators[i].seconds for i in order])
     ends_s = np.cumsum(seconds)
     starts_s = ends_s - seconds

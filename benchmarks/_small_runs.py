@@ -1,9 +1,8 @@
-"""Short training steps of a small model on this machine, a few strategies in one start: predicted and measured time.
+"""Measured step times of a small model on this machine under several strategies, with the plans that predict them.
 
-Used by `simulator_accuracy.py` and `strategy_ranking.py`. The ranks are forked and hold some models; then every
-strategy takes some steps in turn, round after round, so that what else the machine does meets all of them alike. Few
-are in one start: a rank that holds 20 models and all their process groups is up to three times slower than one that,
-as in a real run, holds one. A step is what the trainer does (`short_step`).
+Used by `simulator_accuracy.py` and `strategy_ranking.py`. Forked ranks hold the models of a few strategies, which run
+some steps in turn, round after round, so that other load affects all of them alike. More models per launch would slow
+ranks down: with 20 models and their process groups, up to three times. A step is the trainer's `short_step`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ MODEL = Path(__file__).parent.parent / "recipes/models/quickstart.json"
 
 @dataclass(frozen=True)
 class Measured:
-    """One strategy.
+    """Measured step time of one strategy.
 
     Attributes:
-        plan: The plan it ran.
-        step_s: Seconds per step of the fastest round: what else the machine does only makes rounds slower.
-        spread: Largest over smallest round.
+        plan: Plan of the strategy.
+        step_s: Seconds per step in the fastest round, which other load disturbed least.
+        spread: Slowest round divided by the fastest.
     """
 
     plan: Plan
@@ -48,7 +47,7 @@ class Measured:
 
 
 def recipe(parallel: dict[str, object], training: dict[str, object], model: Path = MODEL) -> Recipe:
-    """The recipe of one strategy."""
+    """Return the recipe of one strategy, given values of the sections `parallel` and `training`."""
     return Recipe.model_validate(
         {
             "model": {"path": str(model)},
@@ -60,7 +59,7 @@ def recipe(parallel: dict[str, object], training: dict[str, object], model: Path
 
 
 def with_experts(folder: Path) -> Path:
-    """Config of the same model with 8 experts, 2 of which a token visits, written to a folder."""
+    """Write the config of the same model with 8 experts, 2 per token, into a folder, and return its path."""
     config = json.loads(MODEL.read_text(encoding="utf-8"))
     config |= {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
@@ -72,13 +71,13 @@ def with_experts(folder: Path) -> Path:
 
 
 def measure(recipes: list[Recipe], ranks: int, rounds: int = 4, steps: int = 2) -> list[Measured]:
-    """Train every recipe on forked ranks, in turn, and time its steps.
+    """Train every recipe on forked ranks, in turn, and return the measured step times.
 
     Args:
         recipes: Recipes whose degrees multiply to the ranks.
-        ranks: Ranks.
-        rounds: How often every strategy has its turn; one more comes first and does not count.
-        steps: Steps of a turn.
+        ranks: Number of ranks.
+        rounds: Number of turns of every strategy, after one turn that does not count.
+        steps: Steps per turn.
     """
     # Imported once, before the ranks are forked.
     import transformers.models.qwen3.modeling_qwen3
@@ -108,7 +107,7 @@ def _on_rank(jobs: list[tuple[Recipe, Plan]], rounds: int, steps: int) -> list[l
 
 
 class _Run:
-    """One strategy on this rank."""
+    """Model and optimizer of one strategy on this rank."""
 
     def __init__(self, one: Recipe, plan: Plan, world: World) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -130,7 +129,7 @@ class _Run:
         self._world = world
 
     def turn(self, steps: int) -> float:
-        """Mean seconds of some steps after a barrier."""
+        """Run some steps after a barrier, and return their mean seconds."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
@@ -139,15 +138,16 @@ class _Run:
 
 
 def legal(ranks: int, number: int, seed: int = 0) -> list[Recipe]:
-    """Recipes of random legal strategies on a number of ranks, all with the same tokens per step.
+    """Return recipes of random legal strategies, all with the same tokens per step.
 
-    Every axis of a dense model is drawn, with every kind of context parallelism, recomputation, resharding and the
-    microbatch. A mesh is taken once more only after all meshes had their turn.
+    Drawn are the degrees of all axes of a dense model, the kind of context parallelism, recomputation, resharding and
+    the
+    microbatch. A mesh is repeated only after all meshes were drawn.
 
     Args:
-        ranks: Ranks; the degrees multiply to it.
-        number: How many.
-        seed: Of the random choice.
+        ranks: Number of ranks, the product of the degrees.
+        number: Number of recipes.
+        seed: Seed of the random choice.
     """
     degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
@@ -191,7 +191,7 @@ def _product(numbers: tuple[int, ...]) -> int:
 
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's rank correlation, ties with their mean rank."""
+    """Return Spearman's rank correlation; ties have their mean rank."""
 
     def ranks(values: list[float]) -> list[float]:
         return [sum(w < v for w in values) + (sum(w == v for w in values) - 1) / 2 for v in values]

@@ -1,4 +1,4 @@
-"""Runs of `hyper-parallel train` in processes of their own, for benchmarks of what a user gets."""
+"""Runs of `hyper-parallel train` in separate processes, for end-to-end benchmarks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Rows = list[dict[str, Any]]
 def train(
     recipe: Path, out: Path, words: Sequence[str], enough: Callable[[Rows], bool] | None = None
 ) -> Rows:
-    """Rows of metrics.jsonl of one run, with words of the command line; its output goes to stderr.
+    """Run the command on a recipe with further arguments, and return the rows of metrics.jsonl.
 
-    A run whose rows are `enough` is told to end, as by a scheduler; it is looked at every second.
+    The command's output goes to stderr. `enough` is called with the rows once a second; when it returns True, the run
+    receives a signal to end.
     """
     command = [sys.executable, "-m", "hyper_parallel", "-q", "train", str(recipe), "--no-calibrate"]
     command += [*words, f"output_dir={out}"]
@@ -35,6 +36,6 @@ def train(
 
 
 def _rows(metrics: Path) -> Rows:
-    """Whole lines of a file that may be written to."""
+    """Return the records in the complete lines of a file to which a run still writes."""
     lines = metrics.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,12 +1,12 @@
-"""Seconds of saving and loading a sharded state, beside plain torch.distributed.checkpoint with the same state.
+"""Time to save and load a sharded state, compared with torch.distributed.checkpoint (DCP) on the same state.
 
     python benchmarks/checkpoint_speed.py --json
 
-Linear layers of 50 million float32 parameters with AdamW's moments (600 MB in all) on 4 CPU ranks, each with a quarter.
-Both are called in turn in one run, first one and then the other first; the ratio is ours over theirs, of the medians.
-Ours computes checksums of every byte when it saves and compares all of them when it loads, which the other does not.
-A load also has its peak of anonymous memory over all ranks (`Pss_Anon`), above the state that is loaded into, where the
-optimizer has none yet; the bar is 1.1 times the bytes of the state. Files are in the page cache when they are read.
+The state is 50 million float32 parameters of linear layers with AdamW's moments (600 MB), sharded over 4 CPU ranks.
+Both libraries run in turn in one process, in alternating order; the ratio of medians is ours over DCP's. Ours computes
+checksums of all bytes on save and verifies them on load, unlike DCP. Files are in the page cache when they are read.
+For loads, the peak of anonymous memory over all ranks (`Pss_Anon`) is measured, beyond the memory of the parameters.
+The bar is 1.1 times the bytes of the state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WIDTH, LAYERS = 1024, 12
 
 
 def build(trained: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Linear layers of WIDTH x 4 WIDTH over all ranks, and AdamW with or without state."""
+    """Return linear layers of WIDTH x 4 WIDTH sharded over all ranks, and AdamW, with state if `trained`."""
     model = nn.Sequential(*(nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(LAYERS)))
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model:
@@ -57,7 +57,7 @@ def build(trained: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds until the last rank is done."""
+    """Run an action on all ranks, and return the seconds until the last rank has finished."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -66,13 +66,13 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def anonymous_bytes() -> int:
-    """This process's share of its anonymous pages."""
+    """Return the bytes of this process's anonymous pages; shared pages count by its share."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) * 1024
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """Peak of anonymous memory above the start."""
+    """Run an action, and return the peak of anonymous memory during it, minus that before it."""
     before, peak, done = anonymous_bytes(), 0, threading.Event()
 
     def sample() -> None:
@@ -90,7 +90,7 @@ def peak_of(action: Callable[[], Any]) -> int:
 
 
 def on_rank(folder: Path, repeats: int) -> dict[str, Any]:
-    """Times of this rank."""
+    """Run all repeats on this rank, and return the times."""
     times: dict[str, list[float]] = {name: [] for name in ("save", "load", "dcp_save", "dcp_load")}
     with World.join("cpu"):
         model, optimizer = build(trained=True)
@@ -121,7 +121,7 @@ def on_rank(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def loaded(folder: Path) -> int:
-    """Bytes of this rank's parameters and the peak above them, while a fresh process loads a state."""
+    """Return the peak bytes on this rank while a new process loads a state, beyond its parameters."""
     with World.join("cpu"):
         model, optimizer = build(trained=False)
         loader = Checkpointer(folder, keep=1, asynchronous=False, fingerprint=None)
@@ -130,7 +130,7 @@ def loaded(folder: Path) -> int:
 
 
 def main() -> int:
-    """Print the table or the JSON."""
+    """Measure, print a table or JSON, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,12 +1,12 @@
-"""Attention over context-parallel ranks: ring, Ulysses, their hybrid and gathered keys, forward and backward.
+"""Forward and backward of context-parallel attention: ring, Ulysses, hybrid of both, and gathered keys and values.
 
-All kinds run on the same ranks, on the same queries, keys and values, in turns, so that whatever else the machine does
-hits all of them; medians are given as ratios to the ring. Every kind must give the same sum of outputs and gradients.
-Bytes are counted, and per attention layer.
+All kinds run in turn on the same ranks, queries, keys and values, so that other load affects all of them. Medians are
+reported as ratios to the ring. Every kind must give the same sum of outputs and gradients. Sent bytes are counted per
+attention layer.
 
     python benchmarks/context_parallel.py                     # a table
     python benchmarks/context_parallel.py --json
-    python benchmarks/context_parallel.py --window 256        # a sliding window leaves rounds of the ring out
+    python benchmarks/context_parallel.py --window 256        # a sliding window, with which the ring has fewer rounds
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Shape of attention and of the cut."""
+    """Shape of the attention, and number of ranks."""
 
     cp: int = 4
     seq_len: int = 4096
@@ -50,7 +50,7 @@ class Size:
 
 
 def kinds(size: Size) -> dict[str, Strategy]:
-    """The strategies that are compared; the hybrid has two Ulysses ranks at every place."""
+    """Return the compared strategies by name; the hybrid has a Ulysses degree of 2."""
     found = {k: Strategy(cp=size.cp, cp_kind=k) for k in ("ring", "ulysses", "all_gather")}
     if size.cp % 2 == 0 and size.cp > 2:
         found["hybrid"] = Strategy(cp=size.cp, cp_kind="hybrid", cp_ulysses=2)
@@ -58,7 +58,7 @@ def kinds(size: Size) -> dict[str, Strategy]:
 
 
 def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
-    """Forward and backward of one attention layer on this rank; returns its share of a checksum."""
+    """Return a function that runs attention forward and backward, and returns this rank's part of a checksum."""
     group = world.mesh(strategy)["cp"].get_group()
     context = ContextState.from_strategy(strategy, group, RunningPass())
     cut = SequenceCut.of(size.seq_len, strategy.cp, strategy.cp_kind, strategy.cp_ulysses)
@@ -86,7 +86,7 @@ def build(size: Size, strategy: Strategy, world: World) -> Callable[[], float]:
 
 
 def compare(size: Size, rounds: int) -> dict[str, dict[str, object]]:
-    """Seconds of every round and bytes of one, by kind, on rank 0."""
+    """Return, by kind, the seconds of every round and the sent bytes of one round on rank 0."""
 
     def rank(_: int) -> dict[str, dict[str, object]]:
         with World.join() as world:
@@ -119,7 +119,7 @@ def compare(size: Size, rounds: int) -> dict[str, dict[str, object]]:
 
 
 def measure(size: Size, rounds: int) -> dict[str, object]:
-    """All numbers of a run, ready for JSON."""
+    """Return all results of a run as JSON values."""
     found = compare(size, rounds)
     ring = statistics.median(found["ring"]["seconds"])
     rows = [
@@ -136,7 +136,7 @@ def measure(size: Size, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

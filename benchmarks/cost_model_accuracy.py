@@ -1,9 +1,9 @@
-"""How well the cost model predicts published training runs, with everything that a run taught left out for it.
+"""Accuracy of the cost model on published training runs, by leave-one-out cross-validation.
 
     python benchmarks/cost_model_accuracy.py RUNS.csv [--leave-out group|device|model|moe_model|stack] [--json]
 
-Constants of the cards are fitted anew without each group (or device, model, model with experts, stack), the left-out
-runs are predicted, and errors are the median over the rows of a group, then the median over groups. Columns of
+For each group (or device, model, model with experts, stack), the constants of the cards are fitted without it, and its
+runs are predicted. The error is the median over the rows of a group, then the median over groups. Columns of
 RUNS.csv: see docs/explanation/cost_model.md.
 """
 
@@ -21,7 +21,7 @@ from hyper_parallel.calibration import FOLDS, Fit, fit_runs, predict, read_cards
 
 
 def rank_correlation(fit: Fit) -> dict[str, float]:
-    """Spearman's correlation of predicted and measured tokens per second and device, per model with 4 runs or more."""
+    """Return, per model with at least 4 runs, the rank correlation of predicted and measured tokens/s per device."""
     correlations = {}
     key = lambda pair: pair[0].model.name  # noqa: E731
     pairs = sorted(zip(fit.runs, fit.left_out, strict=True), key=key)
@@ -37,7 +37,7 @@ def rank_correlation(fit: Fit) -> dict[str, float]:
 
 
 def memory_errors(fit: Fit) -> list[dict[str, object]]:
-    """Predicted against published memory, signed."""
+    """Return predicted and published memory of each run, with the signed error."""
     rows = []
     for run in fit.runs:
         if measured := run.row.mem_gib:
@@ -50,7 +50,7 @@ def memory_errors(fit: Fit) -> list[dict[str, object]]:
 
 
 def result_of(fit: Fit, left_out: str) -> dict[str, object]:
-    """All numbers of one fit."""
+    """Return all results of one fit."""
     result: dict[str, object] = {"runs": len(fit.runs), "left_out": left_out}
     for kind in ("dense", "moe"):
         for name, residual in (
@@ -81,7 +81,7 @@ def result_of(fit: Fit, left_out: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Fit, leave out, print."""
+    """Run the cross-validation, and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="?", help="CSV of measured runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--cards", type=Path, help="folder of cards; default: the shipped ones")
     options = parser.parse_args()
     if options.runs is None:
-        # The measured runs are not part of the repository; `make bench` goes on without them.
+        # The CSV of measured runs is not part of the repository; `make bench` continues without it.
         print(
             json.dumps(
                 {"skipped": "give a CSV of measured runs, see docs/explanation/cost_model.md"}

@@ -1,12 +1,13 @@
-"""Simulated: the share of its time in which a run on 9,600 devices makes progress that it keeps.
+"""Simulated effective training time: the fraction of time in which a run on 9,600 devices makes lasting progress.
 
     python benchmarks/effective_training_time.py [--json] [--rounds 3]
 
-Measured here, on two ranks: how long a killed rank is away (noticed, started again, until the next step is recorded),
-what a checkpoint costs, how fast a snapshot is written to memory; scaled by bytes per device. Published: how often
-devices fail, how long many ranks take to meet, how fast a storage is. The rest is assumed, and in the JSON. Failures
-are drawn (exponential); saves are sqrt(2 c M) apart, c seconds of a save, M mean seconds between failures (Young 1974;
-Daly 2006, without terms of higher order). The bar is for the rate of llama-3, by the better of the two ways to save.
+Measured on two ranks of this machine: the seconds from a killed rank to the next recorded step, the cost of a
+checkpoint, and the rate of snapshots to memory, scaled by bytes per device. Taken from publications: failure rates of
+devices, rendezvous time of many ranks, and storage bandwidth. Other assumptions are in the JSON. Failures are drawn
+from an exponential distribution. Saves are sqrt(2 c M) apart, for c seconds per save and M mean seconds between
+failures (Young 1974; Daly 2006, first order). The bar applies to the failure rate of Llama 3, with the better of
+checkpoints and snapshots.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ output_dir: {out}/run
 
 
 def restart_s() -> float:
-    """Seconds from the kill of a rank until the next step is recorded."""
+    """Kill a rank of a run, and return the seconds until the next step is recorded."""
     with tempfile.TemporaryDirectory() as out:
         recipe, metrics = Path(out) / "recipe.yaml", Path(out) / "run" / "metrics.jsonl"
         recipe.write_text(RECIPE.format(root=Path(__file__).resolve().parent, out=out))
@@ -86,7 +87,7 @@ def restart_s() -> float:
 
 
 def snapshot_s(folder: Path) -> float:
-    """Seconds to write the state of `save_cost.py` to memory, on this rank."""
+    """Return the seconds to write the state of `save_cost.py` to memory on this rank."""
     with World.join("cpu"):
         run = Run(folder)
         run.block("none")  # the optimizer has its states afterwards
@@ -98,7 +99,7 @@ def snapshot_s(folder: Path) -> float:
 
 
 def simulate(rate: float, cost: dict[str, float], snapshots: bool) -> float:
-    """Share of the time that is progress, over drawn failures."""
+    """Return the fraction of time that is progress, over simulated failures."""
     a, draw, mean_s = ASSUMED, random.Random(1), 3600 / (rate * DEVICES)
     every_s = max(math.sqrt(2 * cost["save_s"] * mean_s), a["state_bytes"] / a["storage_bytes_s"])
     steps = max(1, round(math.sqrt(2 * cost["snapshot_s"] * mean_s) / a["step_s"]))
@@ -117,7 +118,7 @@ def simulate(rate: float, cost: dict[str, float], snapshots: bool) -> float:
 
 
 def main() -> int:
-    """Print the shares; 0 when that of the newest published rate is at least the bar."""
+    """Print the fractions, and return 0 if the fraction for the newest published failure rate meets the bar."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="Print what was measured and assumed.")
     parser.add_argument("--rounds", type=int, default=3)

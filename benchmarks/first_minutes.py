@@ -1,11 +1,11 @@
-"""What a newcomer sees: `make train` with an empty cache, predictions beside measurements, and how long it took.
+"""First run of a new user: `make train` with an empty cache, its duration, and predicted against measured values.
 
-The first run calibrates the machine by itself. Measured are the median step after the first steps, which count tensors,
-and the counted peak of tensor bytes; bars: step within 15 %, memory within 10 %, everything in five minutes. To be run
-on an otherwise idle machine.
+The first run calibrates the machine. Measured are the median step time after the first steps, and the peak of tensor
+bytes. Bars: step time predicted within 15 %, memory within 10 %, and the whole run within five minutes. Requires an
+otherwise idle machine.
 
     python benchmarks/first_minutes.py                # about three minutes on two cores
-    python benchmarks/first_minutes.py --steps 60     # a short look
+    python benchmarks/first_minutes.py --steps 60     # a short run
     python benchmarks/first_minutes.py --json
 """
 
@@ -23,12 +23,12 @@ from pathlib import Path
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "quickstart.yaml"
 WARM_STEPS = 12
-"""Steps left out: two that count tensors, ten whose spans are recorded."""
+"""Number of first steps to exclude: two that count tensors, and ten whose spans are recorded."""
 BARS = {"step": 0.15, "memory": 0.10, "minutes": 5.0}
 
 
 def first_run(steps: int | None, scratch: Path) -> dict[str, float | str]:
-    """Train the quick start in a process of its own with an empty cache."""
+    """Train the quick start in a separate process with an empty cache, and return predictions and measurements."""
     out = scratch / "run"
     overrides = [f"output_dir={out}", "checkpoint.resume=never"]
     overrides += [f"training.steps={steps}", "training.warmup_steps=1"] if steps else []
@@ -62,7 +62,7 @@ def first_run(steps: int | None, scratch: Path) -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Run, print, and end with status 1 when a bar is missed."""
+    """Run the benchmark, print results, and exit with status 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="Steps instead of the recipe's; at least 20.")
     parser.add_argument("--json", action="store_true")

@@ -1,9 +1,9 @@
-"""Model types without a reader of their own, against a script written by hand with FSDP2: step time and peak memory.
+"""Step time and peak memory of model types without a dedicated config reader, against a hand-written FSDP2 script.
 
-The other side is what a good engineer writes: `fully_shard` on every decoder layer and the root, `clip_grad_norm_`,
-AdamW with the same options. Both models have the same weights and tokens, live in the same two ranks and take turns,
-so that whatever else the machine does hits both; medians are compared. Before, in float64, losses of three steps have
-to agree to 1e-10. Peak memory is the resident peak above the start, one side per pair of ranks. Exit 1 above the bar.
+The script uses `fully_shard` on every decoder layer and the root, `clip_grad_norm_`, and AdamW with the same options.
+Both models have the same weights and tokens, and run in turn on the same two ranks, so that other load affects both.
+Medians are compared. First, the losses of three steps in float64 must agree to 1e-10. Peak memory is the resident peak
+minus the initial size, measured separately for each side. Exit status 1 if a bar is missed.
 
     python benchmarks/fsdp_pairs.py                     # five types, a table
     python benchmarks/fsdp_pairs.py --only glm4 --json
@@ -56,7 +56,7 @@ Step = Callable[[], float]
 
 
 def _build(kind: str, dtype: torch.dtype, world: World, side: str) -> Step:
-    """The step function of one side, on the same weights and tokens."""
+    """Return the step function of one side; both sides have the same weights and tokens."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE), dtype=dtype)
     ids = torch.randint(0, SHAPE["vocab_size"], (RANKS * SEQUENCES, SEQ_LEN))
@@ -112,9 +112,9 @@ def _by_hand(model: nn.Module, world: World, ids: Tensor, labels: Tensor, count:
 
 
 def loss_difference(kind: str) -> float:
-    """Largest relative distance of the losses of three steps in float64.
+    """Return the largest relative difference of the losses of three steps in float64.
 
-    Norms of these models cast to float32, which `parallelize` leaves out in float64; so does the other side here.
+    Norms of these models cast to float32. In float64, `parallelize` omits the cast, so the other side omits it as well.
     """
 
     def rank(_: int) -> float:
@@ -131,7 +131,7 @@ def loss_difference(kind: str) -> float:
 
 
 def step_seconds(kind: str, pairs: int) -> dict[str, list[float]]:
-    """Seconds of every step of both sides, taken in turns on the same ranks."""
+    """Return the seconds of every step of both sides, which take turns on the same ranks."""
 
     def rank(_: int) -> dict[str, list[float]]:
         with World.join() as world:
@@ -151,7 +151,7 @@ def step_seconds(kind: str, pairs: int) -> dict[str, list[float]]:
 
 
 def peak_bytes(kind: str, side: str) -> int:
-    """Largest resident peak of any rank over three steps, above the start."""
+    """Return the largest resident peak of any rank over three steps, minus the initial size."""
 
     def rank(_: int) -> int:
         _return_freed_memory()
@@ -168,7 +168,7 @@ def peak_bytes(kind: str, side: str) -> int:
 
 
 def measure(kind: str, pairs: int, memory_runs: int) -> dict[str, object]:
-    """All numbers of one type."""
+    """Return all results of one model type."""
     difference = loss_difference(kind)
     seconds = step_seconds(kind, pairs)
     peaks = {s: [peak_bytes(kind, s) for _ in range(memory_runs)] for s in ("ours", "by_hand")}
@@ -194,7 +194,7 @@ def measure(kind: str, pairs: int, memory_runs: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=TYPES)
     parser.add_argument("--pairs", type=int, default=20, help="steps of each side")

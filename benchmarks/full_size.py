@@ -1,14 +1,14 @@
-"""Models at their published size, planned and traced through the command line: are parameters and peaks the same?
+"""Planned and traced parameter counts and memory peaks of models at their published size, via the command line.
 
     python benchmarks/full_size.py                      every model of full_size.json, one after another
     python benchmarks/full_size.py --only glm-4.5-air   one of them
-    python benchmarks/full_size.py --json               numbers for a machine
+    python benchmarks/full_size.py --json               results as JSON
 
-Of each model `plan` chooses a layout on a preset machine, `plan --launch ours` writes its recipe, and `train --dry-run`
-traces a step of every distinct rank: the program that trains, with neither values nor devices. Parameters are counted
-in three ways, the planner's, the dry run's and those of a plain transformers model on the meta device, and have
-to be equal. Where a config comes from, and that most were not compared with the published file yet, says its `source`.
-Peaks are bytes of tensors alone, without context and fragmentation. Exit 1 when a bar is missed.
+For each model, `plan` chooses a layout on a preset machine, `plan --launch ours` writes its recipe, and `train
+--dry-run` traces a training step of every distinct rank without values or devices. The parameter counts of the planner,
+of the dry run, and of a transformers model on the meta device must be equal. Peaks count bytes of tensors, without
+device context and fragmentation. `source` in full_size.json states the origin of a config. Exit status 1 if a bar is
+missed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 from _machine import machine
 
 BAR = 0.05
-"""Largest share by which the planned peak may miss the traced one."""
+"""Largest relative difference of planned and traced peak."""
 CASES = Path(__file__).with_suffix(".json")
 _SET_ASIDE = ("device context", "fragmentation")
 
 
 def command(*words: object) -> tuple[str, float]:
-    """Standard output and seconds of the command line in a process of its own."""
+    """Run the command line in a separate process, and return its standard output and seconds."""
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "hyper_parallel", *map(str, words)], capture_output=True, text=True
@@ -42,7 +42,7 @@ def command(*words: object) -> tuple[str, float]:
 
 
 def plain_parameters(config: dict[str, Any]) -> int:
-    """Parameters of the model that transformers makes of a config, shared ones once."""
+    """Return the number of parameters of the transformers model of a config; shared parameters count once."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -53,7 +53,7 @@ def plain_parameters(config: dict[str, Any]) -> int:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """One model: its three counts and two peaks."""
+    """Return the three parameter counts and two peaks of one model."""
     from hyper_parallel.model import read_preset
 
     config = case["config"]
@@ -99,7 +99,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", help="name of a model; may be repeated")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,9 +1,9 @@
 """Graph-kernel fusion of the MindSpore back end, on and off: fused kernels, losses, and time of elementwise work.
 
-Two parts. `llama` trains a tiny Llama of 4 layers by the command line, with and without `training.compile:
-graph-kernel`, and compares the losses of all steps. `block` runs forward and backward of an elementwise block, a
-residual of SwiGLU and its RMSNorm, on large tensors; both forms live in one process and take turns in the order ABBA,
-so that other load hits both. Exits with status 1 if a bar is missed. Needs the environment of `make setup-mindspore`.
+Part `llama` trains a tiny Llama of 4 layers with and without `training.compile: graph-kernel`, and compares the losses
+of all steps. Part `block` times forward and backward of an elementwise block on large tensors: SwiGLU with residual,
+then RMSNorm. Both forms run in one process in the order ABBA, so that other load affects both. Exits with status 1 if a
+bar is missed. Needs the environment of `make setup-mindspore`.
 
     build/mindspore/bin/python benchmarks/fusion.py --json > benchmarks/results/fusion_cpu.json
 """
@@ -56,7 +56,7 @@ RECIPE: Final = {
 
 
 def llama() -> dict[str, Any]:
-    """Return losses of a tiny Llama with and without fusion, and its fused kernels."""
+    """Return the losses of a tiny Llama with and without fusion, and its fused kernels."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "model.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -72,7 +72,7 @@ def llama() -> dict[str, Any]:
 
 
 def _losses(folder: Path, form: str) -> list[float]:
-    """Train with a form of `training.compile`, and return the losses of the steps."""
+    """Train with a value of `training.compile`, and return the loss of every step."""
     words = f"training.compile={form}", f"output_dir={form}"
     command = [sys.executable, "-m", "hyper_parallel", "train", "recipe.json", *words]
     subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr)
@@ -81,13 +81,13 @@ def _losses(folder: Path, form: str) -> list[float]:
 
 
 def _block(x: Tensor, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    """Return the RMSNorm of a residual of SwiGLU; all shapes [tokens, features] but `weight` [features]."""
+    """Return RMSNorm(x + SwiGLU(gate, up)); shapes are [tokens, features], and [features] for `weight`."""
     hidden = x + F.silu(gate) * up
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * weight
 
 
 def _step(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the output of the block and the gradients of its inputs."""
+    """Run the block forward and backward, and return its output and the gradients of its inputs."""
     *inputs, cotangent = values.values()
     inputs = [value.detach().requires_grad_() for value in inputs]
     output = _block(*inputs)
@@ -96,12 +96,12 @@ def _step(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def block(tokens: int, features: int, rounds: int) -> dict[str, Any]:
-    """Return paired times of the block, and the largest difference of its results.
+    """Return times of the block with and without fusion, and the largest difference of its results.
 
     Args:
         tokens: Rows of the tensors.
         features: Columns of the tensors.
-        rounds: Number of rounds ABBA.
+        rounds: Number of rounds in the order ABBA.
     """
     random = np.random.default_rng(0)
     shapes = dict.fromkeys(("x", "gate", "up"), (tokens, features)) | {"weight": (features,)}
@@ -143,7 +143,7 @@ def block(tokens: int, features: int, rounds: int) -> dict[str, Any]:
 def _timed(
     runner: Any, program: StepProgram, source: Path, arrays: Mapping[str, np.ndarray[Any, Any]]
 ) -> Callable[[], tuple[float, dict[str, np.ndarray[Any, Any]]]]:
-    """Return a function that runs a program to its end, and returns seconds and results."""
+    """Return a function that runs a program, and returns its seconds and results."""
     step = runner.compile(program, source)
     values = {name: runner.value(array) for name, array in arrays.items()}
 
@@ -158,7 +158,7 @@ def _timed(
 
 
 def main() -> int:
-    """Measure, print JSON, and return whether a bar is missed."""
+    """Measure, print JSON, and return exit status 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="the only form of the output")
     parser.add_argument("--part", choices=("llama", "block"), action="append")

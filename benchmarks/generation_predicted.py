@@ -1,9 +1,9 @@
-"""Seconds of prefill and of a token that `plan --for generate` predicts for this machine, beside measured ones.
+"""Predictions of `plan --for generate` for this machine, compared with measured seconds of prefill and decode.
 
     python benchmarks/generation_predicted.py --json        # one process, one device, minutes
 
-Prompts of one length in as many slots, greedy, random weights. Measured are seconds of the processor, which has one
-thread, the least of three rounds: other load counts there only for what it takes of caches and memory.
+Equally long prompts fill all slots; decoding is greedy and weights are random. The measured value is the minimum over
+three rounds of the CPU time of one thread, which other load affects only through caches and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EXPERTS = {
 
 
 def main() -> None:
-    """Run the cases and print a line of each."""
+    """Run all cases, and print a line per case."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -83,7 +83,7 @@ def _case(
 
 
 def _measured(model: Any, work: GenerateWorkload) -> tuple[float, float]:
-    """Seconds until all sequences have a token, and of each further pass."""
+    """Return the measured seconds until all sequences have their first token, and of each later decode pass."""
     texts = torch.randint(3, 4096, (work.prompts, work.prompt_len)).tolist()
     sequences = [DecodingSequence(i, ids, len(ids), work.new_tokens) for i, ids in enumerate(texts)]
     start, ends = time.process_time(), []

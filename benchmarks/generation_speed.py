@@ -1,14 +1,14 @@
-"""Tokens a second of many prompts of different lengths: in slots of one cache, one by one, and by transformers.
+"""Tokens per second for many prompts of different lengths: in cache slots, one by one, and with transformers.
 
     python benchmarks/generation_speed.py --json        # one process, one device
 
-* slots: `Decoder` with as many slots as prompts.
-* one by one: the same model and prompts, each alone (what `generate --prompt` does).
-* transformers: `model.generate` on the batch, padded in front, greedy, as its documentation says.
+* slots: `Decoder` with a slot per prompt.
+* one by one: the same model and prompts, one prompt at a time, as `generate --prompt` does.
+* transformers: greedy `model.generate` on the left-padded batch, as in its documentation.
 
-The variants take turns in every round; ratios are medians over rounds, of seconds for the same tokens: on a CPU those
-of the processor, which has one thread, because other load does not count there. The tokens are compared: float32 on a
-CPU may round differently by the number of rows, so the number of sequences that agree is part of the result.
+The variants take turns in every round; ratios are medians over rounds of seconds for the same tokens. On a CPU, seconds
+are CPU time of one thread, which excludes other load. The number of sequences with equal tokens is reported, because
+float32 on a CPU may round differently for another number of rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Texts = list[list[int]]
 
 
 def main() -> None:
-    """Run the variants and print what they took."""
+    """Run all variants, and print their times."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)

@@ -1,13 +1,13 @@
-"""Run each part of the product once on the accelerator of this machine, through the command line.
+"""Run each feature once on the accelerator of this machine, through the command line.
 
     python benchmarks/gpu_check.py                     # every check; a few minutes on one device
     python benchmarks/gpu_check.py --only sft,offload  # these only
     python benchmarks/gpu_check.py --smoke             # the same checks on the CPU, with few timed steps
-    python benchmarks/gpu_check.py --json              # numbers for a machine
+    python benchmarks/gpu_check.py --json              # results as JSON
 
-Each check is one row of `CHECKS`. Losses of the device are compared with those of the CPU in float32, runs that should
-repeat each other are compared bitwise, and step times are those of two sides that take turns in one process. The exit
-status is 1 when a check fails or its bar is missed.
+Each check is a row of `CHECKS`. Losses on the device are compared with those on the CPU in float32; runs that should be
+identical are compared bitwise. For step times, two variants take turns in one process. The exit status is 1 when a
+check fails or misses its bar.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from _machine import device_of, machine
 LOSS_BAR = 1e-4
 """Relative difference of float32 losses between the device and the CPU, whose kernels sum in another order."""
 STEP_BAR = 1.03
-"""Step time relative to a plain loop: a user does not see less."""
+"""Largest step time relative to a plain PyTorch loop."""
 PAIRS = 30
 SMOKE_PAIRS = 3
 BUDGET_SHARE = 0.7
@@ -52,12 +52,12 @@ Facts = dict[str, Any]
 
 
 class Place:
-    """A folder with a model, data and recipes; runs of the command on the device and on the CPU.
+    """Folder with model, data and recipes, in which the command runs on the device and on the CPU.
 
     Args:
-        root: An empty folder.
-        device: The device that is checked.
-        pairs: Timed steps of each side.
+        root: Empty folder.
+        device: Device to check.
+        pairs: Number of timed steps of each variant.
     """
 
     def __init__(self, root: Path, device: torch.device, pairs: int = PAIRS) -> None:
@@ -71,7 +71,7 @@ class Place:
         (root / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
     def train(self, name: str, *overrides: str, on_cpu: bool = False) -> list[Facts]:
-        """Train in a process of its own; return the rows of its metrics."""
+        """Train in a separate process, and return the rows of its metrics.jsonl."""
         recipe = {
             "model": {"path": str(self.root / "model.json")},
             "data": {"source": "python-stdlib", "seq_len": 128, "vocab_size": 1024},
@@ -88,10 +88,10 @@ class Place:
         return [json.loads(line) for line in lines]
 
     def command(self, *words: str, on_cpu: bool = False) -> str:
-        """Run the command; return its standard output.
+        """Run the command, and return its standard output.
 
         Raises:
-            RuntimeError: With the end of its standard error, when it fails.
+            RuntimeError: The command fails; contains the end of its standard error.
         """
         hidden = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
         environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **(hidden if on_cpu else {})}  # fmt: skip
@@ -110,13 +110,13 @@ def pretraining(place: Place) -> Facts:
 
 
 def sft(place: Place) -> Facts:
-    """Compare packed conversations on the device with the CPU: their check runs before ranks are started."""
+    """Compare losses on packed conversations, whose model check runs before ranks start, with the CPU."""
     words = ("stage=sft", f"data.source={place.root / 'chats.jsonl'}", "data.packing=true")
     return _compare_with_cpu(place, "sft", *words)
 
 
 def resume(place: Place) -> Facts:
-    """Compare a run that is stopped and resumed with one that is not, bitwise."""
+    """Compare an interrupted and resumed run with an uninterrupted one, bitwise."""
     whole = _losses(place.train("whole"))
     place.train("parts", "training.steps=3", "training.lr_schedule=constant")
     resumed = _losses(place.train("parts", "training.lr_schedule=constant"))
@@ -155,17 +155,17 @@ def generation(place: Place) -> Facts:
 
 
 def step_time(place: Place) -> Facts:
-    """Time a step of a parallelized model against a plain loop; both take turns in one process."""
+    """Compare the step time of a parallelized model with a plain PyTorch loop; both take turns in one process."""
     return _time_steps(place, compiled=False)
 
 
 def compiled_step_time(place: Place) -> Facts:
-    """Time a step of a parallelized model with compiled layers against a plain loop with them."""
+    """Compare the step time of a parallelized model with a plain PyTorch loop, both with compiled layers."""
     return _time_steps(place, compiled=True)
 
 
 def overlap(place: Place) -> Facts:
-    """Compare overlapped steps of two ranks, which share the device and talk by gloo, with serial steps."""
+    """Compare steps with overlap and serial steps on two ranks that share the device and communicate through gloo."""
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, "--device", place.device.type, "--rank", str(rank), str(place.root / "store")],
@@ -185,7 +185,7 @@ def overlap(place: Place) -> Facts:
 
 
 def overlap_rank(device: str, rank: int, store: str) -> None:
-    """Print the loss and the gradient norm of a step by each strategy, on one of two ranks."""
+    """Run a step under each strategy on one of two ranks, and print its loss and gradient norm."""
     import torch.distributed as dist
     from overlap import Case, make_plan
     from transformers import AutoModelForCausalLM, Qwen3Config
@@ -294,7 +294,7 @@ def _compare_with_cpu(place: Place, name: str, *words: str) -> Facts:
 
 
 def main() -> None:
-    """Run the checks, print them, and end with status 1 when one fails."""
+    """Run the checks, print their results, and exit with status 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(CHECKS), help="names, separated by commas")
     parser.add_argument("--device", default="auto", help="auto, cuda, npu or cpu")

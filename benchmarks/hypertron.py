@@ -1,7 +1,7 @@
-"""What the full strategy space is predicted to gain over the 5-D space of Megatron-LM and DeepSpeed on supernodes.
+"""Predicted gain of the full strategy space over the 5-D space of Megatron-LM and DeepSpeed on supernodes.
 
-Dense 310B and Mixtral-8x22B on 2,048 dies of CloudMatrix384-class supernodes. Everything here is a prediction of the
-cost model, strategies that this version cannot run included; nothing was run on such a machine. Hypertron (SC'25)
+Dense 310B and Mixtral-8x22B on 2,048 dies of CloudMatrix384-class supernodes. All results are predictions of the cost
+model, also for strategies that this version cannot run. None was measured. Hypertron (SC'25)
 published 56.7 % MFU on 2,048 NPUs and 1.33x over the best configuration of existing frameworks, without its tables;
 the two numbers are printed for orientation only.
 
@@ -46,7 +46,7 @@ divide, because on tokens it sends at least as much."""
 def best(
     model: str, pins: tuple[Mapping[str, int | str], ...], topology: str, devices: int
 ) -> Plan | None:
-    """The fastest plan of a union of spaces."""
+    """Return the fastest plan in a union of strategy spaces, each given by pins; None if there is none."""
     plans = []
     for some in pins:
         try:
@@ -60,7 +60,7 @@ def best(
 
 
 def study(topology: str, devices: int) -> list[dict[str, object]]:
-    """All models and spaces."""
+    """Return the results for all models and strategy spaces."""
     rows: list[dict[str, object]] = []
     for model in MODELS:
         base = None

@@ -1,10 +1,10 @@
-"""LlamaFactory on our layouts against LlamaFactory on Accelerate's FSDP2: time and peak memory of a step.
+"""Step time and peak memory of LlamaFactory with this package's layouts, against Accelerate's FSDP2.
 
-Two jobs of `llamafactory-cli train` with the same model, data and seed, each on two ranks, live side by side and take
-turns of some steps, so that whatever else the machine does hits both; while one steps, the other sleeps. The meter is a
-callback of transformers that reads clocks and /proc. Losses have to agree to 1e-5. CPU seconds are those of all threads
-of both ranks. Peak memory is the resident peak of a rank, whole and above what it held before LlamaFactory read its
-arguments. Exit 1 above a bar. It needs LlamaFactory: tools/llamafactory_env.sh makes an environment with it.
+Two jobs of `llamafactory-cli train` with the same model, data and seed, each on two ranks, take turns of some steps, so
+that other load affects both; one job sleeps while the other trains. A callback of transformers reads clocks and /proc.
+Losses must agree to 1e-5. CPU seconds are those of all threads of both ranks. Peak memory is the resident peak of a
+rank, in total and minus its size before LlamaFactory reads its arguments. Exit status 1 if a bar is missed. Needs the
+environment that tools/llamafactory_env.sh creates.
 
     build/llamafactory/bin/python benchmarks/llamafactory_pair.py --json
 """
@@ -38,7 +38,7 @@ FSDP = {
 
 
 def prepare(place: Path, steps: int, batch: int) -> None:
-    """A random Llama with a tokenizer, chats that fill a sequence, and a recipe of each side."""
+    """Write a random Llama with tokenizer, chats that fill a sequence, and a recipe for each side."""
     import yaml
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
@@ -71,7 +71,7 @@ def prepare(place: Path, steps: int, batch: int) -> None:
 
 
 def rank_main(place: Path, side: str, turn: int) -> None:
-    """What a rank does: LlamaFactory's own entry with a meter among its callbacks."""
+    """Run LlamaFactory's own entry point on a rank, with a measuring callback."""
     import torch.distributed as dist
     from llamafactory.hparams import read_args
     from llamafactory.train.tuner import run_exp
@@ -116,13 +116,13 @@ def rank_main(place: Path, side: str, turn: int) -> None:
 
 
 def read_args_of(read_args: Any, recipe: Path) -> Any:
-    """LlamaFactory takes the name of its file from the command line."""
+    """Make LlamaFactory read `recipe`, whose path it expects on the command line."""
     sys.argv = [sys.argv[0], str(recipe)]
     return read_args()
 
 
 def _offer_fsdp_on_cpu() -> None:
-    """Accelerate offers FSDP2 to accelerators alone; on a machine without one it is told that gloo is one."""
+    """Enable Accelerate's FSDP2 on CPU ranks with gloo, which it otherwise restricts to accelerators."""
     import torch
     import torch.distributed as dist
     from accelerate.state import PartialState
@@ -142,7 +142,7 @@ def _resident(key: str) -> int:
 
 
 def measure(rounds: int, turn: int, batch: int) -> dict[str, object]:
-    """Run both jobs and put their meters together."""
+    """Run both jobs, and return their combined measurements."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         prepare(place, (rounds + 1) * turn, batch)
@@ -207,7 +207,7 @@ def _summary(read: dict[str, list[dict[str, Any]]], turn: int) -> dict[str, obje
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10, help="turns of each side")
     parser.add_argument("--turn", type=int, default=5, help="steps of a turn")

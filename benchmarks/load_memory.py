@@ -1,12 +1,11 @@
-"""Host memory while four ranks load a Hugging Face directory: at most 1.1 times what the layout keeps.
+"""Peak host memory while four ranks load a Hugging Face directory; the bar is 1.1 times the parameters' bytes.
 
     python benchmarks/load_memory.py --json
 
-A Llama of 166 MB is saved by transformers and loaded on 4 CPU ranks under two layouts. Counted is anonymous memory,
-each page by its share (`Pss_Anon` of /proc/PID/smaps_rollup), above that of the rank just before it loads, sampled
-every few milliseconds; the peaks of the ranks are added up. What the layout keeps is the bytes of the parameters as
-they are laid out: once over all ranks for `dp_shard`, once on each rank for `dp_replicate`. Pages of the files are
-mapped: they belong to the page cache, and are not counted. The exit status is 1 above the bar.
+A Llama of 166 MB, saved by transformers, is loaded on 4 CPU ranks under two layouts. Anonymous memory (`Pss_Anon` of
+/proc/PID/smaps_rollup) is sampled every few milliseconds, minus its value just before loading, and the peaks of all
+ranks are added. The parameters' bytes count once over all ranks for `dp_shard`, and on each rank for `dp_replicate`.
+Mapped pages of the files are not counted. The exit status is 1 above the bar.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ LAYOUTS = {"dp_shard": Strategy(dp_shard=RANKS), "dp_replicate": Strategy(dp_rep
 
 
 def save(folder: str) -> None:
-    """A model with random weights, as transformers saves it."""
+    """Save a model with random weights, by transformers."""
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).save_pretrained(folder)
 
 
 def anonymous_bytes() -> int:
-    """This process's share of its anonymous pages."""
+    """Return the bytes of this process's anonymous pages; shared pages count by its share."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) * 1024
 
 
 def loaded(strategy: Strategy, directory: Path) -> tuple[int, int]:
-    """Peak of anonymous memory above the start while this rank loads, and the bytes it keeps."""
+    """Load the model on this rank; return the peak of anonymous memory minus its start, and the parameters' bytes."""
     with World.join("cpu") as world:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
@@ -83,7 +82,7 @@ def loaded(strategy: Strategy, directory: Path) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Measure both layouts; 1 when one is above the bar."""
+    """Measure both layouts, and return exit status 1 if one exceeds the bar."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     as_json = parser.parse_args().json

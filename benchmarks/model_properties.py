@@ -1,9 +1,10 @@
-"""How long the properties of a model take to measure, for every model type of transformers that trains.
+"""Time to measure the properties of a model, for every model type that transformers can train.
 
-A run measures them in a child process before its first start with a config, and reads them from a cache afterwards. Of
-each type two configs are taken: a shrunk one, and the defaults of the class, whose small copy has to be found first.
-Bars: at most 3 s for each config the first time; the second time less than 1 % of the wall time of a run of one step,
-which is the start of any longer run. To be run on an otherwise idle machine.
+The first run with a config measures the properties in a child process; later runs read them from a cache. Each type is
+measured with two configs: a shrunk one, and the defaults of its class, for which a small copy must be found first.
+Bars:
+at most 3 s per config the first time. The second time, less than 1 % of the wall time of a one-step run, which is the
+start-up time of any run. Requires an otherwise idle machine.
 
     python benchmarks/model_properties.py                  # all types, some minutes
     python benchmarks/model_properties.py llama qwen3_moe  # these types
@@ -35,18 +36,18 @@ BARS = {"first_s": 3.0, "second_share": 0.01}
 
 
 def trained_types() -> list[str]:
-    """Return the model types that train in plain transformers, from the record of the census."""
+    """Return the model types that train in plain transformers, from docs/census.json."""
     rows = json.loads((ROOT / "docs" / "census.json").read_text())["types"]
     return [name for name, cells in rows.items() if cells.get("plain") == "ok"]
 
 
 def configs(model_type: str) -> dict[str, dict[str, Any]]:
-    """Return a shrunk config of a type, and the one with the defaults of its class."""
+    """Return two configs of a type by name: shrunk, and with the defaults of its class."""
     return {"small": tiny(model_type), "defaults": {"model_type": model_type}}
 
 
 def measure(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Measure the model of a config twice, and return both times."""
+    """Measure the properties of a config's model twice, and return both times."""
     from hyper_parallel.errors import HyperParallelError
     from hyper_parallel.model import read_config
     from hyper_parallel.trainer.model_properties import properties_of
@@ -65,7 +66,7 @@ def measure(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def run_seconds(folder: Path) -> float:
-    """Return the wall time of a run of one step on a small model, in a process of its own."""
+    """Return the wall time of a one-step run on a small model in a separate process."""
     (folder / "model.json").write_text(json.dumps(tiny("llama")))
     (folder / "text.txt").write_text((ROOT / "LICENSE").read_text())
     recipe = {

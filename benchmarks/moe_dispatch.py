@@ -1,11 +1,11 @@
-"""Step time of token dispatch against a dense loop over experts, and against experts gathered by FSDP.
+"""Step time of expert parallelism with token dispatch, against experts gathered by FSDP and a dense loop over experts.
 
-One Mixtral-shaped model on the same ranks, the same weights and tokens, in turns, so that whatever else the machine
-does hits all sides; medians are compared:
+The variants of a Mixtral-shaped model run in turn on the same ranks, weights and tokens, so that other load affects all
+of them; medians are compared:
 
-    dispatch     ep = ranks: every rank holds its experts, tokens travel (`parallelize`)
-    gathered     ep = 1: FSDP gathers all experts of a layer, tokens stay, the model's own expert code
-    dense loop   the same, but every expert computes every token and the router's weights mask the rest
+    dispatch     ep = ranks: every rank keeps its experts, and tokens are exchanged (`parallelize`)
+    gathered     ep = 1: FSDP gathers all experts of a layer, and the model's own expert code runs on local tokens
+    dense loop   like gathered, but every expert computes every token, with weight 0 for tokens not routed to it
 
     python benchmarks/moe_dispatch.py             # a table
     python benchmarks/moe_dispatch.py --json      # the same as JSON, with every sample
@@ -42,7 +42,7 @@ SIDES = ("dispatch", "gathered", "dense loop")
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Shape of the model and of one rank's batch."""
+    """Shape of the model, and of the batch of one rank."""
 
     ranks: int = 2
     hidden: int = 128
@@ -56,7 +56,7 @@ class Size:
 
 
 def config_of(size: Size) -> MixtralConfig:
-    """Configuration of the model that all sides train."""
+    """Return the config of the model that all variants train."""
     return MixtralConfig(
         vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.expert_width,
         num_hidden_layers=size.layers, num_attention_heads=4, num_key_value_heads=4,
@@ -66,7 +66,7 @@ def config_of(size: Size) -> MixtralConfig:
 
 
 def plan_of(config: MixtralConfig, size: Size, strategy: Strategy) -> Plan:
-    """Layouts and the traffic by formula."""
+    """Return the plan of a strategy, with layouts and predicted traffic, without a search."""
     spec = spec_from_config(config.to_dict(), name="benchmark")
     planned = plan_layouts(
         [(p.name, p.shape, p.dims) for b in spec.blocks for p in b.params], family_rules(spec.family), strategy,
@@ -84,7 +84,7 @@ def plan_of(config: MixtralConfig, size: Size, strategy: Strategy) -> Plan:
 
 
 def dense_loop(self: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Every expert on every token; tokens that did not choose it weigh zero."""
+    """Run every expert on every token, with weight 0 for tokens that are not routed to it."""
     out = torch.zeros_like(hidden)
     for expert in range(self.num_experts):
         weight = torch.where(index == expert, weights, 0).sum(-1, keepdim=True)
@@ -124,7 +124,7 @@ def _build(size: Size, side: str, world: World) -> tuple[Callable[[], float], di
 
 
 def measure(size: Size, rounds: int) -> dict[str, object]:
-    """All numbers of a run, ready for JSON."""
+    """Return all results of a run as JSON values."""
 
     def rank(_: int) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
         with World.join() as world:
@@ -159,7 +159,7 @@ def measure(size: Size, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10, help="steps of each side")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,20 +1,22 @@
-"""Searched assignments of encoder and language part against the best 1F1B pipeline, *simulated*, and on two processes.
+"""Planned assignment of encoder and language model to devices, against the best 1F1B pipeline.
+
+One part is simulated, the other part runs on two processes.
 
     python benchmarks/multimodal_schedule.py --json                   four minutes on two cores
-    python benchmarks/multimodal_schedule.py --part processes         only the processes, see `_multimodal_processes`
+    python benchmarks/multimodal_schedule.py --part processes         only on processes, see `_multimodal_processes`
 
-Unit: 10 ms, the forward of one of 32 language layers (8B parameters) on one microbatch. Backward is 2 forwards, I and W
-one each; a transfer takes 0.05 units. The vision encoder (0.6B) takes 8 or 16 units on average; its cost per microbatch
-is lognormal with the given coefficient of variation. Every rank is one device, for both sides.
-Devices have 80 GiB and 100 GB/s. States of all copies (16 bytes per parameter) and activations must fit into memory,
-and copies reduce 4 bytes per parameter.
+The time unit of the simulation is 10 ms, the forward of one of 32 language layers (8B parameters) on one microbatch. I
+and W take one unit each; a transfer takes 0.05 units. The vision encoder (0.6B) takes 8 or 16 units on average. Its
+cost per microbatch is lognormal with the given coefficient of variation. Every rank is one device with 80 GiB and 100
+GB/s. The states of all encoder replicas (16 bytes per parameter) and activations must fit into memory, and replicas
+all-reduce 4 bytes per parameter.
 
-The pipelines to beat run 1F1B with the full backward. The encoder lies on any number of devices of its own, each with
-its microbatches, or on the first pipeline rank with the layers rebalanced. Of all numbers of devices, orders of
-microbatches and ways to deal them out, the fastest counts. Memory and gradient reduction are charged to ours only.
+The baseline pipelines run 1F1B with the full backward. The encoder is on separate devices that share the microbatches,
+or on the first pipeline rank with rebalanced layers. The fastest over all device counts, microbatch orders and
+assignments of microbatches counts. Limits of memory and the cost of gradient reduction apply to our schedule only.
 
-Bubble: the share of device time without computation, so gradient reductions and transfers are bubbles too. Bar: on 8
-devices, at most 8 % in every case in which the best of these pipelines has 20 % and more.
+The bubble is the fraction of device time without computation, so gradient reductions and transfers are bubbles. Bar: on
+8 devices, our bubble is at most 8 % in every case in which the best baseline has at least 20 %.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ MOST_BUBBLE, FROM_BUBBLE = 0.08, 0.20
 
 
 def models(count: int, units: float, variation: float, frozen: bool, seed: int) -> list[SubModel]:
-    """Return encoder and language part."""
+    """Return the simulated sub-models: the encoder and the language part."""
     rng, sigma = random.Random(seed), math.sqrt(math.log(1 + variation**2))
     drawn = [rng.lognormvariate(0, sigma) for _ in range(count)]
     costs = tuple(x * units * count / sum(drawn) * UNIT_S for x in drawn)
@@ -69,7 +71,7 @@ def models(count: int, units: float, variation: float, frozen: bool, seed: int) 
 
 
 def dealt(costs: Sequence[float], ranks: Sequence[int], balanced: bool) -> list[int]:
-    """Return the rank of every microbatch: in turn, or the longest first where the load is least."""
+    """Return the rank of every microbatch: round robin, or if `balanced`, longest first to the least loaded rank."""
     if not balanced:
         return [ranks[i % len(ranks)] for i in range(len(costs))]
     loads, homes = dict.fromkeys(ranks, 0.0), [0] * len(costs)
@@ -80,7 +82,7 @@ def dealt(costs: Sequence[float], ranks: Sequence[int], balanced: bool) -> list[
 
 
 def pipelines(vision: SubModel, text: SubModel, n: int) -> Iterator[tuple[float, int]]:
-    """Yield seconds and own devices of every 1F1B pipeline."""
+    """Yield the seconds of every baseline pipeline, and its number of devices for the encoder alone."""
     m, encoder_s = len(text.forward_s), sum(vision.forward_s) * vision.passes
     layer_s = sum(text.forward_s) * text.passes / LAYERS
     light = sorted(range(m), key=lambda i: vision.forward_s[i])
@@ -114,7 +116,7 @@ def pipelines(vision: SubModel, text: SubModel, n: int) -> Iterator[tuple[float,
 
 
 def compared(n: int, m: int, units: float, variation: float, frozen: bool, seed: int) -> dict:
-    """Return bubbles and steps of the best pipeline and of the searched assignment."""
+    """Return bubbles and step times of the best baseline pipeline and of the planned assignment."""
     vision, text = models(m, units, variation, frozen, seed)
     work_s = sum(vision.forward_s) * vision.passes + sum(text.forward_s) * text.passes
     pipeline_s, own = min(pipelines(vision, text, n))
@@ -145,7 +147,7 @@ def compared(n: int, m: int, units: float, variation: float, frozen: bool, seed:
 
 
 def simulated() -> dict[str, Any]:
-    """Return the simulated cases and their bars."""
+    """Return the results of all simulated cases, and the bars."""
     cases = [compared(*case, seed) for case in CASES for seed in SEEDS]
     judged = [c for c in cases if c["devices"] == 8 and c["pipeline"]["bubble"] >= FROM_BUBBLE]
     worst = max(c["searched"]["bubble"] for c in judged)
@@ -163,7 +165,7 @@ def simulated() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run both parts, print, and exit with 1 unless the bars are met, or 2 if the machine was too busy to tell."""
+    """Run both parts, print results, and exit with 1 if a bar is missed, or 2 if the machine was too busy."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="with the times of all actions")
     parser.add_argument("--part", choices=("simulated", "processes"))

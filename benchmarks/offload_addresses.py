@@ -1,14 +1,14 @@
-"""How far the arena of a plan is above what lives at the same time, over many programs and goals.
+"""Size of planned arenas relative to the peak of live bytes, over many programs and goals.
 
     python benchmarks/offload_addresses.py --json
     python benchmarks/offload_addresses.py --parts llama --layers 32
 
-* random: drawn programs of 3 to 24 operators, as the tests draw them, on drawn machines.
+* random: random programs of 3 to 24 operators, from the generator of the tests, on random machines.
 * tiny: training, prefill and decode of six model families with three layers, and the models of `offload_overhead.py`.
 * llama: training, prefill and decode with Llama-8B shapes.
 
-Every program is planned for six goals. For a plan that is over 2 % above, an exact search tells whether any addresses
-for its stays are within 2 %: `impossible` is a proof that there are none, `unknown` is a search that was given up.
+Every program is planned for six goals. For a plan whose arena exceeds the peak by more than 2 %, an exact search looks
+for addresses within 2 %. `impossible` means that none exist, `unknown` that the search ended without a result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Case = tuple[str, MemoryProgram, MemoryMachine]
 
 
 def random_cases(count: int) -> Iterator[Case]:
-    """Drawn programs."""
+    """Yield random programs."""
     from tests.memory.test_random_programs import machines, programs
 
     cases: list[Case] = []
@@ -63,7 +63,7 @@ def random_cases(count: int) -> Iterator[Case]:
 
 
 def tiny_cases() -> Iterator[Case]:
-    """Steps of tiny models, recorded."""
+    """Yield recorded steps of tiny models."""
     import offload_overhead
     import torch
     from _model_steps import capture_inference, capture_training, training_step
@@ -92,7 +92,7 @@ def tiny_cases() -> Iterator[Case]:
 
 
 def llama_cases(layers: int) -> Iterator[Case]:
-    """Steps with Llama-8B shapes, under fake tensors."""
+    """Yield steps with Llama-8B shapes, captured under fake tensors."""
     from _llama_8b import inference, training
     from offload_policies import ROOFLINE, machine
 
@@ -102,7 +102,7 @@ def llama_cases(layers: int) -> Iterator[Case]:
 
 
 def rows_of(name: str, program: MemoryProgram, machine: MemoryMachine) -> list[dict[str, Any]]:
-    """One case at six goals."""
+    """Return the results of one program for six goals."""
     start = order_peak(program, range(len(program.operators)))
     goals: list[tuple[str, dict[str, Any]]] = [
         (f"{s:.0%} more time", {"max_slowdown": s}) for s in SLOWDOWNS
@@ -134,7 +134,7 @@ def rows_of(name: str, program: MemoryProgram, machine: MemoryMachine) -> list[d
 
 
 def main() -> None:
-    """Plan and print."""
+    """Plan all cases and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="every plan, not only those over 2 %%")
     parser.add_argument("--parts", default="random,tiny,llama")

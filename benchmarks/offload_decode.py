@@ -1,24 +1,22 @@
-"""Decode steps under memory plans, and what a wrong bandwidth costs; every number is simulated.
+"""Simulated decode steps under memory plans, and the cost of a wrong bandwidth estimate.
 
     python benchmarks/offload_decode.py --json                 # all parts
     python benchmarks/offload_decode.py --parts llama,mla
 
 * llama: one token, Llama-8B shapes, 8192 tokens of context, bf16, captured.
-* mla: a decode step with DeepSeek-V3 shapes, by hand: attention of all 61 layers with one latent cache per
-  sequence (512 + 64 values a token, bf16, absorbed projections), one shared and one routed expert per layer as with one
-  expert per device, two tokens per sequence (one predicted ahead). Without head, embedding and communication.
-* moe: one token with the shapes of Qwen3-30B-A3B (48 layers, 128 experts of 9.4 MB each, 8 chosen per layer), 8192
-  tokens of context, one storage per expert. `any`: the plan is static, so all experts of a layer must be there when its
-  router has chosen. `known`: the chosen experts (drawn at random) are known before the step; no static plan can be that
-  good, it shows what a prediction of the choice would be worth. `on demand`: experts lie in DRAM and the chosen ones
-  are fetched when the router has chosen, which nothing overlaps: seconds are a sum.
-* error: Llama-8B training of 8192 tokens, planned for a link that is 30 % faster or slower than it is, with and without
+* mla: a decode step with DeepSeek-V3 shapes, written by hand: attention of all 61 layers with one latent cache per
+  sequence (512 + 64 values per token, bf16, absorbed projections), one shared and one routed expert per layer, two
+  tokens per sequence (one is speculative). Head, embedding and communication are omitted.
+* moe: one token with the shapes of Qwen3-30B-A3B (48 layers, 128 experts of 9.4 MB each, 8 routed per layer), 8192
+  tokens of context, one storage per expert. `any`: a static plan, for which all experts of a layer must be resident
+  when the router has run. `known`: random routed experts are known before the step, an upper bound on the value of
+  predicting them. `on demand`: experts are in DRAM, and routed ones are fetched after the router, without overlap.
+* error: Llama-8B training of 8192 tokens, planned for a bandwidth 30 % above or below the true one, with and without
   the planner's bandwidth margin.
 
-`no_plan_saves_more_than` is `reload_bound`: what is away between two steps must come back before the last operator
-that needs any of it begins. It holds for copies that begin in the step before as well, because bytes count from when a
-copy is issued: what is fetched for the next step while the head runs is on the device when the head ends.
-`share_of_link` is against everything the link could carry in the allowed time, 1.02 B T.
+`no_plan_saves_more_than` is derived from `reload_bound`: evicted bytes must return before the last operator that needs
+any of them begins. The bound also holds for copies that begin in the previous step. `share_of_link` is relative to
+1.02 B T, the bytes that a link of bandwidth B can carry in the allowed time, for a step of T seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ EXPERT = 3 * WIDTH * 2048
 
 
 def mla_decode(batch: int, context: int, ahead: int = 2) -> MemoryProgram:
-    """One decode step of `batch` sequences; the filled part of a cache is read only."""
+    """Return the program of a decode step of `batch` sequences, each with `ahead` tokens and a filled cache."""
     storages = [Storage("tokens", 8 * batch * ahead, "input", True, True)]
     operators: list[Operator] = []
 
@@ -86,7 +84,7 @@ def mla_decode(batch: int, context: int, ahead: int = 2) -> MemoryProgram:
 
 
 def moe_decode(context: int, known: bool) -> MemoryProgram:
-    """One token of one sequence; see the top of the file."""
+    """Return the program of a decode step of one token; `known`: only the routed experts are in the program."""
     storages = [Storage("token", 8, "input", True, True)]
     operators: list[Operator] = []
     draw = random.Random(0)
@@ -114,7 +112,7 @@ def moe_decode(context: int, known: bool) -> MemoryProgram:
 
 
 def on_demand_row(program: MemoryProgram, gb_s: float) -> dict[str, Any]:
-    """All experts in DRAM, the chosen ones fetched after their router."""
+    """Return the result for experts in DRAM, with the routed ones fetched after the router."""
     program = ROOFLINE.annotate(program)
     copy_s = machine(gb_s).prefetch.seconds(2 * MOE_EXPERT)
     seconds = program.seconds + MOE_LAYERS * CHOSEN * copy_s
@@ -135,7 +133,7 @@ def on_demand_row(program: MemoryProgram, gb_s: float) -> dict[str, Any]:
 def decode_rows(
     name: str, program: MemoryProgram, links: list[float], slowdown: float
 ) -> list[dict[str, Any]]:
-    """Least peak per link, beside the bound."""
+    """Return the least planned peak and the lower bound, for every link bandwidth."""
     program = ROOFLINE.annotate(program)
     start = order_peak(program, range(len(program.operators)))
     rows = []
@@ -169,7 +167,7 @@ def decode_rows(
 
 
 def error_rows(gb_s: float) -> list[dict[str, Any]]:
-    """Plan for a wrong link, run on the true one."""
+    """Return the results of plans for a wrong bandwidth that run at the true one."""
     program = ROOFLINE.annotate(training(8192, 32, 8, 8))
     limit_s = program.seconds * (1 + SLOWDOWN)
     rows = []
@@ -201,7 +199,7 @@ def error_rows(gb_s: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Plan and print."""
+    """Plan all cases and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="JSON; the default as well")
     parser.add_argument("--parts", default="llama,mla,moe,error")

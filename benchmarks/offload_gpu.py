@@ -1,24 +1,29 @@
-"""Offload on an accelerator: step time and peak of a slice of Llama-8B, against what torch has for the same purpose.
+"""Offload on an accelerator: step time and peak memory of some layers of Llama-8B, against torch's own methods.
 
     python benchmarks/offload_gpu.py                        # on the accelerator of this machine
-    python benchmarks/offload_gpu.py --device cpu --tiny    # that the script runs; its numbers say nothing
+    python benchmarks/offload_gpu.py --device cpu --tiny    # test of the script; its numbers are meaningless
 
-Policies: `eager`, before and after each of the others, which is compared with the mean of both, because a card's clock
-drifts; `checkpoint`, every layer recomputed (transformers); `save_on_cpu`, all saved tensors in pinned memory
-(`torch.autograd.graph.save_on_cpu`); `core`, all saved tensors that `torch._functorch` can offload, on its own stream
-with prefetch; `plan`, the least memory for 2 % more time; `plan-70`, the fastest plan for 70 % of eager's peak. A plan
-is made with the seconds of operators measured while they were recorded and the link's bandwidth while both directions
-are busy, runs for two steps, and is made again with the bandwidth of each direction in the second of them.
-Wanted: `plan` or `plan-70` within 2 % of eager's time at 30 % less memory or better; the exit
-code is 1 when neither is, on an accelerator. `--clip` clips gradients at 1. `--loss-chunks 8` computes head and loss in
-blocks of tokens, under every policy: the logits, which no policy can move, are most of what is left else.
+Policies:
 
-`--profile` adds, of one more step, what the device computed for and copied by kernel: where the time of a plan goes.
+    eager        runs before and after every other policy, which is compared with the mean of both (clocks drift)
+    checkpoint   every layer is recomputed (transformers)
+    save_on_cpu  all saved tensors are in pinned memory (`torch.autograd.graph.save_on_cpu`)
+    core         all saved tensors that `torch._functorch` can offload, with prefetch on a separate stream
+    plan         the memory plan with least memory for 2 % more time
+    plan-70      the fastest memory plan within 70 % of eager's peak
 
-Peaks are the allocator's in the timed steps, of a plan in the last one, less what was on the device before the policy:
-before its first step a plan runs the plain one, which takes eager's memory and more. `plan_peak_bytes` is without the
-workspaces that libraries keep. A CPU has no such counter: there only the plans have one, counted. Every
-policy starts from the same weights in a model of its own; the losses of the timed steps are compared.
+A plan uses operator times measured while recording, and the link's bandwidth while both directions are busy. After two
+steps, it is replaced by a plan with the bandwidth measured in the second one. Bar: `plan` or `plan-70` takes at most 2
+%
+more time than eager with at least 30 % less memory; otherwise the exit status is 1 on an accelerator. `--clip` clips
+gradients at norm 1. `--loss-chunks 8` computes head and loss in blocks of tokens under every policy, because otherwise
+the logits, which no policy can offload, dominate.
+
+`--profile` adds the time of every kernel and copy in a further step. Peaks are the allocator's peak in the timed steps
+(for plans, in the last step) minus the bytes before the policy started. `plan_peak_bytes` excludes the workspaces that
+libraries keep. On a CPU, only plans have a peak, which is counted. Every policy starts from the same weights; the
+losses
+of the timed steps are compared.
 """
 
 from __future__ import annotations
@@ -55,17 +60,17 @@ Batch = dict[str, Tensor]
 
 
 class Case:
-    """One size on one device.
+    """Model size and settings of a comparison on one device.
 
     Args:
-        device: Where it runs.
-        tiny: A model that a CPU trains in milliseconds.
+        device: Device of the model.
+        tiny: Use a model that a CPU trains in milliseconds.
         layers: Decoder layers.
-        tokens: Tokens of the one sequence.
-        steps: Timed steps.
-        clip: Largest norm of the gradients; None: they are not clipped.
+        tokens: Tokens of the single sequence.
+        steps: Number of timed steps.
+        clip: Maximum norm of the gradients; None: no clipping.
         chunks: Blocks of tokens for head and loss; None: the model's own loss.
-        profile: Also say which kernels take how long.
+        profile: Also report the time of each kernel.
     """
 
     def __init__(
@@ -91,38 +96,38 @@ class Case:
         self.counts = hasattr(self.module, "max_memory_allocated")
 
     def made(self) -> tuple[Any, torch.optim.Optimizer]:
-        """A model with the weights that all policies begin with, and its optimizer."""
+        """Return a model with the initial weights of all policies, and its optimizer."""
         torch.manual_seed(0)
         with self.device:
             model = LlamaForCausalLM(self.config).to(self.dtype)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def batch(self, number: int) -> Batch:
-        """Tokens of a step."""
+        """Return the tokens of a step."""
         generator = torch.Generator().manual_seed(number)
         shape = (1, self.tokens)
         ids = torch.randint(0, self.config.vocab_size, shape, generator=generator).to(self.device)
         return {"input_ids": ids, "labels": ids}
 
     def begin(self) -> None:
-        """A policy starts: what is on the device now is not its own."""
+        """Record the bytes on the device before a policy starts, which its peak excludes."""
         gc.collect()
         if self.counts:
             self.module.empty_cache()
             self.before = int(self.module.memory_allocated(self.device))
 
     def settle(self) -> None:
-        """Nothing runs any more, so that a peak and a time begin here."""
+        """Wait until the device has finished."""
         self.module.synchronize(self.device)
 
     def peak_bytes(self) -> int | None:
-        """The allocator's peak, libraries' workspaces included, less what was there before the policy."""
+        """Return the allocator's peak, with libraries' workspaces, minus the bytes before the policy; None on a CPU."""
         if not self.counts:
             return None
         return int(self.module.max_memory_allocated(self.device)) - self.before
 
     def kernels(self, step: Callable[[Batch], Any]) -> dict[str, Any]:
-        """Milliseconds and calls of the longest kernels and copies of a step, by torch's profiler."""
+        """Return milliseconds and calls of the longest kernels and copies of a step; empty without `profile`."""
         if not self.profile:
             return {}
         batch = self.batch(2 + self.steps)
@@ -138,7 +143,7 @@ class Case:
         return {"kernels_ms": total, "kernels": sorted(on_device, reverse=True)[:40]}
 
     def timed(self, step: Callable[[Batch], Tensor]) -> dict[str, Any]:
-        """Seconds of steps after two that warm up, the peak over them, their losses."""
+        """Run two warm-up steps and the timed steps; return their seconds, peak and losses."""
         losses, seconds = {n: step(self.batch(n)) for n in range(2)}, []
         self.settle()
         if self.counts:
@@ -162,7 +167,7 @@ class Case:
 def plain(
     case: Case, context: Callable[[], Any] = contextlib.nullcontext, checkpoint: bool = False
 ) -> dict[str, Any]:
-    """Steps as PyTorch runs them."""
+    """Return the results of eager steps inside `context`, with activation checkpointing if requested."""
     model, optimizer = case.made()
     if checkpoint:
         model.gradient_checkpointing_enable()
@@ -175,13 +180,13 @@ def plain(
 
 
 def save_on_cpu(case: Case) -> dict[str, Any]:
-    """All saved tensors in host memory."""
+    """Return the results of steps with all saved tensors in host memory."""
     pin = case.device.type != "cpu"
     return plain(case, lambda: torch.autograd.graph.save_on_cpu(pin_memory=pin))
 
 
 def core(case: Case) -> dict[str, Any]:
-    """Activation offloading of torch itself: every saved tensor it accepts; AOT autograd, no code generation."""
+    """Return the results of torch's own activation offloading, with AOT autograd and without code generation."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
@@ -196,7 +201,7 @@ def core(case: Case) -> dict[str, Any]:
 
     backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition)
     model, optimizer = case.made()
-    # Of the model itself, which computes the loss unless that is done in blocks.
+    # Applied to the model itself, which computes the loss unless `chunks` is set.
     whole = case.step["loss_chunks"] is None
     inner: Any = model if whole else model.get_decoder()
     inner.forward = torch.compile(inner.forward, backend=backend, fullgraph=False)
@@ -215,12 +220,12 @@ def core(case: Case) -> dict[str, Any]:
 
 
 def planned(case: Case, link: Channel, share: float | None) -> dict[str, Any]:
-    """Steps by a memory plan; operators take as long as was measured while they were recorded.
+    """Return the results of steps under a memory plan, based on operator times measured while recording.
 
     Args:
-        case: The size.
-        link: Copies in either direction.
-        share: Budget as a share of the captured peak; None: the least memory for 2 % more time.
+        case: Model size and settings.
+        link: Copy channel, for either direction.
+        share: Budget as a fraction of the captured peak; None: least memory for 2 % more time.
     """
     model, optimizer = case.made()
     losses = {0: training_step(model, optimizer, case.batch(0), **case.step)}
@@ -281,7 +286,7 @@ def planned(case: Case, link: Channel, share: float | None) -> dict[str, Any]:
 
 
 def link_of(device: torch.device, module: Any) -> Channel:
-    """Measured bandwidth of copies between device and pinned memory, the slower direction while both are busy."""
+    """Measure copies between device and pinned memory in both directions at once; return the slower direction."""
     size = 1 << (28 if device.type != "cpu" else 22)
     pin = device.type != "cpu"
     host = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
@@ -301,8 +306,8 @@ def link_of(device: torch.device, module: Any) -> Channel:
 
 
 def run(case: Case, only: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every policy and what it took; a policy that this device or torch cannot run says why."""
-    # Libraries take their workspaces and kernels are loaded here, so that the first policy does not pay for it.
+    """Yield the name and results of every policy; for a policy that cannot run here, the reason."""
+    # Allocate workspaces of libraries and load kernels here, so that they do not count for the first policy.
     training_step(*case.made(), case.batch(0), **case.step)
     case.begin()
     eager = plain(case)
@@ -322,7 +327,7 @@ def run(case: Case, only: list[str] | None) -> Iterator[tuple[str, dict[str, Any
         before = eager
         try:
             found = policy()
-        except Exception as error:  # another library's; the other rows are still wanted
+        except Exception as error:  # exception of another library; continue with the other policies
             if name.startswith("plan"):
                 raise
             said = " ".join(str(error).split())[:300]
@@ -338,13 +343,13 @@ def run(case: Case, only: list[str] | None) -> Iterator[tuple[str, dict[str, Any
             found["less_memory"] = 1 - found["peak_bytes"] / eager["peak_bytes"]
         known = eager["losses"]
         apart = [abs(known[n] - loss) for n, loss in found["losses"].items() if n in known]
-        # Attention's backward kernels of a GPU may add in any order: then two eager runs differ as well.
+        # A GPU's backward kernels of attention may sum in any order, so two eager runs may also differ.
         found["same_losses"], found["losses_apart"] = not any(apart), max(apart)
         yield name, found
 
 
 def main() -> int:
-    """Run the policies and print JSON."""
+    """Run the policies, print JSON, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="auto", help="auto, cuda, npu, ..., cpu")
     parser.add_argument("--tiny", action="store_true")

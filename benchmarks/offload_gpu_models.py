@@ -1,11 +1,11 @@
-"""Memory plans of small models on an accelerator: bits of the plain steps, and bytes of the allocator.
+"""Memory plans of small models on an accelerator: equality with eager steps, and predicted against allocated bytes.
 
     python benchmarks/offload_gpu_models.py                  # on the accelerator of this machine
-    python benchmarks/offload_gpu_models.py --device cpu     # that the script runs, on the simulated device
+    python benchmarks/offload_gpu_models.py --device cpu     # test of the script, on the simulated device
 
-Of every model, with AdamW: the share of the recorded peak that is the budget, the largest difference of a loss of three
-planned steps from the plain step's, the number of parameters that are not the plain run's bit for bit after them, and
-device bytes: predicted, and as the allocator counts them. Exit code 1 when a bit differs or the bytes are 1 % off.
+Reported per model, with AdamW: the budget as a fraction of the recorded peak; the largest loss difference between three
+planned steps and eager steps; the number of parameters that differ in any bit afterwards; and device bytes, predicted
+and counted by the allocator. Exit status 1 when a bit differs or the bytes differ by more than 1 %.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LINK = Channel(20e9, 1e-6)
 
 
 def batch(number: int, device: torch.device) -> dict[str, Tensor]:
-    """Tokens of a step."""
+    """Return the tokens of a step."""
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(3, 4096, (2, 256), generator=generator).to(device)
     return {"input_ids": ids, "labels": ids}
 
 
 def case(name: str, device: torch.device) -> dict[str, Any]:
-    """Plain steps of a model, then the same ones by a plan."""
+    """Run eager steps of a model, then the same steps under a plan, and return the comparison."""
     family, shapes, dtype, clip, share = CASES[name]
 
     def made() -> tuple[Any, torch.optim.Optimizer]:

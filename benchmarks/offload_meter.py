@@ -1,13 +1,13 @@
-"""Predicted device bytes of planned steps against what torch's profiler sees the allocator give while they run.
+"""Predicted device bytes of planned steps, against the allocations that torch's profiler records while they run.
 
     python benchmarks/offload_meter.py --json
     python benchmarks/offload_meter.py --families llama gpt2 --steps train
 
-The meter knows nothing of plans or storages: it adds up the allocation events of the CPU's allocator during one step,
-what kernels take for themselves included, and the arena, which is one allocation before it. Of every family a training
-step (AdamW, batch of 2 sequences), and the prompt and decode step of a generation, under a budget below the peak of
-the plain step. The prediction is that of the plan for a step whose kernels were measured (`with_kernel_bytes`);
-`storages_bytes` is what it would be without. The exit status is 1 when a cell is more than 1 % from its prediction.
+The measured value is independent of plans: the peak over the CPU allocator's events during one step, including
+workspace of kernels, plus the arena, which is allocated before. For every family, a training step (AdamW, 2 sequences)
+and the prefill and decode steps of generation run under a budget below the eager peak. The prediction includes the
+measured workspace of kernels (`with_kernel_bytes`); `storages_bytes` excludes it. The exit status is 1 when a
+prediction is more than 1 % off.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ ROOFLINE = Roofline(3e10, 1e10, 1e-6)
 
 
 def given(run: Callable[[], Any]) -> int:
-    """Most bytes that the allocator gave while `run` ran and that were not yet given back."""
+    """Run a function, and return the peak of bytes allocated during it and not yet freed."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         run()
     live = most = 0
@@ -87,14 +87,14 @@ def given(run: Callable[[], Any]) -> int:
 
 
 def made(family: str, dtype: torch.dtype) -> Any:
-    """A model with random weights."""
+    """Return a model with random weights."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **FAMILIES[family])
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 class Metered(PlannedSlots):
-    """Generation whose kernels were measured; `unmetered` is what is made beside the arena without them."""
+    """Planned generation with measured kernel workspace; `unmetered` are the staging bytes without it, per step."""
 
     def _capture(self) -> list[Captured]:
         recorded = super()._capture()
@@ -105,7 +105,7 @@ class Metered(PlannedSlots):
 def cell(
     device: PlannedDevice, arena_bytes: int, unmetered: int, step: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Predicted and measured bytes of a step, after one that the meter does not see."""
+    """Run a step twice, and return predicted and measured bytes of the second run."""
     step()
     staged = device.plan.program.staging_bytes
     beside = given(step)
@@ -123,7 +123,7 @@ def cell(
 
 
 def train(family: str, dtype: torch.dtype) -> dict[str, Any]:
-    """A training step under four fifths of its plain peak, or what can be kept."""
+    """Return the results of a training step under a budget of 80 % of its eager peak."""
     model = made(family, dtype).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     draws = torch.Generator().manual_seed(1)
@@ -143,7 +143,7 @@ def train(family: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def generate(family: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """The prompt step and a decode step under four fifths of the weights."""
+    """Return the results of prefill and decode under a budget of 80 % of the weights."""
     model = made(family, dtype).eval()
     budget = int(0.8 * sum(p.nbytes for p in model.parameters()))
     limits = MemoryLimits(budget, MACHINE, ROOFLINE)
@@ -168,7 +168,7 @@ def generate(family: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure every cell."""
+    """Measure every case, print the results, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--steps", nargs="+", default=["train", "generate"])

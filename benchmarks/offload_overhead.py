@@ -1,16 +1,15 @@
-"""What the executor costs on a CPU: steps by plan against eager steps of the same model, in turns, in one process.
+"""Overhead of the plan executor on a CPU: planned against eager steps of a model, in turn in one process.
 
     python benchmarks/offload_overhead.py --json
 
-Sides: `eager`; `identity`, a plan that moves nothing; `offload`, the least memory for 5 % more *simulated* time, with
-copies on threads. An eager step pays for autograd and the Python of the model, a planned one for the executor.
+Variants: `eager`; `identity`, a plan without copies; `offload`, the plan with least memory for 5 % more *simulated*
+time, with copies on threads. An eager step includes autograd and the model's Python code, a planned step the executor.
 
-The host's part is measured on tensors so small that their kernels hardly count, in processor time of the thread that
-issues the step: `torch` is the same operators called one after the other, on the same tensors; `synchronous` the
-simulated device, `streams` the path of an accelerator on the streams of torch.cpu, which are no queues, so that the
-calls of a driver come on top. Between two steps is what a step does before its first and after its last action. The
-exit status is 1 when the host takes more than 15 us per operator on streams, copies included, or more than 2 ms
-between two steps for 4,600 events that are read there.
+Host overhead is the CPU time of the thread that issues a step, on tensors so small that kernel time is negligible.
+`torch` calls the same operators one after the other. `synchronous` is the simulated device. `streams` uses an
+accelerator's code path on the streams of torch.cpu, without the cost of driver calls. The time between steps is that
+before the first and after the last action of a step. The exit status is 1 when the host takes more than 15 us per
+operator on streams, with copies, or more than 2 ms between steps for 4,600 timing events.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _planned(size: tuple[int, int, int], offload: bool, stack: ExitStack) -> tup
 
 
 def measure(size: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """Medians of one size."""
+    """Return the medians of all variants for one model size."""
     with ExitStack() as stack:
         model, optimizer = _made(size)
         plain = (_batch(size, 0), _batch(size, 1))
@@ -120,7 +119,7 @@ def measure(size: tuple[int, int, int], rounds: int) -> dict[str, Any]:
 
 
 def _streams() -> DeviceApi:
-    """The streams of torch.cpu as those of an accelerator whose allocator has nothing to say."""
+    """Return a device API with the streams of torch.cpu and an allocator that reports 0 bytes."""
     cpu = torch.device("cpu")
     names = {name: getattr(torch.cpu, name) for name in ("Stream", "stream", "current_stream")}
     memory = ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
@@ -129,7 +128,7 @@ def _streams() -> DeviceApi:
 
 
 class _Host:
-    """One way of a planned step; its actions are timed apart from the rest of it."""
+    """Planned step, whose actions are timed separately from the rest of the step."""
 
     def __init__(self, offload: bool, streams: bool, stack: ExitStack) -> None:
         model, optimizer = _made(TINY)
@@ -157,14 +156,14 @@ class _Host:
         device._apply_all = timed  # type: ignore[method-assign]
 
     def step(self, number: int) -> None:
-        """One step."""
+        """Run and time one step."""
         batch = _batch(TINY, number)
         start = time.thread_time()
         self.device.step(batch)
         self.seconds["step"].append(time.thread_time() - start)
 
     def calls(self) -> float:
-        """Seconds of the operators alone."""
+        """Return the seconds of the step's operators, called without the executor."""
         bound = [act.args[0].run for act in self.device.state.actions if _runs(act)]
         start = time.thread_time()
         with torch.no_grad():
@@ -173,7 +172,7 @@ class _Host:
         return time.thread_time() - start
 
     def found(self, torch_us: float) -> dict[str, Any]:
-        """Its medians."""
+        """Return the medians of this step; `torch_us` is the time per operator without the executor."""
         step, actions = (statistics.median(self.seconds[key]) for key in ("step", "actions"))
         lanes = self.device.hardware.timed
         events = 0
@@ -195,7 +194,7 @@ def _runs(act: Any) -> bool:
 
 
 def host(rounds: int) -> dict[str, Any]:
-    """The host's time per operator, and between two steps."""
+    """Return the host's time per operator, and between two steps, for all variants."""
     with ExitStack() as stack:
         model, optimizer = _made(TINY)
         for number in (0, 1):
@@ -233,7 +232,7 @@ def host(rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure every size."""
+    """Measure every size, print the results, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=30)

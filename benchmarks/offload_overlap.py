@@ -1,12 +1,12 @@
-"""Communication beside computation: predicted step times of plans with and without overlap; every number is simulated.
+"""Simulated step times of memory plans with and without overlap of communication and computation.
 
     python benchmarks/offload_overlap.py                 # Llama-8B shapes, FSDP over 8, a table
     python benchmarks/offload_overlap.py --json          # the same as JSON
-    python benchmarks/offload_overlap.py --layers 8 --links 50 --budgets 0.8,0.6   # plans with copies, too
+    python benchmarks/offload_overlap.py --layers 8 --links 50 --budgets 0.8,0.6   # also plans with copies
 
-The step of one rank is captured under fake tensors with torch's own FSDP on a process group that sends nothing. Ways to
-run it: every collective waited for where it was recorded; the recorded order, each waited for where it is needed; and
-the orders that the planner chooses from.
+The step of one FSDP rank is captured under fake tensors on a fake process group. Variants: every collective is waited
+for where it was recorded; the recorded order, with each collective waited for where its result is needed; and the
+orders from which the planner chooses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEPTHS = (1, 2)
 
 
 def captured(layers: int, ranks: int, tokens: int) -> MemoryProgram:
-    """One training step of one rank of FSDP: float32 shards, gathered in bfloat16."""
+    """Return the program of a training step on one FSDP rank, with float32 shards gathered in bfloat16."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     mesh = init_device_mesh("cpu", (ranks,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -62,7 +62,7 @@ def captured(layers: int, ranks: int, tokens: int) -> MemoryProgram:
 
 
 def waited_at_once(program: MemoryProgram) -> MemoryProgram:
-    """What ranks do together as computation: nothing goes on beside it."""
+    """Return the program with collectives as computation, so that nothing overlaps with them."""
     operators = (
         replace(op, seconds=op.seconds + op.comm_s, comm_s=0.0, group="")
         for op in program.operators
@@ -71,13 +71,13 @@ def waited_at_once(program: MemoryProgram) -> MemoryProgram:
 
 
 def seconds(program: MemoryProgram, order: Any) -> tuple[float, float]:
-    """Simulated step, and how much of it computation waits for other ranks, when nothing moves."""
+    """Return the simulated seconds of a step without copies, and the seconds in which computation waits for ranks."""
     clock = clocked(program, MACHINE, identity_actions(program, order))
     return clock.now_s, clock.join_s
 
 
 def rows(program: MemoryProgram) -> list[dict[str, Any]]:
-    """Ways to run one step."""
+    """Return the results of all variants of one step."""
     recorded = tuple(range(len(program.operators)))
     ways = [
         ("waited for at once", waited_at_once(program), recorded),
@@ -93,7 +93,7 @@ def rows(program: MemoryProgram) -> list[dict[str, Any]]:
 
 
 def budgets(program: MemoryProgram, shares: list[float]) -> list[dict[str, Any]]:
-    """Plans under budgets, as shares of what the recorded order takes: with communication beside and without."""
+    """Return plans with and without overlap, for budgets given as fractions of the recorded order's peak."""
     whole = order_peak(program, range(len(program.operators)))
     found = []
     for share in shares:
@@ -109,7 +109,7 @@ def budgets(program: MemoryProgram, shares: list[float]) -> list[dict[str, Any]]
 
 
 def main() -> None:
-    """Print the table, or JSON."""
+    """Print the results as a table or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--ranks", type=int, default=8)

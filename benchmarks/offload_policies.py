@@ -1,4 +1,4 @@
-"""Offload policies on a captured step with Llama-8B shapes, in the simulator; every number printed is simulated.
+"""Simulated comparison of offload policies on a captured step with Llama-8B shapes.
 
     python benchmarks/offload_policies.py                     # training, a table
     python benchmarks/offload_policies.py --json              # the same as JSON
@@ -6,18 +6,19 @@
     python benchmarks/offload_policies.py --bandwidths 50 --goals peak --policies ours,checkpoint
     python benchmarks/offload_policies.py --clip              # gradients clipped to a global norm, as recipes do
 
-Two goals: the least peak at <= 2 % more time than the step with everything kept, and the least time under a budget.
-What other code does is recorded as it runs, in its own order; the other policies are our models of them, with the same
-order of operators and the same simulator as ours:
+The two goals are the least peak for at most 2 % more time than the step with everything kept, and the least time under
+a budget. `keep`, `checkpoint` and `save-on-cpu` are recorded from the real implementations, in their own operator
+order. The other policies are models with our operator order. All use the same simulator:
 
-* keep: nothing moves; recorded. checkpoint: transformers' activation checkpointing, use_reentrant=False; recorded.
-* save-on-cpu: `torch.autograd.graph.save_on_cpu`; recorded, copies on the stream that computes, as fast as the link.
-* recompute-only: our planner without copies, the best of its sets.
-* ours-margin: ours with the default reserve for links that are slower than was said; ours itself plans without one.
-* longest-gap, largest-first: gaps in that order of activations until the target is met, reloads as late as possible.
-* on-demand: longest-gap, and every reload is issued by its consumer.
+* keep: no copies and no recomputation.
+* checkpoint: transformers' activation checkpointing with use_reentrant=False.
+* save-on-cpu: `torch.autograd.graph.save_on_cpu`, with copies on the compute stream at the link's rate.
+* recompute-only: our planner without copies.
+* ours, ours-margin: our planner, without and with its default margin for links that are slower than stated.
+* longest-gap, largest-first: evict activations in this order until the target is met, and reload as late as possible.
+* on-demand: as longest-gap, but every reload is issued by its consumer.
 
-`bandwidth_error`: plan at a wrong bandwidth, run the plan's actions at the true one, against the plan for the true one.
+`bandwidth_error` runs a plan for a wrong bandwidth at the true one, and compares it with the plan for the true one.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ SLOWDOWN = 0.02
 
 @dataclass
 class Row:
-    """One simulated result."""
+    """Simulated result of one policy."""
 
     policy: str
     goal: str
@@ -76,7 +77,7 @@ class Row:
 
 
 def fused(program: MemoryProgram, share: float) -> MemoryProgram:
-    """The program as if operators without products moved a share of their bytes, which fusion would leave them."""
+    """Return the program with the bytes of operators other than matmuls scaled by `share`, as a model of fusion."""
     ops = (
         op if op.flops else replace(op, access_bytes=int(op.access_bytes * share))
         for op in program.operators
@@ -85,14 +86,14 @@ def fused(program: MemoryProgram, share: float) -> MemoryProgram:
 
 
 def machine(gb_s: float) -> MemoryMachine:
-    """Copies of 10 us + bytes / link, both directions at once."""
+    """Return a machine whose copies take 10 us plus bytes / bandwidth, with both directions independent."""
     return MemoryMachine(Channel(gb_s * 1e9), Channel(gb_s * 1e9))
 
 
 def best_peak(
     make: Callable[[int], tuple[int, float]], start: int, floor: int, limit_s: float
 ) -> tuple[int, float]:
-    """Bisect the target of a policy that is given one; judged by what comes out."""
+    """Bisect the target bytes of a policy; return the least achieved peak whose step takes at most `limit_s`."""
     found = (start, limit_s)
     low, high = floor, start
     for _ in range(8):
@@ -115,7 +116,7 @@ def rows_of(
     slowdown: float = SLOWDOWN,
     recorded: Mapping[str, MemoryProgram] | None = None,
 ) -> list[Row]:
-    """All policies for one bandwidth and goal; `recorded` are steps that save for backward as others do."""
+    """Return the results of all policies for one bandwidth and goal; `recorded` are recorded steps by policy."""
     m, recorded = machine(gb_s), recorded or {}
     start = order_peak(program, range(len(program.operators)))
     order = refine_order(program)[0]
@@ -177,7 +178,7 @@ def rows_of(
 def bounds(
     program: MemoryProgram, gb_s: float, order: tuple[int, ...], limit_s: float
 ) -> dict[str, Any]:
-    """What no plan can beat at one bandwidth, by copies alone and with recomputation, and why."""
+    """Return lower bounds on the peak of all plans at one bandwidth, with copies only and with recomputation."""
     found: dict[str, Any] = {"bandwidth_gb_s": gb_s}
     ends_s = list(accumulate(program.operators[i].seconds for i in order))
     for name, recompute in (("copies", False), ("copies_and_recompute", True)):
@@ -187,7 +188,7 @@ def bounds(
 
 
 def bandwidth_error(program: MemoryProgram, gb_s: float, budget: int) -> list[dict[str, Any]]:
-    """Seconds lost by running a plan made for a wrong bandwidth until it is made again, for both goals."""
+    """Return the seconds lost by plans for a wrong bandwidth, for both goals."""
     rows = []
     goals: tuple[tuple[str, dict[str, Any]], ...] = (
         ("peak", {"max_slowdown": SLOWDOWN, "bandwidth_margin": 0.0}),
@@ -213,7 +214,7 @@ def bandwidth_error(program: MemoryProgram, gb_s: float, budget: int) -> list[di
 
 
 def main() -> None:
-    """Capture, plan, print."""
+    """Capture the steps, plan them, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--step", choices=("training", "prefill", "decode"), default="training")

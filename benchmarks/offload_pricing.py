@@ -1,22 +1,22 @@
-"""The closed form for offload copies beside memory plans of captured steps; every number printed is simulated.
+"""Closed-form prediction of offload cost, compared with simulated memory plans of captured steps.
 
     python benchmarks/offload_pricing.py --jobs 2 --json              # all models, 20 minutes
     python benchmarks/offload_pricing.py --models llama-8b --links 50
     python benchmarks/offload_pricing.py --json --plans FILE          # simulated seconds of an earlier result
 
-For every model, link and budget: extra seconds of a step as predicted by `cost.OffloadDemand`, and those of the plan of
-`plan_memory` in the simulator, with and without recomputation, as shares of the step without offload. The demand is
-read from the captured program (bytes and seconds around its peak), so only the closed form is compared, not the cost
-model's sizes.
+For every model, link and budget, extra seconds of a step are predicted by `cost.OffloadDemand`, and simulated for the
+plan of `plan_memory`, with and without recomputation, as fractions of the step without offload. The demand (bytes and
+seconds around the peak) is read from the captured program, so the comparison covers the closed form only, and not the
+cost model's sizes.
 
-llama-8b is the step of `_llama_8b.py` (450 TFLOP/s, 2.8 TB/s), also with 8 of its 32 layers, and with these, state in
-bfloat16 and a clip of the global norm as clipped; moe has 8 layers of the shapes of Qwen3-30B-A3B with 32 experts,
-deepseek 6 layers with latent attention and 16 narrower experts. fsdp and qwen3 are 6 layers at width 512 and 1024
-tokens on a thousandth of that machine, fsdp as one of 8 ranks of a process group that sends nothing. Their products are
-narrow, so a byte is kept for less work: their links are a thousandth of four times those of the others.
+Models: llama-8b is the step of `_llama_8b.py` (450 TFLOP/s, 2.8 TB/s), also with 8 of its 32 layers. clipped has 8
+layers, bfloat16 state and gradient clipping. moe has 8 layers with the shapes of Qwen3-30B-A3B and 32 experts. deepseek
+has 6 layers with latent attention and 16 narrower experts. fsdp and qwen3 have 6 layers of width 512 and 1024 tokens,
+on a machine a thousand times slower, with links 250 times slower, because their narrow matmuls do less work per byte;
+fsdp is one of 8 ranks of a fake process group.
 
-The form was worked out on llama-8b, its 8 layers and moe. Nothing was chosen by what clipped, fsdp and qwen3 show;
-deepseek showed that results that are idle too briefly for copies have to count as what may be made again.
+The closed form was developed on llama-8b, its 8-layer variant and moe. clipped, fsdp and qwen3 were not used to choose
+it. deepseek showed that results that are idle too briefly for copies must count as candidates for recomputation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from hyper_parallel.memory.memory_planner import baseline_seconds
 from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
 
 DEVELOPED = ("llama-8b", "llama-8b-8-layers", "moe")
-"""Models that the form was worked out on; the others had no part in it."""
+"""Models on which the closed form was developed."""
 LARGE = (*DEVELOPED, "clipped", "deepseek")
 MODELS = (*LARGE, "fsdp", "qwen3")
 SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -69,13 +69,13 @@ SHARES = (0.75, 0.55, 0.4)
 BUDGETS = (64e9, 50e9, 40e9)
 """Budgets of the 8B step, in bytes; its peak is 83.1 GB."""
 LONGER = (0.01, 0.03)
-"""Shares of the step for which the cheapest results at its peak are made again."""
+"""Additional candidate sets: total recomputation time as a fraction of the step."""
 COLLECTIVES_BYTES_S = 1.8e9
-"""What a rank of fsdp sends and receives."""
+"""Bytes/s that a rank of fsdp sends and receives."""
 
 
 def captured(name: str) -> MemoryProgram:
-    """One training step of a model, with the seconds of its operators."""
+    """Return the program of a model's training step, with the seconds of its operators."""
     made = {"moe": moe, "clipped": clipped, "deepseek": deepseek, "fsdp": fsdp, "qwen3": qwen3}
     if name in LARGE:
         layers = 32 if name == "llama-8b" else 8
@@ -91,7 +91,7 @@ def captured(name: str) -> MemoryProgram:
 
 
 def moe() -> MemoryProgram:
-    """Experts whose products are grouped, so that no size depends on the data; state in bfloat16."""
+    """Return the step of a mixture of experts with grouped matmuls, whose sizes do not depend on the data."""
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=8,
         num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=32, num_experts_per_tok=8,
@@ -105,13 +105,13 @@ def moe() -> MemoryProgram:
 
 
 def clipped() -> MemoryProgram:
-    """8 layers of Llama-8B, state in bfloat16; no update before the norm of all gradients is known."""
+    """Return the step of 8 layers of Llama-8B with bfloat16 state and clipping, which delays all updates."""
     with FakeTensorMode():
         return step_of(llama(8), 8192, 8, clip_norm=1.0)
 
 
 def deepseek() -> MemoryProgram:
-    """Latent attention and shared experts, state in bfloat16."""
+    """Return the step of a model with latent attention, shared experts and bfloat16 state."""
     config = AutoConfig.for_model(
         "deepseek_v3", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=1024, num_hidden_layers=6,
         num_attention_heads=16, num_key_value_heads=16, q_lora_rank=768, kv_lora_rank=512, qk_rope_head_dim=64,
@@ -126,14 +126,14 @@ def deepseek() -> MemoryProgram:
 
 
 def qwen3() -> MemoryProgram:
-    """A small dense model, state in bfloat16."""
+    """Return the step of a small dense model with bfloat16 state."""
     config = AutoConfig.for_model("qwen3", head_dim=64, **SMALL)
     with FakeTensorMode():
         return step_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), 1024, 4)
 
 
 def fsdp() -> MemoryProgram:
-    """One of 8 ranks of a small model: float32 shards, gathered in bfloat16."""
+    """Return the step of one of 8 FSDP ranks of a small model, with float32 shards gathered in bfloat16."""
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     mesh = init_device_mesh("cpu", (8,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -149,7 +149,7 @@ def fsdp() -> MemoryProgram:
 def step_of(
     model: Any, tokens: int, chunks: int | None, clip_norm: float | None = None
 ) -> MemoryProgram:
-    """A step with AdamW on one sequence."""
+    """Return the step of a model with AdamW on one sequence."""
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -160,7 +160,10 @@ def step_of(
 
 
 def refilled(program: MemoryProgram) -> MemoryProgram:
-    """Gathered parameters as fresh allocations: under fake tensors FSDP's emptying of their storages is not seen."""
+    """Return the program with gathered parameters as new allocations.
+
+    Under fake tensors, the capture does not record that FSDP frees their storages.
+    """
     storages, operators = list(program.storages), list[Operator]()
     now: dict[int, int] = {}
     for op in program.operators:
@@ -177,13 +180,15 @@ def refilled(program: MemoryProgram) -> MemoryProgram:
 
 
 def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool) -> OffloadDemand:
-    """The load of a step of one microbatch: bytes that rest at its peak, and the seconds before and after it.
+    """Return the offload demand of a step: bytes that are idle at its peak, and seconds for copies before and after it.
 
-    A lane's seconds are those before (after) which the bytes alive are as many as at the peak, or fewer by what it
-    carries in between: so much need not have left yet, or has come back. What is updated leaves beside the work from
-    the first update on, but hardly beside its waits, in which nothing is updated. What is idle around the peak for less
-    than its copies take stays, and so does, where updates lie inside the backward pass, state of which the last copy
-    would outlast the step.
+    A channel can evict until the point at which live bytes, plus the bytes that it has carried by then, reach the peak,
+    and
+    correspondingly for reloads. Updated state can be evicted from the first update on. A storage counts as resident if
+    it
+    is idle around the peak for less time than its copies take. If updates run within the backward pass, state whose
+    last
+    copy would outlast the step also counts as resident.
     """
     order = refine_order(program)[0]
     chains = use_definitions(program, order)
@@ -219,13 +224,13 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
     passing = products = (0.0, 0.0)
     if again:
         passing, products = computed_again(program, channel, order)
-        # What is idle too briefly for copies may still be made again.
+        # Storages that are idle too briefly for copies may still be recomputed.
         resting[3] = max(resting[3], passing[0] + products[0])
     fewer_s = (live[peak] - live) / channel.bytes_s
     forward = float((np.append(0.0, ends[:peak]) + fewer_s[: peak + 1]).min())
     backward = float((ends[-1] - ends[peak:] + fewer_s[peak:]).min())
     update = float(ends[-1] - ends[first_update])
-    budget -= program.staging_bytes  # what is made beside the arena
+    budget -= program.staging_bytes  # staging bytes outside the arena
     values = (
         live[peak] - budget, (live - alive).max() - budget, program.staging_bytes, np.inf, *resting,
         passing[0], products[0], passing[1], products[1], forward, backward, update, 1.0, 1.0, 1.0, channel.bytes_s,
@@ -236,10 +241,11 @@ def load_of(program: MemoryProgram, budget: float, channel: Channel, again: bool
 def computed_again(
     program: MemoryProgram, channel: Channel, order: tuple[int, ...]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(Bytes of the peak, seconds) of what is cheap to make again, and of everything else that may be.
+    """Return (freed bytes of the peak, seconds) of a cheap set of results to recompute, and of the remaining results.
 
-    Both as sets of results: what one is made from has to stay, so they are taken
-    together. Cheap is the set that frees most per second, of those that free at least half of what can be freed.
+    Results are considered in sets, because the inputs of a recomputed result must stay resident. The cheap set frees
+    most
+    bytes per second among sets that free at least half of all recomputable bytes.
     """
     chains = use_definitions(program, order)
     finder = ChainFinder(program, chains)
@@ -262,7 +268,10 @@ def computed_again(
 def rows_of(
     name: str, link: float, known: dict[tuple[Any, ...], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Predicted and simulated, for every budget."""
+    """Return predicted and simulated extra time of a model and link, one row per budget.
+
+    `known` are rows of an earlier result, by model, link and budget; their simulated values are reused.
+    """
     torch.set_num_threads(1)
     program = captured(name)
     order = refine_order(program)[0]
@@ -303,7 +312,7 @@ def rows_of(
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far predicted step times are from simulated ones, by what the simulated step takes longer."""
+    """Return the errors of predicted step times, grouped by the simulated extra time."""
     found: dict[str, Any] = {}
     for kind in ("recompute", "copies"):
         told = [
@@ -335,7 +344,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Capture, predict, plan, print."""
+    """Capture the steps, predict and plan, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--links", default="25,50")

@@ -1,14 +1,13 @@
-"""Offload with small budgets on two ranks: runs start soon with the same bits, or are refused soon.
+"""Offload with small budgets on two ranks: runs start quickly with bitwise equal losses, or are refused quickly.
 
     python benchmarks/offload_small_budgets.py [--json] [--seed 0] [--cells 12] [--only 3,5] [--cpu]
 
-Each cell is drawn: a model type, an axis of two ranks, layers, width, sequences per microbatch, and a budget of 35 to
-70 % of the memory that the same run takes without offload. A cell passes when the first planned step is done within
-60 s of the start of the command and every loss and gradient norm has the bits of the run without offload, or when the
-run is refused with HP402 within 20 s and the budget in the hint starts. The exit status is 1 when a cell fails.
+Each case is random: a model type, an axis of two ranks, layers, width, sequences per microbatch, and a budget of 35 to
+70 % of the memory of the same run without offload. A case passes if the first planned step ends within 60 s of the
+start of the command, with losses and gradient norms bitwise equal to the run without offload. It also passes if the run
+is refused with HP402 within 20 s and the budget in the hint works. The exit status is 1 when a case fails.
 
-`--cpu` judges processor seconds per rank, of the whole run, instead of the clock's seconds to the first step: for a
-machine that does other work meanwhile.
+`--cpu` applies the limits to CPU seconds per rank of the whole run, for machines with other load.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ KINDS = ("qwen2", "llama", "stablelm", "gpt2", "qwen3_moe", "gemma")
 
 @dataclass(frozen=True)
 class Cell:
-    """One drawn run.
+    """Random run.
 
     Attributes:
         kind: Model type.
@@ -47,7 +46,7 @@ class Cell:
         layers: Decoder layers.
         width: Hidden size.
         microbatch: Sequences of a microbatch.
-        share: Budget as a share of the memory without offload.
+        share: Budget as a fraction of the memory without offload.
     """
 
     kind: str
@@ -59,7 +58,7 @@ class Cell:
 
 
 def drawn(seed: int, count: int) -> list[Cell]:
-    """Draw cells; every model type and every axis comes equally often."""
+    """Return `count` random runs, with all model types and axes equally often."""
     draws = random.Random(seed)
     kinds = [KINDS[i % len(KINDS)] for i in range(count)]
     axes = [AXES[i % len(AXES)] for i in range(count)]
@@ -79,7 +78,7 @@ def drawn(seed: int, count: int) -> list[Cell]:
 
 
 def config(cell: Cell) -> dict[str, Any]:
-    """Return the model config of a cell."""
+    """Return the model config of a run."""
     common = {"model_type": cell.kind, "vocab_size": VOCABULARY}
     if cell.kind == "gpt2":
         dropout = dict.fromkeys(RATES, 0.0)
@@ -106,7 +105,7 @@ def config(cell: Cell) -> dict[str, Any]:
 
 
 def write_recipe(folder: Path, cell: Cell) -> Path:
-    """Write model, text and recipe of a cell."""
+    """Write model config, text and recipe of a run, and return the recipe's path."""
     (folder / "model.json").write_text(json.dumps(config(cell)))
     lines = (f"def f{i}(a, b):\n    return a * {i} + b - {i % 7}\n" for i in range(3000))
     (folder / "text.txt").write_text("\n".join(lines))
@@ -130,14 +129,14 @@ def write_recipe(folder: Path, cell: Cell) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the command.
+    """Outcome of one run of the command.
 
     Attributes:
-        first_step_s: Seconds from the start to the first step; None: there was none.
+        first_step_s: Seconds from the start to the first step; None without a step.
         seconds: Seconds to the end.
-        cpu_s: Processor seconds of all processes over the number of ranks.
-        rows: Lines of `metrics.jsonl`.
-        output: What was printed.
+        cpu_s: CPU seconds of all processes, divided by the number of ranks.
+        rows: Records of `metrics.jsonl`.
+        output: Printed text.
     """
 
     first_step_s: float | None
@@ -148,7 +147,7 @@ class Run:
 
 
 def train(recipe: Path, out: Path, *overrides: str) -> Run:
-    """Run the command on a recipe."""
+    """Run the command on a recipe, and return the outcome."""
     words = ["train", str(recipe), "--no-calibrate", f"output_dir={out}", *overrides]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     begin, cpu = time.monotonic(), _children_s()
@@ -177,7 +176,7 @@ def _children_s() -> float:
 
 
 def measured(cell: Cell, by_cpu: bool) -> dict[str, Any]:
-    """Run a cell without and with offload; what it came to."""
+    """Run a case without and with offload, and return the results."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         recipe = write_recipe(folder, cell)
@@ -199,12 +198,12 @@ def measured(cell: Cell, by_cpu: bool) -> dict[str, Any]:
 
 
 def curve(run: Run) -> list[tuple[Any, ...]]:
-    """Return what must have the same bits."""
+    """Return the losses and gradient norms of a run, which must be bitwise equal."""
     return [(step["step"], step["loss"], step["grad_norm"]) for step in run.rows]
 
 
 def refusal(recipe: Path, folder: Path, run: Run, by_cpu: bool) -> dict[str, Any]:
-    """Judge a run without a step: the code, the seconds, and whether the hint works when it is pasted."""
+    """Return the verdict on a run without steps: its error code, seconds, and whether the hint's budget works."""
     hint = re.search(r"hint:.*?(offload\.budget=\d+)", run.output, re.DOTALL)
     if "error[HP402]" not in run.output or hint is None:
         return {"outcome": "fails", "why": run.output[-400:]}
@@ -221,7 +220,7 @@ def refusal(recipe: Path, folder: Path, run: Run, by_cpu: bool) -> dict[str, Any
 
 
 def main() -> int:
-    """Run the cells and print a line for each."""
+    """Run all cases, print a line for each, and return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,14 +1,13 @@
-"""CPU seconds from a model to a usable memory plan, and from the same inputs to the cached one.
+"""CPU seconds to capture and plan a training step, and to read the same plan from the cache.
 
     python benchmarks/offload_speed.py --json
 
-A training step of Llama-8B shapes (32 layers, 8192 tokens, ZeRO-1 over 8), captured under fake tensors, and planned for
-the least peak and for the least time under an ample, a tight and a very tight budget. Planning finds the order of
-operators and their use-definition chains itself; `analysis_cpu_s` says how long that takes alone, and is a part of
-`planning_cpu_s`. `cached_cpu_s` is the whole second call: hashing program, machine and goal, reading the file,
-replaying and timing every action, checking addresses. CPU seconds of one process with one thread; the libraries are
-imported before. `addition_ns` says how fast the machine is, which on a shared one changes: one addition of a Python
-loop, before and after all that.
+A training step with Llama-8B shapes (32 layers, 8192 tokens, ZeRO-1 over 8 ranks) is captured under fake tensors, and
+planned for the least peak, and for the least time under an ample, a tight and a very tight budget. `analysis_cpu_s`, a
+part of `planning_cpu_s`, is the time for the operator order and use-definition chains. `cached_cpu_s` is the time of
+the second call: hash the inputs, read the file, replay and time all actions, and check addresses. All times are CPU
+seconds of one thread, without imports. `addition_ns`, the time of one addition in a Python loop before and after,
+indicates the speed of a shared machine.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from hyper_parallel.memory import order_peak, plan_memory_cached, refine_order, 
 
 
 def timed(layers: int, bandwidths: list[float], goals: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Capture, analyse, plan every goal, read every plan again."""
+    """Capture and analyse the step, plan every goal, read every plan from the cache, and return the times."""
     begin = time.process_time()
     captured = training(8192, layers, 8, 8)
     capture_s = time.process_time() - begin
@@ -79,7 +78,7 @@ def timed(layers: int, bandwidths: list[float], goals: dict[str, dict[str, Any]]
 
 
 def addition_ns() -> float:
-    """CPU nanoseconds of one turn of a loop that adds."""
+    """Return the CPU nanoseconds of one iteration of a loop that adds."""
     total, turns = 0, 10_000_000
     begin = time.process_time()
     for i in range(turns):
@@ -88,7 +87,7 @@ def addition_ns() -> float:
 
 
 def main() -> None:
-    """Time it all."""
+    """Measure, and print JSON or a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="JSON; the default as well")
     parser.add_argument("--layers", type=int, default=32)

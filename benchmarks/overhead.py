@@ -1,10 +1,9 @@
 """Step time and peak memory of `parallelize` against a hand-written script on the same model and layout.
 
-The other side is plain PyTorch: `parallelize_module` (colwise, rowwise, sequence parallel), `loss_parallel`,
-`fully_shard` on every decoder layer and the root, `clip_grad_norm_`, AdamW. Both models live in the same ranks and
-take turns, step by step, so that whatever else the machine does hits both; the medians are compared. Peak memory is
-measured apart, one side per set of ranks: the allocator's peak on an accelerator, the resident peak above the start
-on CPU.
+The script is plain PyTorch: `parallelize_module` (colwise, rowwise, sequence parallel), `loss_parallel`, `fully_shard`
+on every decoder layer and the root, `clip_grad_norm_`, AdamW. Both models run in turn on the same ranks, step by step,
+so that other load affects both; medians are compared. Peak memory is measured in separate launches: the allocator's
+peak on an accelerator, and on a CPU the resident peak minus the initial size.
 
     python benchmarks/overhead.py                 # all three layouts, a table
     python benchmarks/overhead.py --json          # the same as JSON
@@ -58,7 +57,7 @@ Step = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Shape of the model and of one rank's batch."""
+    """Shape of the model, and of the batch of one rank."""
 
     hidden: int = 384
     layers: int = 4
@@ -71,7 +70,7 @@ class Size:
 
 
 def config_of(size: Size) -> LlamaConfig:
-    """Configuration of the model both sides train."""
+    """Return the config of the model that both sides train."""
     return LlamaConfig(
         vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.mlp,
         num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.kv_heads,
@@ -80,7 +79,7 @@ def config_of(size: Size) -> LlamaConfig:
 
 
 def plan_of(config: LlamaConfig, size: Size, strategy: Strategy) -> Plan:
-    """The layouts our side applies."""
+    """Return the plan that `parallelize` applies, without a search."""
     spec = spec_from_config(config.to_dict(), name="benchmark")
     planned = plan_layouts(
         [(p.name, p.shape, p.dims) for b in spec.blocks for p in b.params], family_rules(spec.family), strategy,
@@ -100,7 +99,7 @@ def plan_of(config: LlamaConfig, size: Size, strategy: Strategy) -> Plan:
 def ours(
     model: nn.Module, plan: Plan, world: World, ids: Tensor, labels: Tensor, count: int
 ) -> Step:
-    """One optimizer step through parallelize."""
+    """Return a function that runs one optimizer step of a model prepared by `parallelize`."""
     parallelize(model, plan, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -124,7 +123,7 @@ def ours(
 def by_hand(
     model: nn.Module, strategy: Strategy, world: World, ids: Tensor, labels: Tensor, count: int
 ) -> Step:
-    """One optimizer step as a person writes it with PyTorch alone."""
+    """Return a function that runs one optimizer step of a model prepared by hand with PyTorch."""
     mesh = world.mesh(strategy)
     model.to(world.device)
     tp = strategy.tp > 1
@@ -190,7 +189,7 @@ def _tp_plan(layers: int) -> dict[str, object]:
 
 
 def _build(size: Size, strategy: Strategy, world: World, side: str) -> Step:
-    """The step function of one side, on the same weights and tokens."""
+    """Return the step function of one side; both sides have the same weights and tokens."""
     config = config_of(size)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
@@ -206,7 +205,7 @@ def _build(size: Size, strategy: Strategy, world: World, side: str) -> Step:
 
 
 def time_pair(size: Size, strategy: Strategy, pairs: int) -> dict[str, list[float]]:
-    """Seconds of every step of both sides, taken in turns on the same ranks."""
+    """Return the seconds of every step of both sides, which take turns on the same ranks."""
 
     def rank(_: int) -> dict[str, list[float]]:
         with World.join() as world:
@@ -232,7 +231,7 @@ def time_pair(size: Size, strategy: Strategy, pairs: int) -> dict[str, list[floa
 
 
 def peak_bytes(size: Size, strategy: Strategy, side: str) -> int:
-    """Largest peak of any rank over three steps, parameters and optimizer state included."""
+    """Return the largest peak of any rank over three steps, with parameters and optimizer state."""
 
     def rank(_: int) -> int:
         _return_freed_memory()
@@ -253,7 +252,7 @@ def peak_bytes(size: Size, strategy: Strategy, side: str) -> int:
 
 
 def _return_freed_memory() -> None:
-    """Let malloc give every block above 64 KiB back when freed, so that the resident size follows the tensors."""
+    """Make malloc return freed blocks above 64 KiB to the system, so that the resident size follows the tensors."""
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
@@ -266,7 +265,7 @@ def _resident(key: str) -> int:
 
 
 def measure(size: Size, names: list[str], pairs: int, memory_runs: int) -> dict[str, object]:
-    """All numbers of a run, ready for JSON."""
+    """Return all results of a run as JSON values."""
     rows = []
     for name in names:
         strategy = LAYOUTS[name]
@@ -292,7 +291,7 @@ def measure(size: Size, names: list[str], pairs: int, memory_runs: int) -> dict[
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=10, help="steps of each side")
     parser.add_argument("--memory-runs", type=int, default=2)

@@ -1,27 +1,31 @@
-"""Overlap of communication and computation inside of a layer, against the same step without it, on a throttled link.
+"""Step time with and without overlap of communication and computation within a layer, on a throttled link.
 
-Two ranks with one core each train one model by several strategies in turn, forward and backward, round after round.
-They talk over the loopback of a network namespace of their own, with a token bucket as its link: time on the wire is
-then time off the processor, as it is on an accelerator. Needs the right to make namespaces (`unshare -rn`).
+Two ranks with one core each run forward and backward of one model under several strategies, in turn, round after round.
+They communicate over the loopback of a separate network namespace with a token bucket, so transfer time costs no CPU
+time, as on an accelerator. Needs permission to create namespaces (`unshare -rn`).
 
     python benchmarks/overlap.py                  # tables at two rates of each case
     python benchmarks/overlap.py --json           # the same as JSON, with every sample
     python benchmarks/overlap.py --case experts --rate 1000    # one model, 1000 Mbit/s
     python benchmarks/overlap.py --predict FILE   # predictions for the JSON of an earlier run
 
-gloo computes a reduce-scatter as an all-reduce and sends twice the bytes, so here ranks exchange their parts and add
-them, as NCCL and HCCL do on a ring of two ranks. Packets of the loopback are large, because the processor time of
-sending, which an accelerator does not have, goes with their number.
+gloo implements reduce-scatter as all-reduce and sends twice the bytes. Here, ranks therefore exchange and add their
+parts, as NCCL and HCCL do on a ring of two ranks. Packets are large, because the CPU time of sending, which an
+accelerator does not have, is proportional to their number.
 
-Masking by two definitions:
+Two definitions of masking, the fraction of hidden communication:
 
 * `wait`: 1 - seconds blocked in collectives / seconds blocked in the serial step.
-* `timeline`: of the seconds in which a collective is in flight, the part in which the rank does not wait for one.
+* `timeline`: fraction of the time with a collective in flight in which the rank does not wait for a collective.
 
-For every strategy the step and the seconds blocked in collectives stand beside those that the cost model predicts,
-calibrated on the serial step alone (see `_predicted_overlap`), with the choice of `overlap: auto`. They are not judged.
+A collective is in flight once both ranks have issued it. A rank that waits earlier waits for a rank with more rows to
+compute, which overlap cannot hide; these seconds are `late_s`. Router biases are fitted to the batch, so that experts
+get equal numbers of rows, or numbers by Zipf's law.
 
-Exit status 1 when a bar is missed, 2 when the machine was too busy for a verdict (load of others above `QUIET`).
+Step times and blocked seconds of every strategy are printed with the predictions of the cost model, calibrated on the
+serial step alone (see `_predicted_overlap`), and with the choice of `overlap: auto`. Predictions have no bar.
+
+Exit status 1 when a bar is missed, 2 when other load exceeded `QUIET`.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,7 +65,7 @@ JUDGED = ("speedup", "masking")
 AUTO_BAR = 0.98
 """Bar of the measured speed of the predicted best strategy over that of the serial one."""
 QUIET = 0.05
-"""Share of the cores' time that other processes may use, for a valid measurement."""
+"""Largest fraction of core time that other processes use in a valid measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +74,13 @@ class Case:
 
     Attributes:
         config: Config of a Hugging Face model.
-        sequences: Sequences per data rank.
+        sequences: Sequences per data-parallel rank.
         seq_len: Tokens per sequence.
-        strategies: Name to strategy.
-        rates: Rates of the link in Mbit/s: at the first one the speed is judged, at the second one, where all
-            communication can be hidden, the part that is.
-        bar: Bar of the step time of the serial strategy over that of the best other one.
-        masked: Bar of the part of the communication that is hidden, by waits.
+        strategies: Strategies by name.
+        rates: Two rates of the link in Mbit/s. `bar` applies at the first. `masked` applies at the second, at which all
+            communication could be hidden.
+        bar: Bar on the step time of the serial strategy, divided by that of the best other strategy.
+        masked: Bar on masking by the definition `wait`.
         zipf: Route tokens to experts by Zipf's law instead of evenly.
     """
 
@@ -91,32 +95,28 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    """Comparisons by name."""
+    """Return the comparisons by name."""
     experts = Strategy(dp_shard=2, ep=2, zero=0)
     tensor = Strategy(tp_x=2)
 
     def replaced(strategy: Strategy, **overlap: Any) -> Strategy:
         return dataclasses.replace(strategy, overlap=Overlap(**overlap))
 
-    common = {
-        "vocab_size": 512,
-        "hidden_size": 1024,
-        "head_dim": 64,
-        "max_position_embeddings": 1024,
-    }
-    # Wide models compute more per byte, so the processor time of sending, which an accelerator does not have, weighs
-    # less. Attention is narrow: the gradients of its parameters are summed over the same link.
+    common = {"vocab_size": 512, "head_dim": 64, "max_position_embeddings": 1024}
+    # Wide models compute more per byte, so the CPU time of sending, which an accelerator does not have, matters less.
+    # Attention is narrow and the batch large, because gradients of other parameters are reduced over the same link.
     moe = Qwen3MoeConfig(
-        **common, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3, num_experts=4,
+        **common, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3, num_experts=8,
         num_experts_per_tok=2, moe_intermediate_size=1024, decoder_sparse_step=1, mlp_only_layers=[],
         output_router_logits=False,
     )  # fmt: skip
-    # The halves of tensor parallelism meet after all layers: more of them than 3 hide more, as in a real model.
+    # The two halves are joined after all layers, so more than 3 layers hide more communication, as in a real model.
     dense = Qwen3Config(
-        **common, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=12, intermediate_size=2048,
+        **common, hidden_size=2048, num_attention_heads=32, num_key_value_heads=32, num_hidden_layers=6,
+        intermediate_size=4096,
     )  # fmt: skip
     exchanged = Case(
-        moe, 8, 256,
+        moe, 16, 256,
         {
             "serial": experts,
             "chunks 4": replaced(experts, ep_chunks=4),
@@ -124,7 +124,7 @@ def cases() -> dict[str, Case]:
             "half-batch, chunks 2": replaced(experts, half_batch=True, ep_chunks=2),
             "half-batch, chunks 4": replaced(experts, half_batch=True, ep_chunks=4),
         },
-        (650, 1100), 1.4,
+        (600, 1100), 1.4,
     )  # fmt: skip
     return {
         "experts": exchanged,
@@ -136,25 +136,41 @@ def cases() -> dict[str, Case]:
                 "half-batch": replaced(tensor, half_batch=True),
                 **{f"chunks {n}": replaced(tensor, tp_chunks=n) for n in (4, 8)},
             },
-            (1200, 1400), 1.25,
+            (600, 700), 1.25,
         ),
     }  # fmt: skip
 
 
 class Meter:
-    """Seconds that this rank is blocked in collectives, and when collectives were in flight."""
+    """Recorder of the times of this rank's collectives, in seconds of the machine's clock.
+
+    Attributes:
+        issued: Issue time of each collective, in order; the order is the same on all ranks.
+        blocked: Begin and end of the wait for each collective, by its index.
+        in_flight: Issue and completion time of each collective, by its index.
+    """
 
     def __init__(self) -> None:
-        self.blocked: list[tuple[float, float]] = []
-        self.in_flight: list[tuple[float, float]] = []
+        self.clear()
 
     def clear(self) -> None:
-        """Forget what was measured."""
-        self.blocked, self.in_flight = [], []
+        """Delete all recorded times."""
+        self.issued: list[float] = []
+        self.blocked: dict[int, tuple[float, float]] = {}
+        self.in_flight: dict[int, tuple[float, float]] = {}
+
+    def times(self) -> dict[str, list[Any]]:
+        """Return the times of all collectives in the order of issue."""
+        order = range(len(self.issued))
+        return {
+            "issued": self.issued,
+            "blocked": [self.blocked[n] for n in order],
+            "in_flight": [self.in_flight[n] for n in order],
+        }
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        """Measure the collectives that layers issue."""
+        """Measure the collectives that layers issue inside the context."""
         names = ("_all_gather", "_reduce_scatter")
         originals = {name: getattr(collectives, name) for name in names}
         exchange = dist.all_to_all_single
@@ -170,20 +186,19 @@ class Meter:
 
     def _measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            number, begin = len(self.issued), time.perf_counter()
+            self.issued.append(begin)
             work = function(*args, async_op=async_op, **kwargs)
             if async_op:
-                return _MeasuredWork(work, begin, self)
-            now = time.perf_counter()
-            self.blocked.append((begin, now))
-            self.in_flight.append((begin, now))
+                return _MeasuredWork(work, number, self)
+            self.blocked[number] = self.in_flight[number] = begin, time.perf_counter()
             return None
 
         return call
 
 
 class _ExchangeAndAdd:
-    """Reduce-scatter in flight: parts are exchanged, which is measured; the wait adds them, which is computation."""
+    """Reduce-scatter in flight: the exchange of parts counts as communication, and adding them as computation."""
 
     def __init__(self, out: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._out, self._parts = out, rows.new_empty(group.size(), *out.shape)
@@ -198,7 +213,7 @@ class _ExchangeAndAdd:
 def _exchange_and_add(
     out: torch.Tensor, rows: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool
 ) -> _ExchangeAndAdd | None:
-    """Reduce-scatter rows of all ranks into `out`; arguments as in `torch.distributed.reduce_scatter_tensor`."""
+    """Reduce-scatter rows of all ranks into `out`; arguments as for `torch.distributed.reduce_scatter_tensor`."""
     work = _ExchangeAndAdd(out, rows, group)
     if async_op:
         return work
@@ -207,8 +222,8 @@ def _exchange_and_add(
 
 
 class _MeasuredWork:
-    def __init__(self, work: Any, begin: float, meter: Meter) -> None:
-        self._work, self._begin, self._meter, self._end = work, begin, meter, 0.0
+    def __init__(self, work: Any, number: int, meter: Meter) -> None:
+        self._work, self._number, self._meter, self._end = work, number, meter, 0.0
         with suppress(RuntimeError):
             work.get_future().add_done_callback(self._done)
 
@@ -219,12 +234,13 @@ class _MeasuredWork:
         begin = time.perf_counter()
         self._work.wait()
         now = time.perf_counter()
-        self._meter.blocked.append((begin, now))
-        self._meter.in_flight.append((self._begin, min(self._end or now, now)))
+        number, issued = self._number, self._meter.issued[self._number]
+        self._meter.blocked[number] = begin, now
+        self._meter.in_flight[number] = issued, min(self._end or now, now)
 
 
 def union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return disjoint intervals that cover the same time."""
+    """Return the union of intervals as disjoint intervals."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -235,7 +251,7 @@ def union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def common_seconds(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
-    """Return the seconds that lie in both unions."""
+    """Return the length in seconds of the intersection of two unions of intervals."""
     total, rest = 0.0, list(union(b))
     for begin, end in union(a):
         total += sum(max(0.0, min(end, e) - max(begin, s)) for s, e in rest)
@@ -264,28 +280,63 @@ def make_plan(case: Case, strategy: Strategy) -> Plan:
     )  # fmt: skip
 
 
-def route_by_zipf(model: torch.nn.Module) -> None:
-    """Change a model's weights so that the k-th of a random order of experts is chosen about 1 / k as often.
+def fit_routing(model: torch.nn.Module, ids: torch.Tensor, zipf: bool) -> None:
+    """Change the routers of a model so that experts get equal numbers of a batch's rows, or numbers by Zipf's law.
 
-    All embeddings get one large feature, which the router maps to the logarithm of the frequency.
+    One feature of all embeddings is set to 1, so that its router weights act as biases of the experts. The biases are
+    fitted layer by layer. With Zipf's law, the order of the experts is random.
+
+    Args:
+        model: The model.
+        ids: Tokens of all ranks, [B, S].
+        zipf: Use Zipf's law.
     """
     generator = torch.Generator().manual_seed(0)
+    inputs: list[torch.Tensor] = []
     with torch.no_grad():
-        embedding = model.get_input_embeddings().weight
-        embedding[:, 0] = 1.0
-        feature = 1.0 / embedding.square().mean(-1).sqrt().mean()  # behind the norm
-        for name, weight in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                ranks = 1 + torch.randperm(len(weight), generator=generator)
-                weight[:, 0] = -ranks.log() / feature
+        model.get_input_embeddings().weight[:, 0] = 1.0
+        for name, gate in model.named_modules():
+            if not name.endswith("mlp.gate"):
+                continue
+            hook = gate.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+            for sequences in ids.split(4):
+                model(input_ids=sequences)
+            hook.remove()
+            rows = torch.cat([x.flatten(0, -2) for x in inputs])
+            inputs.clear()
+            experts = len(gate.weight)
+            order = torch.randperm(experts, generator=generator)
+            share = 1.0 / (1 + order if zipf else torch.ones(experts))
+            _fit_biases(gate.weight, rows, model.config.num_experts_per_tok, share / share.sum())
+
+
+def _fit_biases(
+    weight: torch.Tensor, rows: torch.Tensor, chosen: int, share: torch.Tensor, steps: int = 400
+) -> None:
+    """Fit the router biases `weight[:, 0]` so that experts get the fractions `share` of the rows [T, D].
+
+    Each row goes to its `chosen` best experts.
+    """
+    for step in range(steps):
+        best = (rows @ weight.t()).topk(chosen, -1).indices.flatten()
+        counts = torch.bincount(best, minlength=len(weight)) / len(best)
+        weight[:, 0] += 0.5 ** (step / 50) * (share - counts) / rows[:, 0].mean()
+
+
+def _tokens(case: Case, rank: int) -> torch.Tensor:
+    """Return the tokens [B, S] of a rank."""
+    generator = torch.Generator().manual_seed(rank if case.strategies["serial"].dp > 1 else 0)
+    shape = (case.sequences, case.seq_len)
+    return torch.randint(case.config.vocab_size, shape, generator=generator)
 
 
 def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return samples per strategy: step seconds, blocked seconds, masking by timeline, and the loss."""
+    """Return lists of samples per strategy: step seconds, the columns of `communication`, load of others, and loss."""
     torch.manual_seed(0)
     models = {name: AutoModelForCausalLM.from_config(case.config) for name in case.strategies}
-    if case.zipf:
-        route_by_zipf(next(iter(models.values())))
+    batches = [_tokens(case, index) for index in range(2)]
+    if hasattr(case.config, "num_experts"):
+        fit_routing(next(iter(models.values())), torch.cat(batches), case.zipf)
     first = next(iter(models.values())).state_dict()
     for model in models.values():
         model.load_state_dict(first)
@@ -298,8 +349,7 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
         samples: dict[str, dict[str, Any]] = {
             name: {
                 "step_s": [],
-                "blocked_s": [],
-                "timeline": [],
+                "times": [],
                 "loss": None,
                 "busy_s": [],
                 "own_s": [],
@@ -308,12 +358,7 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
         }
         with World.join("cpu") as world, meter.install():
             ready = {name: parallelize(m, plans[name], world) for name, m in models.items()}
-            generator = torch.Generator().manual_seed(
-                index if plans["serial"].strategy.dp > 1 else 0
-            )
-            ids = torch.randint(
-                case.config.vocab_size, (case.sequences, case.seq_len), generator=generator
-            )
+            ids = batches[index]
             batch = {"input_ids": ids, "labels": ids}
             tokens = ids.numel() * plans["serial"].strategy.dp
             for turn in range(rounds + 1):
@@ -328,12 +373,8 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
                     if turn == 0:  # memory is allocated and kernels are chosen
                         samples[name]["loss"] = float(loss)
                         continue
-                    blocked = sum(e - s for s, e in meter.blocked)
-                    flying = sum(e - s for s, e in union(meter.in_flight))
-                    waited = common_seconds(meter.in_flight, meter.blocked)
                     samples[name]["step_s"].append(seconds)
-                    samples[name]["blocked_s"].append(blocked)
-                    samples[name]["timeline"].append(1 - waited / flying if flying else 0.0)
+                    samples[name]["times"].append(meter.times())
                     samples[name]["busy_s"].append(busy_s() - busy)
                     samples[name]["own_s"].append(time.process_time() - own)
         return samples
@@ -344,16 +385,52 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
             "step_s": ranks[0][name]["step_s"],
             "others": _others(ranks[0][name], [r[name]["own_s"] for r in ranks]),
             "processor_s": _mean(r[name]["own_s"] for r in ranks),
-            "blocked_s": _mean(r[name]["blocked_s"] for r in ranks),
-            "timeline": _mean(r[name]["timeline"] for r in ranks),
+            **communication([r[name]["times"] for r in ranks]),
             "loss": sum(r[name]["loss"] for r in ranks),
         }
         for name in models
     }
 
 
+def communication(ranks: Sequence[Sequence[Mapping[str, list[Any]]]]) -> dict[str, list[float]]:
+    """Return, per round, means over ranks of the seconds blocked and late, and of masking by timeline.
+
+    A collective is in flight once all ranks have issued it. A rank that waits earlier is late because of a rank with
+    more
+    work, and not blocked by communication.
+
+    Args:
+        ranks: Results of `Meter.times` by rank and round.
+    """
+    columns: dict[str, list[float]] = {"blocked_s": [], "late_s": [], "timeline": []}
+    for times in zip(*ranks, strict=True):
+        starts = [max(at) for at in zip(*(t["issued"] for t in times), strict=True)]
+        rows = [_communication_of_rank(t, starts) for t in times]
+        for name, values in zip(columns, zip(*rows, strict=True), strict=True):
+            columns[name].append(statistics.fmean(values))
+    return columns
+
+
+def _communication_of_rank(
+    times: Mapping[str, list[Any]], starts: list[float]
+) -> tuple[float, float, float]:
+    """Return seconds blocked, seconds late, and masking by timeline of one rank.
+
+    `starts` are the times from which the collectives are in flight.
+    """
+
+    def clipped(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(min(e, max(b, start)), e) for (b, e), start in zip(intervals, starts, strict=True)]
+
+    blocked, in_flight = clipped(times["blocked"]), clipped(times["in_flight"])
+    blocked_s = sum(e - b for b, e in blocked)
+    late_s = sum(e - b for b, e in times["blocked"]) - blocked_s
+    flying_s = sum(e - b for b, e in union(in_flight))
+    return blocked_s, late_s, 1 - common_seconds(in_flight, blocked) / flying_s if flying_s else 0.0
+
+
 def _others(sample: dict[str, Any], own: list[list[float]]) -> list[float]:
-    """Return the share of all cores that processes other than the ranks used in every step."""
+    """Return, per step, the fraction of all cores that processes other than the ranks used."""
     cores = os.cpu_count() or 1
     return [
         (busy - sum(ranks)) / (cores * seconds)
@@ -366,7 +443,7 @@ def _mean(columns: Any) -> list[float]:
 
 
 def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return medians of each strategy, over the calmest half of the rounds."""
+    """Return medians per strategy over the half of the rounds with the least load of other processes."""
     worst = [
         max(s["others"][i] for s in samples.values())
         for i in range(len(samples["serial"]["step_s"]))
@@ -384,6 +461,7 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "step_s": median(name, "step_s"),
             "speedup": statistics.median(ratios),
             "blocked_s": median(name, "blocked_s"),
+            "late_s": median(name, "late_s"),
             "processor_s": median(name, "processor_s"),
             "masking_wait": 1 - median(name, "blocked_s") / alone_s,
             "masking_timeline": median(name, "timeline"),
@@ -400,7 +478,7 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def predictions(case: Case, rows: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Return predictions of the strategies of a case; `rows` is what `summary` returns for them."""
+    """Return predictions for the strategies of a case; `rows` are the results of `summary`."""
     serial = case.strategies["serial"]
     workload = make_plan(case, serial).workload
     spec = spec_from_config(case.config.to_dict(), name="benchmark")
@@ -409,7 +487,7 @@ def predictions(case: Case, rows: dict[str, dict[str, float]]) -> dict[str, Any]
 
 
 def print_predictions(result: dict[str, Any]) -> None:
-    """Print the predictions of a case beside what was measured."""
+    """Print predicted and measured values of a case."""
     forecast = result["predicted"]
     print(
         f"  predicted with {forecast['link_bytes_s'] / 1e6:.1f} MB/s, collectives on {forecast['collective_share']:.0%}"
@@ -426,7 +504,7 @@ def print_predictions(result: dict[str, Any]) -> None:
 
 
 def predict_files(paths: list[str]) -> int:
-    """Print predictions for the results in files of earlier runs, one JSON object per line; return the exit status."""
+    """Print predictions for the results of earlier runs in files of JSON lines, and return the exit status."""
     for path in paths:
         for line in filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines()):
             result = json.loads(line)
@@ -500,7 +578,8 @@ def main() -> int:
         for key, row in result["strategies"].items():
             print(
                 f"  {key:22} {row['step_s'] * 1e3:8.1f} ms  {row['speedup']:5.2f}x  masked {row['masking_wait']:5.0%}"
-                f" (waits) {row['masking_timeline']:5.0%} (timeline)  loss {row['loss_difference']:+.1e}"
+                f" (waits) {row['masking_timeline']:5.0%} (timeline)  late {row['late_s'] * 1e3:6.1f} ms"
+                f"  loss {row['loss_difference']:+.1e}"
             )
         print_predictions(result)
     if busy:

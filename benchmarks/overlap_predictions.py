@@ -1,20 +1,21 @@
-"""Published pairs of runs without and with overlap against predictions: size and sign of the effect.
+"""Predicted against published effect of overlap, for pairs of runs without and with overlap.
 
     python benchmarks/overlap_predictions.py            # a table
     python benchmarks/overlap_predictions.py --json     # the same as JSON
 
-The pairs, their sources and the assumed conditions are in `data/overlap_pairs.json`. Pairs for calibration are not
-scored. A prediction is the time without overlap over that with it; only the exposed communication differs.
+The pairs, their sources and the assumed conditions are in `data/overlap_pairs.json`. Pairs used for calibration are not
+scored. A prediction is the time without overlap divided by the time with overlap; the two differ in exposed
+communication only. Kinds of pairs:
 
-    strategy           overlap of our own strategies, as the planner prices it; of decoding, layers without a step's end
-    share              the same program of a layer, from the published share of communication alone
-    two-microbatches   exchanges of one microbatch under the computation of another
+    strategy           overlap within our own strategies, as priced by the planner; for decoding, of layers only
+    share              overlap within a layer, predicted from the published fraction of communication alone
+    two-microbatches   exchanges of one microbatch overlap with the computation of another
 
-A collective slows computation down by `collective_share` of the device card, copies between devices included. Runs on a
-CPU with a throttled link have a share of their own, of one calibration pair.
+A collective slows computation down by `collective_share` of the device card. For runs on a CPU with a throttled link,
+the share comes from one calibration pair.
 
-Exit status 1 when a bar is missed: `BAR` of the mean absolute error of the log ratio of "no effect", and `SIGNS` of the
-pairs with an effect above `EFFECT` with the right sign.
+Bars: the mean absolute error of the log ratio is at most `BAR` of the error of predicting no effect, and at least
+`SIGNS` of the pairs with an effect above `EFFECT` have the right sign. Exit status 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ OUTSIDE_OF_LAYERS = (
 
 
 def published_ratio(pair: dict[str, Any]) -> float | None:
-    """Speed with overlap over that without; None if only the sign is published."""
+    """Return the published speed-up by overlap; None if only its sign is published."""
     if pair["without"] is None:
         return None
     ratio = pair["with"] / pair["without"]
@@ -65,7 +66,7 @@ def published_ratio(pair: dict[str, Any]) -> float | None:
 
 
 def case_of(pair: dict[str, Any], overlap: Overlap = NO_OVERLAP) -> PricingCase:
-    """The priced run of a pair; the stack overlaps nothing inside of layers by itself."""
+    """Return the pricing case of a pair's run, with a software stack that does not overlap within layers."""
     model, supernode = load_model(pair["model"]), load_topology(pair["topology"])
     if "layers" in pair:
         model = first_layers(model, pair["layers"])
@@ -91,7 +92,7 @@ def case_of(pair: dict[str, Any], overlap: Overlap = NO_OVERLAP) -> PricingCase:
 
 
 def first_layers(model: ModelSpec, count: int) -> ModelSpec:
-    """A model with only the first layers of another."""
+    """Return a model with only the first `count` layers."""
     blocks = []
     for block in model.blocks:
         layers = tuple(layer for layer in block.layers if layer < count)
@@ -101,12 +102,12 @@ def first_layers(model: ModelSpec, count: int) -> ModelSpec:
 
 
 def terms_of(case: PricingCase) -> dict[str, float]:
-    """Seconds of the terms of a step."""
+    """Return the seconds of each cost term of a step."""
     return {t.name: float(t.seconds[0]) for t in score(case).time}
 
 
 def strategy_ratio(pair: dict[str, Any]) -> float:
-    """Speed-up of an overlap of our own strategies."""
+    """Return the predicted speed-up for a pair of kind `strategy`."""
     overlap = Overlap(**pair["strategy"]["overlap"])
     left_out = OUTSIDE_OF_LAYERS if pair.get("decoding") else ()
     plain, other = (
@@ -117,7 +118,7 @@ def strategy_ratio(pair: dict[str, Any]) -> float:
 
 
 def share_ratio(pair: dict[str, Any], demand: float) -> float:
-    """Speed-up of a layer of which the share of communication is known; `demand` as in `pass_span`."""
+    """Return the predicted speed-up for a pair of kind `share`; `demand` as for `pass_span`."""
     halves, chunks = pair["halves"], pair["chunks"]
     traffic = pair["communication_share"]
     work = (1.0 - traffic) / halves
@@ -133,20 +134,20 @@ def share_ratio(pair: dict[str, Any], demand: float) -> float:
         "exchange": 0.0 if dense else traffic / halves / 2 / chunks,
     }
     seconds = PassSeconds(**{name: np.array([value]) for name, value in values.items()})
-    # Halves met after every layer in these measurements.
+    # In these measurements, the two halves were joined after every layer.
     return 1.0 / float(pass_span(seconds, halves, chunks, np.ones(1), demand)[0])
 
 
 def cpu_demand(pairs: list[dict[str, Any]]) -> float:
-    """Share of the cores that a collective over a throttled link occupies, from the calibration pair on a CPU."""
+    """Return the fraction of cores that a collective over a throttled link occupies, from the CPU calibration pair."""
     (pair,) = (p for p in pairs if p.get("calibration") and p["mechanism"] == "share")
     return float(brentq(lambda demand: share_ratio(pair, demand) - published_ratio(pair), 0.0, 1.0))
 
 
 def two_microbatches_ratio(pair: dict[str, Any]) -> float:
-    """Speed-up of exchanges under the computation of another microbatch, with the same passes for both.
+    """Return the predicted speed-up for a pair of kind `two-microbatches`.
 
-    In a pipeline the first forward passes and the last backward passes of a rank have no other pass beside them.
+    In a pipeline, the first forward passes and the last backward passes of a rank have no other pass to overlap with.
     """
     case = case_of(pair)
     prices = LayerPrices.of(case)
@@ -172,7 +173,7 @@ PREDICT = {
 
 
 def scored(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Predictions of the held-out pairs, and their scores."""
+    """Return the predictions of all pairs, and the scores over pairs that were not used for calibration."""
     rows, demand = [], cpu_demand(pairs)
     for pair in pairs:
         if pair.get("calibration"):

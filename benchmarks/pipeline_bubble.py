@@ -1,26 +1,23 @@
-"""Measured bubble of every pipeline schedule against the simulated one, in two runs.
+"""Measured against simulated bubble of every pipeline schedule, in two runs.
 
-`compute`: two gloo ranks, one per core, train a small Llama through `parallelize` and `forward_backward`. Everything is
-real: products, messages, the executor. Operators take tens of milliseconds, so that it is the schedule that is
-measured and not the time a message needs to wake a process.
+`compute`: two gloo ranks, one per core, train a small Llama through `parallelize` and `forward_backward`. Operators
+take
+tens of milliseconds, so that message latency is negligible.
 
-`waits`: four ranks, which are more than the cores of a small machine; stages that compute would disturb each other and
-the measurement would be of the cores. So a layer does not compute but *waits*, for as long as a layer of the first run
-was measured to take in F, I and W (the last one with head and loss). Executor, schedule, messages and the graph walks
-of the split backward are real, the products are tiny.
+`waits`: four ranks, more than the cores of a small machine, so computing stages would disturb each other. A layer
+therefore sleeps for the measured times of F, I and W in the first run (the last layer with head and loss). Executor,
+schedule, messages and split backward are real.
 
-The bubble of a step is 1 - busy / (ranks * step): busy are the spans of the actions, the step runs from the first
-action of any rank to the last. FSDP, optimizer and gradient reduction are outside. Steps in which other processes used
-the cores do not count as long as enough others do. The bubble is compared with `sim.simulate` of
-the same schedule. A message between ranks takes the median of round trips between neighbours, halved, measured after
-the steps in the same processes with messages of the same size. An action takes, in seconds of the same run,
+The bubble of a step is 1 - busy / (ranks * step), where `busy` are the spans of the actions and the step lasts from the
+first action of any rank to the last. FSDP, optimizer and gradient reduction are excluded. Steps with load of other
+processes are discarded if enough steps remain. The bubble is compared with `sim.simulate` of the same schedule. The
+simulated message time is half the median round trip between neighbours, measured in the same processes. The simulated
+time of an action is, in three variants:
 
-    simulated    the median over the steps of what this very action of the schedule took: the schedule and the executor
-                 are judged, and not whether all actions of a kind are alike (the first backward makes .grad, the
-                 others add to it; products beside a busy core are slower than beside a waiting one)
-    by kind      the median over steps and microbatches of its stage and kind (F, B, I, W): what a prediction can know
-    replayed     what it took in this one step; the median of these bubbles: what is left to `measured` is what the
-                 executor does between actions
+    simulated    its median over steps, which tests schedule and executor without assuming equal times per kind
+    by kind      the median over steps and microbatches of its stage and kind (F, B, I, W), which a prediction could
+    know
+    replayed     its time in the same step; the median bubble then differs from `measured` by the executor's own time
 
     python benchmarks/pipeline_bubble.py                 # tables
     python benchmarks/pipeline_bubble.py --json          # the same as JSON, with durations
@@ -59,11 +56,11 @@ from hyper_parallel.sim import simulate
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2, "dualpipev": 2}
 WARM_UP = 2
-"""Steps before those that count: memory is taken, kernels are chosen, connections are made."""
+"""Number of warm-up steps."""
 DISTURBED = 0.03
-"""Share of the cores above which other processes take part in a step, and it does not count."""
+"""Fraction of core time used by other processes above which a step is discarded."""
 TRIES = 2
-"""Steps tried for one that counts."""
+"""Maximum number of steps to run per step to evaluate."""
 Marks = list[tuple[str, float, float]]
 """Action, begin and end in seconds of the machine's clock, which all ranks read."""
 Layer = tuple[float, float, float]
@@ -72,15 +69,15 @@ Layer = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Case:
-    """One of the two runs.
+    """Settings of one of the two runs.
 
     Attributes:
         ranks: Pipeline ranks.
-        microbatches: Of one step.
-        config: The model; its layers are the same for every schedule.
+        microbatches: Microbatches per step.
+        config: Model config, with the same layers for every schedule.
         seq_len: Tokens of a microbatch.
-        steps: Steps that count; the least disturbed ones where other processes leave fewer alone.
-        waits: Seconds of every layer; empty: layers compute.
+        steps: Number of steps to evaluate, those with the least load of other processes.
+        waits: Seconds of F, I and W for every layer; empty: layers compute.
     """
 
     ranks: int
@@ -93,13 +90,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank measured.
+    """Measurements of one rank.
 
     Attributes:
-        steps: Marks of the steps that count.
+        steps: Name, begin and end of every action, per evaluated step.
         message_s: Seconds of a message.
-        others: Share of the cores that other processes used, by step that counts; 0 where it is not known.
-        left_out: Steps that others disturbed.
+        others: Fraction of the cores that other processes used, per evaluated step; 0 if unknown.
+        left_out: Number of discarded steps.
     """
 
     steps: list[Marks]
@@ -109,7 +106,7 @@ class Found:
 
 
 class _Trunk(torch.autograd.Function):
-    """Waits in forward, and where the gradient of the input is made."""
+    """Identity that sleeps in forward, and when the gradient of its input is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -124,7 +121,7 @@ class _Trunk(torch.autograd.Function):
 
 
 class _Branch(torch.autograd.Function):
-    """Waits where the gradient of a weight is made."""
+    """Identity that sleeps when the gradient of a weight is computed."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, backward_s: float) -> Tensor:
@@ -138,7 +135,7 @@ class _Branch(torch.autograd.Function):
 
 
 def _wait_in(layer: nn.Module, seconds: Layer) -> None:
-    """Let a layer take `seconds` in forward, for the gradient of its input and for those of its weights."""
+    """Make a layer sleep in forward, in its input gradient and in its weight gradients for the given seconds."""
     linear = layer.mlp.down_proj
     f, i, w = seconds
 
@@ -173,7 +170,7 @@ def _plan(case: Case, strategy: Strategy) -> Plan:
 
 
 def _strategy(case: Case, schedule: str) -> Strategy:
-    """Every stage has as many layers as the others, whatever the head costs: the schedules are to be compared."""
+    """Return the strategy of a schedule, with equally many layers per stage."""
     stages = case.ranks * SCHEDULES[schedule]
     per_stage = case.config.num_hidden_layers // stages
     return Strategy(
@@ -182,7 +179,7 @@ def _strategy(case: Case, schedule: str) -> Strategy:
 
 
 def _rank(case: Case, strategy: Strategy) -> Found:
-    """The actions of every step that counts, on this rank."""
+    """Run the steps on this rank, and return its measurements."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(case.config)
     for layer, seconds in zip(model.model.layers, case.waits, strict=False):
@@ -218,7 +215,7 @@ def _rank(case: Case, strategy: Strategy) -> Found:
 
 
 def _others(wall_s: float, own_s: float, busy_s: float) -> float:
-    """Share of the cores that other processes used since these times, equal on every rank."""
+    """Return the fraction of the cores that other processes used since these times; equal on all ranks."""
     dist.barrier()
     own = torch.tensor(time.process_time() - own_s, dtype=torch.float64)
     busy, wall = _busy_cpu_s() - busy_s, time.perf_counter() - wall_s
@@ -229,7 +226,7 @@ def _others(wall_s: float, own_s: float, busy_s: float) -> float:
 
 
 def _busy_cpu_s() -> float:
-    """Seconds in which the cores of this machine were not idle; 0 where Linux's counters are missing."""
+    """Return the seconds since boot in which cores were not idle; 0 without Linux's counters."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0
@@ -238,7 +235,7 @@ def _busy_cpu_s() -> float:
 
 
 def _message_s(pipeline: Any, batch: dict[str, Tensor], rounds: int = 40) -> float:
-    """Half a round trip of one microbatch's activations with a neighbour, median; every rank takes part once."""
+    """Return half the median round trip of one microbatch's activations between this rank and a neighbour."""
     group, rank = pipeline.group, pipeline.rank
     peer = rank ^ 1
     mine, other = pipeline.message(batch).zero_(), pipeline.message(batch)
@@ -255,7 +252,7 @@ def _message_s(pipeline: Any, batch: dict[str, Tensor], rounds: int = 40) -> flo
 
 
 def _measured(ranks: list[Marks]) -> float:
-    """Bubble of one step."""
+    """Return the bubble of one measured step, from the actions of all ranks."""
     begin = min(b for marks in ranks for _, b, _ in marks)
     end = max(e for marks in ranks for _, _, e in marks)
     busy = sum(e - b for marks in ranks for _, b, e in marks)
@@ -265,7 +262,7 @@ def _measured(ranks: list[Marks]) -> float:
 def _simulated(
     strategy: Strategy, microbatches: int, seconds: Callable[[str], float], message_s: float
 ) -> float:
-    """Bubble of the schedule with the given seconds per action and per message."""
+    """Return the simulated bubble of the schedule; `seconds` returns the seconds of an action by its name."""
     schedule = step_schedule(strategy, microbatches).compute_only()
     costs = [StageCost(1.0, 1.0, 1.0, message_s, message_s)] * strategy.stages
     graph = schedule_tasks(schedule, costs)
@@ -277,7 +274,7 @@ def _simulated(
 
 
 def _medians(found: list[Found], key: Callable[[str], Any]) -> dict[Any, float]:
-    """Median seconds of the actions that have the same key."""
+    """Return the median seconds of all actions with the same key; `key` maps an action's name to its key."""
     seconds: dict[Any, list[float]] = defaultdict(list)
     for rank in found:
         for marks in rank.steps:
@@ -292,7 +289,7 @@ def _kind(name: str) -> tuple[int, str]:
 
 
 def measure(case: Case, schedule: str) -> dict[str, Any]:
-    """Measured and simulated bubble of one schedule; medians over the steps."""
+    """Return measured and simulated bubbles of one schedule, as medians over the steps."""
     strategy = _strategy(case, schedule)
     found = launch(lambda _: _rank(case, strategy), case.ranks, timeout_s=300)
     by_step = [[rank.steps[step] for rank in found] for step in range(case.steps)]
@@ -326,9 +323,9 @@ def measure(case: Case, schedule: str) -> dict[str, Any]:
 
 
 def _waits(action_ms: dict[str, float], layers: int) -> tuple[Layer, ...]:
-    """Seconds of the layers of the second run, from the stages of one layer each of zbv in the first.
+    """Return the seconds of all layers of the second run, from the one-layer stages of zbv in the first run.
 
-    Stage 0 makes no gradient of an input, so a layer is the mean of the stages in the middle; the last has the head.
+    A layer takes the mean of the middle stages, because stage 0 has no input gradient and the last stage has the head.
     """
     last = max(int(name[:-1]) for name in action_ms)
     middle = range(1, last)
@@ -349,7 +346,7 @@ def _table(title: str, results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure every schedule in both runs and print."""
+    """Measure every schedule in both runs, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=512, help="width of the computing model")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of its microbatch")
@@ -364,7 +361,7 @@ def main() -> None:
     config = _llama(4, chosen.hidden, 1024, chosen.seq_len)
     compute = Case(2, chosen.microbatches, config, chosen.seq_len, chosen.steps)
     cores, runs, waits = f"{os.cpu_count()} cores", {}, ()
-    # The second run waits as long as zbv's stages of one layer took in the first.
+    # Layers of the second run sleep for the times of zbv's one-layer stages in the first run.
     wanted = dict.fromkeys(chosen.schedules if "compute" in chosen.runs else ())
     computed = {
         name: measure(compute, name)

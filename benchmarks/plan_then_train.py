@@ -1,12 +1,12 @@
-"""Whether the first plan that `plan` prints runs: each passes `train --dry-run` of the recipe it was written as.
+"""Test that the best plan of `plan` can run: `train --dry-run` must accept the recipe written from it.
 
     python benchmarks/plan_then_train.py               30 pairs of a model and a cluster
-    python benchmarks/plan_then_train.py --only b300   pairs whose name has this in it
-    python benchmarks/plan_then_train.py --json        numbers for a machine
+    python benchmarks/plan_then_train.py --only b300   pairs whose name contains this text
+    python benchmarks/plan_then_train.py --json        results as JSON
 
 Each pair goes through the command line: `plan MODEL -t TOPOLOGY --devices N --launch ours > recipe.yaml`, and
-`train recipe.yaml --dry-run`. A pair passes when the plan has layouts, no note says
-that it cannot run, and the dry run ends with status 0. Exit status 1 when a pair does not.
+`train recipe.yaml --dry-run`. A pair passes if the plan has layouts, no note states that it cannot run, and the dry run
+ends with status 0. Exit status 1 when a pair fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LINEAR = {
     "linear_value_head_dim": 128, "dtype": "bfloat16", "max_position_embeddings": 262144,
     "tie_word_embeddings": False,
 }  # fmt: skip
-"""Linear and full attention in turn, and 512 experts: sizes as Qwen3.5-35B-A3B has them, written down from memory."""
+"""Config with alternating linear and full attention and 512 experts; sizes of Qwen3.5-35B-A3B, not verified."""
 PAIRS: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
     ("llama-3-8b", "dgx-h100", 8, ()),
     ("llama-3-8b", "atlas-900-a2", 64, ()),
@@ -68,7 +68,7 @@ PAIRS: tuple[tuple[str, str, int, tuple[str, ...]], ...] = (
 
 
 def command(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
+    """Run the command line in a separate process."""
     return subprocess.run(
         [sys.executable, "-m", "hyper_parallel", *map(str, words)],
         capture_output=True, text=True, cwd=folder,
@@ -76,7 +76,7 @@ def command(*words: object, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def model_of(name: str, folder: Path) -> str:
-    """Return what `plan` is called with for a model: a preset's name, or a file with its config."""
+    """Return the argument of `plan` for a model: a preset name, or the path of a config written into the folder."""
     from hyper_parallel.model import preset_names
 
     if name in preset_names():
@@ -88,7 +88,7 @@ def model_of(name: str, folder: Path) -> str:
 
 
 def check_pair(name: str, topology: str, devices: int, options: tuple[str, ...]) -> dict[str, Any]:
-    """Plan one pair and dry-run the recipe of the plan."""
+    """Plan one pair, dry-run the recipe of the plan, and return the results."""
     start = time.perf_counter()
     row: dict[str, Any] = {"model": name, "topology": topology, "devices": devices}
     row |= {"options": list(options), "strategy": "", "reason": "", "passed": False}
@@ -109,7 +109,7 @@ def check_pair(name: str, topology: str, devices: int, options: tuple[str, ...])
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="pairs whose model or topology has this in it")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,14 +1,13 @@
-"""Planned against traced peak memory of 17 models in two or more layouts each, both as bytes of tensors alone.
+"""Planned against traced peak memory of 17 models in two or more layouts each, as bytes of tensors.
 
     python benchmarks/planned_peak.py                        every model, the decoder cut to `LAYERS` layers
     python benchmarks/planned_peak.py --only deepseek-v3     one of them
     python benchmarks/planned_peak.py --layers 0             the published depth; hours instead of minutes
-    python benchmarks/planned_peak.py --json                 numbers for a machine
+    python benchmarks/planned_peak.py --json                 results as JSON
 
-Each row plans an explicit layout at the published widths, and traces a step of every distinct rank of it as
-`train --dry-run --trace` does. The planned peak is that of `DryRun.planned_bytes`: without device context and
-fragmentation, which a trace does not have either. Exit status 1 when a planned peak misses the traced one by more than
-`BAR`, or is below it by more than `UNDER`.
+Each row plans an explicit layout at the published widths, and traces a step of every distinct rank, as `train --dry-run
+--trace` does. Both peaks exclude device context and fragmentation. Exit status 1 when a planned peak differs from the
+traced one by more than `BAR`, or is below it by more than `UNDER`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from typing import Any
 from _machine import machine
 
 BAR = 0.05
-"""Largest share of the traced peak by which the planned one may miss it."""
+"""Largest difference of planned and traced peak, as a fraction of the traced one."""
 UNDER = 0.02
-"""Largest share by which it may be too low: a run that was planned too small ends out of memory."""
+"""Largest fraction by which the planned peak may be below the traced one; such runs may exceed the memory."""
 LAYERS = 4
-"""Decoder layers that are kept by default: a trace of so many takes a tenth of one of all."""
+"""Default number of decoder layers; a trace takes about a tenth of the time for all layers."""
 TOPOLOGY = "dgx-b200"
 SEQ_LEN = 4096
 FULL_SIZE = Path(__file__).with_name("full_size.json")
@@ -59,11 +58,11 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 _TRAINING = ("recompute", "recompute_layers", "accumulation_steps", "microbatch")
 _KIMI_K2 = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64,
             "first_k_dense_replace": 1, "vocab_size": 163840}  # fmt: skip
-"""What the published config of Kimi-K2 says otherwise than that of DeepSeek-V3, as far as sizes go."""
+"""Sizes in the published config of Kimi-K2 that differ from DeepSeek-V3."""
 
 
 def read_model(name: str, layers: int) -> dict[str, Any]:
-    """Return the config of a model, its decoder cut to so many layers; 0 keeps all of them."""
+    """Return the config of a model with its decoder shortened to `layers` layers; 0: unchanged."""
     from hyper_parallel.model import preset_names, read_preset
 
     if name in preset_names():
@@ -83,7 +82,7 @@ def read_model(name: str, layers: int) -> dict[str, Any]:
 
 
 def overrides_of(layout: str) -> list[str]:
-    """Return the words of a layout as overrides of a recipe."""
+    """Return a layout, given as text, as recipe overrides."""
     return [
         f"{'training' if word.partition('=')[0] in _TRAINING else 'parallel'}.{word}"
         for word in layout.split()
@@ -91,7 +90,7 @@ def overrides_of(layout: str) -> list[str]:
 
 
 def measure(name: str, kind: str, layout: str, layers: int) -> dict[str, Any]:
-    """Plan and trace one model in one layout."""
+    """Plan and trace one model in one layout, and return the peaks."""
     from hyper_parallel.config import load_recipe
     from hyper_parallel.trainer import dry_run
 
@@ -126,7 +125,7 @@ def measure(name: str, kind: str, layout: str, layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", help="name of a model; may be repeated")
     parser.add_argument("--layout", action="append", help="other layouts than those of the table")

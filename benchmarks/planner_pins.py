@@ -1,12 +1,12 @@
-"""Whether the certificate is true: drawn pinned sub-spaces against the free search of the same machine and model.
+"""Test of the planner's optimality certificate: no random pinned subspace contains a faster strategy.
 
-    python benchmarks/planner_pins.py            # 500 sub-spaces, ten of each free search
+    python benchmarks/planner_pins.py            # 500 subspaces, ten per unrestricted search
     python benchmarks/planner_pins.py --json     # the same as JSON
     python benchmarks/planner_pins.py --draws 50 --seed 7
 
-A sub-space is what one to four pins leave of the space: choices drawn from their table, half of them beside degrees of
-the chosen strategy or of a runner-up. Where nothing that this version runs has what is pinned, all layouts are searched
-with the pins, and so they are without. The exit status is 1 when a sub-space has a faster step than the free search.
+A subspace is defined by one to four random pins. Half of them combine random choices with degrees of the best strategy
+or of a runner-up. If this version cannot run any strategy with these pins, the pinned and the unrestricted search both
+cover all layouts. The exit status is 1 when a subspace has a faster step than the unrestricted search.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ VALUES = {
     "order": tuple(">".join(order) for order in ORDERS),
 }
 TIE = 1e-9
-"""Relative difference below which two steps are equal: the rest is rounding."""
+"""Relative difference up to which two step times count as equal, because of rounding."""
 
 
 def draw_case(draw: random.Random) -> dict[str, object]:
-    """A model, a machine and a batch."""
+    """Return a random model, machine and batch."""
     devices = draw.choice(DEVICES)
     seq_len = draw.choice((2048, 4096, 8192))
     tokens = seq_len * devices * draw.choice((1, 2, 4, 6))
@@ -66,7 +66,7 @@ def draw_case(draw: random.Random) -> dict[str, object]:
 
 
 def draw_pins(draw: random.Random, free: Plan) -> dict[str, int | str]:
-    """What is pinned of one sub-space."""
+    """Return the random pins of one subspace; `free` is the result of the unrestricted search."""
     pins: dict[str, int | str] = {}
     if draw.random() < 0.5:
         known = draw.choice([free.strategy, *(r.strategy for r in free.rejected)])
@@ -78,7 +78,7 @@ def draw_pins(draw: random.Random, free: Plan) -> dict[str, int | str]:
 
 
 def compare(draws: int, each: int, seed: int) -> list[dict[str, object]]:
-    """One row for every sub-space that has a strategy, until there are `draws`."""
+    """Return one row per subspace that contains a strategy, `draws` rows in total, `each` per model and machine."""
     draw = random.Random(seed)
     rows: list[dict[str, object]] = []
     while len(rows) < draws:
@@ -115,12 +115,12 @@ def compare(draws: int, each: int, seed: int) -> list[dict[str, object]]:
 
 
 def only_what_runs(made: Plan) -> bool:
-    """Whether only what this version runs was searched."""
+    """Return whether the search was restricted to strategies that this version can run."""
     return any("only what this version runs" in note for note in made.notes)
 
 
 def plain(case: dict[str, object]) -> dict[str, object]:
-    """A case as plain values."""
+    """Return a case as JSON values."""
     workload = case["workload"]
     assert isinstance(workload, Workload)
     batch = {"seq_len": workload.seq_len, "tokens_per_step": workload.tokens_per_step}
@@ -128,7 +128,7 @@ def plain(case: dict[str, object]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Print the comparison; exit with 1 when a sub-space has something better."""
+    """Print the comparison, and exit with 1 when a subspace has a faster strategy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--draws", type=int, default=500, help="pinned sub-spaces")

@@ -1,8 +1,8 @@
-"""Regret of the planner on published runs: measured time of the layout it would choose against the best published one.
+"""Regret of the planner on published runs: measured time of the layout it chooses, against the fastest layout.
 
-Rows of one model, device, number of devices, batch and precision that differ in their layout are one decision. The
-planner's choice is the row with the least predicted step time; its regret is how much longer that row was measured than
-the fastest row of the group.
+Rows with equal model, device, number of devices, batch and precision but different layouts form one decision. The
+planner chooses the row with the least predicted step time. The regret is the relative excess of its measured time over
+the fastest row.
 
     python benchmarks/planner_regret.py RUNS.csv            # a table
     python benchmarks/planner_regret.py RUNS.csv --json     # the same as JSON
@@ -22,7 +22,10 @@ LAYOUT = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "zero", "mbs", "recompute"
 
 
 def groups(runs: list[PublishedRun]) -> dict[tuple[str, ...], list[PublishedRun]]:
-    """Runs that are one decision: at least two layouts, all measured."""
+    """Return the runs grouped by decision; a key contains the values that a group shares.
+
+    Only measured runs count, and a decision has at least two layouts.
+    """
     decisions: dict[tuple[str, ...], list[PublishedRun]] = defaultdict(list)
     for run in runs:
         if run.row.step_s:
@@ -35,7 +38,7 @@ def groups(runs: list[PublishedRun]) -> dict[tuple[str, ...], list[PublishedRun]
 
 
 def main() -> None:
-    """Print the regret of every decision."""
+    """Compute and print the regret of every decision."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "runs", nargs="?", help="CSV of published runs, columns as for `hyper-parallel predict`"
@@ -43,7 +46,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.runs is None:
-        # The measured runs are not part of the repository; `make bench` goes on without them.
+        # The CSV of measured runs is not part of the repository; `make bench` continues without it.
         print(
             json.dumps(
                 {"skipped": "give a CSV of measured runs, see docs/explanation/cost_model.md"}

@@ -1,9 +1,10 @@
-"""Seconds of the exact search against the number of devices, with what the certificate says.
+"""Seconds of the exact search for several numbers of devices, with the optimality certificate.
 
     python benchmarks/planner_speed.py            # a table
     python benchmarks/planner_speed.py --json     # the same as JSON
 
-Every search runs in this process, so imports are not counted; processor and wall time of the best of `--repeat` runs.
+Every search runs in this process, so imports are excluded. Reported are CPU and wall time of the fastest of `--repeat`
+runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CASES = (
 
 
 def measure(model: str, topology: str, devices: int, repeat: int) -> dict[str, object]:
-    """One case."""
+    """Return the times and the result of one search."""
     best: dict[str, object] = {}
     for _ in range(repeat):
         cpu, wall = time.process_time(), time.perf_counter()
@@ -58,7 +59,7 @@ def measure(model: str, topology: str, devices: int, repeat: int) -> dict[str, o
 
 
 def main() -> None:
-    """Print all cases."""
+    """Run all searches, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeat", type=int, default=3)

@@ -1,18 +1,18 @@
-"""Reinforcement learning on two processes: both train and sample in turn, or one samples, in step or ahead.
+"""Reinforcement learning on two processes in three modes: colocated, separate in step, separate ahead.
 
-    python benchmarks/rollout_modes.py --json                              120 steps of each, twice, in turn
-    python benchmarks/rollout_modes.py --until-learned --rounds 5 --json   reward by the clock, 40 minutes
+    python benchmarks/rollout_modes.py --json                              120 steps per mode, twice, in turn
+    python benchmarks/rollout_modes.py --until-learned --rounds 5 --json   reward over time, 40 minutes
 
-Each is `hyper-parallel train recipes/grpo_arithmetic.yaml` in a process of its own, as the recipe stands; where one
-rank samples, it makes the pass of the reference too (`grpo.reference_role=sampler`). Seconds are those of
-metrics.jsonl, of the median step after the first ten. A step of the second way gives the seconds of its parts: waiting
-for completions, and the rest. With these alone the task graph of the third is simulated, and compared with it. What the
-planner predicted of each before it ran is shown too.
+Colocated ranks both train and sample, in turn. In the separate modes, one rank trains and the other samples, with the
+newest weights (in step) or ahead of training. Each mode is a run of `hyper-parallel train` on
+recipes/grpo_arithmetic.yaml. A separate sampling rank also runs the
+forward of the reference model (`grpo.reference_role=sampler`). Times are the median step in metrics.jsonl after the
+first ten steps. The parts of a step in mode "in step" (waiting for completions, and the rest) are the only input of a
+simulation of sampling ahead, which is compared with the measurement. The planner's predictions are printed as well.
 
-Bars: sampling ahead is at least 1.15 times as fast as in step, in seconds per step and, where all runs get there, in
-seconds until the mean reward of 20 steps is above 0.9, summed over the seeds; and the simulated ratio is within 10 % of
-the measured one. Ranks that train and sample in turn share both evenly, so on two processes they may be the fastest: it
-is shown.
+Bars: sampling ahead is at least 1.15 times as fast as in step, in seconds per step, and in total seconds over seeds
+until the mean reward of 20 steps exceeds 0.9, if all runs reach it. The simulated ratio is within 10 % of the measured
+one. The colocated mode, which divides both kinds of work evenly, is reported without a bar.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODES = {
 
 
 def run(mode: str, steps: int, place: Path, seed: int, until_learned: bool) -> Rows:
-    """Rows of metrics.jsonl of one run."""
+    """Run one mode, and return the records of metrics.jsonl."""
     words = ["checkpoint.resume=never", "checkpoint.export=false"]
     words += [*MODES[mode], f"training.steps={steps}", f"training.seed={seed}"]
     enough = (lambda rows: seconds_to_goal(rows) is not None) if until_learned else None
@@ -51,7 +51,7 @@ def run(mode: str, steps: int, place: Path, seed: int, until_learned: bool) -> R
 
 
 def seconds_to_goal(rows: Rows) -> float | None:
-    """Seconds of all steps until the mean reward is above the goal; None when it never is."""
+    """Return the seconds of all steps until the mean reward exceeds the goal; None if it never does."""
     rewards = [row["rollout"]["reward"] for row in rows]
     for end in range(MEAN_OF, len(rows) + 1):
         if statistics.mean(rewards[end - MEAN_OF : end]) > GOAL:
@@ -60,7 +60,7 @@ def seconds_to_goal(rows: Rows) -> float | None:
 
 
 def main() -> None:
-    """Run, print, and say whether the bars are met."""
+    """Run the benchmark, and print its results and whether the bars are met."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int)

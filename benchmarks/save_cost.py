@@ -1,14 +1,14 @@
-"""What saving costs a run: steps with one save in 50 of them, against none and against DCP's own `async_save`.
+"""Cost of a checkpoint every 50 steps, compared with no checkpoint and with DCP's `async_save`.
 
     python benchmarks/save_cost.py [--json] [--rounds 7] [--folder DIRECTORY]
 
-Two ranks train linear layers under FSDP with AdamW on the CPU. A block is 50 steps. Every round has a block of each
-kind, in an order that turns: without a save, with one of `Checkpointer(asynchronous=True)`, with one of
-`torch.distributed.checkpoint.async_save`. A block ends when what it saves is on the disk, so writing that training
-waits for counts, and writing beside training counts by what it slows down. The cost is the median over rounds of a
-block's time over that of the block without a save of the same round. The bar: at most 2 %, and at most DCP's.
+Two ranks train linear layers under FSDP with AdamW on the CPU. A block is 50 steps. Every round has three blocks, in
+rotating order: without a save, with a save by `Checkpointer(asynchronous=True)`, and with a save by
+`torch.distributed.checkpoint.async_save`. A block ends when its save is on the disk, so its time includes writes that
+training waits for, and slowdowns by concurrent writes. The cost is the median over rounds of a block's time, relative
+to the block without a save. Bar: at most 2 %, and at most the cost of DCP.
 
-Ranks and writers share the processors here; with a device that computes, less of the cost is left.
+Here, ranks and writers share the CPU; with an accelerator, the cost is lower.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = ("none", "ours", "dcp")
 
 
 class Run:
-    """A model that trains on this rank, and two ways to save it."""
+    """Training of a model on this rank, with two ways to save it."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -60,7 +60,7 @@ class Run:
         self.number = 0
 
     def block(self, kind: str) -> float:
-        """Seconds of 50 steps, the save after the first of them done."""
+        """Run 50 steps with a save of this kind after the first, and return the seconds until both are done."""
         self.number += 1
         path, pending = self.folder / f"dcp_{self.number}", None
         dist.barrier()
@@ -88,7 +88,7 @@ class Run:
 
 
 def on_rank(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every block by kind, after one of each that does not count."""
+    """Return the seconds of every block by kind, after one warm-up block of each kind."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with World.join("cpu"):
         run = Run(folder)
@@ -100,7 +100,7 @@ def on_rank(folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    """Print the table or the JSON; 0 when the bar is met."""
+    """Measure, print a table or JSON, and return 0 if the bar is met."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--rounds", type=int, default=7)

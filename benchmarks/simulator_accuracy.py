@@ -1,8 +1,7 @@
-"""The simulated step against real steps of a small model on gloo ranks, on every axis.
+"""Predicted, simulated and measured step times of a small model on gloo ranks, for layouts on every axis.
 
 For every layout: the closed form of the cost model, the event simulation of the same plan, and the measured step. The
-last column is the share of the step that pipeline ranks stand idle in the simulation. Ranks that take turns on cores do
-so in all three.
+last column is the simulated fraction of idle time of pipeline ranks. All three account for ranks that share cores.
 
     python benchmarks/simulator_accuracy.py            # a table
     python benchmarks/simulator_accuracy.py --json     # the same as JSON
@@ -46,7 +45,7 @@ LAYOUTS: tuple[tuple[str, int, dict[str, object], dict[str, object]], ...] = (
 
 
 def main() -> None:
-    """Train every layout and compare."""
+    """Train every layout, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="layouts whose name contains this")
     parser.add_argument("--json", action="store_true")

@@ -1,14 +1,14 @@
-"""Reward by how stale completions may be: the same task learned at `max_staleness` 0 to 4, over seeds.
+"""Reward of a reinforcement-learning task at `max_staleness` 0 to 4, over several seeds.
 
     python benchmarks/staleness_rewards.py --json                 5 seeds, about 40 minutes on 2 cores
-    python benchmarks/staleness_rewards.py --seeds 1 --steps 50   a look
+    python benchmarks/staleness_rewards.py --seeds 1 --steps 50   a short run
 
-Each run is `hyper-parallel train` with one rank that learns and one that samples ahead. The task is to name the next
-digit, which a tiny model from scratch learns from rewards alone. The reward of a run is the mean over its last steps,
-of completions as they were sampled, so by the weights of then.
+Each run is `hyper-parallel train` with one training rank and one rank that samples ahead. A tiny model with random
+weights learns to name the next digit from rewards alone. The reward of a run is the mean over completions sampled for
+its last steps.
 
-Bars: with every bound the mean reward over the seeds is above 0.9, and no further below that of bound 0 than two
-standard errors of the difference, or 0.02, whichever is more; no completion is older than the bound.
+Bars for every staleness bound: the mean reward over seeds exceeds 0.9, and is below that of bound 0 by at most two
+standard errors of the difference or 0.02, whichever is larger. No completion is older than the bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEARNED, NEAR, ERRORS = 0.9, 0.02, 2.0
 
 
 def write_recipe(place: Path, steps: int) -> Path:
-    """A recipe and its questions."""
+    """Write the recipe and its prompts, and return the recipe's path."""
     records = [{"prompt": f"{a}+1=", "completion": str((a + 1) % 10)} for a in range(10)]
     (place / "sums.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     recipe = {
@@ -53,7 +53,7 @@ def write_recipe(place: Path, steps: int) -> Path:
 
 
 def run(recipe: Path, bound: int, seed: int) -> dict[str, float]:
-    """Reward and age of one run."""
+    """Run the recipe with a staleness bound and a seed, and return reward and age of the completions."""
     out = recipe.parent / f"bound{bound}_seed{seed}"
     rows = train(recipe, out, [f"grpo.max_staleness={bound}", f"training.seed={seed}"])
     rewards = [row["rollout"]["reward"] for row in rows]
@@ -67,7 +67,7 @@ def run(recipe: Path, bound: int, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run, print, and say whether the bars are met."""
+    """Run the benchmark, and print its results and whether the bars are met."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=300)

@@ -1,27 +1,27 @@
-"""Staleness against seconds per step of asynchronous reinforcement learning, *simulated* with published shapes.
+"""Simulated seconds per step of asynchronous reinforcement learning by staleness, with published shapes.
 
     python benchmarks/staleness_simulated.py --json      five minutes on one core
 
 Shapes and measurements: the page of verl's fully asynchronous recipe (github.com/volcengine/verl,
 docs/advance/fully_async.md, updated 10/18/2025): Qwen2.5-Math-7B, DAPO, NVIDIA H20, 512 prompts a step, 16 responses
 each of at most 28K tokens. 64 devices sample as 16 servers of tensor parallelism 4, each with 16 prompts at once
-(fully_async_rollouter.py and the scripts beside it); 64 learn four batches of 128 prompts, then new weights are sent.
-Between two of these sends no more prompts are begun than make (1 + staleness) x 512 with those that wait or are
-unfinished. A send interrupts these; they go on after their prefix has been read again under the new weights.
+(fully_async_rollouter.py and its scripts). 64 devices train on four batches of 128 prompts, and then send new weights.
+At most (1 + staleness) x 512 prompts are waiting, unfinished or started between two sends. A send interrupts unfinished
+prompts, which continue after a prefill of their prefix with the new weights.
 
-A step, from one send of weights to the next, is one task graph: every slot of a response is a lane, and all lanes
-share `Cores`, because the more sequences a server decodes, the slower is each. What a send interrupts is cut there,
-and is in the graph of the next step.
+A step, from one send to the next, is one task graph. Every slot of a response is a lane, and all lanes share `Cores`,
+because a server decodes more slowly with more sequences. Interrupted responses are split between the graphs of two
+steps.
 
-Fitted to rows of the *synchronous* colocated runs alone: mean length and the fixed part of a decode step to the one of
-128 devices, seconds of an update to those of 128 and 64. Assumed: a lognormal spread of lengths (sigma 1) and 40 % of
-the device's peak; `other_assumptions` are the steps with others. All else is predicted blind.
-`with_tokens_of_each_run` is not blind: it takes `update_actor` of each row for the learner and scales the lengths
-alike, because the page gives the length of responses, which changes between its runs, as the reason for its times.
+Only rows of synchronous colocated runs are fitted: mean length and the constant part of a decode step to the run on 128
+devices, update time to the runs on 128 and 64. Assumed are lognormal lengths (sigma 1) and 40 % of the device's peak;
+`other_assumptions` shows steps under other assumptions. All other results are predictions. `with_tokens_of_each_run`
+uses `update_actor` of each row for the learner and scales lengths accordingly, because the page explains its times by
+response lengths, which differ between runs.
 
-Bars: on 64:64 devices each blind step is within 30 % of the published one, and no larger staleness is slower by more
-than 1 %; with the tokens of each run the fastest staleness is the published one; and on two processes which share
-both roles evenly, with the parts measured by rollout_modes.py, sampling ahead is called the slower way.
+Bars: on 64:64 devices, each predicted step is within 30 % of the published one, and no larger staleness is slower by
+more than 1 %. With the tokens of each run, the fastest staleness is the published one. On two processes, with the times
+measured by rollout_modes.py, sampling ahead is predicted to be slower than the colocated mode.
 """
 
 from __future__ import annotations
@@ -75,41 +75,41 @@ TWO_PROCESSES = Path(__file__).parent / "results/rollout_modes_cpu.json"
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of responses and seconds of the devices."""
+    """Model of response lengths and of device times."""
 
     sigma: float = 1.0
     share: float = 0.4
     fixed_s: float = 0.0
     longer: float = 1.0
-    alike: float = 0.0  # share of the variance that responses to one prompt have in common
+    alike: float = 0.0  # fraction of length variance between prompts
 
     @property
     def mean(self) -> float:
-        """Tokens of a response: 2 x parameters FLOPs forward, and 8 of an update that recomputes."""
+        """Mean tokens of a response, derived from the measured time of an update at 8 x parameters FLOPs per token."""
         busy_s = sum(COLOCATED[128][2:])
         tokens = busy_s * 128 * FLOPS * self.share / (10 * PARAMS)
         return self.longer * tokens / (PROMPTS * RESPONSES)
 
     def lengths(self, prompts: int, draw: np.random.Generator) -> np.ndarray:
-        """[prompts, RESPONSES] tokens."""
+        """Return random response lengths in tokens, [prompts, RESPONSES]."""
         center = math.log(self.mean) - self.sigma**2 / 2
         each = draw.lognormal(center, self.sigma * math.sqrt(1 - self.alike), (prompts, RESPONSES))
         all_alike = draw.lognormal(0, self.sigma * math.sqrt(self.alike), (prompts, 1))
         return np.minimum(np.ceil(each * all_alike), LONGEST)
 
     def token_s(self, sequences: float) -> float:
-        """Seconds of a decode step of a server: weights or FLOPs, keys and values, and what is fixed."""
+        """Return the seconds of a server's decode step: weights or FLOPs, keys and values, and a constant part."""
         dense = max(2 * PARAMS / BYTES_S, sequences * 2 * PARAMS / (FLOPS * self.share))
-        # Of a sequence met at random: E[n^2] / 2 E[n]
+        # Expected position in a randomly sampled sequence: E[n^2] / 2 E[n]
         context = self.mean * math.exp(self.sigma**2) / 2
         return self.fixed_s + (dense + sequences * context * KV_BYTES / BYTES_S) / TP
 
     def read_s(self, tokens: float, devices: int) -> float:
-        """Seconds in which prefixes are read."""
+        """Return the seconds of the prefill of `tokens` prefix tokens."""
         return tokens * 2 * PARAMS / (devices * FLOPS * self.share)
 
     def cores(self, lanes: list[str], devices: int) -> Cores:
-        """How much slower each sequence is, the more are decoded."""
+        """Return the contention model by which a sequence decodes more slowly, the more sequences a server decodes."""
         loads = [max(1.0, busy * TP / devices) for busy in range(1, len(lanes) + 1)]
         alone = self.token_s(1)
         rates = (Fraction(alone / self.token_s(load)).limit_denominator(10**6) for load in loads)
@@ -117,13 +117,13 @@ class Shape:
 
 
 def update_s(devices: int) -> float:
-    """Seconds of update_actor: a fixed part, and one that the devices divide."""
+    """Return the seconds of update_actor: a constant part, and a part inversely proportional to the devices."""
     divided = (COLOCATED[64][3] - COLOCATED[128][3]) / (1 / 64 - 1 / 128)
     return COLOCATED[128][3] + divided * (1 / devices - 1 / 128)
 
 
 def generation_s(shape: Shape, devices: int) -> float:
-    """Seconds in which all devices sample all responses of a step, as before a synchronous update."""
+    """Return the seconds in which all devices sample all responses of a step, as in a synchronous run."""
     found = []
     for seed in range(SEEDS):
         tokens = shape.lengths(PROMPTS, np.random.default_rng(seed)).ravel()
@@ -135,7 +135,7 @@ def generation_s(shape: Shape, devices: int) -> float:
 
 
 def fitted(shape: Shape) -> Shape:
-    """With the fixed part of a decode step that gives `gen` of the colocated run on 128 devices."""
+    """Return the shape with the constant part of a decode step fitted to `gen` of the colocated run on 128 devices."""
     low, high = 0.0, 0.02
     while high - low > 1e-5:
         middle = (low + high) / 2
@@ -146,7 +146,7 @@ def fitted(shape: Shape) -> Shape:
 
 @dataclass
 class Prompt:
-    """Tokens of its responses that are left and that are there."""
+    """Prompt with the remaining and the generated tokens of each response."""
 
     left: np.ndarray
     there: np.ndarray
@@ -155,10 +155,11 @@ class Prompt:
 def one_step(
     shape: Shape, devices: int, prompts: list[Prompt], ready: int, learn_s: float
 ) -> tuple[dict[str, float], list[Prompt], int]:
-    """Simulate one step; its numbers, the prompts that the next send interrupts, and those that wait for the learner.
+    """Simulate one step; return its results, the interrupted prompts, and the number of prompts ready for the learner.
 
-    All sequences decode at one rate, whatever it is at the time. So which of them ends first, and which slot the next
-    prompt takes, is known in tokens; the simulator gives the seconds.
+    All sequences decode at the same rate at any time, so the order of their ends, and the slots of the next prompts,
+    follow
+    from token counts. The simulator determines the seconds.
     """
     reread = sum(float(p.there[p.left > 0].sum()) for p in prompts)
     reading = shape.read_s(reread, devices)
@@ -205,7 +206,7 @@ def one_step(
 def asynchronous(
     shape: Shape, devices: int, staleness: float, learn_s: float, seeds: int = SEEDS
 ) -> dict[str, float]:
-    """Means over steps and seeds, with the standard error of a step over seeds; so many devices have each role."""
+    """Return means over steps and seeds, and the standard error of the step time; `devices` is per role."""
     found: list[dict[str, float]] = []
     for seed in range(seeds):
         draw = np.random.default_rng(seed)
@@ -223,7 +224,7 @@ def asynchronous(
 
 
 def two_processes() -> dict[str, object]:
-    """A step of two processes in three ways from the parts of one of them, beside what was measured."""
+    """Return simulated and measured step times of two processes in three modes, from the parts of the in-step mode."""
     measured = json.loads(TWO_PROCESSES.read_text())
     sample_s = measured["sampling_s"]
     learn_s = measured["step_s"]["in_step"] - sample_s
@@ -236,7 +237,7 @@ def two_processes() -> dict[str, object]:
 
 
 def beside(found: dict[str, float], published: tuple[float, ...]) -> dict[str, float]:
-    """What was found, what was published, and the error of the step."""
+    """Return simulated values, published values, and the relative error of the step time."""
     names = ("published_step_s", "published_wait_s")
     error = found["step_s"] / published[0] - 1
     return found | dict(zip(names, published, strict=False)) | {"error": error}

@@ -1,6 +1,6 @@
 """Predicted against measured step time of random legal strategies of a small model on this machine.
 
-Run `hyper-parallel calibrate` first, so that the prediction uses the cards of this machine. Then
+First run `hyper-parallel calibrate`, so that predictions use the cards of this machine. Then
 
     python benchmarks/strategy_ranking.py                       # 20 strategies on 4 ranks, a table
     python benchmarks/strategy_ranking.py --ranks 8 --json      # on 8 ranks, as JSON
@@ -20,7 +20,7 @@ from hyper_parallel.topology import detect_local
 
 
 def main() -> None:
-    """Train every strategy and compare."""
+    """Train every strategy, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4)

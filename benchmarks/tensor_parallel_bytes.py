@@ -1,9 +1,8 @@
-"""Bytes that tensor parallelism sends on one and on two axes, counted on the real program of one rank.
+"""Bytes that tensor parallelism sends on one and on two axes, counted in the program of one rank.
 
-A process without peers runs a rank's program: a fake process group answers every collective, and parameters and
-activations have shapes but no memory, so a layer of a 70B model on 16 ranks is counted in seconds. Bytes of one decoder
-layer, forward and backward of one microbatch, are the difference between a model of two layers and one of one. Every
-count is compared with the formula of `hyper_parallel.cost`, collective by collective.
+The program of a rank runs on a fake process group and fake tensors, so a layer of a 70B model on 16 ranks is counted in
+seconds. The bytes of one decoder layer, forward and backward of one microbatch, are the difference between models with
+two layers and one layer. Every count is compared with the formula of `hyper_parallel.cost`, per collective.
 
     python benchmarks/tensor_parallel_bytes.py            # a table
     python benchmarks/tensor_parallel_bytes.py --json
@@ -52,16 +51,16 @@ MIXTRAL_8X22B = Dims(6144, 16384, 48, 8, 32768, experts=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One comparison at equal tokens.
+    """Comparison of one and two axes with equal tokens.
 
     Attributes:
-        name: What is compared.
-        dims: The layer.
+        name: Name in the output.
+        dims: Shape of the layer.
         grid: Degrees of tp_x and tp_y.
         tokens: Tokens of the microbatch.
-        shapes: Shapes of attention and MLP to choose the best of.
-        target: Change against one axis that is expected at least; None: only told.
-        relayout: Whether changes of the boundary layout count; they belong to neither block.
+        shapes: Candidate values of `attention_shape` and `mlp_shape`, of which the best counts.
+        target: Bar on the relative change against one axis; None: no bar.
+        relayout: Whether redistributions between the blocks count.
     """
 
     name: str
@@ -86,7 +85,7 @@ CASES = (
 
 
 def count(dims: Dims, strategy: Strategy, tokens: int, layers: int) -> Sent:
-    """Bytes sent by rank 0 in forward and backward of one microbatch, by kind and axes."""
+    """Return the bytes that rank 0 sends in forward and backward of one microbatch, by kind and axes."""
     config = LlamaConfig(
         vocab_size=dims.vocab, hidden_size=dims.hidden, intermediate_size=dims.mlp, num_hidden_layers=layers,
         num_attention_heads=dims.heads, num_key_value_heads=dims.kv_heads, head_dim=128,
@@ -114,7 +113,7 @@ def count(dims: Dims, strategy: Strategy, tokens: int, layers: int) -> Sent:
             with torch.device("meta"):
                 model = LlamaForCausalLM(config).to(torch.bfloat16)
                 ids = torch.zeros(1, tokens, dtype=torch.long)
-                # Given a mask, the model does not look into the ids for documents.
+                # With a mask, the model does not search the ids for document boundaries.
                 mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
             parallelize(model, plan, world)
             counter = CommCounter(strategy.mesh(), 0)
@@ -138,7 +137,7 @@ def count(dims: Dims, strategy: Strategy, tokens: int, layers: int) -> Sent:
 
 
 def layer_bytes(dims: Dims, strategy: Strategy, tokens: int, relayout: bool) -> int:
-    """Bytes of one decoder layer."""
+    """Return the sent bytes of one decoder layer."""
     rules = tuple(
         Rule(f"model.layers.*.mlp.{name}_proj", "replicate") for name in ("gate", "up", "down")
     )
@@ -151,7 +150,7 @@ def layer_bytes(dims: Dims, strategy: Strategy, tokens: int, relayout: bool) -> 
 
 
 def measure(case: Case) -> dict[str, object]:
-    """Both sides of a case, and what the chosen shapes change."""
+    """Return the bytes of both sides of a case, and the relative change."""
     x, y = case.grid
     line = layer_bytes(case.dims, Strategy(tp_x=x * y), case.tokens, True)
     found = {
@@ -179,7 +178,7 @@ def measure(case: Case) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()

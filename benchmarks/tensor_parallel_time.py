@@ -1,7 +1,7 @@
-"""Step time of tensor parallelism on two axes against one axis, the same model and tokens on the same ranks.
+"""Step time of tensor parallelism on two axes against one axis, with the same model, tokens and ranks.
 
-Both models live in the same ranks and take turns, step by step (forward, backward, clip, AdamW), so that whatever else
-the machine does hits both; the medians are compared. The first losses of both must agree.
+Both models run in turn on the same ranks, step by step (forward, backward, clip, AdamW), so that other load affects
+both; medians are compared. The first losses of both must agree.
 
     python benchmarks/tensor_parallel_time.py                   # tp 4 and 8, a table
     python benchmarks/tensor_parallel_time.py --json --tp 4
@@ -57,7 +57,7 @@ SIDES: dict[int, dict[str, Strategy]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Shape of the model and of the batch."""
+    """Shape of the model, and of the batch."""
 
     hidden: int = 512
     layers: int = 2
@@ -70,7 +70,7 @@ class Size:
 
 
 def build(size: Size, strategy: Strategy, world: World) -> Callable[[], tuple[float, int]]:
-    """A step of one side: its loss and the bytes it sent."""
+    """Return a function that runs a step of one side, and returns its loss and sent bytes."""
     config = LlamaConfig(
         vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.mlp,
         num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.kv_heads,
@@ -117,7 +117,7 @@ def build(size: Size, strategy: Strategy, world: World) -> Callable[[], tuple[fl
 
 
 def measure(size: Size, tp: int, pairs: int) -> list[dict[str, object]]:
-    """Median seconds of every side, and its ratio to one axis."""
+    """Return the median seconds of every side, and its ratio to one axis."""
 
     def rank(_: int) -> dict[str, object]:
         with World.join() as world:
@@ -154,7 +154,7 @@ def measure(size: Size, tp: int, pairs: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Run and print; see the module's docstring."""
+    """Run the benchmark with the command-line options, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", type=int, action="append", choices=list(SIDES))
     parser.add_argument("--pairs", type=int, default=10, help="steps of each side")

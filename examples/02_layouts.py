@@ -1,11 +1,11 @@
-"""A mesh, a layout on it, and the cheapest way from one layout to another. No torch."""
+"""Define a mesh and two layouts, and print the cheapest redistribution from one to the other. Imports no torch."""
 
 from hyper_parallel.ir import Layout, Mesh, redistribute
 
 mesh = Mesh((("dp_shard", 2), ("tp_x", 4)))
 print(mesh, "- tensor-parallel groups:", mesh.groups("tp_x"))
 
-# An MLP weight [mlp, embed]: tensor parallelism cuts its rows, FSDP cuts what each rank was left.
+# An MLP weight [mlp, embed]: tensor parallelism shards its rows, and FSDP shards the rows of each rank further.
 stored = Layout((("tp_x", "dp_shard"), ()), dims=("mlp", "embed"))
 used = Layout((("tp_x",), ()), dims=("mlp", "embed"))
 shape = (14336, 4096)

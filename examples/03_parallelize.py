@@ -1,4 +1,4 @@
-"""Your own training loop on four ranks: an unmodified transformers model, FSDP x tensor parallelism."""
+"""Train an unmodified transformers model in your own loop on four ranks, with FSDP x tensor parallelism."""
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config

@@ -1,4 +1,4 @@
-"""A loss of your own, direct preference optimization, on tensor, pipeline and context parallelism at once."""
+"""Train with a custom loss, direct preference optimization, on tensor, pipeline and context parallelism at once."""
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,10 @@ WORKLOAD = hp.Workload(
 
 
 def dpo(logprobs: torch.Tensor, batch: dict) -> torch.Tensor:
-    """`logprobs` [2 pairs, S] are whole sequences, chosen and rejected in turn, whatever the layout is."""
+    """Return the DPO loss. Rows of `logprobs` [2 pairs, S] alternate between chosen and rejected answers.
+
+    On any layout, the rows are whole sequences.
+    """
     margins = (logprobs - batch["reference"]).sum(-1).view(-1, 2)
     return -F.logsigmoid(BETA * (margins[:, 0] - margins[:, 1])).sum() / PAIRS
 
@@ -28,7 +31,7 @@ def train(strategy: str) -> list[float]:
     model = AutoModelForCausalLM.from_config(CONFIG).double()
     ids = torch.randint(0, CONFIG.vocab_size, (2 * PAIRS, SEQ_LEN))
     labels = ids.clone()
-    labels[:, :PROMPT] = -100  # the prompt is no target
+    labels[:, :PROMPT] = -100  # no loss on the prompt
 
     hp.parallelize(model, hp.plan_of(model, strategy, WORKLOAD))
     with torch.no_grad():

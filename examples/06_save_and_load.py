@@ -1,4 +1,4 @@
-"""Save on one layout and continue on another, with the learning-rate schedule beside it."""
+"""Save model, optimizer and learning-rate schedule on one layout, and continue training on another."""
 
 import tempfile
 from pathlib import Path
@@ -25,7 +25,7 @@ def train(strategy: str, steps: int, folder: Path, resume: bool = False) -> list
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     done = 0
     if resume:
-        extra = hp.load(model, optimizer, folder)  # any layout, any number of ranks
+        extra = hp.load(model, optimizer, folder)  # works on any layout and number of ranks
         done = extra["step"]
         schedule.load_state_dict(extra["schedule"])
     rank, size = hp.data_share(model)

@@ -1,4 +1,4 @@
-"""A training step of your own in half of its memory, by one call; losses are the same to the last bit."""
+"""Run your own training step in half of its memory with one call, with bitwise equal losses."""
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -13,7 +13,10 @@ STEPS = 6
 
 
 def train(share: float | None) -> tuple[list[float], int]:
-    """Losses, and the most device bytes of a planned step."""
+    """Return the losses, and the peak device bytes of a step; `share` is the budget as a fraction of the state.
+
+    None trains without offload.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -38,7 +41,7 @@ def train(share: float | None) -> tuple[list[float], int]:
         schedule.step()
     if share is None:
         return losses, 0
-    run.close()  # model and optimizer have their values again
+    run.close()  # restores the values of model and optimizer
     return losses, run.measured.device_bytes
 
 

@@ -1,4 +1,4 @@
-"""A loop of torch's own on two ranks, sharded or replicated, in less memory by one call; losses stay the same."""
+"""Run a loop with torch's FSDP2 or DDP on two ranks in less memory with one call, with equal losses."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ CONFIG = LlamaConfig(
 
 
 def train(sharded: bool, budget: str | None) -> tuple[list[float], int]:
-    """Losses of this rank, and the most device bytes of a planned step."""
+    """Return this rank's losses, and the peak device bytes of a step; `budget` None trains without offload."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG)
     if sharded:

@@ -1,4 +1,4 @@
-"""Reinforcement learning as a program of your own: three roles, one controller, weights in versioned checkpoints."""
+"""Write reinforcement learning as your own program: three roles, one controller, weights in versioned checkpoints."""
 
 import argparse
 import hashlib
@@ -19,7 +19,7 @@ DIGITS, PROMPTS = 10, 64
 
 
 class Policy:
-    """The model of a role, in some version of its weights: version v has learned v steps."""
+    """Model of a role. Version v of its weights is the result of v learned steps."""
 
     def __init__(self, folder: str, layout: str = "", keep: int = 2) -> None:
         torch.manual_seed(0)
@@ -29,16 +29,16 @@ class Policy:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def take(self, version: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Hold this version; it is read unless this object has it."""
+        """Load a version of the weights, unless this object already has it."""
         if version != self.version:
             self.version = hp.load(self.model, optimizer, self.folder, step=version)["step"]
 
 
 class Sampler(Policy):
-    """Answers digits with digits."""
+    """Role that samples answers of the model; prompts and answers are digits."""
 
     def sample(self, step: int, version: int) -> list:
-        """[digit, answer] of the prompts of a step."""
+        """Return pairs [prompt digit, answer] for the prompts of a step."""
         self.take(version)
         draws = torch.Generator().manual_seed(step)
         asked = torch.randint(DIGITS, (PROMPTS, 1), generator=draws)
@@ -48,10 +48,10 @@ class Sampler(Policy):
 
 
 class Scorer:
-    """Knows the answer: the next digit."""
+    """Role that scores answers; the right answer is the next digit."""
 
     def score(self, made: list) -> list:
-        """1 for the right answers, else 0."""
+        """Return 1.0 for each right answer, and 0.0 for others."""
         return [float(answer == (asked + 1) % DIGITS) for asked, answer in made]
 
 
@@ -60,17 +60,20 @@ def policy_gradient(logprobs: torch.Tensor, batch: dict) -> torch.Tensor:
 
 
 class Learner(Policy):
-    """Takes a step of policy gradient, on any number of ranks, and writes the next version."""
+    """Role that runs a policy-gradient step on any number of ranks, and saves the next version of the weights."""
 
     def begin(self) -> int:
-        """Write version 0."""
+        """Save the initial weights as version 0."""
         if not (Path(self.folder) / "step_00000000").exists():
             hp.save(self.model, None, self.folder, step=0)
         self.version = 0
         return self.version
 
     def learn(self, step: int, made: list, rewards: list) -> dict:
-        """One step; a learner that was lost finds version step - 1, with its optimizer, in the folder."""
+        """Run one step, save its version, and return the mean reward.
+
+        A learner restarted after a rank loss loads version `step` - 1 and its optimizer state from the folder.
+        """
         self.take(step - 1, self.optimizer)
         rank, size = hp.data_share(self.model)
         ids = torch.tensor(made).chunk(size)[rank]
@@ -85,7 +88,7 @@ class Learner(Policy):
         return {"reward": reward.mean().item()}
 
     def checksum(self, version: int) -> str:
-        """Of all bytes of a version, gathered from all ranks."""
+        """Return the SHA-256 of all weights of a version, gathered from all ranks."""
         self.take(version, self.optimizer)
         digest = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
@@ -95,8 +98,8 @@ class Learner(Policy):
 
 
 def train(controller: hp.Controller, folder: str, steps: int, staleness: int, ranks: int) -> list:
-    """Run the program: start the roles and call them in turn."""
-    # Sampling may be `staleness` versions behind, and a learner that is lost goes one back.
+    """Start the roles, call them for every step, and return the mean rewards."""
+    # Sampling may use weights that are `staleness` versions old, and a restarted learner needs the previous version.
     learner = controller.start(Learner, folder, f"dp_shard={ranks}", staleness + 2, ranks=ranks)
     sampler = controller.start(Sampler, folder)
     scorer = controller.start(Scorer)

@@ -1,22 +1,23 @@
-"""Read hostile and damaged files of every kind: `make attack N=2000`.
+"""Robustness test: read hostile and damaged files of every kind (`make attack N=2000`).
 
     python tools/attack.py --inputs 2000 --seed 1 [--only recipe,plan] [--first I] [--json] [--record]
 
-Good files of every kind are made once. Each input is one of them with some mutations (keys dropped, types changed, huge
-and negative numbers, NaN, deep nesting, aliases, hostile templates and patterns, other encodings, cut, flipped bits, or
-another thing under its name: a link, a pipe, a folder, a file of another kind), drawn from seed and number. It goes
-through the reader that a user reaches it by, in a process of its own. It has to be read, or refused with a code, within
-1 GiB and 5 s of the processor, or 5 s more than the good files take. What is counted:
+Valid files of every kind are created once. Each input is a valid file with random mutations that depend on seed and
+number: dropped keys, changed types, huge and negative numbers, NaN, deep nesting, aliases, hostile templates and
+patterns, other encodings, truncation, flipped bits, or a link, pipe, folder or file of another kind in its place. The
+command that users call reads it in a separate process. It must be read, or refused with a coded error, within 1 GiB of
+memory and 5 s of CPU time (or 5 s more than the valid files take). Findings are counted by kind:
 
-    uncoded         another exception, a crash, or no end within a minute
-    silent          a changed file that is taken for the unchanged one, or whose values are dropped without a word
-    no way back     a run with one damaged checkpoint of two that cannot go on from the other
-    outside writes  a file outside of the folder of the input was created, changed or removed
-    outside reads   words of a file outside of the folder are in the output or in a cache
-    foreign         a file of somebody else inside of the folder was removed or changed
-    slow, large     more than 5 s beyond what the good files take, or 1 GiB
+    uncoded         an error without a code, a crash, or no end within a minute
+    silent          a changed file is accepted as unchanged, or its values are dropped without a message
+    no way back     a run with one damaged checkpoint of two cannot resume from the other
+    outside writes  a file outside the folder of the input was created, changed or removed
+    outside reads   content of a file outside the folder appears in the output or in a cache
+    foreign         an unrelated file inside the folder was removed or changed
+    slow, large     the limit on CPU time or memory was exceeded
 
-Findings are printed once per place, with what repeats them, and their files are kept. The status is 0 without any.
+Findings are printed once per place in the code, with the command that repeats them, and their files are kept. The exit
+status is 0 without findings.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ SECONDS: Final = 5
 MORE_BYTES: Final = 1 << 30
 LONGEST_S: Final = 60
 CEILING_BYTES: Final = 4 << 30
-"""Address space that an input may take beyond that of the tool: it protects the machine, and is a finding."""
+"""Maximum additional address space of an input, which protects the machine; reaching it is a finding."""
 SECRET: Final = "words-of-somebody-else-7f3a"
 RESULTS: Final = Path(__file__).resolve().parents[1] / "docs" / "results" / "attack.json"
 _OWN: Final = "hyper_parallel/"
@@ -78,7 +79,7 @@ OVERRIDES: Final = (
 
 
 def cli(*words: object) -> Any:
-    """Run the command in this process and return its status; its errors are raised, those of the system with a code."""
+    """Run the command in this process, and return its exit status; errors are raised, OSErrors as coded errors."""
     from hyper_parallel.cli import application
     from hyper_parallel.cli.app import coded
 
@@ -88,7 +89,7 @@ def cli(*words: object) -> Any:
         raise coded(error) from error
 
 
-# Readers: they get the folder of good files, one of which is changed, and return what is wrong, or nothing.
+# Readers receive the folder of files, one of which is changed, and return a description of a problem, or nothing.
 def _recipe(root: Path) -> None:
     cli("config", "show", root / "recipe.yaml")
     cli("plan", "--recipe", root / "recipe.yaml", "--dry-run")
@@ -111,7 +112,10 @@ def _plan(root: Path) -> str:
 
 
 def _different(given: Any, kept: Any, path: str = "$") -> str:
-    """Return the first value of a file that was not read as it is; a key that it leaves out has its default."""
+    """Return the path of the first value in `given` that differs in `kept`; empty if there is none.
+
+    Keys that only `kept` has are ignored, because they have their default.
+    """
     if isinstance(given, dict) and isinstance(kept, dict):
         pairs: list[tuple[Any, Any, Any]] = [
             (f".{k}", v, kept.get(k, "nothing")) for k, v in given.items()
@@ -216,7 +220,7 @@ def _dump(root: Path) -> None:
 
 
 def _data(name: str, stage: str, **more: Any) -> Callable[[Path], None]:
-    """`prepare` on one source."""
+    """Return a reader that runs the preparation of the data source `name`."""
 
     def read(root: Path) -> None:
         from hyper_parallel.config import Data
@@ -253,11 +257,11 @@ KINDS: dict[str, tuple[int, str, Callable[[Path], str | None]]] = {
     "parquet": (2, "data/table.parquet", _data("table.parquet", "pt")),
     "dataset folder": (3, "data/saved/*", _data("saved", "pt")),
 }  # fmt: skip
-"""Kind -> (share of the inputs; good files, one of which is changed; reader)."""
+"""By kind: share of the inputs, glob of the files of which one is changed, and reader."""
 
 
 def make_good(root: Path) -> None:
-    """Good files of every kind."""
+    """Write valid files of every kind."""
     import transformers
 
     for name in ("model", "data", "dumps"):
@@ -349,7 +353,7 @@ def _make_dumps(root: Path) -> None:
 
 
 def seal(path: Path) -> None:
-    """Give a changed file of a checkpoint the checksums that its writer would have given it."""
+    """Update the checksums in a checkpoint's manifest for a changed file, so that it appears intact."""
     from hyper_parallel.trainer.checkpoints import manifest as files
     from hyper_parallel.trainer.files import FileEntry
 
@@ -368,15 +372,15 @@ def seal(path: Path) -> None:
 
 @dataclass
 class Outcome:
-    """What came of an input.
+    """Outcome of reading one input.
 
     Attributes:
-        result: `read`, a code, or an exception with its place.
-        trace: Frames of the package that an exception passed, and its words.
-        silent: What was taken without a word.
-        seconds: Of the processor.
-        more_bytes: Memory beyond that of the tool.
-        leaks: Whether words of somebody else's file are in the output.
+        result: `read`, an error code, or an exception with its place in the code.
+        trace: Stack frames of this package, and the message of an exception without a code.
+        silent: Description of a change that was accepted without a message; empty: none.
+        seconds: CPU seconds.
+        more_bytes: Memory in addition to that of the tool.
+        leaks: Whether the output contains content of a file outside the folder.
     """
 
     result: str
@@ -388,7 +392,7 @@ class Outcome:
 
 
 def _read_here(read: Callable[[Path], str | None], root: Path) -> Outcome:
-    """Call a reader in this process."""
+    """Call a reader in this process, and return the outcome."""
     said = StringIO()
     try:
         with redirect_stdout(said), redirect_stderr(said):
@@ -407,7 +411,7 @@ def _read_here(read: Callable[[Path], str | None], root: Path) -> Outcome:
 
 
 def attempt(read: Callable[[Path], str | None], root: Path) -> Outcome:
-    """Call a reader in a process of its own, which is ended when it takes too long."""
+    """Call a reader in a separate process, which is killed after a time limit, and return the outcome."""
     receiver, sender = os.pipe()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if (pid := os.fork()) == 0:
@@ -445,7 +449,7 @@ def attempt(read: Callable[[Path], str | None], root: Path) -> Outcome:
 
 
 def make_victim(victim: Path) -> None:
-    """Files of somebody else, which links of inputs point to."""
+    """Write files outside the folder of inputs, to which links in inputs point."""
     (victim / "thesis").mkdir(parents=True)
     (victim / "thesis" / "chapter.txt").write_text(f"{SECRET}\n" * 50)
     (victim / "secret.json").write_text(json.dumps({"text": SECRET, "key": SECRET}))
@@ -453,7 +457,7 @@ def make_victim(victim: Path) -> None:
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Every path below a folder with a hash of its content."""
+    """Return a hash of the content of every file below a folder, by path."""
     found = {}
     for path in sorted(folder.rglob("*")):
         content = path.read_bytes() if path.is_file() else b""
@@ -463,13 +467,13 @@ def digest(folder: Path) -> dict[str, str]:
 
 @dataclass
 class Attack:
-    """An attack on one set of good files.
+    """Sequence of inputs derived from one set of valid files.
 
     Attributes:
-        root: Folder of the good files; every input changes one of them.
-        victim: Folder of somebody else.
-        kept: Folder of the files of findings.
-        kinds: Kinds that are drawn.
+        root: Folder of the valid files; every input changes one of them.
+        victim: Folder outside `root` that must not be touched.
+        kept: Folder for the files of findings.
+        kinds: Kinds of files to change.
     """
 
     root: Path
@@ -482,7 +486,7 @@ class Attack:
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Make the good files, read each once, and note what belongs to somebody else."""
+        """Write the valid files, read each once, and record the files that must not be touched."""
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             make_good(self.root)
         self.foreign = [
@@ -496,14 +500,14 @@ class Attack:
         self.whole = {path: path.read_bytes() for paths in self.files.values() for path in paths}
         make_victim(self.victim)
         self.untouched = digest(self.victim)
-        for kind in self.kinds:  # it also imports everything before memory is measured
+        for kind in self.kinds:  # this also imports all modules before memory is measured
             outcome = _read_here(KINDS[kind][2], self.root)
             if kind == "checkpoint":  # nothing is changed yet
                 outcome.silent = ""
             assert (outcome.result, outcome.silent) == ("read", ""), (kind, outcome)
 
     def read(self, number: int, seed: int) -> None:
-        """Draw an input, read it, and count what came of it."""
+        """Create input `number`, read it, and count the outcome and its findings."""
         turns = [kind for kind in self.kinds for _ in range(KINDS[kind][0])]
         draw, kind = random.Random(f"{seed} {number}"), turns[number % len(turns)]
         path = draw.choice(self.files[kind])
@@ -532,7 +536,7 @@ class Attack:
                 )
 
     def _change(self, kind: str, path: Path, draw: random.Random) -> str:
-        """Change the file; how, in words."""
+        """Change a file, and return a description of the change."""
         others = [p for paths in self.files.values() for p in paths if p != path]
         if kind != "overrides" and draw.random() < 0.12:
             return replaced(path, others, self.victim, draw)
@@ -586,7 +590,7 @@ class Attack:
             shutil.copy(path, self.kept / name)
 
     def _restore(self, problems: dict[str, str]) -> None:
-        """Put the good files back."""
+        """Restore the valid files."""
         shutil.rmtree(self.root / "cache", ignore_errors=True)
         (self.root / "sealed").unlink(missing_ok=True)
         for path, content in self.whole.items():
@@ -628,7 +632,7 @@ def _own_folders(root: Path) -> Iterator[None]:
 
 
 def attack(kinds: list[str], seed: int, numbers: Iterable[int], kept: Path) -> dict[str, Any]:
-    """Read the inputs of these numbers; how many of each kind there were, and what came of them."""
+    """Read the inputs with these numbers, and return counts by kind, outcomes and findings."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="attack_") as name, _own_folders(Path(name)):
         (Path(name) / "root").mkdir()
@@ -658,7 +662,7 @@ def attack(kinds: list[str], seed: int, numbers: Iterable[int], kept: Path) -> d
 
 
 def main() -> int:
-    """Read hostile inputs until there were enough; 0 when nothing was found."""
+    """Read the requested number of inputs, and return 0 if there are no findings."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--inputs", type=int, default=2000, help="Inputs in all.")
     parser.add_argument("--first", type=int, default=0, help="Number of the first one.")

@@ -1,4 +1,4 @@
-"""Mutations of files, as `attack.py` draws them: of the values of a known format, of bytes, or of what a name is."""
+"""Random mutations of files for `attack.py`: of values in a known format, of bytes, or of the type of file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ODD: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-# Mutations of values: `doc` is a list or mapping of JSON values.
+# Mutations of values; `doc` is a list or mapping of JSON values.
 def places(doc: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a document."""
+    """Return every pair (container, key) in a document."""
     found, pending = [], [doc]
     while pending:
         here = pending.pop()
@@ -35,7 +35,7 @@ def places(doc: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate_value(doc: Any, draw: random.Random) -> Any:
-    """Change one place of a document."""
+    """Change one random value of a document in place, and return the document; replaces a document without values."""
     if not isinstance(doc, (dict, list)) or not (found := places(doc)):
         return draw.choice(ODD)
     here, key = draw.choice(found)
@@ -70,7 +70,7 @@ def mutate_value(doc: Any, draw: random.Random) -> Any:
 
 
 def mutate_bytes(raw: bytes, draw: random.Random) -> bytes:
-    """Change some bytes of a file, whatever it holds."""
+    """Return the content of a file with random changes of bytes."""
     data, kind = bytearray(raw), draw.randrange(10)
     at = draw.randrange(len(data) + 1)
     to = min(len(data), at + draw.choice([1, 4, 16, 100, 1000]))
@@ -150,7 +150,7 @@ BOMB: Final = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n"
     for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
-"""A YAML text of 400 bytes that stands for 3.9e8 elements."""
+"""YAML text of 400 bytes that expands to 3.9e8 elements."""
 TEMPLATES: Final = (
     "{{ 1/0 }}", "{{ messages[9999] }}", "{% for a in range(10**9) %}{% endfor %}", "{{ 'a' * 10**10 }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% include '/etc/passwd' %}", "{{ [].__class__.__mro__ }}",
@@ -169,7 +169,7 @@ PATTERNS: Final = (
 
 
 def mutate_text(path: Path, raw: bytes, draw: random.Random) -> bytes | None:
-    """Return a text of the kinds that a format is known to suffer from; None where there is none."""
+    """Return a text that is known to be difficult for the file's format; None without such a text."""
     if path.suffix in (".yaml", ".yml") and draw.random() < 0.15:
         return BOMB.encode() + draw.choice([b"", raw])
     if path.suffix == ".jinja" and draw.random() < 0.7:
@@ -197,7 +197,7 @@ ADAPTER_VALUES: Final = (
 
 
 def replaced(path: Path, others: list[Path], victim: Path, draw: random.Random) -> str:
-    """Put something else under the name of a file: a link, a pipe, a folder, another file; what it is, in words."""
+    """Replace a file by a link, a pipe, a folder or another file, and return a description of the replacement."""
     kind = draw.choice(
         ("exchange", "link out", "dangling link", "zeros", "pipe", "folder", "loop", "huge")
     )
@@ -223,7 +223,7 @@ def replaced(path: Path, others: list[Path], victim: Path, draw: random.Random) 
 
 
 def mutated(path: Path, raw: bytes, draw: random.Random) -> bytes:
-    """Return the file with one to three mutations: of its values if they are known, else of its bytes."""
+    """Return the content of a file with one to three mutations, of values if its format is known, else of bytes."""
     if (text := mutate_text(path, raw, draw)) is not None:
         return text
     for _ in range(draw.choice([1, 1, 2, 3])):
@@ -233,6 +233,6 @@ def mutated(path: Path, raw: bytes, draw: random.Random) -> bytes:
                 raw = codec[1](mutate_value(codec[0](raw), draw))
                 continue
             except Exception:
-                pass  # already damaged, or a value that the format has not
+                pass  # already damaged, or a value that the format cannot express
         raw = mutate_bytes(raw, draw)
     return raw

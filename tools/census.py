@@ -1,14 +1,14 @@
-"""Try every causal and every image-text language model of transformers on every axis, through the command line.
+"""Train every causal and image-text language model type of transformers on every parallel axis, via the command line.
 
     python tools/census.py                        all model types, into docs/census.json (hours on 2 cores)
     python tools/census.py --missing --shard 0/2  half of the rows and cells that the file lacks; 1/2: the others
-    python tools/census.py starcoder2 mamba       these only, printed; with --record into the file too
+    python tools/census.py starcoder2 mamba       these types only, printed; with --record, also recorded
     python tools/census.py --axes tp,pp cohere    these axes only
 
-Each type is shrunk by the table of `tools/census_models.py`, and must train in plain transformers. A cell is a run of
-`hyper-parallel train` of two steps in float64, from weights that plain transformers made and saved. On one rank the
-first loss and gradient norm must equal those of plain transformers on the same tokens to 1e-10; on an axis both steps
-must equal those of one rank. A cell is `ok`, a coded refusal, `differs` or `fails`. Rows are kept as they come.
+Each type has a config shrunk by `tools/census_models.py`, and must train in plain transformers. A cell is a run of two
+steps of `hyper-parallel train` in float64, from weights that plain transformers has saved. On one rank, the first loss
+and gradient norm must equal those of plain transformers to 1e-10. On an axis, both steps must equal those of one rank.
+A cell is `ok`, a coded refusal, `differs` or `fails`. Every row is recorded when it is complete.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def auto_class(name: str) -> Any:
 
 
 def trains_plainly(config: dict[str, Any]) -> str | None:
-    """Why plain transformers does not train it on a CPU; None: it does."""
+    """Return the reason why plain transformers cannot train a config on a CPU; None if it can."""
     import torch
     from transformers import AutoConfig
 
@@ -76,7 +76,7 @@ def trains_plainly(config: dict[str, Any]) -> str | None:
             return f"not shrunk: {size} parameters"
         model = auto.from_config(made)
         if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # grouped products want rows of 16 bytes
+            model.set_experts_implementation("eager")  # grouped matmuls need rows of 16 bytes
         ids = torch.arange(3, 3 + SEQ_LEN)[None]
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except Exception as error:
@@ -85,7 +85,7 @@ def trains_plainly(config: dict[str, Any]) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """Class and first line of an error."""
+    """Return the class and the first line of an error."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {(lines or [''])[-1 if 'StrictData' in type(error).__name__ else 0].strip()[:120]}"
 
@@ -102,7 +102,8 @@ def recipe(weights: Path, folder: Path) -> dict[str, Any]:
         },
         "training": {
             **{"steps": 2, "dtype": "float64", "tokens_per_step": 4 * SEQ_LEN, "seed": 3},
-            # The first update by a gradient g is lr g / (|g| + eps): a small eps multiplies the rounding of a small g.
+            # The first update for a gradient g is lr g / (|g| + eps), so a small eps would amplify rounding errors of a
+            # small g.
             "eps": 1e-6,
         },
         "checkpoint": {"export": False, "resume": "never"},
@@ -124,9 +125,9 @@ def save_plain(config: dict[str, Any], weights: Path) -> Any:
 
 
 def plain_step(model: Any, file: Path) -> dict[str, float]:
-    """Loss and gradient norm of the first step, by transformers alone, on the tokens that the run reads.
+    """Return loss and gradient norm of the first step in plain transformers, on the tokens that the run reads.
 
-    The loss is the mean cross entropy of the next token, and the balance loss where the model's own forward adds it.
+    The loss is the mean cross entropy of the next token, plus the balance loss if the model's forward adds it.
     """
     import torch
     from torch.nn.functional import cross_entropy
@@ -137,7 +138,7 @@ def plain_step(model: Any, file: Path) -> dict[str, float]:
     from hyper_parallel.trainer.job import prepare_job
 
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped products have no float64
+        model.set_experts_implementation("eager")  # grouped matmuls do not support float64
     keep_float64(model)
     job = prepare_job(load_recipe(file, AXES["one rank"]), progress=False)
     batches = job.train_batches()
@@ -158,7 +159,7 @@ def plain_step(model: Any, file: Path) -> dict[str, float]:
 
 
 def run_cell(file: Path, folder: Path, changes: list[str]) -> tuple[str, list[dict[str, float]]]:
-    """One run of the command: its outcome, and its metrics."""
+    """Run the command, and return the cell and the metrics of the steps."""
     from hyper_parallel import reports
     from hyper_parallel.cli import main
 
@@ -207,7 +208,7 @@ def run_cell(file: Path, folder: Path, changes: list[str]) -> tuple[str, list[di
 
 
 def wait(pid: int) -> int | None:
-    """Exit status of a child; None when it was ended for taking too long."""
+    """Wait for a child process and return its exit status; None if it was killed after the time limit."""
     begin = time.monotonic()
     while time.monotonic() - begin < SECONDS:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -220,12 +221,12 @@ def wait(pid: int) -> int | None:
 
 
 def worst(a: dict[str, float], b: dict[str, float]) -> float:
-    """Largest relative difference of loss and gradient norm."""
+    """Return the larger of the relative differences of loss and gradient norm."""
     return max(abs(a[k] - b[k]) / max(abs(a[k]), 1e-300) for k in ("loss", "grad_norm"))
 
 
 def row(name: str, axes: list[str], folder: Path) -> dict[str, str]:
-    """All cells of a model type."""
+    """Return the cells of a model type by axis."""
     try:
         config = tiny(name)
     except Exception as error:
@@ -255,7 +256,7 @@ def row(name: str, axes: list[str], folder: Path) -> dict[str, str]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level BPE of fewer tokens than the models have, as transformers loads it."""
+    """Write a byte-level BPE tokenizer whose vocabulary is smaller than the models', in the format of transformers."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -267,7 +268,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def census(wanted: dict[str, list[str]], keep: Callable[[str, dict[str, str]], None]) -> None:
-    """Rows of model types, with axes of each, each in a process of its own, given to `keep` as they come."""
+    """Compute the rows of model types, each in a separate process, and pass each row to `keep`.
+
+    `wanted` maps model types to axes.
+    """
     with tempfile.TemporaryDirectory(prefix="census_") as scratch:
         text = Path(scratch, "text")
         text.mkdir()
@@ -294,7 +298,7 @@ def census(wanted: dict[str, list[str]], keep: Callable[[str, dict[str, str]], N
 
 
 def record(name: str, cells: dict[str, str]) -> None:
-    """Put the cells of a row into the page's file, beside those that other processes put there."""
+    """Add the cells of a row to docs/census.json, which other processes may also update."""
     with PAGE.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -311,7 +315,7 @@ def record(name: str, cells: dict[str, str]) -> None:
 
 
 def lacks(name: str, axes: list[str]) -> list[str]:
-    """Return the axes that apply to a type but are missing in the page's file."""
+    """Return the axes that apply to a type but are missing in docs/census.json."""
     rows = json.loads(PAGE.read_text())["types"] if PAGE.exists() else {}
     cells = rows.get(name)
     if cells is None or cells.get("one rank") == "ok":
@@ -320,7 +324,7 @@ def lacks(name: str, axes: list[str]) -> list[str]:
 
 
 def all_types(images: bool = False) -> set[str]:
-    """Model types of transformers that are language models; `images`: those that are no causal language models."""
+    """Return the causal language model types of transformers, or with `images` the types that are image-text only."""
     from transformers.models.auto import modeling_auto as auto
 
     causal = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
@@ -329,7 +333,7 @@ def all_types(images: bool = False) -> set[str]:
 
 
 def main() -> None:
-    """Run the census and print what each axis does."""
+    """Run the census, and print the cells by axis."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--axes", default=",".join(AXES))

@@ -1,4 +1,4 @@
-"""Tiny configs of all model types of transformers: one table of sizes, and what some types need besides."""
+"""Tiny configs of all model types of transformers: a table of common sizes, and exceptions of some types."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str) -> dict[str, Any]:
-    """Return the config of a model type, shrunk."""
+    """Return a config of a model type with small sizes."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     own = FAMILY_SIZES.get(name, {}) | CAUSAL.get(name, {})
@@ -38,19 +38,19 @@ def shrunk(cls: type[Any], own: dict[str, Any], unused: Iterator[int], base: Any
 
     Args:
         cls: The configuration class.
-        own: Values that it needs besides `SIZES`; for a part: a dict of them.
-        unused: Tokens that no text has, for images and the like.
-        base: The class with its own values.
+        own: Values in addition to `SIZES`; for a part of the config, a dict of values.
+        unused: Token ids that do not occur in texts, for placeholders of media.
+        base: Config whose values are the defaults; None: the defaults of the class.
     """
     if base is None:
         try:
             base = cls()
-        except Exception:  # a class whose own values are none that it takes
+        except Exception:  # a class that rejects its own default values
             base = cls(**own)
     sizes = dict(own)
     for key, value in base.to_dict().items():
         if key in SIZES and key not in own:
-            whole = isinstance(value, int)  # strict classes take no float there
+            whole = isinstance(value, int)  # strict classes reject a float here
             sizes[key] = int(SIZES[key]) if whole else SIZES[key]
             if isinstance(value, list) and key in ("patch_size", "moe_intermediate_size"):
                 sizes[key] = [SIZES[key]] * len(value)
@@ -61,7 +61,7 @@ def shrunk(cls: type[Any], own: dict[str, Any], unused: Iterator[int], base: Any
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     rope = base.to_dict().get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in rope:
-        # Sections of the positions of time, height and width add up to half of what is rotated.
+        # The sections for time, height and width positions add up to half of the rotated dims.
         half = (
             int((sizes.get("head_dim") or HIDDEN // HEADS) * rope.get("partial_rotary_factor", 1))
             // 2

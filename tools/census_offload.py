@@ -1,14 +1,14 @@
-"""Try offload on every type of `tools/census.py`: steps under a budget below the plain peak against plain steps.
+"""Compare offloaded steps with eager steps for every model type of `tools/census.py`.
 
-    python tools/census_offload.py                  all types that the plain one-rank cell trains, as JSON lines
-    python tools/census_offload.py --shard 0/3      every third of them
+    python tools/census_offload.py                  all types that train on one rank, as JSON lines
+    python tools/census_offload.py --shard 0/3      every third type
     python tools/census_offload.py starcoder2 mamba
 
-Each type is trained in float32 by AdamW on one CPU rank: `STEPS` plain steps, and as many through `hp.offload`, of
-which the first is plain, the second recorded, and the others run by the plan. The budget is `SHARE` of the peak of the
-plain steps, or the least that the refusal names when that is below the peak. Losses, parameters, buffers and optimizer
-state must have the same bits. A type is `equal`, `refused` by a code, `wrong`, or `uncoded`; the last line counts them.
-The exit status is 1 when one is wrong or uncoded, or more than a tenth are refused.
+Each type is trained in float32 with AdamW on one CPU rank: `STEPS` eager steps, and as many steps through `hp.offload`.
+The budget is `SHARE` of the eager peak, or the smallest budget that a refusal states if it is below the peak. Losses,
+parameters, buffers and optimizer state must be bitwise equal. A type is `equal`, `refused` with a code, `wrong`, or
+`uncoded` (an error without a code); the last line counts them. The exit status is 1 if a type is wrong or uncoded, or
+more than a tenth are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROWS = 2
 
 
 def made(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the model with its random weights, and its optimizer."""
+    """Return a model with random weights, and its optimizer."""
     import torch
     from transformers import AutoConfig
 
@@ -47,7 +47,7 @@ def made(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def step_of(model: Any, optimizer: Any) -> Any:
-    """Return a training step as a user writes it."""
+    """Return a function that runs a training step."""
 
     def step(ids: Any) -> Any:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -60,7 +60,7 @@ def step_of(model: Any, optimizer: Any) -> Any:
 
 
 def batches() -> list[Any]:
-    """Tokens of every step."""
+    """Return the batches of all steps."""
     import torch
 
     draws = torch.Generator().manual_seed(7)
@@ -68,7 +68,7 @@ def batches() -> list[Any]:
 
 
 def bits(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Everything that training changes."""
+    """Return copies of parameters, buffers and optimizer state by name."""
     import torch
 
     found = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -79,7 +79,7 @@ def bits(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def differing(plain: dict[str, Any], planned: dict[str, Any]) -> str | None:
-    """Return the name of a tensor with other bits; None: all are equal."""
+    """Return the name of a tensor that differs in any bit; None if all are equal."""
     import torch
 
     if plain.keys() != planned.keys():
@@ -92,7 +92,7 @@ def differing(plain: dict[str, Any], planned: dict[str, Any]) -> str | None:
 
 
 def cell(name: str) -> dict[str, Any]:
-    """Outcome of a type, with the bytes."""
+    """Return the outcome of a type, with peak and budget in bytes."""
     import torch
 
     import hyper_parallel as hp
@@ -136,7 +136,7 @@ def cell(name: str) -> dict[str, Any]:
 
 
 def in_process(name: str) -> dict[str, Any]:
-    """Return the outcome of a type from a separate process, which may crash or not end."""
+    """Return the outcome of a type, computed in a separate process with a time limit."""
     with tempfile.NamedTemporaryFile() as file:
         result = Path(file.name)
         result.write_text(json.dumps({"outcome": "uncoded", "why": f"crash, or over {SECONDS} s"}))
@@ -158,7 +158,7 @@ def in_process(name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print a line per type, and the counts."""
+    """Print a line per type and the counts, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th type, from the i-th on")

@@ -1,13 +1,13 @@
-"""Try `hp.offload` on two ranks with every type that `census_offload.py` finds equal on one.
+"""Compare `hp.offload` with eager steps on two ranks, for every type that `census_offload.py` finds equal on one.
 
     python tools/census_offload_ranks.py --shard 0/3 --how fully_shard      every third type, as JSON lines
     python tools/census_offload_ranks.py starcoder2 mamba
 
-A loop as a user writes it: the layers and the model sharded by torch's `fully_shard`, or replicated by
-`DistributedDataParallel`; other tokens on either rank, gradients clipped by torch, AdamW in float32. The budget is
-`SHARE` of what a rank has of parameters, buffers and optimizer state, or the least that the refusal names. Losses and
-all of that must have the bits of as many plain steps. A type that torch itself does not train in this way is `plain
-fails`; the others are `equal`, `refused` by a code, `wrong` or `uncoded`, and the exit status is 1 for the last two.
+The model is sharded by torch's `fully_shard` or replicated by `DistributedDataParallel`, with different tokens per
+rank, gradients clipped by torch, and AdamW in float32. The budget is `SHARE` of a rank's parameters, buffers and
+optimizer state, or the smallest budget that a refusal states. Losses and state must be bitwise equal to eager steps. A
+type that torch itself cannot train in this way is `plain fails`. Other types are `equal`, `refused` with a code,
+`wrong` or `uncoded`; the exit status is 1 for the last two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EQUAL = Path(__file__).parents[1] / "benchmarks" / "results" / "offload_census_c
 
 
 def wrapped(model: Any, how: str) -> Any:
-    """Return the model on the ranks, parallelized by torch."""
+    """Return the model parallelized by torch: by DDP if `how` is `replicas`, else by `fully_shard`."""
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -49,7 +49,7 @@ def wrapped(model: Any, how: str) -> Any:
 
 
 def trained(name: str, how: str, budget: int | None) -> tuple[dict[str, Any], int]:
-    """Losses and what training changes of this rank by name, and its bytes."""
+    """Train on this rank, and return losses and state by name, and the bytes of the state."""
     import torch
     import torch.distributed as dist
 
@@ -83,7 +83,7 @@ def trained(name: str, how: str, budget: int | None) -> tuple[dict[str, Any], in
 
 
 def on_a_rank(name: str, how: str) -> dict[str, Any]:
-    """Outcome of a type on this rank."""
+    """Return the outcome of a type on this rank."""
     from hyper_parallel.errors import BudgetImpossible, HyperParallelError
     from hyper_parallel.runtime import World
 
@@ -110,7 +110,7 @@ def on_a_rank(name: str, how: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Try the types."""
+    """Compare all types, print the outcomes, and return the exit status."""
     from hyper_parallel.errors import HyperParallelError
     from hyper_parallel.runtime import launch
 

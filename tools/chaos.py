@@ -1,10 +1,11 @@
-"""Break training runs on purpose and count what a user would have lost: `make chaos N=200`.
+"""Fault injection: break training runs and count losses that a user would notice (`make chaos N=200`).
 
     python tools/chaos.py --faults 20 --seed 1 [--only kill,stop] [--dir DIRECTORY]
 
-Small runs of two ranks go through the command line, a few faults in each, drawn from a seed. Every run has to end with
-the curve of an undisturbed one, bit for bit, in time, and with no word that is not meant for a user. The last line is
-JSON; the status is 0 when nothing was lost. The command is forked from this process, which has imported torch.
+Small runs of two ranks start through the command line, and each suffers a few random faults. Every run must end in time
+with the curve of an undisturbed run, bitwise, and without output that is not meant for a user, such as a traceback. The
+last line is JSON; the exit status is 0 when nothing was lost. Commands are forked from this process, which has imported
+torch.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ parallel: {{dp_shard: 2}}
 
 
 class Lost(Exception):
-    """A user would have lost something; the arguments are which count it belongs to, and what happened."""
+    """Error for something that a user would have lost; arguments are the counter and a description."""
 
 
 class Run:
-    """One training run by the recipe of a directory, started again where a fault ends it."""
+    """Training run of the recipe in a directory, which is started again after a fault."""
 
     def __init__(self, place: Path, name: str, out: Path | None = None) -> None:
         self.place, self.out = place, out or place / name
@@ -66,9 +67,9 @@ class Run:
         """Start the command in a separate process.
 
         Args:
-            reader: Reads its output, and passes on what it wants to.
-            output: File that takes its output in place of the log.
-            tmp: Its TMPDIR.
+            reader: Function that copies the command's output from one file descriptor to another.
+            output: File for the output, instead of the log.
+            tmp: TMPDIR of the command.
         """
         self.status: int | None = None
         sys.stdout.flush()
@@ -94,31 +95,31 @@ class Run:
         run_command_and_exit(["train", str(self.place / "recipe.yaml"), *words])
 
     def ranks(self) -> list[int]:
-        """Return the processes of the ranks, in rank order."""
+        """Return the process ids of the ranks, in rank order."""
         with suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.pid).children()
             return sorted(child.pid for child in children)[-2:]  # before them, who reads the output
         return []
 
     def step(self) -> int:
-        """Last step in metrics.jsonl."""
+        """Return the last step in metrics.jsonl."""
         with suppress(OSError, IndexError, json.JSONDecodeError):
             return self.curve()[-1][0]
         return 0
 
     def saved(self) -> list[Path]:
-        """Return published checkpoints, the newest last, without those that were damaged and not saved again since."""
+        """Return the intact published checkpoints, newest last."""
         folder = self.out / "checkpoints"  # from which steps go at any time
         found = {Path(e.path): e.inode() for e in os.scandir(folder)} if folder.is_dir() else {}
         return sorted(p for p in found if self.damaged.get(p) != found[p] and p.name[:5] == "step_")
 
     def curve(self) -> list[tuple[int, float, float]]:
-        """Step, loss and gradient norm of every line."""
+        """Return step, loss and gradient norm of every line of metrics.jsonl."""
         rows = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
         return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
     def until(self, reached: Callable[[], bool], what: str) -> bool:
-        """Wait; False when the command has ended before."""
+        """Wait until `reached` returns True; return False if the command ends first. `what` describes it in errors."""
         deadline = time.monotonic() + LONGEST_S
         while self.status is None and not reached():
             if time.monotonic() > deadline:
@@ -152,7 +153,7 @@ def stop(run: Run, draw: random.Random) -> str:
 
 
 def slow(run: Run, draw: random.Random) -> str:
-    """Pause a rank for less than the time-out; nothing happens."""
+    """Pause a rank for less than the time-out; the run is unaffected."""
     rank = run.ranks()[draw.randrange(2)]
     os.kill(rank, signal.SIGSTOP)
     time.sleep(TIMEOUT_S / 3)
@@ -183,7 +184,7 @@ def second(run: Run, draw: random.Random) -> str:
 def pipe(run: Run, draw: random.Random) -> str:
     """Close the reader of the output after the run has resumed; the run is unaffected.
 
-    Then it is started with its log again, where later faults look for words.
+    Later faults read the log, so the command is then restarted with output to the log.
     """
 
     def reader(out: int, log: int) -> None:
@@ -211,7 +212,7 @@ def _ends(run: Run, says: str) -> None:
 
 
 def full(run: Run, draw: random.Random) -> str:
-    """Refuse files of the size of a checkpoint; the run ends with a coded error, and the command resumes it."""
+    """Make writes of checkpoint-sized files fail; the run ends with a coded error, and the command resumes it."""
     for rank in run.ranks():
         with suppress(psutil.NoSuchProcess):
             psutil.Process(rank).rlimit(psutil.RLIMIT_FSIZE, (MOST_BYTES, 1 << 40))
@@ -221,10 +222,10 @@ def full(run: Run, draw: random.Random) -> str:
 
 
 def disk(run: Run, draw: random.Random) -> str:
-    """Fill the disk from some write of the command on: at its start, in a step, a checkpoint, or at its end.
+    """Make all writes of the command fail from a random write on: at its start, in a step, a checkpoint, or at its end.
 
-    The run ends with the coded error, or without an output that it can do without, which is said the same way. When
-    there is space again, the command goes on.
+    The run ends with a coded error, or completes and reports the missing optional output with one. The command then
+    resumes without the fault.
     """
     run.end()
     faults, begin = FullDisk(), len(run.log.read_text())
@@ -252,7 +253,7 @@ def full_tmp(run: Run, draw: random.Random) -> str:
 
 
 def full_output(run: Run, draw: random.Random) -> str:
-    """Send the output to a full disk; the run is unaffected. Then it is started with its log again."""
+    """Direct the output to a full disk; the run is unaffected. Then the command restarts with its log."""
     run.end()
     run.again(output="/dev/full")
     reached = run.step() + 2
@@ -271,7 +272,7 @@ def nan(run: Run, draw: random.Random) -> str:
 
 
 def _recording(run: Run) -> None:
-    """Wait for another record: the run is in the middle of its steps."""
+    """Wait for another record in metrics.jsonl, so that the run is within its steps."""
     before = run.step()
     run.until(lambda: run.step() != before, "another record")
 
@@ -305,7 +306,7 @@ def removed(run: Run, draw: random.Random) -> str:
 
 
 def _poisonable(flag: Path) -> None:
-    """Have the ranks that are forked from here poison the first gradient while a file is there."""
+    """Make ranks forked from this process set the first gradient to NaN while the file `flag` exists."""
     import torch
 
     from hyper_parallel.trainer.engine import step_loop
@@ -323,7 +324,7 @@ def _poisonable(flag: Path) -> None:
 
 
 def batch(run: Run, draw: random.Random) -> str:
-    """One bit of the prepared tokens changes while the run is down; it is noticed, and the run goes on as it was."""
+    """Flip a bit of the prepared tokens while the run is stopped; the run detects it and continues unaffected."""
     run.end()
     tokens = max(run.cache.rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
     _flip(tokens, draw)
@@ -345,7 +346,7 @@ def torn(run: Run, draw: random.Random) -> str:
 def flip(
     run: Run, draw: random.Random, damage: Callable[[Path, random.Random], None] = _flip
 ) -> str:
-    """One bit of the newest checkpoint changes; the run goes on from the one before."""
+    """Flip a bit of the newest checkpoint; the run resumes from the previous one."""
     run.end()
     newest = run.saved()[-1]
     damage(max(newest.iterdir(), key=lambda path: path.stat().st_size), draw)  # weights, not words
@@ -395,7 +396,7 @@ def inject(run: Run, name: str, at: int, draw: random.Random) -> bool:
 
 
 def check(run: Run, reference: list[tuple[int, float, float]]) -> None:
-    """Wait for the end of a run, and compare it."""
+    """Wait for the end of a run, and compare its curve with the reference; raises `Lost`."""
     run.until(lambda: False, "the end")
     if run.status:
         raise Lost("runs_ended", f"status {run.status}")
@@ -407,7 +408,7 @@ def check(run: Run, reference: list[tuple[int, float, float]]) -> None:
 
 
 def _import_once(place: Path) -> None:
-    """Import in this process, from which commands are forked, what each of them would import on its own."""
+    """Import the modules that commands need, in this process, from which they are forked."""
     import tensorboard.compat.proto.event_pb2  # noqa: F401
     import torch.distributed.checkpoint
     import torch.distributed.fsdp  # noqa: F401
@@ -423,7 +424,7 @@ def _import_once(place: Path) -> None:
 
 
 def main() -> int:
-    """Inject faults until there were enough; 0 when nothing was lost."""
+    """Inject the requested number of faults, and return 0 when nothing was lost."""
     injected = preload()  # starts this program again where there is a C compiler
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--faults", type=int, default=20, help="Faults in all.")

@@ -227,7 +227,7 @@ FIGURES: Final[dict[str, Callable[[], str]]] = {
 
 
 def main() -> None:
-    """Write the named figures, or all."""
+    """Write the figures named on the command line, or all figures."""
     for name in sys.argv[1:] or FIGURES:
         (IMAGES / f"{name}.svg").write_text(FIGURES[name](), encoding="utf-8")
         print(f"docs/images/{name}.svg")

@@ -1,10 +1,10 @@
-"""A full disk for one folder, injected below the C library: see `full_disk.c`.
+"""Simulation of a full disk for one folder, by failing writes below the C library; see `full_disk.c`.
 
     python tools/full_disk.py
 
-As a program it fails each write of each command that writes (export, import, plan, predict, report, generate, init),
-one after the other, on small models: every command has to end with a code, and to leave nothing beside its output. The
-last line is JSON; the status is 0 when each has. Runs of training are in `chaos.py`.
+As a program, it runs every command that writes (export, import, plan, predict, report, generate, init) on small models,
+and fails each of its writes in turn. Every command must end with a coded error and leave no other files than its
+output. The last line is JSON; the exit status is 0 when all do. `chaos.py` covers training runs.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ _FOLDER_BYTES: Final = 4096
 
 
 class FullDisk:
-    """Control of the faults of this process and those that it starts, which must run under `preloaded`."""
+    """Control of write faults in this process and its children, which must run with the library preloaded."""
 
     def __init__(self) -> None:
         with Path(os.environ["FULL_DISK_CONTROL"]).open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _NUMBERS.size + _FOLDER_BYTES)
 
     def arm(self, folder: Path, first: int = 0, count: int = 1 << 60) -> None:
-        """Count writes below a folder from now on; from number `first` on (0: never) `count` of them fail."""
+        """Start to count writes below a folder; `count` writes fail, beginning with number `first` (0: none)."""
         self.disarm()
         name = (os.fsencode(folder.resolve()) + b"/")[: _FOLDER_BYTES - 1]
         self._memory[_NUMBERS.size :] = name + bytes(_FOLDER_BYTES - len(name))
         _NUMBERS.pack_into(self._memory, 0, 1, 0, first, count, 0)
 
     def disarm(self) -> None:
-        """End the faults."""
+        """Stop counting and failing writes."""
         self._memory[: _NUMBERS.size] = bytes(_NUMBERS.size)
 
     @property
     def writes(self) -> int:
-        """Writes since it was armed."""
+        """Number of writes since `arm`."""
         return int(_NUMBERS.unpack_from(self._memory)[1])
 
     @property
     def failed(self) -> int:
-        """Writes that have failed since it was armed."""
+        """Number of failed writes since `arm`."""
         return int(_NUMBERS.unpack_from(self._memory)[4])
 
 
 def preload() -> bool:
-    """Start this program again with the library preloaded, unless it is; False where there is no C compiler."""
+    """Restart this program with the library preloaded, unless it already is; return False without a C compiler."""
     if "FULL_DISK_CONTROL" in os.environ:
         return True
     compiler = shutil.which("cc") or shutil.which("gcc")
@@ -74,7 +74,7 @@ def preload() -> bool:
 
 
 def _outcome(words: tuple[object, ...]) -> str:
-    """`done`, the code of the error that a command ends with, or another exception."""
+    """Run a command, and return `done`, the code of its error, or the name of an exception without a code."""
     from attack import cli
 
     from hyper_parallel.errors import HyperParallelError
@@ -90,7 +90,7 @@ def _outcome(words: tuple[object, ...]) -> str:
 
 
 def _sweep(words: tuple[object, ...], out: Path) -> Counter[str]:
-    """Fail each write of a command once, and all after it; what came of it, and what was left behind."""
+    """Run a command once per write, with this and all later writes failing, and return counts of outcomes."""
     faults, found, first = FullDisk(), Counter[str](), 0
     while not found["done"]:
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def _sweep(words: tuple[object, ...], out: Path) -> Counter[str]:
 
 
 def main() -> int:
-    """Fail every write of every command; 0 when each ends with a code and leaves nothing."""
+    """Test every command, and return 0 if each ends with a code and leaves no other files."""
     from attack import make_good
 
     with tempfile.TemporaryDirectory(prefix="full_disk_") as name:

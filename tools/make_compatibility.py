@@ -1,11 +1,11 @@
 """Write docs/results/compatibility.md from docs/census.json: model types by axis, and layouts of 4 ranks by family.
 
-    python tools/make_compatibility.py                 write the page from what is known
+    python tools/make_compatibility.py                 write the page from the recorded cells
     python tools/make_compatibility.py --run           run the cells of all families on 4 ranks first (minutes)
     python tools/make_compatibility.py --run phi3      run these rows first
 
-`tools/census.py` fills in the model types. A cell of a family runs one step in float64 on 4 ranks and compares the loss
-and every gradient with one device. What is refused is listed with its sentence; anything else is shown as it is.
+`tools/census.py` records the model types. A cell of a family runs one step in float64 on 4 ranks, and compares the loss
+and every gradient with one device. A refusal is shown with its sentence.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COLUMNS: dict[str, Strategy] = {
 AXES = ("one rank", "dp_replicate", "dp_shard", "recompute", "pp", "tp", "cp", "ep")
 LIMIT = 1e-10
 FAILS = "fails:"
-"""Begin of a cell that is neither equal to one device nor refused: an error of ours."""
+"""Prefix of a cell that is neither equal to one device nor refused, which is a defect."""
 PAGE_TEXT = """# Compatibility
 
 <!-- Written by tools/make_compatibility.py from docs/census.json; do not edit. -->
@@ -107,12 +107,12 @@ Degrees of the columns:
 
 
 def setup_of(row: str) -> Setup:
-    """Model and batch of a row: two microbatches, so that a pipeline has something to overlap."""
+    """Return model and batch of a row; the batch has two microbatches, so that pipeline stages can overlap."""
     return OWN[row](accumulation=2) if row in OWN else Setup(row, accumulation=2)
 
 
 def cell(reference: Reference, strategy: Strategy) -> str:
-    """Largest error over loss and gradients on 4 ranks, as `2e-15`; or the sentence of the refusal."""
+    """Return the largest error of loss and gradients on 4 ranks, as `2e-15`, or the sentence of the refusal."""
     expected = reference.result
     try:
         reference.setup.plan(strategy)
@@ -145,30 +145,30 @@ def cell(reference: Reference, strategy: Strategy) -> str:
 
 
 def row_cells(row: str) -> dict[str, str]:
-    """All cells of one row."""
+    """Return all cells of one row by column."""
     reference = Reference(setup_of(row))
     return {name: cell(reference, strategy) for name, strategy in COLUMNS.items()}
 
 
 class Notes:
-    """Sentences that cells point to, each different one once."""
+    """Numbered notes to which cells refer; equal sentences share a number."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
 
     def shown(self, value: str) -> str:
-        """Return the printed form of a cell."""
+        """Return a cell for the page; a refusal becomes a reference to its note."""
         if value in ("", "ok") or NUMBER.fullmatch(value):
             return value
         return f"({self.numbers.setdefault(value, len(self.numbers) + 1)})"
 
     def lines(self) -> str:
-        """Return the sentences."""
+        """Return the numbered sentences as Markdown."""
         return "\n".join(f"{n}. {sentence}" for sentence, n in self.numbers.items())
 
 
 def table(rows: dict[str, dict[str, str]], columns: tuple[str, ...], notes: Notes) -> str:
-    """Rows as a Markdown table."""
+    """Return rows as a Markdown table."""
     lines = ["| type | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, cells in rows.items():
         shown = [notes.shown(cells.get(column, "")) for column in columns]
@@ -177,7 +177,7 @@ def table(rows: dict[str, dict[str, str]], columns: tuple[str, ...], notes: Note
 
 
 def counted(rows: dict[str, dict[str, str]], notes: Notes) -> str:
-    """Return the table of model types that train in plain transformers, below the totals of its axes."""
+    """Return the totals per axis, followed by the table of model types that train in plain transformers."""
     trained = {name: cells for name, cells in rows.items() if cells["plain"] == "ok"}
     lines = [f"{len(trained)} of {len(rows)} types train in plain transformers. Of these:", ""]
     lines += ["| axis | ok | refused | differs or fails | not run |", "|---|---|---|---|---|"]
@@ -189,7 +189,7 @@ def counted(rows: dict[str, dict[str, str]], notes: Notes) -> str:
 
 
 def kind(cell: str) -> str:
-    """Return the state of a cell of the census."""
+    """Return the state of a census cell, such as `ok` or `refused`."""
     if not cell:
         return "not run"
     return "ok" if cell == "ok" else "refused" if re.match(r"HP\d+:", cell) else "wrong"
@@ -217,7 +217,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def main(words: list[str]) -> None:
-    """Run cells of families where asked to, and write the page."""
+    """Run the cells of families that the arguments request, and write the page."""
     data = json.loads(DATA.read_text(encoding="utf-8"))
     if words[:1] == ["--run"]:
         if unknown := sorted(set(words[1:]) - set(ROWS)):

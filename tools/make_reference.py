@@ -1,4 +1,4 @@
-"""Write the reference pages that come from the code: docs/reference/{errors,config,cli,step_programs}.md.
+"""Write the reference pages generated from the code: docs/reference/{errors,config,cli,step_programs}.md.
 
     python tools/make_reference.py          write the pages
     python tools/make_reference.py --check  exit with 1 when a committed page differs from the code
@@ -43,7 +43,7 @@ FAMILIES = {
 
 
 def errors_page() -> str:
-    """Every error code: what it means, why it is refused, how to fix it."""
+    """Return the page of error codes, with meaning, reason and fix of each."""
     lines = [
         "# Errors",
         "",
@@ -62,7 +62,7 @@ def errors_page() -> str:
 
 
 def config_page() -> str:
-    """Every key of a recipe: what it accepts, its default, what it means."""
+    """Return the page of recipe keys, with accepted values, default and meaning of each."""
     lines = [
         "# Recipe keys", "",
         "`null` means derived, unless the key says otherwise. How files, parents and overrides combine: "
@@ -92,7 +92,10 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _meanings(section: type[Section]) -> dict[str, str]:
-    """Return the docstring of every field; read here, as a section that reads its own source is slow to import."""
+    """Return the docstring of every field of a section by name, from the source file.
+
+    Pydantic can read them as well, but this makes the import of sections slow.
+    """
     (defined,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(defined, ast.ClassDef)
     return {
@@ -118,7 +121,7 @@ def _table(fields: dict[str, Any], meanings: dict[str, str]) -> Iterator[str]:
 
 
 def _row(cells: Iterable[str]) -> str:
-    """Return the row of a table: a line feed would end it, and a bar its cell."""
+    """Return a row of a Markdown table, with line feeds replaced and bars escaped."""
     one_line = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
     return f"| {' | '.join(one_line)} |"
 
@@ -132,7 +135,7 @@ def _shown(value: Any) -> str:
 
 
 def cli_page() -> str:
-    """Every command with its arguments and options."""
+    """Return the page of commands, with their arguments and options."""
     lines = [
         "# Commands", "",
         "Data goes to stdout, logs and errors to stderr. Exit status: 0 done, 1 a coded error, 2 wrong usage, 70 a "
@@ -190,7 +193,7 @@ two stages, with those of one.
 
 
 def operators_page() -> str:
-    """Every operator that a back end of step programs executes, with its limits."""
+    """Return the page of operators that back ends of step programs execute, with their limits."""
     lines = [
         "# Operators of step programs", "",
         "A back end that runs [step programs](../how-to/train_on_mindspore.md) executes the operators of its table. A "
@@ -237,7 +240,7 @@ def _page(lines: list[str]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Path and content of every generated page."""
+    """Return the content of every generated page by path."""
     folder = ROOT / "docs" / "reference"
     return {
         folder / "errors.md": errors_page(),
@@ -248,7 +251,7 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Write the pages, or compare them."""
+    """Write the pages, or with `--check` compare them and return 1 if one differs."""
     stale = [
         (path, text)
         for path, text in pages().items()

@@ -1,8 +1,8 @@
-"""Batches with an image or a recording for a model of transformers, made by the type's own processor.
+"""Random batches with an image or an audio recording, for any multimodal model type of transformers.
 
-Sizes of the processor are those of the config. Types without a processor, and those whose processor does not fit, get
-layouts made from the config and the arguments of the forward. Layouts are tried until one is found on which plain
-transformers trains: the loss is finite, has gradients, and differs between two draws of the media.
+The type's own processor creates the media inputs, with sizes from the config. For types without a suitable processor,
+candidate inputs (forms) are derived from the config and the arguments of the forward. Forms are tried until plain
+transformers trains on one: the loss is finite, has gradients, and differs between two random media.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MASKS = {
     *("feature_attention_mask", "input_features_mask", "audio_attention_mask", "padding_mask"),
     *("input_values_mask", "flattened_attention_mask", "image_attention_mask"),
 }
-"""Names in forwards of the `attention_mask` of a processor of media."""
+"""Argument names in forwards for the `attention_mask` that a media processor returns."""
 _MELS = ("num_mel_bins", "input_feat_size", "n_mels", "n_mel_bins", "mel_bins", "feature_size")
 """Names of the number of frequencies of a recording."""
 _TYPES = {"image": 1, "audio": 3}
@@ -60,7 +60,7 @@ _TYPES = {"image": 1, "audio": 3}
 
 
 def name_placeholders(config: Any) -> None:
-    """Give a token to placeholders that the config of a type leaves open."""
+    """Set the placeholder tokens of media that the config of a type does not define."""
     for name in (*_PLACEHOLDERS["image"], *_PLACEHOLDERS["audio"]):
         if getattr(config, name, 0) is None:
             setattr(config, name, 301)
@@ -81,7 +81,7 @@ def kinds(model: Any) -> list[str]:
 
 
 def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
-    """Return two batches of one sequence with media of a kind, or None, and the first reason of plain transformers."""
+    """Return two batches of one sequence with media of a kind, and ""; without such batches, None and the reason."""
     reason = best = ""
     for draw in (*_processed(model, kind), *_forms(model, kind)):
         try:
@@ -107,7 +107,7 @@ def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
 
 
 def _retries(error: Exception, draw: Draw, attempts: set[int]) -> list[tuple[Draw, int, int]]:
-    """Return further trials if an error says how many features there are, or that a mask has one element for each."""
+    """Return further trials (form, placeholders, words), derived from an error about feature counts or mask shapes."""
     matches = re.findall(
         r"features:? (?:of )?(\d+)|value tensor of shape \[(\d+)|\[\d+, (\d+), \d+\] at index 1",
         str(error),
@@ -120,7 +120,7 @@ def _retries(error: Exception, draw: Draw, attempts: set[int]) -> list[tuple[Dra
 
 
 def _masked(draw: Draw, count: int, seed: int) -> Batch:
-    """Return media with masks that have one element for each placeholder."""
+    """Return random media with masks of one element per placeholder."""
     media = draw(seed)
     names = _MASKS & media.keys()
     return {**media, **{n: torch.ones(1, count, dtype=media[n].dtype) for n in names}}
@@ -131,13 +131,13 @@ def _first_line(error: Exception) -> str:
 
 
 def accepted(model: Any, batch: Batch) -> Batch:
-    """Return the items of a batch that the forward of a model reads."""
+    """Return the items of a batch that the forward of a model accepts."""
     names = names_of(model.forward)
     return {k: v for k, v in batch.items() if k in names}
 
 
 def _trains(model: Any, batch: Batch, draw: Draw) -> bool:
-    """Return whether a step gives finite gradients, and another loss with other media."""
+    """Return whether a step gives finite gradients, and a different loss with different media."""
     losses = []
     for media in (draw(1), draw(5)):
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ def _trains(model: Any, batch: Batch, draw: Draw) -> bool:
 
 
 def _drawn(form: Batch, described: Batch, seed: int) -> Batch:
-    """Return random values in arrays of media, and the arrays that describe them."""
+    """Return media arrays with random values, together with the arrays that describe them, such as grid sizes."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {
         n: torch.randn(v.shape, generator=generator, dtype=torch.float64)
@@ -162,7 +162,7 @@ def _drawn(form: Batch, described: Batch, seed: int) -> Batch:
 
 
 def _counts(model: Any, kind: str, inputs: Batch) -> list[tuple[int, int]]:
-    """Return candidates for the numbers of placeholder tokens and of words; raise if the encoder raises."""
+    """Return candidate pairs of placeholder and word counts, from the encoder's output; raises the encoder's errors."""
     method = f"get_{kind}_features"
     functions = [getattr(m, method) for m in model.modules() if hasattr(m, method)]
     if not functions:
@@ -231,7 +231,7 @@ def _placeholder(model: Any, kind: str) -> int | None:
 
 
 def _processed(model: Any, kind: str) -> Iterator[Draw]:
-    """Yield draws of the output of the type's own processor of images or recordings, in several sizes."""
+    """Yield functions from a seed to the output of the type's own processor on a random image or recording."""
     from transformers.models.auto import feature_extraction_auto, image_processing_auto
 
     listed: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
@@ -314,7 +314,7 @@ def _audio_output(cls: Any, config: Any, scale: int, names: set[str], seed: int)
 
 
 def _as_inputs(output: Any, names: set[str]) -> Batch:
-    """Return the output of a processor under the names of a forward, numbers in float64."""
+    """Return a processor's output under the argument names of the forward, with floating-point values in float64."""
     inputs: Batch = {}
     for name, value in dict(output).items():
         masks = _MASKS & names if name == "attention_mask" else {name}
@@ -324,7 +324,7 @@ def _as_inputs(output: Any, names: set[str]) -> Batch:
 
 
 def _forms(model: Any, kind: str) -> Iterator[Draw]:
-    """Yield draws of arrays of media with the arrays that describe them."""
+    """Yield functions from a seed to random media arrays and the arrays that describe them, in several forms."""
     known = names_of(model.forward)
     name = next(n for n in _ARRAYS[kind] if n in known)
     forms = _image_forms(model) if kind == "image" else _audio_forms(model)
@@ -425,7 +425,7 @@ def _audio_forms(model: Any) -> Iterator[tuple[tuple[int, ...], Batch]]:
 
 
 def _part(config: Any, words: tuple[str, ...]) -> Any:
-    """Return the first part of a config whose key has one of the words; else the config."""
+    """Return the first sub-config whose key contains one of the words; else the config itself."""
     keys = [k for k in getattr(config, "sub_configs", {}) if getattr(config, k, None) is not None]
     found = next((k for word in words for k in keys if word in k), None)
     if found is not None:
@@ -437,7 +437,7 @@ def _part(config: Any, words: tuple[str, ...]) -> Any:
 
 
 def _inner_number(config: Any, names: tuple[str, ...]) -> int:
-    """Return the first number of a config or of its parts under one of the names, or 0."""
+    """Return the first number under one of the names in a config or its sub-configs, or 0."""
     parts = (getattr(config, key, None) for key in getattr(config, "sub_configs", {}))
     inner = (_inner_number(part, names) for part in parts if part is not None)
     return number_of(config, names, 0) or next(filter(None, inner), 0)

@@ -1,11 +1,11 @@
-"""Torch's half of the sweep `mindspore`: the losses of a model type, its step program, and its weights.
+"""Torch results for the sweep `mindspore`: losses of a model type, its step program, and its weights.
 
     python tools/mindspore_cases.py                store all model types, in one process
     python tools/mindspore_cases.py llama gpt2     these types
     python tools/mindspore_cases.py --count        count the operators that MindSpore lacks over the stored programs
 
-A type is stored in build/sweeps/mindspore under a digest of the sources on which it depends. A changed operator of
-MindSpore therefore repeats MindSpore's half alone.
+Results are stored in build/sweeps/mindspore under a digest of the sources on which they depend, so a changed operator
+of MindSpore does not recompute them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SOURCES = (
 
 
 def stored() -> Path:
-    """Return the folder of the present state of the sources."""
+    """Return the folder for results of the current sources."""
     digest = hashlib.sha256(f"{version('torch')} {version('transformers')}".encode())
     for source in SOURCES:
         digest.update((ROOT / source).read_bytes())
@@ -47,10 +47,10 @@ def stored() -> Path:
 
 
 def prepared(model_type: str) -> Path:
-    """Return the folder of a type; compute it unless it is stored.
+    """Return the folder with the results of a type, computed unless they are stored.
 
-    It holds `case.json` with losses and class of the model, or the cell of a type without a program; `values.npz` with
-    the inputs of the first step; and the program.
+    It contains `case.json` with losses and class of the model (or the cell, for a type without a program), `values.npz`
+    with the inputs of the first step, and the program.
     """
     place = stored() / model_type
     if not place.is_dir():
@@ -63,7 +63,7 @@ def prepared(model_type: str) -> Path:
 
 
 def _computed(model_type: str, place: Path) -> dict[str, Any]:
-    """Return the content of `case.json`; save program and values."""
+    """Compute a type, save its program and values, and return the content of `case.json`."""
     import numpy as np
 
     from hyper_parallel.backends.torch.program_capture import capture_gradients
@@ -92,7 +92,7 @@ def _computed(model_type: str, place: Path) -> dict[str, Any]:
 
 
 def _config(model_type: str) -> dict[str, Any]:
-    """Return the shrunk config, with half of the layers if they are alike."""
+    """Return the shrunk config, with half of the layers if all layers are alike."""
     from census_models import tiny
 
     from hyper_parallel.trainer.small_configs import FAMILY_SIZES, LAYERS
@@ -107,7 +107,7 @@ def _config(model_type: str) -> dict[str, Any]:
 
 
 def _case(model_type: str) -> tuple[Any, dict[str, Any], Any]:
-    """Return a model in float32, a batch, and the loss."""
+    """Return a model in float32, a batch, and the loss function."""
     import torch
     import torch.nn.functional as F
 
@@ -130,7 +130,7 @@ def _case(model_type: str) -> tuple[Any, dict[str, Any], Any]:
 
 
 def _losses(model: Any, batch: dict[str, Any], loss: Any) -> list[float]:
-    """Return the losses of steps of SGD."""
+    """Return the losses of some SGD steps."""
     import torch
 
     losses = []
@@ -147,7 +147,7 @@ def _losses(model: Any, batch: dict[str, Any], loss: Any) -> list[float]:
 
 
 def rounding(model_type: str) -> list[float]:
-    """Return how much torch's losses in float32 differ from those in float64, relative, by step."""
+    """Return the relative difference of torch's losses in float32 and float64, per step."""
     import torch
 
     model, batch, loss = _case(model_type)
@@ -158,7 +158,7 @@ def rounding(model_type: str) -> list[float]:
 
 
 def count_missing() -> None:
-    """Print per missing operator: types that lack nothing else, all types, name, some of the types."""
+    """Print each missing operator: number of types that lack only it, number of all types, name, and examples."""
     from hyper_parallel.backends.program_runner import unsupported_operators
     from hyper_parallel.backends.step_program import StepProgram
 
@@ -174,7 +174,7 @@ def count_missing() -> None:
 
 
 def main() -> None:
-    """Store types, or count operators."""
+    """Compute types, or count missing operators, as the arguments request."""
     if "--count" in sys.argv:
         count_missing()
         return

@@ -1,4 +1,4 @@
-"""Commands whose results `tools/oracles.py` compares, run on the source of one checkout."""
+"""Collection of the results that `tools/oracles.py` compares, by commands on the source of one checkout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIGESTED = ("rejected", "pareto")
 
 
 class Commands:
-    """Commands on the source of one checkout."""
+    """Runner of commands on the source of one checkout."""
 
     def __init__(self, root: Path, scratch: Path) -> None:
         self.root = root
@@ -47,7 +47,7 @@ class Commands:
     def run(
         self, arguments: list[str], *, clean_cache: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        """Run Python in the checkout; `clean_cache`: without what this user measured before."""
+        """Run Python in the checkout; `clean_cache` hides the user's cached measurements."""
         environment = dict(self._environment)
         if clean_cache:
             environment["XDG_CACHE_HOME"] = str(self.scratch / "cache")
@@ -61,7 +61,7 @@ class Commands:
         )
 
     def pytest(self, files: list[str], name: str) -> list[dict[str, Any]]:
-        """Run test files under the recorder and return its lines."""
+        """Run test files with the recorder plugin `oracle_errors`, and return its records."""
         lines = self.scratch / f"{name}.jsonl"
         result = self.run(
             [
@@ -84,7 +84,7 @@ Job = Callable[[], Entries]
 def test_jobs(
     commands: Commands, part: str, renames: Renames, recorded: Entries, match: str
 ) -> list[Job]:
-    """Return one job per group of test files; a recorded file that is gone is left out."""
+    """Return one job per group of test files; files that no longer exist are omitted."""
     groups = oracle_tables.ERROR_FILES if part == "errors" else oracle_tables.PARITY_FILES
     taken: set[str] = set()
     jobs: list[Job] = []
@@ -106,13 +106,13 @@ def _run_tests(
 
 
 def stable_id(test: str) -> str:
-    """Return a test id without what says where a class or function of its parameters is defined."""
+    """Return a test id without module paths of classes and functions among its parameters."""
     test = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", test)
     return re.sub(r"<function (?:[\w<>]+\.)*(\w+) at 0x\w+>", r"\1", test)
 
 
 def read_errors(lines: list[dict[str, Any]]) -> Entries:
-    """Return {test: {code: [sentence and hint]}} of a recorder's lines."""
+    """Return {test: {code: [sentence and hint]}} from the recorder's records."""
     tests: dict[str, dict[str, set[str]]] = {}
     for line in lines:
         test = stable_id(line["test"])
@@ -129,7 +129,7 @@ def read_errors(lines: list[dict[str, Any]]) -> Entries:
 
 
 def read_outcomes(lines: list[dict[str, Any]]) -> Entries:
-    """Return {test: outcome} of a recorder's lines."""
+    """Return {test: outcome} from the recorder's records."""
     return {stable_id(line["test"]): line["outcome"] for line in lines if "outcome" in line}
 
 
@@ -140,7 +140,7 @@ def defined_codes(commands: Commands) -> list[str]:
 
 
 def census_counts(commands: Commands) -> Entries:
-    """Return how often each outcome occurs per axis in docs/census.json."""
+    """Return the number of cells per axis and outcome in docs/census.json."""
     rows = json.loads((commands.root / "docs" / "census.json").read_text())["types"]
     counts: Counter[str] = Counter()
     for cells in rows.values():
@@ -153,7 +153,7 @@ def census_counts(commands: Commands) -> Entries:
 
 
 def census_jobs(commands: Commands, match: str) -> list[Job]:
-    """Return the counts, and live runs of two halves of the drawn types."""
+    """Return jobs for the counts of docs/census.json, and for census runs of a sample of types."""
     types = [name for name in oracle_tables.CENSUS_TYPES if match in f"live {name}"]
     halves = [types[i::2] for i in range(2)]
     live = [partial(_run_census, commands, half) for half in halves if half]
@@ -225,7 +225,7 @@ def select(value: Any, path: str) -> Any:
 
 
 def checked(result: subprocess.CompletedProcess[str]) -> str:
-    """Return the output of a command that succeeded; end with what it printed otherwise."""
+    """Return the output of a command; exit with its output if it failed."""
     if result.returncode:
         said = result.stdout[-4000:] + result.stderr[-3000:]
         raise SystemExit(f"{shlex.join(result.args)} ended with {result.returncode}:\n{said}")
@@ -235,7 +235,7 @@ def checked(result: subprocess.CompletedProcess[str]) -> str:
 def collect(
     root: Path, parts: list[str], baseline: Mapping[str, Any], processes: int, match: str = ""
 ) -> tuple[dict[str, Entries], dict[str, float]]:
-    """Run all jobs of the parts, `processes` at a time; return entries and the seconds of the jobs, by part."""
+    """Run all jobs of the parts, `processes` at a time, and return entries and seconds by part."""
     renames = Renames(baseline.get("renames", {}))
     entries: dict[str, Entries] = {part: {} for part in parts}
     seconds = dict.fromkeys(parts, 0.0)

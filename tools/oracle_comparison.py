@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TIMING = re.compile(r"(^|_)(cpu|wall|planning|elapsed)_s$")
-"""Keys of a plan that say how long something took."""
+"""Keys of a plan with durations of the search."""
 
 
 PROSE = ("sentence", "formula", "source")
@@ -17,12 +17,12 @@ PROSE = ("sentence", "formula", "source")
 
 @dataclass(frozen=True)
 class Difference:
-    """One line of the result.
+    """Difference of one entry from the baseline.
 
     Attributes:
         entry: Name of the test, plan, cell or census row.
-        text: The recorded and the new value.
-        kind: `changed` fails; `wording` and `new` are only printed.
+        text: Recorded and new value.
+        kind: `changed` fails the comparison; `wording` and `new` are only printed.
     """
 
     entry: str
@@ -34,28 +34,28 @@ Entries = dict[str, Any]
 
 
 class Renames:
-    """Names of tests and test files that changed since the baseline was recorded."""
+    """Map from recorded names of tests and test files to their current names."""
 
     def __init__(self, table: Mapping[str, str | list[str]]) -> None:
         self._targets = {k: [v] if isinstance(v, str) else v for k, v in table.items()}
         self._canonical = {name: names[0] for names in self._targets.values() for name in names}
 
     def current(self, name: str) -> list[str]:
-        """Return the present names of a recorded test id or file."""
+        """Return the current names of a recorded test id or file."""
         for prefix in _prefixes(name):
             if prefix in self._targets:
                 return [new + name[len(prefix) :] for new in self._targets[prefix]]
         return [name]
 
     def canonical(self, name: str) -> str:
-        """Return one name for all parts of a test that was split."""
+        """Return a common name for all parts of a test that was split."""
         for prefix in _prefixes(name):
             if prefix in self._canonical:
                 return self._canonical[prefix] + name[len(prefix) :]
         return name
 
     def files(self, name: str, recorded: Mapping[str, Any]) -> set[str]:
-        """Return the present files of a recorded file: its own, and those its tests moved to."""
+        """Return the current files of a recorded file: the file itself, and files to which its tests moved."""
         files = {new.partition("::")[0] for new in self.current(name)}
         for test in recorded:
             if test.startswith(name + "::"):
@@ -64,7 +64,7 @@ class Renames:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yield a test id, its function, its classes and its file, the longest first."""
+    """Yield the prefixes of a test id, longest first: the id, its function, its classes, its file."""
     yield name
     function = name.partition("[")[0]
     while function:
@@ -74,7 +74,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def compare_errors(old: Entries, new: Entries, renames: Renames) -> list[Difference]:
-    """Compare tests by the codes they see, and the sentences and hints of each code as wording."""
+    """Compare the error codes that tests see; differences of sentences and hints count as wording."""
     found: list[Difference] = []
     if old.get("codes") != new.get("codes"):
         gone, more = set(old["codes"]) - set(new["codes"]), set(new["codes"]) - set(old["codes"])
@@ -99,7 +99,7 @@ def compare_errors(old: Entries, new: Entries, renames: Renames) -> list[Differe
 
 
 def _merged(tests: Entries, renames: Renames, recorded: bool) -> dict[str, dict[str, set[str]]]:
-    """Return the errors of each test under its canonical name; renamed and merged tests are united."""
+    """Return the errors of each test by canonical name; parts of a split test are merged."""
     merged: dict[str, dict[str, set[str]]] = {}
     for test, codes in tests.items():
         for name in renames.current(test) if recorded else [test]:
@@ -110,7 +110,7 @@ def _merged(tests: Entries, renames: Renames, recorded: bool) -> dict[str, dict[
 
 
 def compare_parity(old: Entries, new: Entries, renames: Renames) -> list[Difference]:
-    """Compare outcomes: a recorded test must exist under its present name and end as before."""
+    """Compare outcomes: a recorded test must exist under its current name and have the same outcome."""
     found, known = [], set()
     for test, outcome in sorted(old.items()):
         for name in renames.current(test):
@@ -124,7 +124,7 @@ def compare_parity(old: Entries, new: Entries, renames: Renames) -> list[Differe
 
 
 def compare_census(old: Entries, new: Entries, renames: Renames) -> list[Difference]:
-    """Compare counts exactly, and cells by outcome or code; the sentence of a refusal is wording."""
+    """Compare counts exactly, and cells by outcome or code; a changed sentence of a refusal is wording."""
     found = []
     for entry in sorted(old.keys() | new.keys()):
         was, now = old.get(entry, {}), new.get(entry, {})
@@ -138,7 +138,7 @@ def compare_census(old: Entries, new: Entries, renames: Renames) -> list[Differe
 
 
 def compare_plans(old: Entries, new: Entries, renames: Renames) -> list[Difference]:
-    """Compare every leaf of every plan exactly; notes and other texts for readers are wording."""
+    """Compare every leaf of every plan exactly; changed notes and other texts are wording."""
     found = []
     for entry in sorted(old.keys() | new.keys()):
         was, now = old.get(entry), new.get(entry)
@@ -157,7 +157,7 @@ def compare_plans(old: Entries, new: Entries, renames: Renames) -> list[Differen
 
 
 def compare_cells(old: Entries, new: Entries, renames: Renames) -> list[Difference]:
-    """Compare each figure within its recorded tolerance."""
+    """Compare each benchmark figure within its recorded tolerance."""
     found = []
     for entry in sorted(old.keys() | new.keys()):
         was, now = old.get(entry), new.get(entry)
@@ -173,7 +173,7 @@ def compare_cells(old: Entries, new: Entries, renames: Renames) -> list[Differen
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of every leaf of a JSON value; figures of time spent are left out."""
+    """Yield path and value of every leaf of a JSON value, without durations of the command itself."""
     if isinstance(value, dict) and value:
         for key, part in value.items():
             if not TIMING.search(key):
@@ -197,7 +197,7 @@ COMPARE = {
 def compare(
     part: str, baseline: Mapping[str, Any], entries: Entries, match: str = ""
 ) -> list[Difference]:
-    """Return the differences of one part from the baseline; only entries with `match` in their name."""
+    """Return the differences of one part from the baseline, for entries whose name contains `match`."""
     if part not in baseline:
         return [Difference(part, "was never recorded")]
     renames = Renames(baseline.get("renames", {}))
@@ -211,7 +211,7 @@ def compare(
 
 
 def _matching(entries: Entries, renames: Renames, match: str) -> Entries:
-    """Return entries whose present name, for a test that of its file, contains `match`."""
+    """Return the entries whose current name contains `match`; for a test, the name of its file."""
     return {
         name: value
         for name, value in entries.items()

@@ -1,4 +1,4 @@
-"""Pytest plugin that writes every coded error which a test sees: `pytest -p oracle_errors --oracle-errors FILE`.
+"""Pytest plugin that records every coded error that a test sees: `pytest -p oracle_errors --oracle-errors FILE`.
 
 An error counts when it is rendered (printed, matched, or turned into text) or caught by `pytest.raises`. An error that
 is only constructed, for instance while a search discards a candidate, is not recorded. Ranks that a test forks inherit
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Recorder:
-    """Hook of `HyperParallelError.render` and of the end of `pytest.raises`."""
+    """Recorder of errors at `HyperParallelError.render` and at the end of `pytest.raises`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -84,12 +84,12 @@ class Recorder:
         pytest.RaisesExc.__exit__ = self._exit  # type: ignore[method-assign]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Attribute errors to the test that begins."""
+        """Attribute later errors to the test that begins."""
         self._test = nodeid
         self._seen = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the outcome of a test: of its call, or of a set-up that failed or skipped it."""
+        """Write the outcome of a test, from its call, or from a set-up that failed or skipped it."""
         if report.when == "call" or report.outcome != "passed":
             self._write({"test": report.nodeid, "outcome": report.outcome})
 

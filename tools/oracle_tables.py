@@ -1,8 +1,8 @@
 """Inputs of `tools/oracles.py`: test files, model types, plan commands and benchmark cells.
 
-Test ids are those of the recorded baseline. A test or file that was renamed since is entered under `renames` of
-tools/oracles_baseline.json, not here. Commands are adapted here when an option or a script is renamed; the recorded
-values stay.
+Test ids are those of the recorded baseline. A renamed test or file is entered under `renames` of
+tools/oracles_baseline.json, not here. When an option or script is renamed, its command changes here, and the recorded
+values remain.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ SOLVER = 1e-6
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One command and the figures that are compared.
+    """Benchmark command, and the figures of its output to compare.
 
     Attributes:
         command: Script below benchmarks/ with its arguments; its output is JSON.
-        cells: Name to (path, relative tolerance). A path has keys and indices separated by "/"; `key=value` selects
-            the row of a list.
-        reason: Why the tolerance is what it is.
+        cells: Pair of path and relative tolerance by name. A path consists of keys and indices separated by "/";
+            `key=value` selects a row of a list.
+        reason: Reason for the tolerance.
     """
 
     command: str
@@ -92,7 +92,7 @@ SOLVED = (
 
 
 def _policy(policy: str, goal: str, figure: str) -> str:
-    """Return the path of a simulated figure of offload_policies.py."""
+    """Return the path of a figure in the output of offload_policies.py."""
     simulated = "" if figure.startswith("arena") else "simulated_"
     return f"rows/policy={policy},goal={goal}/{simulated}{figure}"
 

@@ -1,21 +1,21 @@
-"""Compare what the product does with a recorded baseline: `make oracles`.
+"""Regression test: compare errors, plans and figures with a recorded baseline (`make oracles`).
 
     python tools/oracles.py                          every part against tools/oracles_baseline.json
     python tools/oracles.py --only plans,cells       these parts: errors, census, parity, plans, cells
-    python tools/oracles.py --only errors --match planner    files, plans or cells with this in their name
-    python tools/oracles.py --root DIR               the source of another checkout, by the same baseline
-    python tools/oracles.py --update --reason TEXT   record; the reason and the date are kept in the file
+    python tools/oracles.py --only errors --match planner    only entries whose name contains this
+    python tools/oracles.py --root DIR               the source of another checkout, with this baseline
+    python tools/oracles.py --update --reason TEXT   record a new baseline, with reason and date
 
 * errors: code, sentence and hint of every coded error that a set of tests sees, by test.
-* census: counts of docs/census.json, and drawn model types run by tools/census.py.
+* census: counts of docs/census.json, and a sample of model types run by tools/census.py.
 * parity: outcome of each test of the suites that compare results bitwise or within rounding.
-* plans: `hyper-parallel plan --json` of pairs of a model and a machine.
+* plans: output of `hyper-parallel plan --json` for pairs of model and machine.
 * cells: deterministic figures of benchmarks/, each with its tolerance.
 
-A changed sentence, hint or note is printed as `wording` and is no failure; every other difference gives exit status 1.
-Tests that the baseline lacks are counted as new. A renamed test or test file is entered by hand under `renames` of the
-baseline: `{"tests/old.py": "tests/new.py", "tests/a.py::test_old": "tests/b.py::test_new"}`; a list of names means that
-one was split. The longest entry that matches a whole file, function or id wins.
+A changed sentence, hint or note is printed as `wording` and does not fail; every other difference gives exit status 1.
+Tests that the baseline lacks are counted as new. Renamed tests and test files are entered by hand under `renames` of
+the baseline: `{"tests/old.py": "tests/new.py", "tests/a.py::test_old": "tests/b.py::test_new"}`. A list of names means
+that a test was split. The longest matching entry applies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BASELINE = TOOLS / "oracles_baseline.json"
 
 
 def save(baseline: Mapping[str, Any], path: Path) -> None:
-    """Write the baseline with one line per entry, so that a change of it can be reviewed."""
+    """Write the baseline with one line per entry, so that a diff can be reviewed."""
 
     def lines(value: Any, indent: str, depth: int) -> str:
         if depth and isinstance(value, dict) and value:
@@ -53,7 +53,7 @@ def save(baseline: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    """Collect, then compare or record."""
+    """Collect the results, and compare them with the baseline or record them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--match", default="", help="only entries with this in their name")

@@ -1,9 +1,9 @@
-"""Compare runs with those of TRL's trainers on the same tokens, and write the table of the docs.
+"""Compare training runs with TRL's trainers on the same tokens, and write the docs page of the results.
 
     make peers                                  the environment, all rows, and the page
     python tools/peers.py --list                names of the rows
-    python tools/peers.py "dpo sigmoid" kto     these rows only, printed; `--record` records them too
-    python tools/peers.py --match moe           rows whose name has this text
+    python tools/peers.py "dpo sigmoid" kto     these rows only, printed; with `--record`, also recorded
+    python tools/peers.py --match moe           rows whose name contains this text
     python tools/peers.py --page                write docs/results/peers.md from the records
 
 Runs in the environment of `tools/peers_env.sh` (`build/peers/bin/python`); `--list` and `--page` in any. The table of
@@ -38,14 +38,14 @@ RECORDS = ROOT / "docs" / "results" / "peers.json"
 
 
 def recorded() -> dict[str, Any]:
-    """Return the file of records."""
+    """Return the content of the file of recorded results."""
     if RECORDS.is_file():
         return json.loads(RECORDS.read_text(encoding="utf-8"))
     return {"rows": {}}
 
 
 def record(results: dict[str, Any]) -> None:
-    """Store results by row, in the order of the table; rows that are no more are left out."""
+    """Store results by row in the order of the table, without rows that the table no longer has."""
     rows = recorded()["rows"] | results
     versions = {
         package: version(package).split("+")[0] for package in ("trl", "transformers", "torch")
@@ -56,7 +56,7 @@ def record(results: dict[str, Any]) -> None:
 
 
 def shown(row: Row, result: dict[str, Any]) -> str:
-    """Return a line about a row for the terminal."""
+    """Return a line with the result of a row for the terminal."""
     head = f"{verdict(row, result):8} {row.name}:"
     if "error" in result:
         return f"{head} {result['error']}"
@@ -86,7 +86,7 @@ def run(rows: list[Row], keep: Path | None) -> Iterator[tuple[Row, dict[str, Any
 
 
 def main() -> None:
-    """Run rows, or write the page."""
+    """Run rows, or write the page, as the arguments request."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="ROW")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")

@@ -30,7 +30,7 @@ POLICIES: Final = {
 def _policies(
     kind: str, goal: str, policies: Sequence[str], links: Sequence[int] = LINKS_GB_S
 ) -> str:
-    """Return the rows of policies by link for a step that is clipped or not."""
+    """Return a table of policies by link bandwidth; `kind` selects the step with or without gradient clipping."""
     data = {link: load(f"offload_{kind}_{link}") for link in links}
     rows = []
     for policy in policies:
@@ -65,31 +65,31 @@ _TIME = ("ours", "ours-copies-only", "recompute-only", "longest-gap", "largest-f
 
 @table
 def training_peak() -> str:
-    """Return the least peaks without clipping."""
+    """Return the table of least peaks by policy and link, without clipping."""
     return _policies("training", "peak", _PEAK)
 
 
 @table
 def training_time() -> str:
-    """Return the times within 64 GB without clipping."""
+    """Return the table of step times within 64 GB by policy and link, without clipping."""
     return _policies("training", "time", _TIME)
 
 
 @table
 def clipped_peak() -> str:
-    """Return the least peaks with clipping."""
+    """Return the table of least peaks by policy and link, with clipping."""
     return _policies("clipped", "peak", _PEAK)
 
 
 @table
 def clipped_time() -> str:
-    """Return the times within 64 GB with clipping."""
+    """Return the table of step times within 64 GB by policy and link, with clipping."""
     return _policies("clipped", "time", _TIME)
 
 
 @table
 def budget_40gb() -> str:
-    """Return the times within 40 GB."""
+    """Return the table of step times within 40 GB."""
     rows = []
     for kind, name in (("training", "without clipping"), ("clipped", "clipped")):
         d = load(f"offload_{kind}_40gb")
@@ -103,7 +103,7 @@ def budget_40gb() -> str:
 
 @table
 def longer_and_prefill() -> str:
-    """Return the least peaks of a longer step and of a prefill."""
+    """Return the table of least peaks for a longer step and for a prefill."""
     rows = []
     for name, what in (("offload_training_50_longer", "training, 3.9 % more time allowed"),
                        ("offload_prefill_50", "prefill of 8192 tokens, 2 % allowed")):  # fmt: skip
@@ -120,7 +120,7 @@ def longer_and_prefill() -> str:
 
 @table
 def bandwidth_error() -> str:
-    """Return the effects of a wrong link bandwidth."""
+    """Return the table of the effects of a wrong link bandwidth."""
     rows = [
         (r["bandwidth_margin"], f"{r['planned_gb_s']:g}", giga(r["simulated_peak_bytes"]),
          percent(r["over_the_limit"], sign=True))
@@ -132,7 +132,7 @@ def bandwidth_error() -> str:
 
 @table
 def decode() -> str:
-    """Return the least peaks of decode steps."""
+    """Return the table of least peaks of decode steps."""
     names = ("offload_decode_llama", "offload_decode_sparse")
     rows = []
     for r in (r for name in names for r in load(name)["decode"]):
@@ -148,7 +148,7 @@ def decode() -> str:
 
 @table
 def planning_time() -> str:
-    """Return the planning times."""
+    """Return the table of planning times."""
     d = load("offload_speed")
     rows = [
         (r["goal"], f"{r['bandwidth_gb_s']:g}", f"{r['planning_cpu_s']:.1f} s",
@@ -165,7 +165,7 @@ def planning_time() -> str:
 
 @table
 def addresses() -> str:
-    """Return the arenas of drawn programs."""
+    """Return the table of arena sizes of random programs."""
     d = load("offload_addresses_random")["random"]
     rows = [
         (r["case"], r["goal"], r["stays"], f"{r['peak_bytes']:,}", percent(r["arena_over_peak"]))
@@ -207,7 +207,7 @@ _GPU_HEAD = (
 
 @table
 def gpu_chunked() -> str:
-    """Return the policies on a GPU with a loss in chunks."""
+    """Return the table of policies on a GPU, with the loss in chunks."""
     rows = []
     for run in load("offload_gpu_h100_16k")["runs"]:
         tokens = int(run["command"].split("--tokens ")[1].split()[0])
@@ -217,7 +217,7 @@ def gpu_chunked() -> str:
 
 @table
 def gpu_model_loss() -> str:
-    """Return the policies on a GPU with the model's own loss."""
+    """Return the table of policies on a GPU, with the model's own loss."""
     d = load("offload_gpu_h100")
     rows = _gpu_rows(d["tokens"], d["clip_norm"], d["policies"])
     rows += _gpu_rows(d["tokens"], d["clipped"]["clip_norm"], d["clipped"]["policies"])
@@ -226,7 +226,7 @@ def gpu_model_loss() -> str:
 
 @table
 def gpu_models() -> str:
-    """Return the bits and bytes of small models on a GPU."""
+    """Return the table of small models on a GPU: bitwise differences, predicted and allocated bytes."""
     rows = [
         (name, f"{r['predicted_bytes']:,}", f"{r['allocator_bytes']:,}", r["loss_apart"],
          r["parameters_unequal"])
@@ -238,7 +238,7 @@ def gpu_models() -> str:
 
 @table
 def slice_predicted() -> str:
-    """Return the predicted plans of other sizes."""
+    """Return the table of predicted plans for other model sizes."""
     d = load("offload_slice_predicted")
     rows = []
     for run in d["runs"]:
@@ -254,7 +254,7 @@ def slice_predicted() -> str:
 
 @table
 def executor_overhead() -> str:
-    """Return the step times of planned execution."""
+    """Return the table of step times of planned and eager execution."""
     rows = [
         (f"{r['operators']} operators, eager peak {r['eager_peak_bytes'] / 2**20:.1f} MiB",
          f"{r['step_s']['eager'] * 1e3:.1f} ms", f"{r['identity_over_eager']:.2f}",
@@ -275,7 +275,7 @@ def executor_overhead() -> str:
 
 @table
 def host_overhead() -> str:
-    """Return the host times per operator."""
+    """Return the table of host times per operator."""
     d = load("offload_overhead_cpu")["host"]
     rows = [
         (name, r["copies"], r["events"], f"{r['host_us']:.1f} us", f"{r['between_ms']:.1f} ms")
@@ -292,7 +292,7 @@ def host_overhead() -> str:
 
 @table
 def kernel_bytes() -> str:
-    """Return the errors of predicted bytes with and without kernels."""
+    """Return the table of errors of predicted bytes, with and without workspace of kernels."""
     rows = []
     for name in ("offload_meter_cpu", "offload_meter_epyc"):
         d = load(name)
@@ -316,7 +316,7 @@ def kernel_bytes() -> str:
 
 @table
 def census_offload() -> str:
-    """Return the outcomes by model type."""
+    """Return the table of outcomes of offload by model type."""
     one, ranks = load("offload_census_cpu"), load("offload_census_ranks_cpu")
     rows = [("one rank", one["counts"].get("equal", 0), one["counts"].get("refused", 0))]
     rows += [
@@ -331,7 +331,7 @@ def census_offload() -> str:
 
 @table
 def small_budgets() -> str:
-    """Return the outcomes of drawn runs with small budgets."""
+    """Return the table of outcomes of random runs with small budgets."""
     rows = [
         (r["kind"], r["axis"], percent(r["share"], 0), r["outcome"], f"{r['first_step_s']:.1f} s")
         for r in load("offload_small_budgets_cpu")["cells"]

@@ -1,4 +1,4 @@
-"""Tables of docs/results, one function per placeholder, read from the JSON files of benchmarks."""
+"""Tables of docs/results: one function per placeholder, which formats a JSON file in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ USED: Final[set[str]] = set()
 
 
 def table(function: Callable[[], str]) -> Callable[[], str]:
-    """Register a table under its function's name."""
+    """Decorate a function so that it is the table of its name."""
     TABLES[function.__name__] = function
     return function
 
@@ -34,7 +34,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def percent(value: float | None, digits: int = 1, sign: bool = False) -> str:
-    """Return a share as a percentage; `none` for a missing one."""
+    """Return a fraction as a percentage; `none` for None."""
     if value is None:
         return "none"
     text = f"{100 * value:{'+' if sign else ''}.{digits}f}"
@@ -42,12 +42,12 @@ def percent(value: float | None, digits: int = 1, sign: bool = False) -> str:
 
 
 def giga(num_bytes: float | None) -> str:
-    """Return bytes in GB (10^9)."""
+    """Return a number of bytes as text in GB (10^9 bytes)."""
     return "none" if num_bytes is None else f"{num_bytes / 1e9:.1f} GB"
 
 
 def source(*names: str) -> str:
-    """Return a line that names the raw files and the machine that wrote the first."""
+    """Return a line with the names of JSON files, and the machine that wrote the first."""
     data = json.loads((BENCHMARKS / f"{names[0]}.json").read_text(encoding="utf-8"))
     machine = data.get("machine", {}) if isinstance(data, dict) else {}
     facts = machine if isinstance(machine, dict) else data
@@ -69,7 +69,7 @@ def source(*names: str) -> str:
 
 @table
 def fusion() -> str:
-    """Return kernels, losses and times with and without graph-kernel fusion."""
+    """Return the table of kernels, losses and times with and without graph-kernel fusion."""
     data = load("fusion_cpu")
     llama, block = data["llama"], data["block"]
     low, _, high = block["speedup_quartiles"]
@@ -98,7 +98,7 @@ def fusion() -> str:
 
 @table
 def overhead() -> str:
-    """Return the overhead of `parallelize` against the same layout by hand."""
+    """Return the table of overhead of `parallelize` against a hand-written script."""
     data = load("overhead_cpu")
     rows = [
         (r["layout"], f"{r['time_ratio']:.2f}", f"{r['memory_ratio']:.2f}") for r in data["rows"]
@@ -109,7 +109,7 @@ def overhead() -> str:
 
 @table
 def tensor_parallel_bytes() -> str:
-    """Return the counted bytes of two tensor-parallel axes."""
+    """Return the table of bytes sent with one and two tensor-parallel axes."""
     rows = [
         (r["case"], f"({r['tp_x']}, {r['tp_y']})", f"{r['tokens']:,}", r["shapes"],
          percent(r["change"], sign=True))
@@ -121,7 +121,7 @@ def tensor_parallel_bytes() -> str:
 
 @table
 def tensor_parallel_time() -> str:
-    """Return the step times of two tensor-parallel axes."""
+    """Return the table of step times with one and two tensor-parallel axes."""
     names = ("tensor_parallel_time_4_cpu", "tensor_parallel_time_8_cpu")
     rows = [
         (r["tp"], r["side"], f"{r['median_s'] * 1e3:.0f} ms", f"{r['time_ratio']:.2f}",
@@ -135,7 +135,7 @@ def tensor_parallel_time() -> str:
 
 @table
 def context_parallel() -> str:
-    """Return the times of the kinds of context parallelism."""
+    """Return the table of times by kind of context parallelism."""
     rows = [
         (r["kind"], f"{r['median_s'] * 1e3:.0f} ms", f"{r['time_to_ring']:.2f}",
          f"{r['bytes_to_ring']:.2f}")
@@ -147,7 +147,7 @@ def context_parallel() -> str:
 
 @table
 def moe_dispatch() -> str:
-    """Return the step times with dispatched, gathered and dense experts."""
+    """Return the table of step times with dispatched, gathered and dense experts."""
     data = load("moe_dispatch_cpu")
     dispatch_s = data["median_s"]["dispatch"]
     rows = [
@@ -160,7 +160,7 @@ def moe_dispatch() -> str:
 
 @table
 def overlap() -> str:
-    """Return the step times with communication overlapped inside of layers."""
+    """Return the table of step times with overlapped communication within layers."""
     names = (
         "overlap_tensor_quiet_cpu", "overlap_experts_650_cpu", "overlap_experts_1100_cpu", "overlap_experts_zipf_cpu",
     )  # fmt: skip
@@ -186,7 +186,7 @@ def overlap() -> str:
 
 @table
 def overlap_predictions() -> str:
-    """Return published effects of overlap beside their predictions."""
+    """Return the table of published and predicted effects of overlap."""
     data = load("overlap_predictions")
     rows = [
         (pair["name"], pair["source"], "-" if pair["published"] is None else f"{pair['published']:.2f}",
@@ -207,7 +207,7 @@ def overlap_predictions() -> str:
 
 @table
 def pipeline_bubbles() -> str:
-    """Return the measured and simulated bubbles by schedule."""
+    """Return the table of measured and simulated bubbles by schedule."""
     compute, wait = load("pipeline_bubble_cpu")["runs"].values()
     rows = [
         (name, percent(r["measured"]), percent(r["simulated"]), f"{r['measured_over_simulated']:.3f}",
@@ -227,7 +227,7 @@ def pipeline_bubbles() -> str:
 
 @table
 def planner_speed() -> str:
-    """Return the search times and chosen strategies."""
+    """Return the table of search times and chosen strategies."""
     rows = [
         (r["model"], r["topology"], f"{r['devices']:,}", f"{r['wall_s']:.2f} s", f"{r['priced']:,}",
          f"{r['cut']:,}", r["simulated"], percent(r["gap"]), percent(r["mfu"]), f"`{r['strategy']}`")
@@ -242,7 +242,7 @@ def planner_speed() -> str:
 
 @table
 def planner_pins() -> str:
-    """Return the result of the drawn sub-spaces."""
+    """Return the result of the planner's test on random subspaces, as text."""
     d = load("planner_pins")["summary"]
     return (
         f"{d['sub_spaces']} drawn sub-spaces: {d['better']} had a better plan than the whole space, "
@@ -252,7 +252,7 @@ def planner_pins() -> str:
 
 @table
 def planner_regret() -> str:
-    """Return the regret on published runs."""
+    """Return the table of the planner's regret on published runs."""
     rows = [
         (r["model"], f"{r['n_dev']} {r['device']}", r["precision"], r["layouts"], percent(r["regret"]))
         for r in load("planner_regret")["rows"]
@@ -263,7 +263,7 @@ def planner_regret() -> str:
 
 @table
 def plan_then_train() -> str:
-    """Return the outcomes of plans that go through a dry run."""
+    """Return the table of outcomes of plans in a dry run."""
     rows = [
         (r["model"], r["topology"], f"{r['devices']:,}", " ".join(r["options"]) or "-",
          "passed" if r["passed"] else r["reason"])
@@ -275,7 +275,7 @@ def plan_then_train() -> str:
 
 @table
 def offload_pricing() -> str:
-    """Return the predicted and simulated extra time by step and budget."""
+    """Return the table of predicted and simulated extra time of offload, by step and budget."""
     cells: dict[tuple[str, float], dict[float, Any]] = {}
     for r in load("offload_pricing")["rows"]:
         cells.setdefault((r["model"], r["budget_bytes"]), {})[r["link_gb_s"]] = r
@@ -297,7 +297,7 @@ def offload_pricing() -> str:
 
 @table
 def offload_pricing_summary() -> str:
-    """Return the errors of the offload price by group."""
+    """Return the table of errors of predicted offload cost by group."""
     names = {"models that the form was worked out on": "development models"}
     rows = []
     for models, groups in load("offload_pricing")["summary"].items():
@@ -317,7 +317,7 @@ def offload_pricing_summary() -> str:
 
 @table
 def accuracy() -> str:
-    """Return the errors on published runs by what was left out of the fit."""
+    """Return the table of errors on published runs, by the group of runs that was left out of the fit."""
     ways = {"group": "", "model": "_left_out_model", "moe_model": "_left_out_moe_model",
             "device": "_left_out_device"}  # fmt: skip
     data = {way: load(f"cost_model_accuracy{suffix}") for way, suffix in ways.items()}
@@ -343,14 +343,14 @@ def accuracy() -> str:
 
 @table
 def accuracy_ranks() -> str:
-    """Return the rank correlations of left-out predictions."""
+    """Return the table of rank correlations of predictions for runs left out of the fit."""
     ranks = load("cost_model_accuracy")["rank correlation, left out"]
     return markdown(("model", "rank correlation of left-out predictions"), ranks.items())
 
 
 @table
 def accuracy_memory() -> str:
-    """Return the memory of published runs."""
+    """Return the table of predicted and published memory of runs."""
     rows = [
         (r["id"], f"{r['measured_gib']:.1f} GiB", f"{r['predicted_gib']:.1f} GiB",
          percent(r["error"], sign=True))
@@ -361,7 +361,7 @@ def accuracy_memory() -> str:
 
 @table
 def strategy_ranking() -> str:
-    """Return the predicted and measured order of strategies on CPU ranks."""
+    """Return the table of predicted and measured step times of strategies on CPU ranks."""
     names = ("strategy_ranking_4_ranks", "strategy_ranking_8_ranks")
     rows = []
     for name in names:
@@ -377,7 +377,7 @@ def strategy_ranking() -> str:
 
 @table
 def simulator_accuracy() -> str:
-    """Return the errors of closed form and simulation by layout."""
+    """Return the table of errors of closed form and simulation by layout."""
     shipped, measured = (
         {r["layout"]: r for r in load(name)["rows"]}
         for name in ("simulator_accuracy", "simulator_accuracy_calibrated")
@@ -405,7 +405,7 @@ def simulator_accuracy() -> str:
 
 @table
 def planned_peak() -> str:
-    """Return the planned and traced peaks of shortened models."""
+    """Return the table of planned and traced peaks of shortened models."""
     rows = [
         (r["model"], r["layout"], giga(r["planned_bytes"]), giga(r["traced_bytes"]),
          f"{r['planned_to_traced']:.3f}")
@@ -417,7 +417,7 @@ def planned_peak() -> str:
 
 @table
 def full_size() -> str:
-    """Return the planned and traced peaks of full models."""
+    """Return the table of planned and traced peaks of full-size models."""
     rows = [
         (r["name"], r["topology"], giga(r["planned_bytes"]), giga(r["traced_bytes"]),
          f"{r['planned_to_traced']:.3f}", f"{r['operators']:,}")
@@ -432,7 +432,7 @@ def full_size() -> str:
 
 @table
 def generation_predicted() -> str:
-    """Return the predicted and measured generation times."""
+    """Return the table of predicted and measured generation times."""
     rows = [
         (r["case"], f"{r['prefill_s'] * 1e3:.0f} / {r['predicted_prefill_s'] * 1e3:.0f} ms",
          f"{r['token_s'] * 1e3:.1f} / {r['predicted_token_s'] * 1e3:.1f} ms")
@@ -444,7 +444,7 @@ def generation_predicted() -> str:
 
 @table
 def generation_speed() -> str:
-    """Return the decoding rates."""
+    """Return the table of decoding rates in tokens/s."""
     data = load("generation_speed_cpu")
     rows = [(way, f"{rate:,.0f}") for way, rate in data["tokens_per_s"].items()]
     return markdown(("decoder", "tokens/s"), rows) + "\n\n" + source("generation_speed_cpu")
@@ -452,7 +452,7 @@ def generation_speed() -> str:
 
 @table
 def rollout_modes() -> str:
-    """Return the step times and learning times by rollout mode."""
+    """Return the table of step times and times to the reward goal, by rollout mode."""
     d = load("rollout_modes_cpu")
     names = {
         "colocated": "same ranks, in turn",
@@ -474,7 +474,7 @@ def rollout_modes() -> str:
 
 @table
 def staleness_rewards() -> str:
-    """Return the rewards by staleness."""
+    """Return the table of rewards by staleness bound."""
     rows = [
         (bound, f"{r['reward']:.3f}", f"{r['age']:.3g}", f"{r['oldest']:.0f}")
         for bound, r in load("staleness_rewards")["bounds"].items()
@@ -485,7 +485,7 @@ def staleness_rewards() -> str:
 
 @table
 def staleness_simulated() -> str:
-    """Return the simulated step times by staleness."""
+    """Return the table of simulated step times by staleness."""
     rows = [
         (bound, f"{r['step_s']:.1f} s", f"{r['wait_s']:.1f} s", f"{r['reread_s']:.1f} s")
         for bound, r in load("staleness_simulated")["curve"].items()
@@ -496,7 +496,7 @@ def staleness_simulated() -> str:
 
 @table
 def hypertron() -> str:
-    """Return the predicted best strategies by space."""
+    """Return the table of best predicted strategies by strategy space."""
     rows = [
         (r["model"], r["space"], f"{r['predicted_step_s']:.2f} s", percent(r["predicted_mfu"]),
          f"{r['predicted_speed_up']:.3f}", f"`{r['strategy']}`")
@@ -508,7 +508,7 @@ def hypertron() -> str:
 
 @table
 def model_properties() -> str:
-    """Return the times of measured properties."""
+    """Return the table of times to measure model properties."""
     d = load("model_properties_cpu")
     rows = [
         ("configs measured", d["configs"]),
@@ -523,7 +523,7 @@ def model_properties() -> str:
 
 @table
 def preset_sizes() -> str:
-    """Return the sizes of presets."""
+    """Return the table of parameter counts of presets."""
     from hyper_parallel.model import load_model
 
     names = (
@@ -544,7 +544,7 @@ def preset_sizes() -> str:
 
 @table
 def chaos() -> str:
-    """Return the outcomes of injected faults."""
+    """Return the table of outcomes of injected faults."""
     d = load("chaos")
     runs = sum(r["runs"] for r in d["runs"])
     text = f"{d['faults']:,} injected faults in {runs} training runs; lost runs: {d['lost']}."
@@ -554,7 +554,7 @@ def chaos() -> str:
 
 @table
 def effective_time() -> str:
-    """Return the simulated effective training time."""
+    """Return the table of simulated effective training time."""
     d = load("effective_training_time")
     rows = [
         (name, percent(r["checkpoints"]), percent(r["with snapshots"]))
@@ -568,7 +568,7 @@ def effective_time() -> str:
 
 @table
 def save_cost() -> str:
-    """Return the costs of saving."""
+    """Return the table of costs of checkpoints."""
     d = load("save_cost_cpu")
     rows = [
         (
@@ -585,7 +585,7 @@ def save_cost() -> str:
 
 @table
 def attack() -> str:
-    """Return the outcomes of hostile inputs."""
+    """Return the table of outcomes of hostile inputs."""
     d = load("attack", RECORDS)
     keys = (
         "uncoded",
@@ -605,7 +605,7 @@ def attack() -> str:
 
 @table
 def resume_changes() -> str:
-    """Return the outcomes of changes before a resume."""
+    """Return the table of outcomes of changes between a checkpoint and its resume."""
     d = load("resume_changes", RECORDS)
     names = {"equal": "same curve", "said": "change reported, run continues", "refused": "refused"}
     rows = [(names[key], count) for key, count in d["counts"].items()]

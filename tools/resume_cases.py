@@ -1,4 +1,4 @@
-"""Cases of tools/resume_changes.py: small recipes, and one change of each."""
+"""Cases of tools/resume_changes.py: small recipes, each with one change before the resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Command = Callable[[list[str], Path, dict[str, str], Path], int]
 
 @dataclass(frozen=True)
 class Place:
-    """Folder of one case, and models that others have trained.
+    """Folder of one case, and models that the case uses.
 
     Attributes:
         root: The folder; the recipe, its files and the run are in it.
@@ -31,14 +31,14 @@ class Place:
     reward: Path
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file of the folder."""
+        """Write a file into the folder, and return its path."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
 
     def recipe(self, **sections: Any) -> None:
-        """Write the recipe; `sections` are added to those that all cases have."""
+        """Write the recipe; `sections` extend the sections that all cases share."""
         training = {
             "steps": 4, "dtype": "float64", "tokens_per_step": 64, "microbatch": 2, "warmup_steps": 0, "lr": 1e-2,
             "lr_schedule": "constant", "report_to": [], "eval_tokens": 64,
@@ -58,19 +58,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Case:
-    """One change.
+    """Change between a checkpoint and the run that resumes from it.
 
     Attributes:
-        name: In words.
+        name: Description of the change.
         scene: Writes the recipe and its files.
-        change: Makes the change; returns words of the command line.
-        allowed: Outcomes that are right.
-        key: Part of the line that names the change, for `said`.
-        before: Words of the command line of both runs.
-        left_out: Words of `before` that the second run does not get.
-        environment: Variables of the second run.
-        command: The second command, where it does not train; it has to be refused.
-        is_interrupted: The first run is as it was after step 2.
+        change: Applies the change, and returns further arguments of the second run.
+        allowed: Correct outcomes.
+        key: Part of the printed line that names the change, for the outcome `said`.
+        before: Arguments of both runs.
+        left_out: Arguments in `before` that the second run does not get.
+        environment: Environment variables of the second run.
+        command: Second command, if it is not `train`; it must be refused.
+        is_interrupted: Restore the run directory to its state after step 2.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Case:
 
 
 def base_model(root: Path, command: Command) -> Path:
-    """Train and export a language model once."""
+    """Train and export a language model once, and return its directory."""
     place = Place(root / "base", root, root)
     text_scene(place)
     words = ["train", "recipe.yaml", "output_dir=run", "checkpoint.export=true", "--no-calibrate"]
@@ -95,7 +95,7 @@ def base_model(root: Path, command: Command) -> Path:
 
 
 def reward_model(root: Path, command: Command) -> Path:
-    """Train and export a reward model once, with the tokenizer of the language model."""
+    """Train and export a reward model with the language model's tokenizer once, and return its directory."""
     place = Place(root / "reward", root, root)
     _compared_scene(place, "rm", PAIRS, model={"path": str(root / "base" / "run" / "export")})
     words = ["train", "recipe.yaml", "output_dir=run", "checkpoint.export=true", "--no-calibrate"]
@@ -132,26 +132,26 @@ def digits(completions, bonus, **_):
 
 
 def lines_of(count: int, factor: int = 1) -> str:
-    """Return a text of small functions."""
+    """Return a text of `count` small Python functions."""
     return "\n\n".join(
         f"def f{i:03}(x):\n    return x * {i * factor:05} + {i % 7}" for i in range(count)
     )
 
 
 def records_of(texts: list[dict[str, Any]]) -> str:
-    """One object per line."""
+    """Return the records as JSON lines."""
     return "".join(json.dumps(text) + "\n" for text in texts)
 
 
 def text_scene(place: Place) -> None:
-    """Plain text, a model from scratch."""
+    """Write a case that trains a model with random weights on plain text."""
     place.write("model.json", json.dumps(MODEL))
     place.write("text.txt", lines_of(300))
     place.recipe()
 
 
 def stream_scene(place: Place) -> None:
-    """Write a streamed file of records: two steps end in the second block of documents, four in the third."""
+    """Write a case with streamed records; step 2 ends in the second block of documents, step 4 in the third."""
     place.write("model.json", json.dumps(MODEL))
     texts = [{"text": f"a{i} b{i % 7} c" * 3} for i in range(600)]
     place.write("text.jsonl", records_of(texts))
@@ -161,7 +161,7 @@ def stream_scene(place: Place) -> None:
 
 
 def mixture_scene(place: Place) -> None:
-    """Two sources with weights."""
+    """Write a case with two weighted sources."""
     text_scene(place)
     place.write("more.txt", lines_of(200, 3))
     sources = [{"source": "text.txt", "weight": 3}, {"source": "more.txt", "weight": 1}]
@@ -169,14 +169,14 @@ def mixture_scene(place: Place) -> None:
 
 
 def validation_scene(place: Place) -> None:
-    """Plain text, evaluated on a file of its own."""
+    """Write a case with plain text and a separate validation file."""
     text_scene(place)
     place.write("held.txt", lines_of(40, 5))
     place.recipe(data={"validation": "held.txt"}, training={"eval_every": 1})
 
 
 def chat_scene(place: Place) -> None:
-    """Conversations under the chat template of the base model."""
+    """Write a case with conversations and the base model's chat template."""
     shutil.copytree(place.base, place.root / "base", dirs_exist_ok=True)
     place.write(
         "chat.jsonl",
@@ -189,7 +189,7 @@ def chat_scene(place: Place) -> None:
 
 
 def adapter_scene(place: Place) -> None:
-    """Adapters on the base model."""
+    """Write a case with LoRA adapters on the base model."""
     shutil.copytree(place.base, place.root / "base", dirs_exist_ok=True)
     place.write("text.txt", lines_of(300))
     place.recipe(model={"path": "base"}, data={"vocab_size": None}, lora={"r": 4, "lora_alpha": 8})
@@ -206,17 +206,17 @@ def _compared_scene(
 
 
 def pairs_scene(place: Place) -> None:
-    """Pairs of answers with a reference."""
+    """Write a case with pairs of answers and a reference model (DPO)."""
     _compared_scene(place, "dpo", PAIRS)
 
 
 def answers_scene(place: Place) -> None:
-    """Good and bad answers with a reference."""
+    """Write a case with good and bad answers and a reference model (KTO)."""
     _compared_scene(place, "kto", ANSWERS)
 
 
 def rollout_scene(place: Place) -> None:
-    """Completions rewarded by a function and by a reward model, held near the model before the first step."""
+    """Write a case with rewards from a function and a reward model, and a KL penalty to the initial model (GRPO)."""
     place.write("rewards.py", REWARD)
     shutil.copytree(place.base, place.root / "base", dirs_exist_ok=True)
     shutil.copytree(place.reward, place.root / "reward", dirs_exist_ok=True)
@@ -229,7 +229,7 @@ def rollout_scene(place: Place) -> None:
 
 
 def optimizer_scene(place: Place) -> None:
-    """Write an optimizer of the user."""
+    """Write a case with an optimizer class of the user."""
     text_scene(place)
     place.write("own_optimizer.py", OPTIMIZER)
     place.recipe(training={"optimizer": "own_optimizer.Descent"})
@@ -239,14 +239,14 @@ def optimizer_scene(place: Place) -> None:
 
 
 def words(*overrides: str) -> Callable[[Place], list[str]]:
-    """Only words of the command line."""
+    """Return a change that only adds arguments to the command line."""
     return lambda _: [*overrides]
 
 
 def text(
     name: str, new: str | Callable[[str], str], *, keeps_time: bool = False
 ) -> Callable[[Place], None]:
-    """Other content of a file; with its former time of modification, if `keeps_time`."""
+    """Return a change of a file's content; `keeps_time` preserves its modification time."""
 
     def change(place: Place) -> None:
         path = place.root / name
@@ -260,7 +260,7 @@ def text(
 
 
 def weights(name: str, factor: float = 1.5, dtype: str | None = None) -> Callable[[Place], None]:
-    """Other values of one tensor of a safetensors file, or all of them in another format."""
+    """Return a change of a safetensors file: one tensor multiplied by `factor`, or all tensors in another dtype."""
 
     def change(place: Place) -> None:
         import torch
@@ -281,7 +281,7 @@ def weights(name: str, factor: float = 1.5, dtype: str | None = None) -> Callabl
 
 
 def shards(place: Place) -> None:
-    """Write the same weights in two files with an index."""
+    """Rewrite the weights as two files with an index, with equal values."""
     from safetensors.torch import load_file, save_file
 
     path = place.root / "base" / "model.safetensors"
@@ -307,7 +307,7 @@ def moved(source: str, target: str, *overrides: str) -> Callable[[Place], list[s
 
 
 def array(name: str) -> Callable[[Place], None]:
-    """Other values in a file of NumPy."""
+    """Return a change of the values in a NumPy file."""
 
     def change(place: Place) -> None:
         import numpy as np
@@ -319,7 +319,7 @@ def array(name: str) -> Callable[[Place], None]:
 
 
 def reference_model(place: Place) -> None:
-    """Write the reference of another run, which is intact."""
+    """Replace the reference model by an intact one of another run."""
     other = Place(place.root / "other", place.base, place.reward)
     rollout_scene(other)
     weights("base/model.safetensors")(other)
@@ -333,7 +333,7 @@ def reference_model(place: Place) -> None:
 
 
 def facts(edit: Callable[[dict[str, Any]], None]) -> Callable[[Place], None]:
-    """Other facts in the checkpoint, as another version of this package would have written them."""
+    """Return a change of facts in the checkpoint, as another version of this package could have written them."""
 
     def change(place: Place) -> None:
         from dataclasses import replace
@@ -353,12 +353,12 @@ def facts(edit: Callable[[dict[str, Any]], None]) -> Callable[[Place], None]:
 
 
 def config(name: str, **values: Any) -> Callable[[Place], None]:
-    """Other values in a JSON file."""
+    """Return a change of values in a JSON file."""
     return text(name, lambda old: json.dumps(json.loads(old) | values))
 
 
 def nothing(_: Place) -> None:
-    """Leave everything as it is."""
+    """Change nothing."""
 
 
 def swapped(old: str) -> str:

@@ -1,12 +1,12 @@
-"""Change one thing between a checkpoint and the run that continues from it: `make resume-changes`.
+"""Test of changes between a checkpoint and the run that resumes from it: `make resume-changes`.
 
     python tools/resume_changes.py [--only base,stream] [--dir DIRECTORY] [--write]
 
-Each case trains four steps of a small model, goes back to the checkpoint of step 2, makes one change and continues.
-Its outcome is `equal` (the curve of the undisturbed run), `refused` (a code, before a step), or `said` (a line names
-the change). `SILENT` is another curve without a word, `FAILS` an error without a code or an outcome other than the
-one the case allows. The last line is JSON; the status is 1 when one case is silent or fails. `--write` records the
-table in docs/results/resume_changes.json.
+Each case trains a small model for four steps, returns to the checkpoint of step 2, applies one change, and resumes. Its
+outcome is `equal` (the curve of the unchanged run), `refused` (a coded error before a step), or `said` (a printed line
+names the change). `SILENT` is a different curve without a message. `FAILS` is an error without a code, or an outcome
+that the case does not allow. The last line is JSON; the exit status is 1 when a case is silent or fails. `--write`
+records the table in docs/results/resume_changes.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RESULT = Path(__file__).resolve().parents[1] / "docs" / "results" / "resume_chan
 TIMEOUT_S = 300
 TOLERANCE = 1e-10
 _CRASHES = ("HP601", "HP621")
-"""Codes of a rank that ended with an error that has no code, and of the last restart after it."""
+"""Codes of an error without a code on a rank, and of a failed last restart."""
 _MODULES = (
     "hyper_parallel.cli", "hyper_parallel.trainer.run_start", "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.tensor.experimental", "transformers.models.qwen3.modeling_qwen3",
@@ -39,7 +39,7 @@ _MODULES = (
 
 
 def prepare() -> None:
-    """Import what each command would import by itself, and leave out pages that no case looks at."""
+    """Import the modules that commands need, and disable report pages, which no case uses."""
     for module in _MODULES:
         importlib.import_module(module)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -53,7 +53,7 @@ def prepare() -> None:
 
 
 def command(words: list[str], place: Path, environment: dict[str, str], log: Path) -> int:
-    """Run the command in a process of its own, which has imported torch; return its status."""
+    """Run the command in a forked process that has already imported torch, and return its exit status."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -82,7 +82,7 @@ def _child(words: list[str], place: Path, environment: dict[str, str], log: Path
 
 
 def curve(run: Path) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step."""
+    """Return loss and gradient norm of every step of a run."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(row["loss"], row["grad_norm"]) for row in rows]
 
@@ -98,7 +98,7 @@ def is_equal(mine: list[tuple[float, float]], other: list[tuple[float, float]]) 
 
 
 def outcome(case: Case, root: Path, base: Path, reward: Path) -> tuple[str, str]:
-    """Return the outcome of a case, and what was said."""
+    """Return the outcome of a case, and the relevant output."""
     place = Place(root / case.name.replace(" ", "_"), base, reward)
     case.scene(place)
     run, log = place.root / "run", place.root / "log"
@@ -136,7 +136,7 @@ def _tail(log: Path) -> str:
 
 
 def main() -> int:
-    """Run the cases and print the table."""
+    """Run the cases, print the table, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Print the lines of every room, source and tests side by side, and the files that ask to be split."""
+"""Line counts of every folder in source and tests, and a list of overlong files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_LINES = 400
 
 
 def main() -> None:
-    """Print a table of rooms and the files above the limit."""
+    """Print a table of folders, and the files above the limit."""
     source, files, long = count(ROOT / "src" / "hyper_parallel")
     tests, _, long_tests = count(ROOT / "tests")
     print(f"{'room':24} {'files':>5} {'source':>7} {'tests':>7}")
@@ -22,9 +22,9 @@ def main() -> None:
 
 
 def count(folder: Path) -> tuple[Counter[str], Counter[str], list[str]]:
-    """Lines and files of every room below a folder, and the files that are long.
+    """Return lines and files per subfolder of a folder, and its overlong files.
 
-    A room is a folder directly below; back ends and their sub-rooms count one by one.
+    Folders of back ends are counted separately.
     """
     lines: Counter[str] = Counter()
     files: Counter[str] = Counter()

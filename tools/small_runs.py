@@ -1,4 +1,4 @@
-"""Model of the small runs that tools break and resume, and the command as a forked child runs it."""
+"""Model config of small runs for tools that inject faults, and the command as run by a forked process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = {
 
 
 def run_command_and_exit(words: Sequence[str]) -> NoReturn:
-    """Run `hyper-parallel` with these words, and end this process with its status."""
+    """Run `hyper-parallel` with these arguments, and exit this process with its status."""
     status = 70
     try:
         from hyper_parallel.cli import main

@@ -1,10 +1,10 @@
-"""Run a check over model types of transformers, each in a child process, and write the tables of the docs.
+"""Run a check on every model type of transformers, in child processes, and write the docs page of the results.
 
     python tools/sweep.py --list                          names of the sweeps
     python tools/sweep.py packing                         all model types of a sweep, recorded
-    python tools/sweep.py packing mistral phi3            these types only, printed; `--record` records them too
+    python tools/sweep.py packing mistral phi3            these types only, printed; with `--record`, also recorded
     python tools/sweep.py packing --missing --shard 0/2   every second type that has no record yet
-    python tools/sweep.py mindspore --containing aten.std  the types whose record names this operator, recorded again
+    python tools/sweep.py mindspore --containing aten.std  the types whose record contains this text, recorded again
     python tools/sweep.py --page                          write docs/results/sweeps.md from the records
 
 Records are docs/results/sweeps/NAME.json. The exit code is 1 when a cell is `wrong` or `fails`.
@@ -64,16 +64,16 @@ def runnable() -> list[str]:
 
 
 def load(name: str) -> Sweep:
-    """Import a sweep."""
+    """Import the module of a sweep, and return it."""
     sweep: Any = importlib.import_module(f"sweeps.{name}")
     return sweep
 
 
 def run_types(sweep: Sweep, model_types: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the cells of model types, computed in child processes under the limits of the sweep.
+    """Yield model types with their result texts by column, computed in child processes under the limits of the sweep.
 
-    A child computes `TYPES_PER_PROCESS` types, by default one. If it dies, the type under way fails, and another child
-    computes the rest.
+    A child computes `TYPES_PER_PROCESS` types, by default one. If it dies, the current type fails, and another child
+    computes the remaining types.
     """
     waiting = list(model_types)
     while waiting:
@@ -85,7 +85,7 @@ def run_types(sweep: Sweep, model_types: Iterable[str]) -> Iterator[tuple[str, d
 
 
 def _child_cells(sweep: Sweep, batch: list[str]) -> Iterator[dict[str, str]]:
-    """Yield the cells of types that one child process computes, up to the first type that it does not survive."""
+    """Yield the results of types computed by one child process, up to the type at which it dies."""
     scratch = Path(tempfile.mkdtemp(prefix="sweep_"))
     results = scratch / "cells.jsonl"
     results.touch()
@@ -120,7 +120,7 @@ def _child_cells(sweep: Sweep, batch: list[str]) -> Iterator[dict[str, str]]:
 
 
 def _compute(sweep: Sweep, batch: list[str], scratch: Path, results: Path) -> None:
-    """Append the cells of types to a file, a line each."""
+    """Compute the results of types, and append them to a file, one line per type."""
     for model_type in batch:
         folder = scratch / model_type
         folder.mkdir()
@@ -137,7 +137,7 @@ def _compute(sweep: Sweep, batch: list[str], scratch: Path, results: Path) -> No
 
 
 def record(name: str, model_type: str, cells: dict[str, str]) -> None:
-    """Store the cells of a type; several processes may record at once."""
+    """Store the results of a type; several processes may do so concurrently."""
     RECORDS.mkdir(parents=True, exist_ok=True)
     with (RECORDS / f"{name}.json").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -152,13 +152,13 @@ def record(name: str, model_type: str, cells: dict[str, str]) -> None:
 
 
 def recorded(name: str) -> dict[str, dict[str, str]]:
-    """Return the recorded cells of a sweep by model type."""
+    """Return the recorded results of a sweep by model type."""
     file = RECORDS / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8"))["types"] if file.is_file() else {}
 
 
 def section(name: str) -> str:
-    """Return the part of the docs page about one sweep."""
+    """Return the section of the docs page about one sweep."""
     sweep, rows = load(name), recorded(name)
     versions = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
     needed = "".join(f", {package} {versions[package]}" for package in getattr(sweep, "NEEDS", ()))
@@ -191,7 +191,7 @@ def write_page() -> None:
 
 
 def main() -> None:
-    """Run a sweep, or write the page."""
+    """Run a sweep, or write the page, as the arguments request."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?")
     parser.add_argument("types", nargs="*")

@@ -1,4 +1,4 @@
-"""Forms of records and files for `targets.py`, with the rows of training that each must give."""
+"""Record and file formats for `targets.py`, with the training rows that each must give."""
 
 # ruff: noqa: E501 - an input is a line or two of a table
 
@@ -15,16 +15,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """Row of training, as its turns or as its text.
+    """Expected training row, given by the turns of a conversation or by text segments.
 
     Attributes:
-        messages: Turns; None: `segments` are the row.
-        tools: Functions of the conversation.
-        untrained: Turns of the assistant without targets.
+        messages: Turns; None: `segments` define the row.
+        tools: Tools of the conversation.
+        untrained: Indices of the assistant's turns without targets.
         values: Variables of the chat template.
-        segments: Pairs of a text and whether it is trained.
-        is_prompt: The row ends with the generation prompt.
-        is_last_token: The target is the last token, of a reward model.
+        segments: Pairs of text and whether it is trained.
+        is_prompt: Whether the row ends with the generation prompt.
+        is_last_token: Whether only the last token is a target, as for reward models.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -37,26 +37,26 @@ class Row:
 
     @property
     def text(self) -> str:
-        """Text of the segments."""
+        """Concatenated text of the segments."""
         return "".join(text for text, _ in self.segments)
 
     def trains(self, index: int) -> bool:
-        """Return whether a turn is trained."""
+        """Return whether the turn at an index is trained."""
         return index not in self.untrained
 
 
 @dataclass(frozen=True)
 class Input:
-    """Files, recipe, and expected rows or refusal.
+    """Data files and recipe, with the expected rows or refusal.
 
     Attributes:
         rows: Expected rows.
         files: Content of files by name; the first is `data.source`.
         stage: Stage of the recipe.
-        data: Further keys of section `data`.
-        refused: Pattern of the cause that an error must name; None: the input is trained.
-        family: Chat template.
-        recipe: Recipe in place of the usual one; `PLACE` is its folder.
+        data: Further keys of the section `data`.
+        refused: Pattern that the error must match; None: the input must be accepted.
+        family: Name of the chat template's family.
+        recipe: Text that replaces the usual recipe; `PLACE` stands for its folder.
     """
 
     rows: tuple[Row, ...]
@@ -86,7 +86,7 @@ def _row(*messages: Message, **facts: Any) -> Row:
 
 
 def _of(record: Any, *rows: Row, name: str = "a.jsonl", **facts: Any) -> Input:
-    """Return an input of one record on a line."""
+    """Return an input whose only file has one record."""
     return Input(rows, {name: _lines(record)}, **facts)
 
 
@@ -95,7 +95,7 @@ def _refused(record: Any, cause: str, **facts: Any) -> Input:
 
 
 def _shared(*turns: tuple[str, str], **keys: Any) -> dict[str, Any]:
-    """Return a record of ShareGPT."""
+    """Return a record in ShareGPT's format."""
     return {"conversations": [{"from": who, "value": text} for who, text in turns], **keys}
 
 

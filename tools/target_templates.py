@@ -1,8 +1,8 @@
-"""Chat templates of published families, written from their markers and quirks, for `targets.py`.
+"""Short chat templates with the markers and special behavior of published model families, for `targets.py`.
 
-Each is a short template with the behavior of a family: default system turns, dates, merged turns, trimmed words,
-dropped history, reasoning blocks, generation prompts with an open block, and markers that only the next turn writes.
-`@` stands for the words of a turn. A line end is written as an expression, since jinja drops it behind a block.
+Special behavior includes default system turns, dates, merged turns, trimmed content, dropped history, reasoning blocks,
+generation prompts with an open block, and end markers that only the next turn writes. In template sources, `@` stands
+for the content of a turn. Line ends are written as expressions, because jinja drops a line end after a block.
 """
 
 # ruff: noqa: E501 - lines of templates end where their turns do
@@ -25,18 +25,18 @@ REWRITTEN: Final = "differently when more turns follow"
 
 @dataclass(frozen=True)
 class Family:
-    """Template of a family, and the facts from which targets are derived without it.
+    """Chat template of a family, with facts that determine the targets independently of it.
 
     Attributes:
-        template: The template.
+        template: Source of the template.
         start: Pattern of the text before an answer.
         end: Pattern of the marker that ends an answer.
         eos: End-of-text token.
-        bos: Token at the beginning.
-        added: Tokens of the vocabulary besides those that `start`, `end` and the template show in brackets.
-        appended: Marker that only a next turn writes, which training adds after a last answer.
-        refused: Pattern of the cause, for each conversation that the template cannot express.
-        shape: `reasoning`: reasoning is a part of the content; `text`: arguments of calls are a text.
+        bos: Token at the beginning of a text.
+        added: Special tokens in addition to the bracketed ones in `start`, `end` and the template.
+        appended: End marker that only the next turn writes, and that training appends to a last answer.
+        refused: Pattern that the error must match, by name of a conversation that the template cannot express.
+        shape: `reasoning`: reasoning is part of the content. `text`: arguments of tool calls are texts.
     """
 
     template: str
@@ -51,7 +51,7 @@ class Family:
 
     @property
     def tokens(self) -> list[str]:
-        """Added tokens of the tokenizer."""
+        """Special tokens of the tokenizer."""
         found = re.findall(
             r"<\|[^|<>]+\|>|<\uff5c[^<>]+?\uff5c>|\[/?[A-Z_]+\]|\[\|\w+\|\]", self.template
         )
@@ -60,7 +60,7 @@ class Family:
 
 
 def written(template: str) -> str:
-    """Return a template in which `@` is the words of a turn and line ends are expressions."""
+    """Return the jinja source of a template: `@` becomes the content of a turn, and line ends become expressions."""
     return template.replace("@", "{{ m['content'] }}").replace("\n", "{{ '\\n' }}")
 
 
@@ -75,7 +75,7 @@ def turns(
     after: str = "",
     trim: bool = False,
 ) -> str:
-    """Return a template that writes the turns of each role in order."""
+    """Return a template that writes every turn by the text for its role, in order."""
     text = (
         before + "{% for m in messages %}{% if m['role'] == 'system' %}" + system
         + "{% elif m['role'] == 'user' %}" + user + "{% elif m['role'] == 'tool' %}" + tool
@@ -90,7 +90,7 @@ def chatml(
     header: str = "<|im_start|>assistant\n",
     **parts: Any,
 ) -> str:
-    """Return a template with turns between `<|im_start|>` and `<|im_end|>`."""
+    """Return a ChatML template, with turns between `<|im_start|>` and `<|im_end|>`."""
     system = "<|im_start|>system\n@<|im_end|>\n"
     parts = {"system": system, "tool": system.replace("system", "tool")} | parts
     return turns("<|im_start|>user\n@<|im_end|>\n", assistant, header, **parts)

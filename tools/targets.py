@@ -2,15 +2,15 @@
 
     python tools/targets.py [--json] [--only WORDS]
 
-An input is a file of records in a folder with a model, a tokenizer and a recipe. Its expected targets come from three
-facts that are written by hand: the turns of each row, which of them are trained, and the two markers of the family that
-begin and end an answer. transformers renders the turns; the decoder searches the text for the markers. Trained are the
-text behind the first marker and the second marker itself. The product is read through `hyper-parallel data --json` and
-through the batches of training, whose tokens and labels must both give these characters.
+An input is a file of records in a folder with model, tokenizer and recipe. Its expected targets follow from facts
+written by hand: the turns of each row, which of them are trained, and the markers by which the family begins and ends
+an answer. transformers renders the turns, and the decoder searches the text for the markers. The text after the first
+marker and the second marker itself are trained. Both the output of `hyper-parallel data --json` and the labels of
+training batches must give these characters.
 
-    exact            every trained character is a wanted one, and none is missing
-    refused rightly  an error with a code, which names the cause
-    refused wrongly  an error for an input that can be trained, or one that names another cause
+    exact            exactly the expected characters are trained
+    refused rightly  a coded error that names the cause
+    refused wrongly  an error for an acceptable input, or one that names another cause
     silent           other characters are trained, shown or counted, without an error
 
 The status is 1 unless every input is exact or refused rightly.
@@ -68,7 +68,7 @@ Segment = tuple[str, bool]
 
 
 class Difference(Exception):
-    """Trained, shown or counted tokens that are not the expected ones."""
+    """Error for trained, shown or counted tokens that differ from the expected ones."""
 
 
 # Expectation: turns, markers and transformers; nothing of the product
@@ -91,7 +91,7 @@ def rendered(tokenizer: Any, family: Family, row: Row) -> str:
 
 
 def _shaped(message: dict[str, Any], shape: str) -> dict[str, Any]:
-    """Return a turn with its reasoning under the key that the family reads."""
+    """Return a turn in the form that the family reads; `shape` is that of `Family`."""
     reasoning = message.get("reasoning_content")
     if not reasoning or not shape:
         return message
@@ -103,10 +103,10 @@ def _shaped(message: dict[str, Any], shape: str) -> dict[str, Any]:
 
 
 def expected(text: str, family: Family, row: Row) -> list[Segment]:
-    """Return the segments of a text: trained are the answers with their end markers.
+    """Return the segments of a text; answers with their end markers are trained.
 
     Raises:
-        ValueError: The text does not hold the turns; a fault of this tool or of its tables.
+        ValueError: The text does not contain the turns, a defect of this tool or its tables.
     """
     if row.messages is None:
         return merged(row.segments)
@@ -129,7 +129,7 @@ def expected(text: str, family: Family, row: Row) -> list[Segment]:
 
 
 def _check_words(region: str, message: dict[str, Any]) -> None:
-    """Raise unless the words of an answer are in its region."""
+    """Raise ValueError if the region of an answer does not contain its content."""
     words = [message.get("reasoning_content"), message.get("content")]
     for call in message.get("tool_calls", ()):
         words += [call["function"]["name"], *map(str, call["function"]["arguments"].values())]
@@ -140,7 +140,7 @@ def _check_words(region: str, message: dict[str, Any]) -> None:
 
 
 def merged(pieces: Any) -> list[Segment]:
-    """Return segments without empty ones, neighbors of the same kind joined."""
+    """Return the segments without empty ones, with adjacent segments of the same kind joined."""
     pieces = [(text, bool(one)) for text, one in pieces if text]
     groups = groupby(pieces, key=lambda piece: piece[1])
     return [("".join(text for text, _ in group), one) for one, group in groups]
@@ -162,7 +162,7 @@ def shown(place: Path) -> dict[str, Any]:
 
 
 def batch_rows(place: Path) -> tuple[list[tuple[list[int], list[bool]]], Any]:
-    """Return tokens and targets of each row that training reads, and the directory of the tokenizer."""
+    """Return the rows of training batches as (tokens, is target), and the directory of the tokenizer."""
     loaded = load_any_recipe(place / "recipe.yaml", [], True, "data")
     recipe = loaded.recipe
     packed = prepare(
@@ -187,7 +187,7 @@ def batch_rows(place: Path) -> tuple[list[tuple[list[int], list[bool]]], Any]:
 def _row(
     inputs: Sequence[int], labels: Sequence[int], size: int, stage: str
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a padded row, and whether each is a target."""
+    """Return the tokens of a padded row without padding, and for each token whether it is a target."""
     if stage == "rm":  # the label is at the token whose score is read
         return list(inputs[:size]), [label != IGNORE_INDEX for label in labels[:size]]
     if stage == "grpo":  # labels mark the answer that rewards read; completions are sampled
@@ -203,7 +203,7 @@ def _row(
 
 
 def decoded(tokenizer: Any, tokens: Sequence[int], targets: Sequence[bool]) -> list[Segment]:
-    """Return the text of tokens as segments."""
+    """Decode tokens to segments of trained and untrained text."""
     runs = groupby(zip(tokens, targets, strict=True), key=lambda pair: pair[1])
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     return merged((tokenizer.decode([t for t, _ in run], **options), one) for one, run in runs)
@@ -214,7 +214,7 @@ def decoded(tokenizer: Any, tokens: Sequence[int], targets: Sequence[bool]) -> l
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of an input."""
+    """Verdict on an input."""
 
     name: str
     outcome: str
@@ -222,7 +222,7 @@ class Verdict:
 
 
 def judged(name: str, family: Family, one: Input, place: Path) -> Verdict:
-    """Return the result of an input that is written into a folder."""
+    """Write an input into a folder, process it, and return the verdict."""
     refusal: HyperParallelError | None = None
     try:
         compare(family, one, place)
@@ -239,7 +239,7 @@ def judged(name: str, family: Family, one: Input, place: Path) -> Verdict:
 
 
 def compare(family: Family, one: Input, place: Path) -> None:
-    """Raise `Difference` unless the rows of an input are as expected."""
+    """Raise `Difference` if the rows of an input differ from the expected ones."""
     tokenizer = tokenizer_of(family)
     rows, directory = batch_rows(place)
     output = shown(place)
@@ -282,7 +282,7 @@ def _compare_row(row: Row, got: list[Segment], want: list[Segment], place: str) 
 
 
 def _compare_shown(one: Input, output: dict[str, Any], wanted: list[list[Segment]]) -> None:
-    """Raise unless the examples of `data` are the rows of training."""
+    """Raise `Difference` if the examples shown by `hyper-parallel data` differ from the expected rows."""
     texts = [
         text
         for source in output["sources"]
@@ -302,7 +302,7 @@ def _compare_shown(one: Input, output: dict[str, Any], wanted: list[list[Segment
 
 @cache
 def tokenizer_at(directory: str) -> Any:
-    """Return the tokenizer of transformers in a directory."""
+    """Return the tokenizer in a directory, loaded by transformers."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory)
@@ -312,7 +312,7 @@ _TOKENIZERS: Final[dict[int, Any]] = {}
 
 
 def tokenizer_of(family: Family) -> Any:
-    """Return a tokenizer of bytes and a few words with the markers of a family."""
+    """Return a tokenizer of bytes and a few words, with the markers of a family as special tokens."""
     if id(family) in _TOKENIZERS:
         return _TOKENIZERS[id(family)]
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -361,7 +361,7 @@ def _said(role: str, content: str, **keys: Any) -> dict[str, Any]:
 
 
 def talks() -> dict[str, Row]:
-    """Return the conversations that every family is tried on."""
+    """Return the conversations that are tested with every family, by name."""
     ask, reply, system = "Which way?", "To the left.", _said("system", "Be brief.")
     one = (_said("user", ask), _said("assistant", reply))
     two = (*one, _said("user", "And then?"), _said("assistant", "Go on, friend."))
@@ -395,7 +395,7 @@ def talks() -> dict[str, Row]:
 
 
 def record_of(row: Row) -> dict[str, Any]:
-    """Return a row as a record of OpenAI's form."""
+    """Return a row as a record in OpenAI's format."""
     messages = [dict(message) for message in row.messages or ()]
     for i in row.untrained:
         messages[i]["weight"] = 0
@@ -403,7 +403,7 @@ def record_of(row: Row) -> dict[str, Any]:
 
 
 def inputs() -> Iterator[tuple[str, Family, Input]]:
-    """Yield name, family and input: all forms of records, then all families of templates."""
+    """Yield name, family and input, first for all record formats, then for all families."""
     for name, one in RECORDS.items():
         yield f"records: {name}", (FAMILIES | VARIANTS)[one.family], one
     for name, family in FAMILIES.items():
@@ -414,7 +414,7 @@ def inputs() -> Iterator[tuple[str, Family, Input]]:
 
 
 def main() -> int:
-    """Judge all inputs; print a table, or JSON."""
+    """Judge all inputs, print a table or JSON, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print every result as JSON")
     parser.add_argument("--only", default="", help="inputs whose name contains these words")

@@ -1,13 +1,12 @@
-"""Run the test suite in two pytest processes, which share its modules: `make test`.
+"""Run the test suite in two pytest processes that divide its modules dynamically: `make test`.
 
-A module belongs to the process that claims it first. The first process begins with the modules that start ranks, the
-second with those that stay in one process and leave a core idle, so the two meet in the middle.
-
-Not pytest-xdist: its workers hold a thread, and ranks are forked from a test process, which must not have one.
+Each process claims the next unclaimed module. The first process begins with modules that start ranks, the second with
+single-process modules, which leave a core idle. pytest-xdist is not used, because its workers have a thread, and tests
+fork ranks, which requires a process without other threads.
 
     python tools/test_in_parallel.py [arguments of pytest]
 
-The output of the first process is shown as it comes, that of the second when it ends. Either one failing is a failure.
+The output of the first process is shown immediately, that of the second when it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ORDERS = ("ranks-first", "ranks-last")
 
 
 def main() -> int:
-    """Start both processes, show what they print, and return the worse exit status."""
+    """Start both processes, print their output, and return the worse exit status."""
     begin = time.monotonic()
     # Tests start many processes: with byte code each compiles a third of a second less.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

@@ -1,10 +1,10 @@
-"""Exact peaks of many strategies, for the memory terms of the cost model to be tested against.
+"""Traced memory peaks of many strategies, with which tests compare the memory terms of the cost model.
 
     python tools/trace_memory.py                write tests/cost/traced_memory.json
-    python tools/trace_memory.py --table        print traced beside predicted, from the file
+    python tools/trace_memory.py --table        print traced and predicted values, from the file
 
-Models have the widths of known ones and four layers. Every case is traced as `train --dry-run --trace` does, on a
-topology with accelerators; of a pipeline the fullest stage counts.
+Models have the widths of published models and four layers. Every case is traced as by `train --dry-run --trace`, on a
+topology with accelerators. For pipelines, the stage with the highest peak counts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CASES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def trace(model: str, overrides: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    """One case: what was planned and what was traced."""
+    """Return the planned and traced memory of one case."""
     from hyper_parallel.trainer import differences, dry_run
 
     config = {**read_preset(model), "num_hidden_layers": LAYERS}
@@ -93,7 +93,7 @@ def trace(model: str, overrides: tuple[str, ...], folder: Path) -> dict[str, Any
 
 
 def table(cases: list[dict[str, Any]]) -> None:
-    """Print traced beside predicted bytes; neither has the device's context or fragmentation."""
+    """Print traced and predicted bytes, both without device context and fragmentation."""
     print(
         "| model | case | traced | predicted | predicted / traced | peak in |\n|---|---|---|---|---|---|"
     )

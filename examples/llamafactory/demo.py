@@ -1,10 +1,10 @@
-"""LlamaFactory's own command with and without our layouts: the same losses.
+"""Compare losses of LlamaFactory's own command with and without this package's layouts.
 
-    make llamafactory-demo                                   makes an environment with LlamaFactory, then runs this
+    make llamafactory-demo                                   creates an environment with LlamaFactory, then runs this
     python examples/llamafactory/demo.py [FOLDER] [RANKS]    in an environment that has both
 
-A tiny random Llama and some chats are made in FOLDER; nothing is fetched. There one process trains by LlamaFactory
-alone, then RANKS (2) train the same YAML file with `use_hyper_parallel: true` and tensor parallelism.
+FOLDER receives a tiny random Llama and some chats; nothing is downloaded. First, one process trains with LlamaFactory
+alone. Then RANKS (default 2) train the same YAML file with `use_hyper_parallel: true` and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def prepare(folder: Path) -> None:
 
 
 def train(folder: Path, name: str, ranks: int, **keys: Any) -> dict[str, list[tuple[int, float]]]:
-    """Run `llamafactory-cli train` on a YAML file, and return its curves: loss, grad_norm and eval_loss by step."""
+    """Run `llamafactory-cli train`, and return (step, value) pairs of loss, grad_norm and eval_loss, by name."""
     out = folder / name
     recipe = {
         "model_name_or_path": str(folder / "model"), "stage": "sft", "do_train": True, "finetuning_type": "full",
@@ -80,7 +80,7 @@ def train(folder: Path, name: str, ranks: int, **keys: Any) -> dict[str, list[tu
 
 
 def main() -> int:
-    """Train both ways and show the losses; the status is 0 when they are equal to 1e-5."""
+    """Train with and without the layouts, print the losses, and return status 0 if they are equal to 1e-5."""
     folder = Path(sys.argv[1] if sys.argv[1:] else "runs/llamafactory").resolve()
     ranks = int(sys.argv[2]) if sys.argv[2:] else 2
     folder.mkdir(parents=True, exist_ok=True)

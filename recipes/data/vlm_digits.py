@@ -1,4 +1,4 @@
-"""Write the data and the model directory of recipes/vlm_digits.yaml, or check a finished run on held-out digits.
+"""Write data and model directory of recipes/vlm_digits.yaml, or test a finished run on held-out digits.
 
     python recipes/data/vlm_digits.py write                     # runs/vlm_digits_data: pictures, records, model
     hyper-parallel train recipes/vlm_digits.yaml
@@ -56,7 +56,7 @@ def write() -> None:
 
 
 def _write_model(folder: Path) -> None:
-    """Write config, tokenizer and processor of a small LLaVA: a vision transformer in front of a Llama."""
+    """Write config, tokenizer and processor of a small LLaVA, a vision transformer and a Llama, into a folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
         CLIPImageProcessorPil,
@@ -108,7 +108,7 @@ def _write_model(folder: Path) -> None:
 
 
 def check(run: Path) -> float:
-    """Return the share of held-out pictures that the exported model names correctly; print it with examples."""
+    """Return the fraction of held-out pictures whose digit the exported model names; print it with examples."""
     import torch
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor

@@ -1,4 +1,4 @@
-"""`python -m hyper_parallel` is the `hyper-parallel` command."""
+"""Entry point of `python -m hyper_parallel`, which is the `hyper-parallel` command."""
 
 from hyper_parallel.cli import main
 

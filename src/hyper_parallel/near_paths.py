@@ -13,9 +13,9 @@ from typing import Final
 from hyper_parallel.received import Limits, read_text
 
 _MOST_ENTRIES: Final = 2000
-"""Maximum number of directory entries to compare: a hint is not worth reading more."""
+"""Maximum number of directory entries that are compared for a hint."""
 _SIMILAR: Final = 0.65
-"""Least similarity of names; two exchanged letters of three have 0.67."""
+"""Minimum similarity of names, by `difflib`."""
 _RECIPES: Final = ("", "recipes")
 """Folders of the working directory searched for recipes; `hyper-parallel init` writes into the second."""
 _RECIPE_BYTES: Final = 65536
@@ -32,7 +32,7 @@ def nearest_path(text: str, folders: Iterable[str | os.PathLike[str]] = ()) -> s
 
     Args:
         text: The missing path.
-        folders: Further folders to search, such as the one of a recipe; paths in them are returned with the folder.
+        folders: Further folders to search, such as that of a recipe. A path found there is returned with its folder.
     """
     try:
         missing = Path(text).expanduser()
@@ -79,15 +79,15 @@ def is_recipe_file(path: Path) -> bool:
 
 
 def nearest_recipe(text: str) -> str | None:
-    """Return the file most likely meant by a missing recipe; None when no name is similar."""
+    """Return the recipe file most likely meant by a missing path; None when no name is similar."""
     return nearest_path(text, [folder for folder in _RECIPES if folder])
 
 
 def some_recipe(data: str = "") -> str | None:
-    """Return the first recipe, by name, of the working directory or its folder `recipes`; None when there is none.
+    """Return the first recipe in name order in the working directory or its folder `recipes`; None without one.
 
     Args:
-        data: Name of a data file; recipes that contain it precede others.
+        data: Name of a data file. Recipes whose text contains it precede others.
     """
     recipes: list[Path] = []
     for folder in map(Path, _RECIPES):
@@ -101,7 +101,7 @@ def some_recipe(data: str = "") -> str | None:
 
 
 def _contains(path: Path, words: str) -> bool:
-    """Return whether a text file of at most 1 MiB contains words."""
+    """Return whether a text file contains `words`; False for a file above 1 MiB."""
     try:
         return words in read_text(path, Limits(num_bytes=1024**2))
     except (OSError, ValueError):

@@ -1,10 +1,11 @@
-"""Folders that this product may replace or clear: each carries a marker, and files of other origin are never removed.
+"""Folders that this package may replace or clear, without removing files that it has not written.
 
-The marker, `.hyper_parallel.json`, names the kind of the folder. For a folder replaced as a whole, it also lists the
-name, size and checksum of every file. Such a folder is replaced only if its marker has the right kind and every file in
-it is listed and unchanged; any other file raises HP105 before anything changes. Removal unlinks known files one by one,
-then empty folders, so a foreign file survives even if it appears meanwhile. Symbolic links below such a folder are not
-followed.
+Such a folder contains a marker file, `.hyper_parallel.json`, with the kind of the folder. For a folder that is replaced
+as a whole, the marker also lists name, size and checksum of every file. The folder is replaced only if the marker has
+an
+allowed kind and every file is listed and unchanged. Otherwise HP105 is raised before anything changes. Removal unlinks
+listed files one by one, then empty folders, so a file that appears meanwhile survives. Symbolic links below the folder
+are not followed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Marker:
 
     Attributes:
         kind: Kind of the folder: run, export, adapter, model, cache, scratch.
-        files: Size and checksum of every file by relative path, in a run only of its recipe; None: the folder is
+        files: Size and checksum of every file by relative path; for a run, of its recipe only. None: the folder is
             unfinished.
         identity: Text that ties the folder to a file outside it; empty for most kinds.
     """
@@ -90,13 +91,16 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 
 def seal(folder: Path, kind: str) -> None:
-    """Mark a folder as a finished one of a kind, listing all files in it."""
+    """Write the marker of a finished folder, which lists all files in the folder."""
     files = {name: file_facts(path) for name, path in _entries(folder) if name != MARKER}
     write_marker(folder, Marker(kind, files))
 
 
 def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
-    """Yield, unordered, the relative paths that do not belong to a finished folder of one of these kinds."""
+    """Yield, unordered, the relative paths of files that the folder's marker does not list, or that have changed.
+
+    Without a marker of a finished folder of these kinds, all files are foreign.
+    """
     marker = read_marker(folder)
     files = marker.files if marker is not None and marker.kind in kinds else None
     for name, path in _entries(folder):
@@ -112,7 +116,7 @@ def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
 
 
 def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
-    """Raise unless a folder is missing, empty, or contains only the files of a finished folder of these kinds.
+    """Raise an error unless a folder is missing, empty, or a finished folder of these kinds without other files.
 
     Args:
         folder: The folder, which must not be a symbolic link.
@@ -143,7 +147,7 @@ def _is_entered(folder: Path) -> bool:
 
 
 def _other_folder() -> str:
-    """Return the option that names an unused folder in the current directory."""
+    """Return the `--out` option with an unused folder name in the current directory, for a hint."""
     names = itertools.chain(["export"], (f"export-{number}" for number in itertools.count(2)))
     return f"--out {next(name for name in names if not os.path.lexists(name))}"
 
@@ -158,7 +162,7 @@ def remove_files(
     Args:
         folder: The folder.
         owned: Predicate on the relative path of a file.
-        owned_folder: Predicate on the relative path of a folder that was empty before.
+        owned_folder: Predicate on the relative path of an empty folder.
 
     Returns:
         Relative paths that remain; empty when the folder is removed.
@@ -184,7 +188,7 @@ def remove_files(
 
 
 def remove_finished(folder: Path) -> list[str]:
-    """Remove the files listed in the marker of a folder, and the folder; returns as `remove_files`."""
+    """Remove the files that the marker of a folder lists, and the folder; return the paths that remain."""
     marker = read_marker(folder)
     files = {} if marker is None or marker.files is None else marker.files
     remaining = remove_files(folder, files.__contains__)
@@ -194,7 +198,10 @@ def remove_finished(folder: Path) -> list[str]:
 
 
 def remove_unfinished(folder: Path, kind: str) -> list[str]:
-    """Remove the files that an ended process has written into a marked folder; returns as `remove_files`."""
+    """Remove the files that an ended process has written into a folder of a kind; return the paths that remain.
+
+    The folder is removed as well, if no other files remain.
+    """
     marker = read_marker(folder)
     if marker is not None and marker.kind == kind:
         pattern, listed = re.compile(PATTERNS[kind]), marker.files or {}
@@ -212,13 +219,13 @@ def _is_marker(name: str) -> bool:
 
 
 class Replacement:
-    """Folder that is written under a hidden name in the same parent, and published by one rename.
+    """Folder that is written under a hidden name next to its target, and published by a rename.
 
     Args:
-        target: The folder; a symbolic link is resolved first.
+        target: Final path of the folder; a symbolic link is resolved first.
         kind: Kind of the folder.
         label: Description of the folder in errors.
-        replaces: Kinds that it may replace; (): its own.
+        replaces: Kinds of folders that may be replaced; (): only `kind`.
         parents: Create missing parent folders.
     """
 
@@ -239,7 +246,7 @@ class Replacement:
         self._parents, self._lock = parents, -1
 
     def check(self) -> None:
-        """Raise HP105 if publishing would delete files that this product has not written."""
+        """Raise HP105 if publishing would delete files that this package has not written."""
         check_replaceable(self.target, self._replaces, self._label)
         check_replaceable(self._old, self._replaces, f"{self._label} that was replaced before")
         if os.path.lexists(self.partial):
@@ -258,11 +265,11 @@ class Replacement:
                 )
 
     def open(self) -> Path:
-        """Create the hidden folder, replacing one of a killed process, and return it.
+        """Create the hidden folder and return it; replaces a hidden folder that a killed process has left.
 
         Raises:
             OutputNotWritable: HP105 as `check`.
-            RunInUse: HP720 when another process is writing it.
+            RunInUse: HP720 when another process is writing the folder.
         """
         self.check()
         self._restore()
@@ -316,7 +323,7 @@ class Replacement:
             raise
 
     def _restore(self) -> None:
-        """Rename an earlier folder back to its target after a writer ended between the two renames."""
+        """Rename the earlier folder back to the target, if a process has ended between the two renames of `publish`."""
         if self._old.is_dir() and not self.target.exists():
             self._old.rename(self.target)
 
@@ -348,7 +355,7 @@ def check_output_file(path: Path, is_own: Callable[[str], bool], label: str, opt
 
     Args:
         path: The file.
-        is_own: Predicate on the text: the output of the same command.
+        is_own: Returns whether a text is the output of the same command.
         label: Description of such an output, such as `a plan`.
         option: Option by which the user has named the file.
 
@@ -394,7 +401,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def file_facts(path: Path) -> tuple[int, str]:
-    """Return size and checksum of a file; the checksum of a large file covers evenly spaced blocks."""
+    """Return size in bytes and checksum of a file; the checksum of a large file covers evenly spaced blocks only."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= _WHOLE_BYTES:

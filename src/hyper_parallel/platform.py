@@ -1,4 +1,4 @@
-"""Process rank in the interface that LlamaFactory's trainer expects: `get_platform().get_rank()`."""
+"""Rank and world size of this process, through the interface that LlamaFactory's trainer expects."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class Platform:
 
 
 def get_platform() -> Platform:
-    """Return the rank and world size of this process."""
+    """Return an object with the rank and world size of this process."""
     return Platform()

@@ -1,8 +1,8 @@
 """Bounded readers for files of untrusted origin.
 
-A file is refused before anything is built from it when it is not a regular file, or exceeds a limit on bytes, nesting,
-elements or numbers. All JSON and text from outside a process is read through this module, so a damaged or hostile file
-costs a bounded amount of time and memory. Callers turn `LimitExceeded` into the coded error of their format.
+All JSON and text from outside a process is read through this module. A file must be a regular file within limits on
+bytes, nesting, elements and numbers, so a damaged or hostile file costs a bounded amount of time and memory. Callers
+convert `LimitExceeded` to the coded error of their format.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Limits:
     """Bounds on one file and on the value in it.
 
     Attributes:
-        num_bytes: Size of the file, and of all texts in the value together; a shared text counts at each use.
-        num_elements: Members of all objects and lists together; a shared (aliased) container counts at each use.
-        depth: Nesting of objects and lists.
-        integer_bits: Size of an integer.
+        num_bytes: Maximum size of the file, and of all texts in the value together; a shared text counts at each use.
+        num_elements: Maximum number of members of all objects and lists together; a container that a YAML alias repeats
+            counts at each use.
+        depth: Maximum nesting of objects and lists.
+        integer_bits: Maximum size of an integer.
         finite: Refuse NaN and infinities, which Python's JSON reader accepts.
     """
 
@@ -75,7 +76,7 @@ def read_bytes(path: Path, limits: Limits) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise for a pipe, socket, device or folder, on which some libraries would block or raise an unrelated error.
+    """Raise an error for a pipe, socket, device or folder, on which some libraries would block.
 
     Raises:
         OSError: The path is missing or not a regular file.
@@ -178,10 +179,10 @@ def _check_number(value: Any, limits: Limits) -> None:
 
 
 def outside_target(path: Path, folder: Path) -> Path | None:
-    """Return the target of a path in a folder if it is outside the folder, else None.
+    """Return the target of a symbolic link in a folder if it is outside the folder; else None.
 
-    Links inside the folder are followed. In the cache of the Hugging Face hub, files of a snapshot are links to the
-    blobs of the same repository, which count as inside.
+    Links inside the folder are followed. In the cache of the Hugging Face hub, a snapshot consists of links to blobs of
+    the same repository, which count as inside.
     """
     # Unlike `Path.resolve`, `realpath` does not raise for a loop of links; opening the file does.
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
@@ -193,11 +194,11 @@ def outside_target(path: Path, folder: Path) -> Path | None:
 
 
 def foreign_target(path: Path, folder: Path) -> Path | None:
-    """Return the target of a path in a folder if it is a file of another name outside the folder, else None.
+    """Return the target of a symbolic link if it is outside the folder and has another name; else None.
 
-    Folders of links to the files of a model are common; each link then has the name of its target, or leads to a blob
-    in the cache of the Hugging Face hub. A link of another name may publish any file, as the files of a received folder
-    are copied into exports.
+    Folders with links to the files of a model are common. Such a link has the name of its target, or leads to a blob in
+    the cache of the Hugging Face hub. A link with another name could publish any file, because exports copy the files
+    of a received folder.
     """
     if outside_target(path, folder) is None:
         return None
@@ -218,7 +219,7 @@ def foreign_target(path: Path, folder: Path) -> Path | None:
 
 
 def names_outside(name: str) -> bool:
-    """Return whether a name in a file refers to a place outside the folder: a URL, an absolute path, or `..`."""
+    """Return whether a file name leads outside its folder: a URL, an absolute path, or a path with `..`."""
     parts = name.replace("\\", "/").split("/")
     return "://" in name or "::" in name or ".." in parts or parts[0] in ("", "~") or "\0" in name
 

@@ -24,7 +24,7 @@ class TrainingRun:
     Attributes:
         output_dir: Directory of the run.
         steps: Last step.
-        loss: Training loss of the last step; NaN when no step remained to be run.
+        loss: Training loss of the last step; NaN when the run was already complete.
         eval_loss: Held-out loss after the last step; NaN without held-out data.
         seconds: Seconds of training, evaluations included.
     """
@@ -74,13 +74,13 @@ class TrainingRun:
 
 
 def train(recipe: str | os.PathLike[str], *overrides: str, **values: Any) -> TrainingRun | None:
-    """Train a recipe like `hyper-parallel train`, with ranks of this machine, and return the run.
+    """Train a recipe on this machine, as `hyper-parallel train` does, and return the run.
 
     Args:
         recipe: YAML file.
         overrides: Overrides as on the command line: `"training.lr=1e-4"`.
-        values: Overrides by key: a section as a mapping, a key with two underscores for its dot, or a dotted key:
-            `training={"lr": 1e-4}`, `training__lr=1e-4`, `**{"training.lr": 1e-4}`, `output_dir="runs/a"`.
+        values: Overrides by key. A key is a section with a mapping (`training={"lr": 1e-4}`), a name with two
+            underscores for the dot (`training__lr=1e-4`), or a dotted name (`**{"training.lr": 1e-4}`).
 
     Returns:
         The run; None on ranks other than 0 if another launcher has started this process as a rank.
@@ -123,7 +123,7 @@ def generate(model: Any, prompts: str, **choices: Any) -> str: ...
 @overload
 def generate(model: Any, prompts: Sequence[str], **choices: Any) -> list[str]: ...
 def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | list[str]:
-    """Continue one prompt or several, as one batch, with the model of a run.
+    """Generate the continuation of one prompt, or of several as one batch, with the model of a run.
 
     Args:
         model: A `TrainingRun`, its directory, a Hugging Face directory, or a name on the hub.
@@ -132,7 +132,7 @@ def generate(model: Any, prompts: str | Sequence[str], **choices: Any) -> str | 
             treat each prompt as a user turn; `device` and `dtype` of the model.
 
     Returns:
-        The continuation of every prompt, without the prompt.
+        The continuation without the prompt: a text for one prompt, a list for a list of prompts.
 
     Raises:
         BadValue: HP102 for an unknown option, or prompts longer than the context of the model.
@@ -247,7 +247,7 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
 
 
 def _overrides_of(values: Mapping[str, Any]) -> list[str]:
-    """Convert values by key to overrides.
+    """Convert keyword arguments to overrides such as `training.lr=0.0001`.
 
     Raises:
         BadValue: HP102 for a value that a recipe cannot contain.
@@ -270,14 +270,14 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Return the text of a value in an override: a text unchanged, other values as JSON, which YAML reads."""
+    """Return the text of a value in an override: a string unchanged, other values as JSON."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value if isinstance(value, str) else json.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value for an object of another class: a path as text, a numpy or torch scalar as a number."""
+    """Convert an object to a JSON value: a path to text, a numpy or torch scalar to a number."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     item = getattr(value, "item", None)

@@ -1,8 +1,8 @@
 """JSON encoding of the core's frozen dataclasses, by pydantic, and atomic writes of text files.
 
 `encode` turns a dataclass into plain JSON values; `decode` builds the dataclass from them. Types are strict (a text is
-not converted to a number), unknown keys are refused, and an error names the dotted path of the value. Adapters are
-built at first use, so a command that reads no file does not pay for them.
+not converted to a number), unknown keys are refused, and an error names the dotted path of the value. Pydantic's
+adapters are built at first use, because building them is slow.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DecodeError(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """Return a dataclass as plain JSON values; default values are included, so a file is complete."""
+    """Convert a dataclass to plain JSON values, including fields that have their default."""
     return to_jsonable_python(value)
 
 
@@ -84,7 +84,7 @@ def _validate(cls: type[T], data: Any, extra: Extra) -> T:
     try:
         return adapter.validate_json(json.dumps(data), strict=True, extra=extra)
     except ValidationError as error:
-        if (count := error.error_count()) > _MOST_PROBLEMS:  # each costs a kilobyte to describe
+        if (count := error.error_count()) > _MOST_PROBLEMS:  # describing a problem takes a kilobyte
             raise DecodeError(f"$: {count:,} values do not fit") from None
         first = error.errors(include_url=False)[0]
         path = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p:.80}" for p in first["loc"])
@@ -100,7 +100,7 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: write a temporary file, then rename it, so a reader sees the old or the new content.
+    """Write a file atomically: a reader sees either the old or the new content, never a part.
 
     A link at either name is replaced, not followed. A failed write removes the temporary file; a killed process may
     leave `.NAME.PROCESS.part`. A device or pipe is written directly.

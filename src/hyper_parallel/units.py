@@ -1,4 +1,4 @@
-"""Units: constants, and functions to parse and print bytes, seconds and counts.
+"""Constants of units, and conversion of bytes, seconds and counts to and from text.
 
 Sizes are bytes, times are seconds, rates are per second; a name carries its unit (`_bytes`, `_s`, `_bytes_s`,
 `_flops`). Memory is printed in GiB (2**30 bytes); vendors quote link rates in GB (10**9 bytes).
@@ -36,7 +36,7 @@ _SIZE = re.compile(r"^\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*$",
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a size such as `12GiB`, `800MB` or a plain number of bytes.
+    """Return the number of bytes in a text such as `12GiB` or `800MB`, or in a plain number.
 
     Raises:
         ValueError: When the text is not a size.
@@ -52,7 +52,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Print bytes with a binary prefix: `1.50 GiB`."""
+    """Return a number of bytes as text with a binary prefix: `1.50 GiB`."""
     for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
@@ -60,7 +60,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration with three significant digits and a prefix: `12.3 ms`."""
+    """Return a duration as text with three significant digits and a prefix: `12.3 ms`."""
     if abs(seconds) >= 1000:
         return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -71,7 +71,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Print a count with a decimal prefix: `8.03B` parameters, `1.05M` tokens."""
+    """Return a count as text with a decimal prefix: `8.03B`, `1.05M`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.2f}{unit}"
@@ -79,5 +79,5 @@ def format_count(number: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return a number followed by its noun: `1 rank`, `2 ranks`."""
+    """Return a number with its noun, in the singular or plural: `1 rank`, `2 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")

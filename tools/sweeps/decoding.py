@@ -1,4 +1,4 @@
-"""Sweep: generation gives the tokens of the whole text, alone and in a batch."""
+"""Sweep: cached generation gives the same tokens as a full forward per token, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one type."""
+    """Check one model type, and return the result text of each column."""
     from hyper_parallel.backends.torch.measure_properties import StableTopK
 
     with StableTopK():
@@ -40,7 +40,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def compared(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one type, where of equal values `topk` takes the first."""
+    """Check one model type, given that `topk` prefers the first of equal values; return the results by column."""
     import torch
     from census import write_tokenizer
     from transformers import AutoTokenizer
@@ -82,7 +82,7 @@ def compared(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def whole_text(model: Any, prompt: list[int]) -> list[int]:
-    """Return the most likely continuation, the whole text read again for each token."""
+    """Return the greedy continuation, computed with a full forward of the text for each token."""
     import torch
 
     text = [*prompt]
@@ -94,7 +94,7 @@ def whole_text(model: Any, prompt: list[int]) -> list[int]:
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """Return the tokens that end a text: those of the tokenizer, the config and the generation config."""
+    """Return the tokens that end a text, from the tokenizer, the config and the generation config."""
     stops = {tokenizer.eos_token_id}
     for source in (model.config.get_text_config(), model.config, model.generation_config):
         named = getattr(source, "eos_token_id", None)
@@ -103,7 +103,7 @@ def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 
 def compare(found: list[Any], whole: list[list[int]], stops: set[int]) -> str:
-    """Return the cell of continuations, which end early before a stop token and nowhere else."""
+    """Return the result text for generated continuations, compared with full-forward ones up to a stop token."""
     for number, (got, want) in enumerate(zip(found, whole, strict=True)):
         got = [*got]
         if got and got[-1] in stops:

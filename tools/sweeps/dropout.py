@@ -1,4 +1,4 @@
-"""Sweep: with dropout switched off, a forward pass in training mode draws nothing that changes it."""
+"""Sweep: with dropout disabled, a forward pass in training mode does not depend on random numbers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KEPT = ("router_jitter_noise",)
 
 
 def model_types() -> list[str]:
-    """Return all causal and image-text types; children inherit what is imported here."""
+    """Return all causal and image-text types; child processes inherit the modules imported here."""
     import hyper_parallel.backends.torch.dropout  # noqa: F401
 
     return causal_types() + image_text_types()
 
 
 def with_rates(values: dict[str, Any], rate: float = 0.5) -> dict[str, Any]:
-    """Return a config whose dropout rates are `rate`."""
+    """Return the config with all dropout rates set to `rate`."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found[key] = value
@@ -45,7 +45,7 @@ def with_rates(values: dict[str, Any], rate: float = 0.5) -> dict[str, Any]:
 
 
 def logits(model: Any, seed: int) -> Any:
-    """Return the logits of fixed tokens, with random numbers of a seed."""
+    """Return the logits of fixed tokens, after setting the random seed."""
     import random
 
     import numpy as np
@@ -61,7 +61,7 @@ def logits(model: Any, seed: int) -> Any:
 
 
 def rated_model(model_type: str) -> Any:
-    """Return the shrunk model with all rates at one half, of those that its config class accepts."""
+    """Return the shrunk model with every dropout rate that its config class accepts set to 0.5."""
     from census_models import tiny
 
     values = tiny(model_type)
@@ -79,7 +79,7 @@ def rated_model(model_type: str) -> Any:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     import torch
 
     from hyper_parallel.backends.torch.dropout import disable_dropout, original_config

@@ -1,4 +1,4 @@
-"""Sweep: which masks of dropout tensor-parallel ranks share."""
+"""Sweep: dropout masks are equal or different between tensor-parallel ranks, as required."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 32
 
 
 def model_types() -> list[str]:
-    """Return all causal types; children inherit what is imported here."""
+    """Return all causal types; child processes inherit the modules imported here."""
     import hyper_parallel.runtime
     import hyper_parallel.trainer.engine.optimizer  # noqa: F401
 
@@ -30,7 +30,7 @@ def model_types() -> list[str]:
 
 
 def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[Any], dict[str, Any]]:
-    """Return inputs and masks of every dropout of two passes, and the gradients of this rank's parts."""
+    """Return inputs and masks of every dropout call in two passes, and gradients of this rank's shards by name."""
     import torch
     import torch.nn.functional as F
 
@@ -75,7 +75,7 @@ def record_calls(model_type: str, number: int, recompute: bool) -> tuple[list[An
 
 
 def compare(mine: list[Any], theirs: list[Any]) -> str:
-    """Return the cell of the calls of two ranks."""
+    """Return the result text from the recorded dropout calls of two ranks."""
     import torch
 
     if len(mine) != len(theirs):
@@ -96,7 +96,7 @@ def compare(mine: list[Any], theirs: list[Any]) -> str:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     import torch
 
     from hyper_parallel.runtime import launch

@@ -1,4 +1,4 @@
-"""Sweep: a forward pass does not depend on the passes before it."""
+"""Sweep: a forward pass does not depend on earlier passes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SECONDS = 240
 
 
 def model_types() -> list[str]:
-    """Return all causal and image-text types; children inherit what is imported here."""
+    """Return all causal and image-text types; child processes inherit the modules imported here."""
     import hyper_parallel.backends.torch.forward_state  # noqa: F401
 
     return causal_types() + image_text_types()
 
 
 def with_dynamic_rope(values: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a config with dynamic frequencies beyond 8 tokens; None without rotary parameters to change."""
+    """Return the config with dynamic RoPE scaling beyond 8 tokens; None for a model without rotary parameters."""
     found, changed = copy.deepcopy(values), False
     new = {"rope_type": "dynamic", "factor": 2.0}
     for part in (found, found.get("text_config") or {}):
@@ -45,7 +45,7 @@ def with_dynamic_rope(values: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def logits(model: Any, length: int, seed: int) -> Any:
-    """Return the logits of two random rows."""
+    """Return the logits of two random rows of `length` tokens."""
     import torch
 
     torch.manual_seed(seed)
@@ -55,7 +55,7 @@ def logits(model: Any, length: int, seed: int) -> Any:
 
 
 def cell(model: Any) -> str:
-    """Return the cell of one model."""
+    """Return the result text of one model, from logits before and after other passes."""
     import torch
 
     from hyper_parallel.backends.torch.forward_state import changed_state, reset_before_calls
@@ -80,7 +80,7 @@ def cell(model: Any) -> str:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     from census_models import tiny
 
     try:

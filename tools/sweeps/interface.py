@@ -1,13 +1,13 @@
-"""What a module of this folder provides to `tools/sweep.py`, and helpers that several sweeps share.
+"""Interface of a sweep module for `tools/sweep.py`, and helpers that several sweeps share.
 
-A sweep is a module with four names:
+A sweep is a module with these names:
 
     TITLE      one line, the heading of its table
     TEXT       a paragraph for the docs: what is compared with what, precision, tolerance
     COLUMNS    names of its cells, in order
     SECONDS    time limit of one model type
     CPU_SECONDS  optional: limit of its processor time, which does not depend on other load
-    TYPES_PER_PROCESS  optional: model types that a child process computes, by default one
+    TYPES_PER_PROCESS  optional: model types that a child process checks, by default one
     PRELOADED  optional: modules that all types need, imported once before the child processes start
     model_types() -> list[str]
     run(model_type, folder) -> {column: cell}     called in a child process with an empty scratch folder
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 
 class Sweep(Protocol):
-    """The names that a sweep module defines."""
+    """Interface of a sweep: a module that checks all model types of transformers."""
 
     TITLE: str
     TEXT: str
@@ -37,11 +37,11 @@ class Sweep(Protocol):
         """Return the model types of transformers that the sweep covers."""
 
     def run(self, model_type: str, folder: Path) -> dict[str, str]:
-        """Return the cells of one model type."""
+        """Run the sweep on one model type, and return its result texts (cells) by column."""
 
 
 def kind(cell: str) -> str:
-    """Return the class of a cell: `ok`, `refused`, `skipped`, `wrong` or `fails`."""
+    """Return the kind of a result text (cell): `ok`, `refused`, `skipped`, `wrong` or `fails`."""
     head = cell.partition(":")[0]
     return "refused" if re.fullmatch(r"HP\d+", head) else head
 
@@ -54,7 +54,7 @@ def causal_types() -> list[str]:
 
 
 def image_text_types() -> list[str]:
-    """Return the model types that map to image-text models and to no causal language model, sorted."""
+    """Return the sorted model types with an image-text model but without a causal language model."""
     from transformers.models.auto import modeling_auto as auto
 
     return sorted({*auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*causal_types()})
@@ -67,7 +67,7 @@ def one_line(error: BaseException) -> str:
 
 
 def refusal_or_failure(error: BaseException) -> str:
-    """Return the cell of an exception: the coded refusal, or `fails`, also for an uncoded error of a rank."""
+    """Return the result text for an exception: a coded refusal, or `fails` for any other error, also of a rank."""
     from hyper_parallel.errors import HyperParallelError, RankFailed
 
     if isinstance(error, RankFailed):
@@ -78,7 +78,7 @@ def refusal_or_failure(error: BaseException) -> str:
 
 
 def plain_model(model_type: str, config: dict[str, Any] | None = None, seed: int = 3) -> Any:
-    """Return the shrunk model of a type, made by plain transformers, float64, random weights, train mode."""
+    """Return the shrunk transformers model of a type, in float64 and train mode, with random weights."""
     import torch
     from census import auto_class
     from census_models import tiny
@@ -97,13 +97,13 @@ def plain_model(model_type: str, config: dict[str, Any] | None = None, seed: int
 
 
 def names_of(function: Any) -> set[str]:
-    """Return the names of the parameters of a function, without those that take any argument."""
+    """Return the names of a function's parameters, without *args and **kwargs."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
 def number_of(config: Any, names: tuple[str, ...], default: int) -> int:
-    """Return the first integer of a config, or of a list in it, under one of the names."""
+    """Return the first integer in a config under one of the names, or the first item of a list; else `default`."""
     for name in names:
         value = getattr(config, name, None)
         value = value[0] if isinstance(value, (list, tuple)) and value else value

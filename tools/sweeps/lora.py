@@ -1,4 +1,4 @@
-"""LoRA on all linear modules: against peft on one rank, and tensor parallelism against one rank."""
+"""Sweep: LoRA on all linear modules, compared with peft on one rank, and with tensor parallelism on two."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Step = tuple[float, dict[str, Tensor]]
 
 
 def model_types() -> list[str]:
-    """Return the types with a causal or an image-text model."""
+    """Return all causal and image-text types."""
     return [*causal_types(), *image_text_types()]
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     try:
@@ -74,19 +74,19 @@ def _cell(check: Any) -> str:
         return str(check())
     except Exception as error:
         cell = refusal_or_failure(error)
-        # A rank that ended with an error of its own, or a parameter that does not lie as planned, is no refusal.
+        # An error of a rank, or a parameter with another layout than planned, is not a refusal.
         return f"fails: {one_line(error)}" if cell.startswith(("HP601", "HP206")) else cell
 
 
 def _switch_off_router_loss(model: Any) -> None:
-    """Keep the auxiliary loss of routers out of the comparison."""
+    """Disable the auxiliary loss of routers in a model."""
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
 
 
 def _batch() -> tuple[Tensor, Tensor]:
-    """Return token ids and the targets at their positions."""
+    """Return token ids, and the target token of each position."""
     draws = torch.Generator().manual_seed(7)
     ids = torch.randint(3, 250, (BATCH, SEQ_LEN), generator=draws)
     targets = ids.roll(-1, 1)
@@ -95,7 +95,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 
 def _plain_step(model: Any) -> Step:
-    """Return loss and gradients by plain transformers."""
+    """Return loss and gradients of a step in plain transformers."""
     from hyper_parallel.backends.torch.forward_variants import keep_float64
 
     keep_float64(model)
@@ -108,7 +108,7 @@ def _plain_step(model: Any) -> Step:
 
 
 def _own_step(model: nn.Module, strategy: str) -> Step:
-    """Return loss and gradients under a strategy, on this rank of it."""
+    """Return loss and gradients of a step under a strategy, on this rank."""
     import hyper_parallel as hp
 
     workload = hp.Workload(
@@ -128,7 +128,7 @@ def _whole(grad: Tensor) -> Tensor:
 
 
 def _adapted(model: nn.Module) -> nn.Module:
-    """Return the model with an adapter on every linear module, both factors random."""
+    """Return the model with an adapter on every linear module, with both factors random."""
     from peft import LoraConfig
 
     from hyper_parallel.backends.torch.peft_adapters import add_adapters
@@ -143,7 +143,7 @@ def _adapted(model: nn.Module) -> nn.Module:
 
 
 def _peft_step(model: nn.Module, adapted: nn.Module) -> Step:
-    """Return loss and gradients of the same adapters by peft around plain transformers."""
+    """Return loss and gradients of a step with the same adapters, by peft and plain transformers."""
     from peft import LoraConfig, get_peft_model
 
     values = {n: p for n, p in adapted.named_parameters() if n.endswith((".lora_A", ".lora_B"))}
@@ -162,7 +162,7 @@ def _own_name(name: str) -> str:
 
 
 def _on_two_ranks(model: nn.Module, expected: Step) -> str:
-    """Return the cell of two tensor-parallel ranks."""
+    """Return the result text of two tensor-parallel ranks, compared with `expected`."""
     from hyper_parallel.runtime import launch
 
     def rank(number: int) -> Step | None:
@@ -173,7 +173,7 @@ def _on_two_ranks(model: nn.Module, expected: Step) -> str:
 
 
 def _compare(expected: Step, found: Step) -> str:
-    """Return `ok`, or what differs most."""
+    """Return `ok`, or a text about the largest difference."""
     (loss, grads), (other_loss, other_grads) = expected, found
     if not abs(loss - other_loss) <= LIMIT * abs(loss):
         return f"wrong: loss {other_loss:.10f} for {loss:.10f}"
@@ -192,7 +192,7 @@ def _compare(expected: Step, found: Step) -> str:
 
 
 def _planned_share(adapted: Any, folder: Path) -> str:
-    """Compare the trained share that planning estimates with that of the model."""
+    """Return the cell that compares the planner's fraction of trained parameters with the model's."""
     from hyper_parallel.config import Recipe
     from hyper_parallel.planner.trained_share import trained_share
     from hyper_parallel.trainer.engine.recipe_model import read_spec

@@ -1,4 +1,4 @@
-"""Sweep: models of images, audio and text train on media on one rank and on two, against plain transformers."""
+"""Sweep: multimodal models train on media on one and two ranks, compared with plain transformers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ Column `one rank` and the columns of layouts on two ranks cover every kind of me
 COLUMNS = ("plain", "one rank", "dp_shard 2", "tp 2", "pp 2")
 SECONDS = 300
 LAUNCHES = ({"dp_shard 2": "dp_shard=2", "tp 2": "tp=2"}, {"pp 2": "pp=2"})
-"""Layouts on two ranks by column. Stages are alone: one stage may refuse a pass for which the other waits."""
+"""Layouts on two ranks by column, one mapping per launch. Pipeline stages have a separate launch, because one stage may
+refuse a pass for which the other waits."""
 LIMIT = 1e-10
 MOST_PARAMETERS = 24_000_000
 
 
 def model_types() -> list[str]:
-    """Return the types of models of images, audio and text; children inherit what is imported here."""
+    """Return the multimodal types; child processes inherit the modules imported here."""
     import transformers  # noqa: F401
     from transformers.models.auto import modeling_auto as auto
 
@@ -41,7 +42,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     from media_forms import kinds, media_batches
 
     from hyper_parallel.backends.torch.forward_variants import keep_float64
@@ -72,7 +73,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def _plain_model(model_type: str) -> Any:
-    """Return the shrunk model of a type, in float64 with random weights and train mode."""
+    """Return the shrunk model of a type, in float64 and train mode, with random weights."""
     import torch
     from census_models import shrunk, tiny
     from media_forms import kinds, name_placeholders
@@ -108,7 +109,7 @@ def _plain_model(model_type: str) -> Any:
 
 
 def _check_class(model: Any, model_type: str) -> None:
-    """Raise unless a run of a recipe builds the same class of this config."""
+    """Raise an error if a recipe's run would build another class from this config."""
     from census_models import tiny
 
     from hyper_parallel.model import ConfigFile
@@ -122,9 +123,9 @@ def _check_class(model: Any, model_type: str) -> None:
 
 
 def _plain_step(model: Any, batches: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
-    """Return the mean cross entropy of batches with equal numbers of targets, and its gradients, by transformers alone.
+    """Return mean cross entropy and gradients over batches with equal numbers of targets, in plain transformers.
 
-    The model's own loss is used where logits and tokens have different positions.
+    The model's own loss is used if logits and tokens have different positions.
     """
     from torch.nn.functional import cross_entropy
 
@@ -143,7 +144,7 @@ def _plain_step(model: Any, batches: list[dict[str, Any]]) -> tuple[float, dict[
 
 
 def _shifted(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch with targets as a recipe's run has them."""
+    """Return a batch with shifted targets, as in a recipe's run."""
     from torch.nn.functional import pad
 
     rest = {name: value for name, value in batch.items() if name != "labels"}
@@ -159,7 +160,7 @@ def _gradients(model: Any) -> dict[str, Any]:
 
 
 def _steps(network: Any, steps: list[Any], rank: int, size: int) -> list[tuple[float, Any]]:
-    """Return loss and gradients of one step for each kind of media."""
+    """Return loss and gradients of one step per kind of media on this rank."""
     import hyper_parallel as hp
 
     results = []
@@ -183,7 +184,7 @@ def _one_rank(model: Any, steps: list[Any], wanted: list[Any]) -> str:
 def _two_ranks(
     model: Any, steps: list[Any], wanted: list[Any], layouts: dict[str, str]
 ) -> dict[str, str]:
-    """Return the cells of layouts, in one launch; in one launch for each layout if that fails."""
+    """Return the result texts of layouts on two ranks, from one launch, or from one launch per layout if that fails."""
     import hyper_parallel as hp
     from hyper_parallel.errors import HyperParallelError
 
@@ -217,7 +218,7 @@ def _two_ranks(
 def _joined(
     first: tuple[str, list[set[str]]], second: tuple[str, list[set[str]]], wanted: list[Any]
 ) -> str:
-    """Return the cell of a layout from those of its ranks, which together hold all gradients."""
+    """Return the result text of a layout from those of its two ranks, which together must have all gradients."""
     if (cell := first[0] if first[0] != "ok" else second[0]) != "ok":
         return cell
     for names, others, (_, right) in zip(first[1], second[1], wanted, strict=True):

@@ -1,4 +1,4 @@
-"""Steps of SGD on MindSpore beside torch, for one process; `tools/mindspore_cases.py` stores torch's half."""
+"""Sweep: SGD steps on MindSpore give torch's losses, in one process; `tools/mindspore_cases.py` stores torch's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return whether the losses are equal."""
+    """Check one model type, and return the result text of each column."""
     try:
         return {"train": _compared(prepared(model_type), folder)}
     except Exception as error:
@@ -43,7 +43,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def _compiled(runner: Any, program: Any, source: Path) -> Any:
-    """Return the compiled program; types with the same operators and constants share it."""
+    """Return the compiled program; types with equal operators and constants share it."""
     from hyper_parallel.backends.mindspore.translate import to_source
 
     kinds = [(kind.shape, kind.dtype) for _, kind in program.inputs.values()]
@@ -68,7 +68,7 @@ _COMPILED: dict[tuple[str, ...], tuple[Any, Any]] = {}
 
 
 def _compared(place: Path, folder: Path) -> str:
-    """Return the cell of a type whose half of torch is in `place`."""
+    """Return the result text of a type whose torch results are in `place`."""
     import numpy as np
 
     from hyper_parallel.backends.program_runner import join_ranks, unsupported_operators

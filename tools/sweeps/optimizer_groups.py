@@ -1,4 +1,4 @@
-"""Sweep: which parameters are decayed, and which Muon orthogonalises."""
+"""Sweep: weight decay applies to the same parameters as in transformers, and Muon to matmul weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXEMPT = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 
 
 def model_types() -> list[str]:
-    """Return all causal and image-text types; children inherit what is imported here."""
+    """Return all causal and image-text types; child processes inherit the modules imported here."""
     from transformers import Trainer  # noqa: F401
 
     import hyper_parallel.trainer.engine.optimizer  # noqa: F401
@@ -33,14 +33,14 @@ def model_types() -> list[str]:
 
 
 def trainer_decays(model: Any) -> set[str]:
-    """Return the names of the parameters that transformers' Trainer decays."""
+    """Return the names of the parameters with weight decay in transformers' Trainer."""
     from transformers import Trainer
 
     return set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
 
 
 def expected_decay(model: Any) -> set[str]:
-    """Return the Trainer's choice with the exceptions that the docs name."""
+    """Return the names of the parameters that must have weight decay: the Trainer's, with the documented exceptions."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -62,7 +62,7 @@ def expected_decay(model: Any) -> set[str]:
 
 
 def decay_cell(model: Any) -> str:
-    """Return the cell of weight decay."""
+    """Return `ok` if the right parameters have weight decay, else the differences."""
     from hyper_parallel.trainer import parameter_groups
 
     names = {id(p): n for n, p in model.named_parameters()}
@@ -79,7 +79,7 @@ def decay_cell(model: Any) -> str:
 
 
 def operand_shapes(model: Any, ids: Any) -> dict[str, set[tuple[int, ...]]]:
-    """Return the shapes in which the values of each parameter enter matrix products of a forward pass."""
+    """Return, by parameter name, the shapes in which the parameter is an operand of matmuls in a forward pass."""
     import torch
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,13 +119,13 @@ def operand_shapes(model: Any, ids: Any) -> dict[str, set[tuple[int, ...]]]:
 
 
 def matrix_shapes(p: Any, count: int) -> set[tuple[int, ...]]:
-    """Return the last two dimensions in which the matrices of a parameter may enter a product."""
+    """Return the allowed (rows, columns) of a parameter's matrices as matmul operands."""
     rows, columns = p.numel() // count // p.shape[-1], p.shape[-1]
     return {(rows, columns), (columns, rows)}
 
 
 def muon_cell(model: Any) -> str:
-    """Return the cell of Muon."""
+    """Return `ok` if Muon orthogonalises exactly the operands of matmuls, else the differences."""
     import torch
     from census_models import SEQ_LEN
     from torch import nn
@@ -166,7 +166,7 @@ def muon_cell(model: Any) -> str:
 
 
 def runs_elsewhere(model: Any, name: str, used: dict[str, Any]) -> bool:
-    """Return whether a module of the same class uses its parameter of this name in products."""
+    """Return whether another module of the same class uses its parameter with this name in matmuls."""
     owner, _, own = name.rpartition(".")
     kind = type(model.get_submodule(owner))
     return any(
@@ -176,7 +176,7 @@ def runs_elsewhere(model: Any, name: str, used: dict[str, Any]) -> bool:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     try:
         model = plain_model(model_type)
     except Exception as error:

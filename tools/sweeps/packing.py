@@ -39,7 +39,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cell of one type."""
+    """Check one model type, and return its result text by column."""
     from hyper_parallel.backends.torch.measure_properties import StableTopK
 
     with StableTopK():
@@ -47,7 +47,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def compared(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cell of one type, where of equal values `topk` takes the first."""
+    """Check one model type, given that `topk` prefers the first of equal values; return its result by column."""
     from census import run_cell, write_tokenizer
 
     try:
@@ -78,17 +78,17 @@ def compared(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def pairs(a: dict[str, float], b: dict[str, float]) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of two steps side by side."""
+    """Return pairs of the two steps' losses and of their gradient norms."""
     return [(a[key], b[key]) for key in ("loss", "grad_norm")]
 
 
 def tokens(rows: int) -> str:
-    """Return the setting for one step of so many rows."""
+    """Return the override for a step of `rows` rows."""
     return f"training.tokens_per_step={rows * SEQ_LEN}"
 
 
 def packed_rows(folder: Path) -> int:
-    """Return how many rows the conversations fill when they are packed."""
+    """Return the number of rows that the packed conversations fill."""
     from hyper_parallel.config import load_recipe
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine.recipe_model import read_spec  # noqa: F401
@@ -106,12 +106,12 @@ def packed_rows(folder: Path) -> int:
 
 
 def conversation(question: str, answer: str) -> list[dict[str, str]]:
-    """Return one exchange in OpenAI's form."""
+    """Return a conversation of one question and answer, in OpenAI's format."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def add_template(tokenizer: Path) -> None:
-    """Give a saved tokenizer a chat template."""
+    """Add a chat template to a saved tokenizer."""
     from transformers import AutoTokenizer
 
     made = AutoTokenizer.from_pretrained(tokenizer)
@@ -120,7 +120,7 @@ def add_template(tokenizer: Path) -> None:
 
 
 def recipe(folder: Path) -> dict[str, Any]:
-    """Return the recipe of one step."""
+    """Return the recipe of a run of one step."""
     return {
         "model": {"path": str(folder / "weights"), "init": "pretrained"},
         "stage": "sft",
@@ -146,7 +146,7 @@ def documents() -> list[Any]:
 
 
 def plain_fails(model: Any) -> bool:
-    """Return whether plain transformers cannot compute a loss of text either."""
+    """Return whether plain transformers fails to compute a loss on text."""
     try:
         model(input_ids=documents()[0], use_cache=False)
     except Exception as error:
@@ -156,7 +156,7 @@ def plain_fails(model: Any) -> bool:
 
 
 def plain_is_independent(model: Any) -> bool:
-    """Return whether plain transformers gives the logits of separate texts when they are packed."""
+    """Return whether plain transformers gives equal logits for packed and separate texts."""
     import torch
 
     from hyper_parallel.backends.torch.forward_variants import keep_float64

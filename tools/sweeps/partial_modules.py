@@ -1,4 +1,4 @@
-"""Two ranks of an image-text model, of which only the first has an image, against one rank with both sequences."""
+"""Sweep: two ranks, of which only the first has an image, give the results of one rank with both sequences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_types() -> list[str]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     try:
         model = plain_model(model_type)
         image = image_batch(model)
@@ -51,7 +51,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def image_batch(model: Any) -> dict[str, Any] | None:
-    """Return a sequence with an image whose loss has gradients in the tower; None where no trial gives one."""
+    """Return a sequence with an image whose loss has gradients in the tower; None if no trial succeeds."""
     import torch
 
     vision = [n for n, _ in model.named_parameters() if "vis" in n.lower() or "image" in n.lower()]
@@ -70,7 +70,7 @@ def image_batch(model: Any) -> dict[str, Any] | None:
 
 
 def _image_forms(model: Any) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield pixel values with what belongs to them, and the number of image tokens that the model makes of them."""
+    """Yield image inputs, and the number of image tokens that the model computes from them."""
     import torch
 
     config = model.config
@@ -113,7 +113,7 @@ def _image_forms(model: Any) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _image_tokens(model: Any, form: dict[str, Any]) -> int | None:
-    """Return how many tokens the model makes of an image; None where it does not say."""
+    """Return the number of tokens that the model computes from an image; None if it cannot be determined."""
     import torch
 
     base = next((m for m in model.modules() if hasattr(m, "get_image_features")), None)
@@ -133,7 +133,7 @@ def _image_tokens(model: Any, form: dict[str, Any]) -> int | None:
 
 
 def _sequence(model: Any, extra: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Return a batch of one sequence with as many image tokens."""
+    """Return a batch of one sequence with `tokens` image tokens."""
     import torch
 
     image = number_of(model.config, ("image_token_id", "image_token_index"), -1)

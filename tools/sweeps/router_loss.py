@@ -1,4 +1,4 @@
-"""The auxiliary loss of routers on every layout, compared with plain transformers."""
+"""Sweep: the auxiliary loss of routers on every layout equals that of plain transformers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def model_types() -> list[str]:
 
 
 def values_of(model_type: str) -> dict[str, Any]:
-    """Return the shrunk config with router losses on, of weight 0.5."""
+    """Return the shrunk config with router losses of weight 0.5."""
     from census_models import tiny
     from transformers import AutoConfig
 
@@ -92,7 +92,7 @@ def values_of(model_type: str) -> dict[str, Any]:
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one type."""
+    """Check one model type, and return the result text of each column."""
     import torch
 
     from hyper_parallel.backends.torch import router_loss_facts
@@ -109,7 +109,7 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 def without_loss(model: Any, ids: Any) -> str:
-    """Return the cell of a model whose own class adds no router loss."""
+    """Return the result text of a model whose class adds no router loss."""
     from hyper_parallel.errors import HyperParallelError
     from hyper_parallel.runtime import Routing, World, parallelize, plan_of
 
@@ -129,7 +129,7 @@ def without_loss(model: Any, ids: Any) -> str:
 
 
 def plain(model: Any, ids: Any, labels: Any = None, **given: Any) -> tuple[float, dict[str, Any]]:
-    """Return loss and gradients of plain transformers in float64 throughout."""
+    """Return loss and gradients in plain transformers, computed in float64 throughout."""
     model = copy.deepcopy(model)
     with float64():
         loss = model(
@@ -140,7 +140,7 @@ def plain(model: Any, ids: Any, labels: Any = None, **given: Any) -> tuple[float
 
 
 def float64() -> Any:
-    """Return a context in which nothing is computed in float32, also not the counts of transformers' loss."""
+    """Return a context in which all computations that request float32, as in transformers' loss, use float64."""
     import torch
 
     from hyper_parallel.backends.torch.forward_variants import _KeepFloat64
@@ -158,7 +158,7 @@ def float64() -> Any:
 
 
 class Columns:
-    """The runs of one model."""
+    """Runs of one model, one per column of the table."""
 
     def __init__(self, model: Any) -> None:
         import torch
@@ -219,7 +219,7 @@ class Columns:
     def on_two(
         self, name: str, strategy: str, count: int, batch: Callable[[slice], Any], want: Any
     ) -> None:
-        """Fill in the cell of a step on two ranks."""
+        """Compute the result text of a step on two ranks."""
 
         def work(rank: int) -> str:
             parts = [batch(rows) for rows in self.cuts(strategy, count, rank)]
@@ -228,7 +228,7 @@ class Columns:
         self.launched(name, 2, work)
 
     def launched(self, name: str, ranks: int, work: Callable[[int], str]) -> None:
-        """Fill in a cell that every rank gives."""
+        """Compute a result text by running `work` on ranks; all ranks must agree."""
         from hyper_parallel.errors import RankFailed
         from hyper_parallel.runtime import launch
 
@@ -256,7 +256,7 @@ class Columns:
         return loss, grads
 
     def rows_alone(self, rows: list[Any]) -> Any:
-        """Return loss and gradients of rows that are forwarded one by one, with one router loss of all their tokens."""
+        """Return loss and gradients of rows in separate forwards, with one router loss over all tokens."""
         model, torch = copy.deepcopy(self.model), self.torch
         total, targets, logits = 0.0, 0, []
         with float64():
@@ -273,7 +273,7 @@ class Columns:
         return float(loss.detach()), {n: p.grad for n, p in model.named_parameters()}
 
     def own_loss(self, model: Any, logits: Any) -> Any:
-        """Return the loss of transformers' own function for all logits of a step."""
+        """Return the loss of transformers' own function for all router logits of a step."""
         function: Callable[..., Any] = sys.modules[type(model).__module__].load_balancing_loss_func  # type: ignore[attr-defined]
         text = model.config.get_text_config()
         names = inspect.signature(function).parameters
@@ -283,7 +283,7 @@ class Columns:
         return function(logits, num_experts=experts, top_k=top_k, **keys)
 
     def short(self) -> Any:
-        """Return the step of a loop whose last step has fewer microbatches."""
+        """Return loss and gradients of a last step with fewer microbatches."""
         return plain(self.model, self.ids[:2])
 
     def batch(self, rows: slice) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class Columns:
         return {"input_ids": self.ids[rows], "labels": self.ids[rows]}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one microbatch for each row."""
+        """Return one microbatch per row."""
         return [self.batch(slice(i, i + 1)) for i in range(ROWS)]
 
     def padded(self, rows: slice) -> dict[str, Any]:
@@ -301,7 +301,7 @@ class Columns:
         return {"input_ids": ids, "labels": ids.masked_fill(~mask, -100), "token_mask": mask}
 
     def packed(self) -> dict[str, Any]:
-        """Return a row of one document and a row of two."""
+        """Return a microbatch with a row of one document and a row of two."""
         starts = [
             self.torch.arange(LENGTH),
             self.torch.cat([self.torch.arange(11), self.torch.arange(5)]),
@@ -316,7 +316,7 @@ class Columns:
         }
 
     def apart(self) -> bool:
-        """Return whether packed documents of plain transformers are independent of each other."""
+        """Return whether packed documents are independent in plain transformers."""
         batch, model = self.packed(), copy.deepcopy(self.model)
         with float64(), self.torch.no_grad():
             given = {k: v for k, v in batch.items() if k != "labels"}
@@ -325,7 +325,7 @@ class Columns:
         return bool((both - alone).abs().max() < 1e-9)
 
     def rows_apart(self) -> bool:
-        """Return whether plain transformers computes the same for a row alone as in a batch."""
+        """Return whether plain transformers gives equal results for a row alone and in a batch."""
         model = copy.deepcopy(self.model)
         with float64(), self.torch.no_grad():
             both = model(input_ids=self.ids, use_cache=False).logits[1]
@@ -333,13 +333,13 @@ class Columns:
         return bool((both - alone).abs().max() < 1e-9)
 
     def cuts(self, strategy: str, count: int, rank: int) -> list[slice]:
-        """Return the rows of each microbatch of a rank."""
+        """Return the slice of rows of each of a rank's `count` microbatches."""
         share = slice(2 * rank, 2 * rank + 2) if "dp_shard" in strategy else slice(0, 4)
         size = (share.stop - share.start) // count
         return [slice(share.start + i * size, share.start + (i + 1) * size) for i in range(count)]
 
     def step(self, strategy: str, parts: list[dict[str, Any]]) -> Callable[[], Any]:
-        """Return a step of `forward_backward`."""
+        """Return a function that runs a step by `forward_backward` on these microbatches."""
 
         def work() -> Any:
             from hyper_parallel.ir import Workload
@@ -354,7 +354,7 @@ class Columns:
         return work
 
     def loop(self, strategy: str, parts: list[Any]) -> Callable[[], Any]:
-        """Return a step of a loop that calls the model itself, by a plan without a workload."""
+        """Return a function that runs a step of a user's loop, which calls the model itself and has no workload."""
 
         def work() -> Any:
             tokens = sum(part[:, 1:].numel() for part in parts)
@@ -372,7 +372,7 @@ class Columns:
         return work
 
     def on_ranks(self, strategy: str, workload: Any, work: Callable[[Any], float]) -> Any:
-        """Return loss and gradients of work on a copy of the model on this rank of a layout."""
+        """Return loss and gradients of `work` on a copy of the model, parallelized by a strategy, on this rank."""
         from tests.parity.planned import whole
 
         from hyper_parallel.runtime import World, parallelize, plan_of
@@ -387,7 +387,7 @@ class Columns:
             }
 
     def cell(self, work: Callable[[], Any], want: Any) -> str:
-        """Return the cell of a run."""
+        """Return the result text of a run, whose result must be equal to `want`."""
         try:
             loss, grads = work()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Directories of weights in forms that occur in the wild: loaded as plain transformers loads them, or refused."""
+"""Sweep: weight directories in common forms are loaded as by plain transformers, or refused."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Tensors = dict[str, Any]
 
 
 def model_types() -> list[str]:
-    """Return the causal and the image-text types."""
+    """Return all causal and image-text types."""
     return [*causal_types(), *image_text_types()]
 
 
 def run(model_type: str, folder: Path) -> dict[str, str]:
-    """Return the cells of one model type."""
+    """Check one model type, and return the result text of each column."""
     try:
         case = _Case(model_type, folder)
     except Exception as error:
@@ -59,11 +59,11 @@ def run(model_type: str, folder: Path) -> dict[str, str]:
 
 
 class _WrongResult(Exception):
-    """The result of a column differs from that of plain transformers."""
+    """Error for a column whose result differs from plain transformers."""
 
 
 class _Case:
-    """A model that plain transformers has written, its tensors, and its state as plain transformers reads it."""
+    """Model saved by plain transformers, with its tensors, and its state as loaded by plain transformers."""
 
     def __init__(self, model_type: str, folder: Path) -> None:
         from census import auto_class
@@ -87,18 +87,18 @@ class _Case:
         return self._same(self._write(self._tensors, shards=3))
 
     def without_index(self) -> str:
-        """Compare shards without an index, which plain transformers does not read."""
+        """Compare shards without an index, which plain transformers cannot read."""
         return self._same(self._write(self._tensors, shards=3, index=False), self._state)
 
     def ghost(self) -> str:
-        """Compare an index that lists names of foreign tensors and of tied parameters that no file holds."""
+        """Compare an index that lists foreign tensors, and tied parameters that no file contains."""
         directory = self._write(
             self._tensors, shards=3, ghosts=["surplus.weight", "lm_head.weight"]
         )
         return self._same(directory, self._state)
 
     def tied(self) -> str:
-        """Compare tied parameters under either name and under both."""
+        """Compare files that contain tied parameters under either name, and under both."""
         import torch
 
         model = self._tied_model()
@@ -139,7 +139,7 @@ class _Case:
         return "ok"
 
     def foreign(self) -> str:
-        """Compare files with tensors that the class ignores or computes; unknown ones have to be refused."""
+        """Compare files with tensors that the class ignores or computes; unknown tensors must be refused."""
         import torch
 
         layer = next((n for n in self._tensors if re.search(r"\.\d+\.", n)), "model.layers.0.x")
@@ -161,7 +161,7 @@ class _Case:
         return self._refused({**self._tensors, "surplus.weight": torch.rand(2)}, "surplus.weight")
 
     def missing(self) -> str:
-        """Compare files without one tensor: of an expert, of a layer and of the ends."""
+        """Compare files that lack a tensor of an expert, of a layer, or outside the layers."""
         names = sorted(self._tensors)
         experts = [n for n in names if re.search(r"experts\.1\.", n)]
         chosen = [self._random.choice(names) for _ in range(2)]
@@ -180,7 +180,7 @@ class _Case:
         return "ok"
 
     def export(self) -> str:
-        """Compare exports in float64 and in bfloat16 with what plain transformers reads of the original."""
+        """Compare exports in float64 and bfloat16 with the original, both loaded by plain transformers."""
         import torch
 
         from hyper_parallel.trainer.checkpoints.model_export import export_hf
@@ -197,7 +197,7 @@ class _Case:
         return "ok"
 
     def _same(self, directory: Path, expected: Tensors | None = None) -> str:
-        """Compare a directory as it is loaded with a state, or with what plain transformers loads."""
+        """Compare the loaded state of a directory with `expected`; None: with what plain transformers loads."""
         if expected is None:
             expected, missing = self._plain(directory)
             if missing:
@@ -218,7 +218,7 @@ class _Case:
         raise _WrongResult(f"`{name}` is missing or unknown, and the directory is loaded")
 
     def _plain(self, directory: Path, dtype: Any = None) -> tuple[Tensors, set[str]]:
-        """Return the state that plain transformers loads, and the names that it misses."""
+        """Return the state that plain transformers loads, and the names that it reports as missing."""
         import torch
 
         model, info = self._auto.from_pretrained(
@@ -253,7 +253,7 @@ class _Case:
         return None
 
     def _exported(self, directory: Path) -> Tensors:
-        """Return the tensors of the export of a directory, loaded by plain transformers and by ours."""
+        """Export a directory, and return the export's tensors as loaded by plain transformers; ours must be equal."""
         from safetensors.torch import load_file
 
         from hyper_parallel.trainer.checkpoints.model_export import export_hf
@@ -305,7 +305,7 @@ class _Case:
 
 
 def _state(model: Any) -> Tensors:
-    """Return all parameters and buffers under each of their names."""
+    """Return all parameters and buffers, under every name of a shared one."""
     buffers = dict(model.named_buffers())
     return {n: t.detach() for n, t in {**buffers, **model.state_dict()}.items()}
 
@@ -322,7 +322,7 @@ def _compare(found: Tensors, expected: Tensors, head: str = "") -> None:
 
 
 def _example(pattern: str) -> str | None:
-    """Return a name that a pattern of ignored names matches; None where none is found."""
+    """Return a name that matches a pattern of ignored names; None if none is found."""
     replaced: list[tuple[str, str | Callable[[Any], str]]] = [
         (r"\(\?[:!=<].*?\)", ""), (r"\\d\+?", "0"), (r"\\w\+", "x"), (r"\[[^]]*\][+*]?", "0"),
         (r"\.\*|\.\+", ".x"), (r"\\", ""), (r"[\^$?]", ""), (r"\(([^|)]*)[^)]*\)", r"\1"),

@@ -32,7 +32,7 @@ _ITEM_BITS: Final = {"bool": 8, "none": 0}
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Number of a value."""
+    """Reference to a value of the program by its number."""
 
     index: int
 
@@ -61,10 +61,10 @@ class Node:
         op: Name with overload, such as `aten.mm.default`.
         args: Arguments in order: `Ref`, numbers, strings, None, or lists of them.
         kwargs: Arguments by name.
-        results: Numbers of the results.
-        types: Types of the results.
-        module: Path of the model's module that called it; empty outside of one.
-        residency: Memory of the results between forward and backward: `keep`, or `recompute` from a later node.
+        results: Numbers of the values that the operator returns.
+        types: Types of these values.
+        module: Path of the submodule that called the operator; empty outside of submodules.
+        residency: `keep` the results from forward to backward, or `recompute` them: a later node repeats the call.
     """
 
     op: str
@@ -78,13 +78,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class StepProgram:
-    """Operators of a step.
+    """Operators of one training step, with its inputs, constants and outputs.
 
     Attributes:
-        inputs: Name to number and type of each input, in order.
-        constants: Number to array.
-        nodes: Operators in an order in which they can run.
-        outputs: Name to number of each output.
+        inputs: Dict from the name of each input to its value number and type, in order.
+        constants: Dict from value number to array.
+        nodes: Operators in execution order.
+        outputs: Dict from the name of each output to its value number.
     """
 
     inputs: Mapping[str, tuple[int, ValueType]]
@@ -93,11 +93,11 @@ class StepProgram:
     outputs: Mapping[str, int]
 
     def operators(self) -> Counter[str]:
-        """Return the number of nodes of each operator."""
+        """Return how often each operator occurs, by name with overload."""
         return Counter(node.op for node in self.nodes)
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Return the groups that collectives name by their ranks."""
+        """Return the groups of collectives that are not mesh axes: a dict from group name to ranks."""
         names = {n.args[-1] for n in self.nodes if n.op.startswith(COLLECTIVES)}
         return {
             name: tuple(map(int, name.removeprefix(_RANKS).split("_")))
@@ -106,7 +106,7 @@ class StepProgram:
         }
 
     def save(self, folder: Path) -> None:
-        """Write `program.json` (operators, a line each) and `constants.npz` into a folder."""
+        """Write `program.json` (one operator per line) and `constants.npz` into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         head = {
             "inputs": {k: [i, list(t.shape), t.dtype] for k, (i, t) in self.inputs.items()},
@@ -133,12 +133,12 @@ class StepProgram:
 
 
 def group_name(ranks: Iterable[int]) -> str:
-    """Return the name of a group of ranks, an identifier."""
+    """Return the name of the group with these ranks; `StepProgram.groups` reads the ranks from the name."""
     return _RANKS + "_".join(map(str, ranks))
 
 
 def refs(argument: Any) -> Iterator[Ref]:
-    """Yield the references of an argument, those inside of lists included."""
+    """Yield each `Ref` in an argument of a node, including those inside nested lists."""
     if isinstance(argument, Ref):
         yield argument
     elif isinstance(argument, (list, tuple)):

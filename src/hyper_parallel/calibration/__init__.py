@@ -1,4 +1,4 @@
-"""Calibration: read and predict published runs, fit cards to them or to this machine, and write card files."""
+"""Calibration: prediction of published runs, fit of cards to these runs or to this machine, and card files."""
 
 from hyper_parallel.calibration._constants import (
     Constant,

@@ -1,6 +1,6 @@
-"""Constants of cards that a fit may change, with prior widths and the cards that share them; and card files.
+"""Constants of cards that a fit may change, with priors and the cards that share them; and writing of card files.
 
-A card file contains every number with its source, and for a fitted number its prior.
+A card file contains every number with its source, and fitted numbers with their prior.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Number that a fit may change, on one or several cards at once."""
+    """Factor that a fit may apply to numbers of one or several cards at once."""
 
-    name: str  # readable name
-    sd: float  # width of the prior, as a log ratio
+    name: str  # displayed name
+    sd: float  # standard deviation of the prior on the natural logarithm of the factor
     cards: tuple[str, ...]  # cards that share the factor
     # attributes (`matmul.bfloat16`, `passes`) that share the factor; `matmul` means all its dtypes
     attributes: tuple[str, ...]
-    rest: bool = False  # the factor applies to the complement of a share, 1 - x, as for overlaps
+    rest: bool = False  # whether the factor applies to 1 - x, as for overlapped fractions
 
 
 _HOPPER: Final = ("h100", "h100-96gb")
@@ -91,7 +91,7 @@ CONSTANTS: Final = (
 
 
 def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
-    """Return cards with the log factors of constants applied."""
+    """Return cards with each constant multiplied by the exponential of its entry in `factors`."""
     device, stack = dict(cards.device), dict(cards.stack)
     for constant, log_factor in zip(constants, factors, strict=True):
         for name in constant.cards:
@@ -103,7 +103,7 @@ def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANT
 
 
 def _scaled(card: C, constant: Constant, factor: float) -> C:
-    """Return a card with the numbers of a constant multiplied by a factor."""
+    """Return a card with the numbers of one constant multiplied by `factor`."""
     changed = {}
     for path, value in numbers_of(card).items():
         if {path, path.partition(".")[0]} & {*constant.attributes}:
@@ -113,7 +113,7 @@ def _scaled(card: C, constant: Constant, factor: float) -> C:
 
 
 def believed(cards: Cards) -> Cards:
-    """Return cards with every fitted number reset to its prior."""
+    """Return cards with every fitted number reset to its prior value."""
     return Cards(
         {name: with_numbers(card, card.priors) for name, card in cards.device.items()},
         {name: with_numbers(card, card.priors) for name, card in cards.stack.items()},
@@ -121,7 +121,7 @@ def believed(cards: Cards) -> Cards:
 
 
 def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, name: str) -> None:
-    """Write a device card, a stack card or both."""
+    """Write a card file with a device card, a stack card or both."""
     data: dict[str, Any] = {"name": name}
     if device is not None:
         data |= {"devices": list(device.devices), "device": _numbers_of(device)}
@@ -131,9 +131,9 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 
 
 def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
-    """Write this machine's cards.
+    """Write this machine's cards to one file, for all measured numbers of concurrent ranks.
 
-    The file has every number for the largest rank count, and for smaller counts only the numbers that differ.
+    The file has all numbers for the most ranks, and for fewer ranks only the numbers that differ.
     """
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
     max_ranks, (device, stack) = numbers.popitem()
@@ -150,7 +150,7 @@ def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, Stack
 
 
 def check_card_file(path: Path) -> None:
-    """Raise OutputNotWritable (HP105) when a file exists and is not a card."""
+    """Raise OutputNotWritable (HP105) if a file exists and is not a card file."""
 
     def is_card(text: str) -> bool:
         start = re.match(r"(#.*\n)*name: ", text)
@@ -167,7 +167,7 @@ def _dump(path: Path, data: dict[str, Any]) -> None:
 
 
 def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
-    """Return the numbers of a card that have a source; the others are defaults of the code."""
+    """Return a dict of the numbers of a card that have a source, as written to a file; others are defaults."""
 
     def number(path: str, value: float) -> dict[str, Any]:
         prior = {"prior": card.priors[path]} if path in card.priors else {}

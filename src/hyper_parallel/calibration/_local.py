@@ -37,34 +37,34 @@ from hyper_parallel.units import DTYPE_BYTES
 Array = NDArray[np.float64]
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "ep", "pp")
-"""Axes with host work; the keys of `StackCard.host_s`."""
+"""Parallel axes that cause host work; the keys of `StackCard.host_s`."""
 _SATURATIONS: Final = (1e-3, 8.0)
-"""Range of the card's saturation: from none to fully memory-bound matmuls."""
+"""Allowed range of `DeviceCard.saturation`, from none to fully memory-bound matmuls."""
 _HEADS: Final = (1e-3, 128.0)
-"""Range of the head width at which attention reaches half its rate: from none to that of the widest heads."""
+"""Allowed range of `DeviceCard.attention_head`, the head width with half of the attention rate."""
 _PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
-"""Weight of the micro-benchmark values, relative to one relative error of one step."""
+"""Constant to the weight of its micro-benchmark value, where the relative error of one step has weight 1."""
 _HOST_PULL: Final = 0.01
-"""Weight of the prior 0 on host work, which micro-benchmarks do not measure."""
+"""Weight of the prior value 0 of host work, which micro-benchmarks do not measure."""
 _UNITS: Final = {"kernel_s": 1e-5, "step_s": 1e-2, "moe_host_s": 1e-3}
-"""Unit in seconds per constant, so that all unknowns are near one; host work of axes has the unit of experts."""
+"""Constant to its unit in seconds, so that all unknowns are near 1; host work of axes has that of `moe_host_s`."""
 _ON_DEVICE: Final = ("kernel_s", "latency", "link")
 """Constants on the device card; the others are on the stack card."""
 _ROUNDS: Final = 2
-"""Rounds of the fit: only the pace of pipelines, which depends on stage balance, is nonlinear and needs the second."""
+"""Rounds of the linear fit; the second is needed because the pace of pipelines is nonlinear."""
 _FASTEST: Final = 1e9
-"""Share of a link's bandwidth for a link of zero cost."""
+"""Multiple of a link's bandwidth that stands for a link of zero cost."""
 _TINY: Final = 1e-9
 """Substitute for zero in a denominator."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRates:
-    """Measured seconds of the ranks of a machine; mean over the ranks."""
+    """Micro-benchmark results of a rank, or the mean over all ranks of a machine."""
 
-    # by dtype, (rows, outputs, inputs, seconds) of forward and both gradients
+    # dtype to (rows, outputs, inputs, seconds of forward and both gradients)
     matmul: Mapping[str, tuple[tuple[int, int, int, float], ...]]
-    # by dtype, (batch, sequence, heads, head width, seconds) of causal forward and backward
+    # dtype to (batch, sequence, heads, head width, seconds of causal forward and backward)
     attention: Mapping[str, tuple[tuple[int, int, int, int, float], ...]]
     # (bytes kept for backward, seconds) of element-wise chains, forward and backward
     passing: tuple[tuple[float, float], ...]
@@ -86,12 +86,12 @@ class MeasuredStep:
 
 
 def mean_rates(all_ranks: Sequence[LocalRates]) -> LocalRates:
-    """Return the mean over ranks of equal measurements, excluding ranks that waited."""
+    """Return the mean of the measurements of all ranks, excluding ranks that waited."""
     return _combined(all_ranks, lambda seconds: float(np.nanmean(seconds)))
 
 
 def fastest_rates(turns: Sequence[LocalRates]) -> LocalRates:
-    """Return the fastest of several rounds of one rank."""
+    """Return the minimum of each measurement over several rounds of one rank."""
     return _combined(turns, lambda seconds: float(np.fmin.reduce(seconds)))
 
 
@@ -112,11 +112,11 @@ def _combined(
 
 
 def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCard:
-    """Fit a device card whose formulas reproduce the measured seconds.
+    """Return a device card fitted to micro-benchmarks.
 
     Args:
-        rates: Measurements.
-        supernode: The machine; shares refer to its peaks.
+        rates: Micro-benchmark results.
+        supernode: The machine, to whose peak rates the shares refer.
         source: Source to record for the numbers.
     """
     device = supernode.device
@@ -156,7 +156,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
 
 def _glob(name: str) -> str:
-    """Return a glob for a device name without the part that depends on the number of ranks."""
+    """Return a glob for a device name, with a wildcard in place of the part that depends on the number of ranks."""
     plain = re.sub(r" \(.* cores .*\)$", "", name)
     return re.sub(r"([\[\]*?])", "?", plain) + "*"
 
@@ -167,10 +167,10 @@ def _fit_shares(
     flops: Callable[[float, list[Array]], Array],
     bounds: tuple[float, float],
 ) -> tuple[float, dict[str, float]] | None:
-    """Fit one shape constant for all dtypes and one share of the peak per dtype, by least squares of the log ratio.
+    """Return a shape constant and a dict from dtype to share of the peak, fitted by least squares of the log ratio.
 
-    `rates` maps a dtype to sizes and seconds; `flops` returns FLOPs of the sizes, scaled by the overhead of the shape
-    for a constant within `bounds`.
+    `rates` maps a dtype to (sizes, seconds). `flops` is a function of (shape constant, sizes) to FLOPs multiplied by
+    the overhead of the shape. The shape constant is within `bounds`. None without measurements.
     """
     from scipy.optimize import minimize_scalar
 
@@ -202,7 +202,7 @@ def _attention_flops(head: float, sizes: list[Array]) -> Array:
 
 
 def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tuple[float, float]:
-    """Return the share of the link bandwidth and the factor on latency; seconds are linear in the bytes sent."""
+    """Return (share of the link bandwidth, factor on latency), assuming seconds that are linear in the bytes sent."""
     if not rates.rings:
         return base.link, base.latency
     ranks = float(supernode.num_devices)
@@ -217,7 +217,7 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
 
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
-    """Return the relative speed of a rank by the share of active ranks; fewer active ranks are never slower."""
+    """Return a dict from the fraction of active ranks to the speed of one, relative to its speed with all active."""
     pace, slowest = dict[str, float](), 1.0
     for ranks, seconds in rates.layers[1:]:
         max_ranks, full_s = rates.layers[0]
@@ -231,14 +231,14 @@ def _compute_dtype(supernode: Supernode) -> str:
 
 
 def _base_stack(supernode: Supernode) -> StackCard:
-    """Return the shipped card of this package's runtime for this type of device."""
+    """Return the shipped stack card of our own runtime for this kind of device."""
     return stack_card("cpu" if supernode.device.kind == "cpu" else "hyper-parallel")
 
 
 def _pricer(
     steps: Sequence[MeasuredStep], supernode: Supernode
 ) -> Callable[[DeviceCard, StackCard], Array]:
-    """Return a function that predicts the seconds of every step from other cards."""
+    """Return a function from (device card, stack card) to the predicted seconds of every step."""
     prepared = [
         (s.workload, ModelNumbers.of(s.model), Candidates.of(s.strategy, s.workload)) for s in steps
     ]
@@ -257,10 +257,12 @@ def _pricer(
 def fit_stack(
     steps: Sequence[MeasuredStep], card: DeviceCard, supernode: Supernode, source: str
 ) -> tuple[DeviceCard, StackCard]:
-    """Fit the launch floor and the fixed time per step to two small measured steps that differ in their layers.
+    """Return cards with kernel launch time and fixed time per step fitted to two small measured steps.
+
+    The steps differ only in their number of layers.
 
     Args:
-        steps: Two steps, fewer layers first.
+        steps: Two measured steps, the one with fewer layers first.
         card: The device card of the machine.
         supernode: The machine.
         source: Source to record for the numbers.
@@ -292,11 +294,11 @@ def fit_stack(
 def fit_probes(
     steps: Sequence[MeasuredStep], card: DeviceCard, supernode: Supernode, source: str
 ) -> tuple[DeviceCard, StackCard]:
-    """Fit the device and stack cards whose predictions are closest to the measured steps.
+    """Return the device and stack cards whose predictions are closest to the measured steps.
 
     Args:
-        steps: Steps of several layouts, with different widths, layers and microbatches.
-        card: Card from the micro-benchmarks.
+        steps: Measured steps of several layouts, with different widths, layers and microbatches.
+        card: Device card from the micro-benchmarks.
         supernode: The machine.
         source: Source to record for the numbers.
     """
@@ -335,7 +337,10 @@ def fit_probes(
 def _with(
     values: Mapping[str, float], card: DeviceCard, base: StackCard
 ) -> tuple[DeviceCard, StackCard]:
-    """Return cards for constants in which the step time is linear: seconds per byte of a link, not bytes per second."""
+    """Return cards with some constants replaced.
+
+    The values are in units in which step time is linear, such as seconds per byte of a link.
+    """
     device = {name: values[name] for name in _ON_DEVICE}
     device["link"] = 1.0 / max(values["link"], 1.0 / _FASTEST)
     stack = {name: value for name, value in values.items() if name not in device}

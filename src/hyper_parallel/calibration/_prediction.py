@@ -1,4 +1,4 @@
-"""Predictions for the runs of a CSV: step time, memory, cost terms, an interval, and the assumptions."""
+"""Predictions for the runs in a CSV: step time, memory, cost terms, an interval, and assumptions."""
 
 from __future__ import annotations
 
@@ -37,35 +37,37 @@ from hyper_parallel.serde import write_text
 from hyper_parallel.units import GiB
 
 _SAFE: Final = 1.1
-"""Share of memory up to which a completed run is assumed to fit when its recomputation is not stated: published runs
-use options that save memory and are not part of the row."""
+"""Fraction of device memory up to which a run is assumed to fit, if the row does not state its recomputation.
+
+It is above 1, because published runs use options that save memory and are not part of the row.
+"""
 _FIRST: Final = {
     "predicted_step_s": 6, "predicted_tok_s_dev": 6, "predicted_mem_gib": 4, "interval_low_s": 6, "interval_high_s": 6,
 }  # fmt: skip
-"""Columns of the output before those of the terms, and their significant digits."""
+"""Output column to its significant digits, for the columns before those of the cost terms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """Device and stack cards by name that override shipped ones."""
+    """Device and stack cards by name, which take precedence over shipped cards."""
 
     device: Mapping[str, DeviceCard] = field(default_factory=dict)
     stack: Mapping[str, StackCard] = field(default_factory=dict)
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
-        """Return the device card for a device."""
+        """Return the device card for a device name and kind."""
         for card in self.device.values():
             if any(fnmatch.fnmatchcase(name.lower(), g.lower()) for g in card.devices):
                 return card
         return device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
-        """Return the stack card of a name."""
+        """Return the stack card with a name."""
         return self.stack.get(name) or stack_card(name)
 
 
 def read_cards(folder: str | Path | None = None) -> Cards:
-    """Read all shipped cards, overridden by the cards of a folder.
+    """Return all shipped cards, with those in a folder taking precedence.
 
     Raises:
         CardUnreadable: HP313 when a file of the folder is not a card.
@@ -80,12 +82,12 @@ def read_cards(folder: str | Path | None = None) -> Cards:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Prediction for one run."""
+    """Predicted step time and memory of one published run."""
 
     run: PublishedRun
-    scores: Scores  # all terms, of one candidate
+    scores: Scores  # time and memory terms of the run, as one candidate
     recompute: str  # none, selective or full
-    half_width: float  # half width of the interval, as a log ratio
+    half_width: float  # half width of the prediction interval, in natural logarithm
     assumptions: tuple[str, ...]  # sentences about the assumptions
 
     @property
@@ -104,7 +106,7 @@ class Prediction:
         return float(self.scores.memory_bytes[0]) / GiB
 
     def columns(self) -> dict[str, str]:
-        """Return the columns to add to the row of the run."""
+        """Return a dict from column to text, to add to the row of the run."""
         low, high = (self.step_s * math.exp(s * self.half_width) for s in (-1.0, 1.0))
         values = (self.step_s, self.tokens_per_device_s, self.memory_gib, low, high)
         return {
@@ -115,11 +117,11 @@ class Prediction:
 
 
 def machine_of(run: PublishedRun, cards: Cards) -> Machine:
-    """Return the machine of a run: its topology, its device card, and its stack card as described by the row."""
+    """Return the machine of a run: topology, device card, and stack card adjusted to the options in the row."""
     device, stack = run.supernode.device, cards.stack_for(run.stack)
     card = cards.device_for(device.name, device.kind)
     release = run.release_month
-    # Older releases route and permute more slowly; `moe` contains the time of the newest.
+    # Older releases route and permute more slowly; `StackCard.moe` includes the time of the newest release.
     months = max(0.0, stack.moe_release - release) if release is not None else 0.0
     older = stack.moe_month * card.maturing * math.sqrt(months)
     card = replace(card, context_bytes=card.context_bytes + stack.reserve_bytes)
@@ -137,7 +139,7 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
 def setting_of(
     run: PublishedRun, numbers: ModelNumbers, machine: Machine, recompute: str
 ) -> PricingCase:
-    """Return the case to price for a run; optimizer states and gradients are in float32."""
+    """Return the pricing case of a run; optimizer states and gradients are in float32."""
     d = run.degrees
     workload = Workload(
         run.seq_len, run.sequences * run.seq_len, run.microbatch, run.accumulation, machine.compute_dtype
@@ -151,9 +153,9 @@ def setting_of(
 
 
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
-    """Predict one run.
+    """Return the prediction for one run.
 
-    Recomputation that the row does not state is none or selective: the first that fits in memory.
+    If the row does not state recomputation, the first of none and selective that fits in memory is assumed.
     """
     notes = list(run.assumptions)
     machine = machine_of(run, cards or Cards())
@@ -177,27 +179,27 @@ def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
 
 
 def _is_prediction(text: str) -> bool:
-    """Return whether the header of a CSV has the last column of a prediction."""
+    """Return whether the header line of a CSV has the last column of predictions."""
     return "assumptions" in text.partition("\n")[0].strip().split(",")
 
 
 def predict_file(
     source: str | Path, output: str | Path, cards: Cards | None = None
 ) -> tuple[int, int]:
-    """Predict every row of a CSV and write all its columns with the predictions.
+    """Predict every row of a CSV and write a CSV with the predictions added; return the number of rows.
 
     Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, one
-    `term: NAME` per cause in seconds, assumptions. An empty `step_s`, `tok_s_dev` or `mem_gib` is filled with the
+    `term: NAME` in seconds per cost term, assumptions. An empty `step_s`, `tok_s_dev` or `mem_gib` is filled with the
     prediction; a measured value is never replaced. A row that lacks a required value, or describes an impossible run,
-    keeps its cells, with the reason in `assumptions`. Any other failure is a defect of this package and is raised, with
-    a note that names the row.
+    keeps its cells, with the reason in `assumptions`. Any other failure is a bug of this package: it is raised with a
+    note that names the row.
 
     Returns:
         Number of predicted rows, and number of rows in the file.
 
     Raises:
-        RunsUnreadable: HP314 when the file cannot be read or no row can be predicted (the file is then written
-            nevertheless, with the reason of every row).
+        RunsUnreadable: HP314 when the file cannot be read or no row can be predicted. In the second case the output is
+            written, with the reason for every row.
         OutputNotWritable: HP105 when the output cannot be written.
     """
     check_output_file(Path(output), _is_prediction, "a prediction", "--output")

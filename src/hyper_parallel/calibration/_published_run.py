@@ -1,4 +1,4 @@
-"""Published training runs: rows of a CSV, completed with stated assumptions and converted to inputs of the formulas."""
+"""Published training runs: rows of a CSV, completed by stated assumptions, as inputs of the cost formulas."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_n
 from hyper_parallel.units import TFLOP, GiB
 
 _TOO_MANY_SEQUENCES: Final = 100_000
-"""Value of `gbs` from which it counts tokens: no run has this many sequences per step."""
+"""Value of column `gbs` from which it is taken as tokens: no run has this many sequences per step."""
 
 _PRECISIONS: Final = (
     (r"fp4", "nvfp4"), (r"mx-?fp8|fp8[-_ ]?mx", "mxfp8"), (r"fp8|float8|e4m3", "float8_e4m3fn"),
     (r"bf16|bfloat16", "bfloat16"), (r"fp16|float16|half", "float16"), (r"fp32|float32|tf32", "float32"),
 )  # fmt: skip
-"""Patterns for the column `precision`, and the dtype of matmul inputs; the first match wins: `bf16 + fp8` multiplies in
-8 bits."""
+"""(pattern for column `precision`, dtype of matmul inputs); the first match wins, so `bf16 + fp8` is 8-bit."""
 
 _RECOMPUTATION: Final = (
     ("selective", "selective"), ("full", "full"), (r"^(none|no|off|false|0)\b", "none"),
@@ -40,34 +39,34 @@ _DEVICES: Final = (
     (r"a100", "dgx-a100"), (r"910c|a3\b|cloudmatrix", "cloudmatrix384"), (r"910b|a2\b", "atlas-900-a2"),
     (r"950", "atlas-950"), (r"v5p", "tpu-v5p"),
 )  # fmt: skip
-"""Patterns for device names, and their topologies; the first match wins."""
+"""(pattern for device names, topology preset); the first match wins."""
 _NAMED: Final = "A100, H100, H200, H800, B200, B300, GB200, GB300, 910B, 910C, 950, TPU v5p"
-"""Device names for an error message."""
+"""Known device names, for an error message."""
 
 _PEAK_RATIO: Final = {"float8_e4m3fn": 2.0, "mxfp8": 2.0, "nvfp4": 4.0, "float32": 0.5}
-"""Dense peak relative to bfloat16 if the topology has no entry: tensor cores double with each halving of the width."""
+"""Dtype to its dense peak relative to bfloat16, for topologies without an entry for the dtype."""
 _FP4_RATIO: Final = {"gb300-nvl72": 6.0, "dgx-b300": 6.0}
-"""Dense fp4 ratio of the 300 series: 14.7 and 13.5 PFLOP/s (published DGX Cloud peak table)."""
+"""Topology to the ratio of its dense fp4 peak to bfloat16: the published peaks are 14.7 and 13.5 PFLOP/s."""
 
 _STACKS: Final = (
     (r"nanotron", "nanotron"), (r"torchtitan.*\beager\b", "torchtitan-eager"), (r"torchtitan", "torchtitan"),
     (r"megatron-bridge", "megatron-bridge"), (r"nemo", "nemo"), (r"modellink|mindspeed|mindformers", "mindspeed"),
     (r"llm-foundry|composer|mosaic|fsdp|deepspeed zero", "torch-fsdp"), (r"maxtext|jax|pax", "jax"),
 )  # fmt: skip
-"""Patterns for stacks of runs, and their stack cards; the first match wins."""
+"""(pattern for the stack of a run, stack card); the first match wins."""
 _LAST_UNFUSED: Final = 2022
-"""Sources up to this year are assumed to run without fused attention, which became common in 2023."""
+"""Runs from sources up to this year are assumed to have no fused attention, which became common in 2023."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """Row of a CSV with all gaps filled by assumptions."""
+    """Training run in a row of a CSV, with missing values filled by assumptions."""
 
     row: RunRow  # the row as read
     model: ModelSpec
-    supernode: Supernode  # the machine: by the name of the device, or with the nearest peak rate
+    supernode: Supernode  # topology of the device, or of the one with the nearest peak rate
     stack: str  # name of the stack card
-    known_stack: bool  # True if the card is for this stack; False if it is for a similar one
+    known_stack: bool  # whether the card is for this stack, not for a similar one
     seq_len: int  # tokens per sequence
     devices: int
     degrees: Mapping[str, int]  # tp, cp, pp, vpp, ep, etp, dp
@@ -77,16 +76,16 @@ class PublishedRun:
     sequences: int  # sequences per step
     matmul_dtype: str  # format of matmul inputs
     recompute: str | None  # none, selective, full; None: the source does not say
-    assumptions: tuple[str, ...] = field(default=())  # sentences about filled gaps
+    assumptions: tuple[str, ...] = field(default=())  # sentences about the assumed values
 
     @property
     def kind(self) -> str:
-        """`dense` or `moe`."""
+        """Kind of model: `dense` or `moe`."""
         return "moe" if self.model.num_experts else "dense"
 
     @property
     def step_s(self) -> float | None:
-        """Measured seconds per step, from either measured column."""
+        """Measured seconds per step, from column `step_s` or `tok_s_dev`; None without either."""
         if self.row.step_s:
             return self.row.step_s
         rate = self.row.tok_s_dev
@@ -94,23 +93,23 @@ class PublishedRun:
 
     @property
     def group(self) -> str:
-        """Key of near-duplicate rows: same source, model, device and precision."""
+        """Key that near-duplicate rows share: column `group`, else source, model, device and precision."""
         row = self.row
         return row.group or "|".join((row.source, row.model, row.device, row.precision))
 
     @property
     def release_month(self) -> float | None:
-        """Months since 2020 of a release such as 26.04 in the stack's name."""
+        """Months from 2020 to the release in the stack's name, such as 26.04; None without one."""
         release = re.search(r"\b(2\d)\.(0[1-9]|1[0-2])\b", self.row.stack)
         return (int(release[1]) - 20) * 12.0 + int(release[2]) - 1 if release else None
 
     def priced_as_unknown(self) -> PublishedRun:
-        """Return the run as if its stack had no card."""
+        """Return the run priced as if its stack had no card of its own."""
         return replace(self, stack=_stand_in(self.zero), known_stack=False)
 
 
 def read_run(cells: Mapping[str, str]) -> PublishedRun:
-    """Read a row and fill its gaps with assumptions.
+    """Return the run in a row, with missing values filled by assumptions.
 
     Raises:
         RowError: When a required number is missing or not a number, or the degrees do not fit the devices.
@@ -169,12 +168,12 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
 
 
 def _first(table: Sequence[tuple[str, str]], text: str) -> str | None:
-    """Return the value of the first pattern of a table that matches a text."""
+    """Return the value of the first pattern in a table that matches a text; None without a match."""
     return next((meant for pattern, meant in table if re.search(pattern, text)), None)
 
 
 def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
-    """Return the shipped model that a row names, unless the row states a shape."""
+    """Return the shipped model that a row names; None if it names none or states a shape."""
     if any(getattr(row, name) for name in SHAPE):
         return None
     dashed = re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", row.model, count=1)
@@ -203,7 +202,7 @@ def _degrees(row: RunRow, notes: list[str]) -> dict[str, int]:
 
 
 def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
-    """Refuse degrees that no program can run."""
+    """Raise RowError for parallel degrees that are impossible for the model."""
     heads = max((b.attention.num_heads for b in model.blocks if b.attention), default=1)
     for axis, limit, unit in (
         ("pp", model.num_layers, "layers"), ("tp", heads, "heads"), ("cp", seq_len, "tokens of a sequence"),
@@ -214,7 +213,7 @@ def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
 
 
 def _matmul_format(row: RunRow, notes: list[str]) -> str:
-    """Return the dtype of matmul inputs named by the column `precision`."""
+    """Return the dtype of matmul inputs named in column `precision`, bfloat16 by default."""
     text = row.precision.lower()
     if dtype := _first(_PRECISIONS, text):
         return dtype
@@ -237,7 +236,7 @@ def _recomputation(row: RunRow, notes: list[str]) -> str | None:
 
 
 def _supernode(row: RunRow, notes: list[str]) -> Supernode:
-    """Return the topology of the device of a run; for an unknown name, the one with the nearest peak rate."""
+    """Return the topology of a run's device; for an unknown device, the one with the nearest peak rate."""
     text, peak = row.device.lower(), row.peak_tflops
     name = _first(_DEVICES, text)
     # Variants of a part are often named only in the notes.
@@ -270,7 +269,10 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
-    """Return the name of the stack card of a run, by stack, notes and year of its source, and whether it is exact."""
+    """Return (name of the stack card of a run, whether the card is for exactly this stack).
+
+    The name follows from the columns stack and notes, and from the year in the source.
+    """
     text = f"{row.stack} {row.notes}".lower()
     if name := _first(_STACKS, text):
         old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
@@ -287,22 +289,22 @@ def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
 
 
 def _stand_in(zero: int) -> str:
-    """Return the name of the card for a stack without one."""
+    """Return the name of the stack card that replaces that of an unknown stack, by ZeRO stage."""
     return "torch-fsdp" if zero == 3 else "megatron"
 
 
 _LATENT: Final = re.compile(r"deepseek[-_ ]?(v2|v3|r1)|kimi[-_ ]?k2|moonlight")
-"""Names of models with multi-head latent attention."""
+"""Pattern for names of models with multi-head latent attention."""
 _SINKS: Final = re.compile(r"gpt[-_ ]?oss")
-"""Names of models with attention sinks, biases and a window in every other layer."""
+"""Pattern for names of models with attention sinks, biases and a sliding window in every other layer."""
 _QUERY_RANK_FROM: Final = 5120
-"""Hidden size from which latent attention also compresses queries: in DeepSeek-V2, but not in V2-Lite."""
+"""Hidden size from which latent attention is assumed to compress queries too: as in DeepSeek-V2, not V2-Lite."""
 _VOCABULARY: Final = 128_000
 """Default vocabulary size: that of Llama 3 without its special tokens."""
 
 
 def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
-    """Build the model of a row that states layers, hidden size and heads.
+    """Return the model spec of a row that states layers, hidden size and heads.
 
     Raises:
         RowError: When the numbers do not form a model.
@@ -363,7 +365,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
 
 
 def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
-    """Return a block with an ungated feed-forward part, or with shared experts in addition to the routed ones."""
+    """Return a block with its MLP made ungated unless `gated`, and with `shared` shared experts added."""
     mlp, params = block.mlp, block.params
     if mlp is None:
         return block
@@ -390,7 +392,7 @@ def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
 
 
 def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
-    """Return whether the parameter count in a dense model's name fits one embedding matrix and not two."""
+    """Return whether the parameter count in a dense model's name implies tied embeddings: one matrix, not two."""
     billions = re.search(r"(\d+(?:\.\d+)?)B\b", row.model)
     if not billions:
         return False

@@ -1,8 +1,9 @@
-"""Fit of cards to published runs: few constants, each with a prior, and one vote per group of runs.
+"""Fit of cards to published runs: few constants, each with a prior, and equal weight per group of runs.
 
-A constant is fitted as a factor on its prior value (or on the complement of its share), with a prior width. The
-residual of a run is the log ratio of predicted and measured step time. Rows of one group share one vote, and large
-residuals count linearly (Huber). A constant without informative runs keeps its value, and an outlier has little effect.
+A constant x is fitted as a factor on its prior value (or on 1 - x), regularized by the width of the prior. The residual
+of a run is the natural logarithm of predicted over measured step time. Near-duplicate rows (a group) have the weight of
+one run, and large residuals count linearly (Huber). So a constant without informative runs keeps its value, and an
+outlier has little effect.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ Array = NDArray[np.float64]
 Names = NDArray[np.str_]
 
 NOISE: Final = 0.04
-"""Log ratio between repeated runs of one configuration, the limit of accuracy of a step time."""
+"""Typical log ratio of step times between repeated runs of one configuration."""
 HUBER: Final = 1.5
-"""Residual, in units of `NOISE`, above which a run counts linearly."""
+"""Residual, in units of `NOISE`, above which a run counts linearly instead of quadratically."""
 _STEP: Final = 1e-3
-"""Step of a log factor in a difference quotient: far above rounding, far below the width of any prior."""
+"""Step of a log factor in numerical derivatives."""
 _ROUNDS: Final = 6
 _SETTLED: Final = 0.02
-"""Maximum number of Gauss-Newton steps, and the largest move, in prior prior_stds, at which they end early."""
+"""Maximum number of Gauss-Newton steps, and the largest change, in standard deviations of the prior, that ends them."""
 _RESERVE_STEP: Final = 1e7
-"""Granularity of a reserve in bytes: published memory is rounded to 0.01 GiB."""
+"""Unit of `StackCard.reserve_bytes` in a fit: published memory is rounded to 0.01 GiB."""
 _FITTED: Final = "fitted to published runs; believed: "
 
 FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
@@ -57,11 +58,11 @@ FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
     # Dense runs are kept, to evaluate predictions for a mixture of experts without its own runs.
     "moe_model": lambda run: run.row.model if run.kind == "moe" else "",
 }
-"""Folds of runs that a fit may leave out; runs of the fold "" are never left out."""
+"""Name of a kind of fold to a function from run to fold, for cross-validation; the fold "" is never left out."""
 
 
 def read_runs(path: str | Path) -> list[PublishedRun]:
-    """Read the valid rows of a CSV; others are skipped."""
+    """Return the runs in the valid rows of a CSV; other rows are skipped."""
     runs = []
     for row in read_rows(path)[1]:
         try:
@@ -73,7 +74,7 @@ def read_runs(path: str | Path) -> list[PublishedRun]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Run prepared for pricing with many cards."""
+    """Published run prepared for prediction with many cards."""
 
     run: PublishedRun
     numbers: ModelNumbers
@@ -82,18 +83,18 @@ class _Case:
 
     @classmethod
     def of(cls, run: PublishedRun, cards: Cards) -> _Case:
-        """Prepare a run with the recomputation that fits in memory by the cards."""
+        """Return a run with its recomputation; if not stated, the one that fits in memory by the cards."""
         assert run.step_s, "only measured runs are fitted"
         recompute = run.recompute or predict(run, cards).recompute
         return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)
 
     def card_names(self, cards: Cards) -> set[str]:
-        """Return the names of the cards that price this run."""
+        """Return the names of the cards on which the prediction of this run depends."""
         machine = machine_of(self.run, cards)
         return {machine.card.name, machine.stack.name}
 
     def log_ratio(self, cards: Cards) -> float:
-        """Return the logarithm of predicted over measured step time."""
+        """Return the natural logarithm of predicted over measured step time."""
         machine = machine_of(self.run, cards)
         seconds = step_seconds(setting_of(self.run, self.numbers, machine, self.recompute))
         return math.log(float(seconds[0]) / self.measured_s)
@@ -101,7 +102,7 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Result of a fit."""
+    """Result of a fit of cards: the cards, residuals, and intervals by cross-validation."""
 
     cards: Cards  # cards with the fitted numbers
     factors: Mapping[str, float]  # log factor of every constant
@@ -109,14 +110,14 @@ class Fit:
     before: Array  # log ratio of predicted over measured step time with the prior values
     after: Array  # the same ratio with the fitted cards
     left_out: Array  # the same ratio of each run with cards fitted without its fold
-    # half width of the 80 % interval as a log ratio: by kind of model for runs whose model was left out, and,
-    # `KIND_unknown_stack`, for runs whose stack was left out and priced with the card of another
+    # half width of the 80 % interval in natural logarithm: by kind of model, from runs whose model was left out; and
+    # under `KIND_unknown_stack`, from runs whose stack was left out and priced with the card of another stack
     interval: Mapping[str, float]
-    # share of left-out runs, one vote per group, inside an interval derived without them, by kind
+    # kind of model to the fraction of left-out groups of runs inside intervals derived without them
     coverage: Mapping[str, float]
 
     def errors(self, log_ratios: Array, kind: str) -> Array:
-        """Return the absolute relative error of every group of one kind of model, the median over its rows.
+        """Return the absolute relative error of every group of runs of one kind of model: the median over the group.
 
         Args:
             log_ratios: `before`, `after` or `left_out`.
@@ -129,7 +130,7 @@ class Fit:
         return np.asarray([np.median(values) for values in groups.values()])
 
     def summary(self) -> list[str]:
-        """Return the accuracy and the constants as lines of text."""
+        """Return lines of text about the accuracy and the fitted constants."""
         lines = [
             f"{len(self.runs)} runs; error of predicted step time, median over groups (90th percentile)"
         ]
@@ -148,7 +149,7 @@ class Fit:
 
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
-    """Write every card that a fit may change, one complete file per card."""
+    """Write a complete file for every card that a fit may change, and return the paths."""
     names = sorted({name for constant in CONSTANTS for name in constant.cards})
     for name in names:
         check_card_file(Path(folder) / f"{name}.yaml")
@@ -167,13 +168,13 @@ def fit_runs(
     constants: Sequence[Constant] = CONSTANTS,
     leave_out: str | None = "group",
 ) -> Fit:
-    """Fit the constants of cards to runs.
+    """Return cards with constants fitted to published runs, and the accuracy of the fit.
 
     Args:
         runs: Runs; those without a measured step time are ignored.
-        shipped: Cards; the fit starts from their priors.
+        shipped: Cards to fit, starting from their priors.
         constants: Constants to fit.
-        leave_out: Fold to leave out for `left_out`, a key of `FOLDS`; None: no cross-validation.
+        leave_out: Kind of fold for cross-validation, a key of `FOLDS`; None: no cross-validation.
     """
     start = believed(shipped)
     cases = [_Case.of(run, start) for run in runs if run.step_s]
@@ -207,7 +208,7 @@ def fit_runs(
 
 @dataclass(frozen=True)
 class _Solution:
-    """Log factors that minimise the residuals, the residuals, and their slopes [runs, constants]."""
+    """Solution of a fit: log factors, residuals of the runs, and their derivatives [runs, constants]."""
 
     factors: Array
     residuals: Array
@@ -216,7 +217,7 @@ class _Solution:
 
 @dataclass(frozen=True)
 class _Problem:
-    """Least-squares problem: fit log scale factors of card constants to measured step times."""
+    """Robust least-squares problem: log factors of card constants, fitted to measured step times."""
 
     start: Cards  # cards with the prior values
     constants: Sequence[Constant]
@@ -229,12 +230,12 @@ class _Problem:
         return np.asarray([c.sd for c in self.constants])
 
     def residuals(self, factors: Array) -> Array:
-        """Return the log ratio of predicted over measured step time of every run."""
+        """Return the residual of every run with the given log factors."""
         cards = apply(self.start, factors, self.constants)
         return np.asarray([case.log_ratio(cards) for case in self.cases])
 
     def solve(self, before: Array) -> _Solution:
-        """Return the solution by Gauss-Newton steps from the prior values, whose residuals are `before`."""
+        """Return the solution by Gauss-Newton steps from the priors, at which the residuals are `before`."""
         uses = [case.card_names(self.start) for case in self.cases]
         factors, residuals, prior_stds = np.zeros(len(self.constants)), before, self.prior_stds
         slopes = np.zeros((len(self.cases), len(self.constants)))
@@ -255,12 +256,14 @@ class _Problem:
     def residuals_left_out(
         self, solution: _Solution, folds: Names, unknown_stack: bool = False
     ) -> Array:
-        """Return the residual of each run by cards fitted without its fold; linear in the factors at the full fit.
+        """Return the residual of each run with cards fitted without its fold.
+
+        The fit without a fold is linearized at the full fit.
 
         Args:
             solution: Solution with all runs.
             folds: Fold of every run; runs of the fold "" are never left out.
-            unknown_stack: Whether to price the runs left out as runs of an unknown stack.
+            unknown_stack: Whether to price left-out runs as runs of an unknown stack.
         """
         left_out = solution.residuals.copy()
         for name in dict.fromkeys(folds):
@@ -281,10 +284,10 @@ class _Problem:
 
 
 def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds: Array) -> Array:
-    """Return log factors that minimise the residuals, linearized at `factors`, with Huber's loss and priors.
+    """Return the log factors that minimize Huber's loss of the residuals, linearized at `factors`, with priors.
 
-    Residuals `now` are [runs], their `slopes` [runs, constants]; `prior_stds` are standard deviations of the priors.
-    Source: robust regression, Huber 1964; priors as ridge penalties.
+    `now` are the residuals [runs], `slopes` their derivatives [runs, constants], and `prior_stds` the standard
+    deviations of the priors. Source: robust regression, Huber 1964; priors as ridge penalties.
     """
     from scipy.optimize import least_squares
 
@@ -292,7 +295,7 @@ def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds
     knee = np.concatenate([np.full(len(weights), HUBER**2), np.full(len(prior_stds), np.inf)])
 
     def loss(squares: Array) -> Any:
-        """Return the value and two derivatives by the square: linear in it up to the knee, in its root beyond."""
+        """Return Huber's loss of squared residuals, with first and second derivatives by the square."""
         squares = np.maximum(squares, 1e-24)
         inside, reach = squares <= knee, HUBER / np.sqrt(squares)
         value = np.where(inside, squares, 2.0 * HUBER * np.sqrt(squares) - HUBER**2)
@@ -310,7 +313,7 @@ def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds
 
 
 def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
-    """Return cards with the smallest reserve per stack at which no published memory is predicted too low."""
+    """Return cards with the smallest `reserve_bytes` per stack at which no published memory is predicted too low."""
     for run in runs:
         short = (run.row.mem_gib or 0.0) * GiB - float(predict(run, cards).scores.memory_bytes[0])
         if short > 0.0:
@@ -322,10 +325,10 @@ def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
 
 
 def half_width(residual: Array, weights: Array, folds: Names) -> float:
-    """Return the absolute residual that 80 % of the weight of future runs do not exceed.
+    """Return the absolute residual that 80 % of future runs, by weight, are expected not to exceed.
 
-    Runs of a fold are alike, so k folds carry the information of k runs. The share is therefore raised by the factor
-    1 + 1/k, to at most 1.
+    Runs of one fold are similar, so k folds have the information of k runs. The quantile is therefore 0.8 (1 + 1/k), at
+    most 1.
 
     Source: split conformal prediction, Papadopoulos et al. 2002.
     """
@@ -338,7 +341,7 @@ def half_width(residual: Array, weights: Array, folds: Names) -> float:
 
 
 def coverage(residual: Array, weights: Array, folds: Names) -> float:
-    """Return the share of the weight within the half width derived from the residuals of other folds."""
+    """Return the fraction of the runs, by weight, inside the half width derived from the other folds."""
     inside = 0.0
     for name in dict.fromkeys(folds):
         in_fold = folds == name
@@ -350,7 +353,7 @@ def coverage(residual: Array, weights: Array, folds: Names) -> float:
 def _described(
     start: Cards, fitted: Cards, constants: Sequence[Constant], interval: Mapping[str, float]
 ) -> Cards:
-    """Return fitted cards whose sources and priors record every changed number."""
+    """Return the fitted cards with the source and the prior of every changed number recorded."""
     changed = {name for c in constants for name in c.cards}
     fold_text = {True: "stack was left out and priced as another", False: "model was left out"}
     of_interval = {

@@ -1,6 +1,6 @@
-"""Rows of a CSV of runs: read in common notations, checked, and refused with the column and the text.
+"""Rows of a CSV of runs: parsed from common notations and checked; errors name the column and the text.
 
-A cell without information (blank, n/a, NaN, -) counts as not stated. No other cell is reinterpreted silently.
+A cell without information (blank, n/a, NaN, -) counts as not stated. All other text must be valid.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from hyper_parallel.units import MiB
 MEASURED: Final = ("step_s", "tok_s_dev", "mem_gib")
 """Columns of measured values."""
 SHAPE: Final = ("layers", "hidden", "heads")
-"""Required columns of a model's shape, unless a preset has the name of the model."""
+"""Columns of a model's shape, required unless a preset has the name of the model."""
 _LIMITS: Final = Limits(64 * MiB)
 REQUIRED: Final = ("seq", "device", "n_dev")
 """Columns required for a prediction."""
 SURPLUS: Final = "more cells than columns"
-"""Key of the cells of a row beyond the last column."""
+"""Key under which a row has its cells beyond the last column."""
 _BLANKS: Final = ("", "nan", "n/a", "na", "#n/a", "-", "--", "none", "null", "?")
 _YES_NO: Final = {"true": "1", "yes": "1", "false": "0", "no": "0"}
 
 
 class RowError(ValueError):
-    """Error for a row that lacks a required value or describes an impossible run; the text names the problem."""
+    """Error for a row that lacks a required value or describes an impossible run, with the problem as text."""
 
 
 def stated(text: str | None) -> str:
-    """Return the text of a cell that should contain a number; empty when it contains no information."""
+    """Return the stripped text of a cell; "" if it contains no information, such as `n/a`."""
     text = (text or "").strip()
     return "" if text.lower() in _BLANKS else text
 
 
 def _number(text: str) -> float | None:
-    """Parse a finite number, else return None. 1,024 is a thousand; 3,5 is ambiguous and refused."""
+    """Return the finite number in a text, else None. A comma groups thousands (1,024); 3,5 is ambiguous: None."""
     plain = text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text) else text
     try:
         value = float(plain)
@@ -54,7 +54,7 @@ def _number(text: str) -> float | None:
 
 
 def _whole(cell: str, maximum: int = 10**12) -> int | None:
-    """Parse a whole number; one beyond `most` is refused as a typing error."""
+    """Return the whole number in a cell, None for no information; raise ValueError above `maximum`."""
     text = stated(cell)
     value = _number(text) if text else 0.0
     if value is None or value < 0 or value != int(value):
@@ -65,7 +65,7 @@ def _whole(cell: str, maximum: int = 10**12) -> int | None:
 
 
 def _zero(cell: str) -> int | None:
-    """Parse the ZeRO stage: 2, ZeRO-2, stage 2; FSDP is stage 3."""
+    """Return the ZeRO stage in a cell, such as 2, ZeRO-2 or stage 2 (FSDP is 3); None for no information."""
     text = stated(cell).lower()
     stage = re.fullmatch(r"(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])(?:\.0*)?", text)
     if text and not stage and "fsdp" not in text:
@@ -84,7 +84,7 @@ def _peak(cell: str) -> float | None:
 
 
 def _measured(cell: str) -> float | None:
-    """Parse a positive number; None for any other text, such as `OOM`."""
+    """Return the positive number in a cell; None for any other text, such as `OOM`."""
     value = _number(stated(cell))
     return value if value and value > 0.0 else None
 
@@ -98,7 +98,7 @@ Measured = Annotated[float | None, BeforeValidator(_measured)]
 
 
 class RunRow(BaseModel):
-    """Row with parsed numbers; None for a cell without information. Columns: docs/explanation/cost_model.md."""
+    """Row of a CSV with parsed numbers, None for cells without information; see docs/explanation/cost_model.md."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -143,7 +143,7 @@ class RunRow(BaseModel):
 
     @classmethod
     def of(cls, cells: Mapping[str, str]) -> RunRow:
-        """Read the cells.
+        """Return the row with its cells parsed.
 
         Raises:
             RowError: When a cell that should contain a number contains other text.
@@ -157,7 +157,9 @@ class RunRow(BaseModel):
 
 
 def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Read columns and rows of a CSV of runs; commas, semicolons or tabs as delimiters, column names in any case.
+    """Return the columns and the rows of a CSV of runs; a row is a dict from column to text.
+
+    Delimiters are commas, semicolons or tabs. Column names may have any case.
 
     Raises:
         RunsUnreadable: HP314 when the file cannot be read or lacks required columns.
@@ -195,6 +197,6 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _column(text: str) -> str:
-    """Return the name of a column, in lower case if it is known, else unchanged."""
+    """Return the name of a column, in lower case if it is a known column, else unchanged."""
     low = text.strip().lower().replace(" ", "_")
     return low if low in RunRow.model_fields else text.strip()

@@ -1,7 +1,7 @@
-"""Command line: thin typer commands; heavy modules are imported inside the commands.
+"""Command line: thin typer commands that import heavy modules when they run.
 
-Each command is a function in its own module `<command>_command.py` and an entry of `_COMMANDS`. A command with
-subcommands is a `typer.Typer` named `app` and an entry of `_GROUPS`. Data goes to stdout, logs and errors to stderr. A
+Each command is a function in its own module `<command>_command.py`, listed in `_COMMANDS`. A command with subcommands
+is a `typer.Typer` named `app`, listed in `_GROUPS`. Data goes to stdout, logs and errors to stderr. A
 `HyperParallelError` is printed without a traceback and exits with status 1, a usage error with 2, Ctrl-C with 130. Any
 other exception is a defect: its traceback is printed and the status is 70.
 """
@@ -23,7 +23,7 @@ _GROUPS = ("checkpoint", "config")
 
 
 def application(only: str | None = None) -> typer.Typer:
-    """Return the application with every command, or with the command `only`."""
+    """Return the application with every command, or with the command `only` alone."""
     from hyper_parallel.cli.app import build_app
 
     def named(command: str) -> Any:

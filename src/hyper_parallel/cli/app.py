@@ -1,4 +1,4 @@
-"""Frame of the command line: the application, exit codes, and display of errors."""
+"""Construction of the command-line application, its exit codes, and the display of errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,13 @@ def build_app(
 
 
 def say(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a text without its control characters, because it may contain words from a file."""
+    """Print a text with control characters escaped, because it may contain words from a file.
+
+    Args:
+        text: Text, or object to convert to text.
+        err: Print on standard error instead of standard output.
+        nl: End the line.
+    """
     typer.echo(printable(str(text)), err=err, nl=nl)
 
 
@@ -105,13 +111,13 @@ def is_quiet() -> bool:
 
 
 def collect_cycles() -> None:
-    """Enable garbage collection, excluding the objects created by imports so far."""
+    """Enable garbage collection of cycles, except among the objects that imports have created so far."""
     gc.freeze()
     gc.enable()
 
 
 def run(app: typer.Typer) -> None:
-    """Run the application on the arguments of the process, and exit."""
+    """Run the application on the process's arguments, and exit with its status."""
     # Imports create half a million permanent objects; collecting cycles among them takes a sixth of a short run.
     gc.disable()
     # torch.cuda.is_available would initialize the CUDA driver, and ranks forked later could not use it.
@@ -146,7 +152,7 @@ def run(app: typer.Typer) -> None:
 
 
 def coded(error: OSError) -> HyperParallelError:
-    """Return the coded error of an OSError that no reader or writer has converted."""
+    """Convert an OSError that no reader or writer has handled to a coded error."""
     if error.errno == errno.ENAMETOOLONG:
         return BadValue(
             "a path is longer than the system allows",
@@ -161,7 +167,7 @@ def coded(error: OSError) -> HyperParallelError:
 
 
 def _defect(error: Exception) -> NoReturn:
-    """Print a traceback with a request to report it, and exit."""
+    """Print the traceback of an unexpected exception with a request to report it, and exit with status 70."""
     traceback.print_exception(error)
     sys.stderr.write(
         f"\ninternal error: {type(error).__name__} in hyper_parallel {__version__}; this is a defect, "

@@ -229,14 +229,14 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
 
 
 def _extra_check(directory: Path) -> CheckExtra | None:
-    """Return the check of the values stored with the tensors: the trainer's, if a run wrote the checkpoints."""
+    """Return the check of a checkpoint's values that are not tensors; None if no training run wrote it."""
     from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 
     return check_trainer_extra if (directory.parent / "config.yaml").is_file() else None
 
 
 def _checkpoints(run_dir: Path) -> Path:
-    """Return the directory that contains the steps.
+    """Return the directory that contains the checkpoints of a run.
 
     Raises:
         RunUnreadable: HP603 if the run has no checkpoints.
@@ -259,7 +259,7 @@ def _checkpoints(run_dir: Path) -> Path:
 
 
 def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
-    """Return the adapters that a run trains and the directory of its base weights; None for any other run.
+    """Return the LoRA section of a run and the directory of its base weights; None for a run without LoRA.
 
     Raises:
         RunUnreadable: HP603 if the recipe of the run cannot be read.
@@ -276,7 +276,7 @@ def _adapters_of(run_dir: Path) -> tuple[Lora, Path] | None:
 
 
 def _recipe_model(run_dir: Path) -> Path:
-    """Return the model copy in the run directory; for older runs, `model.path` of the recipe."""
+    """Return the model directory stored in the run directory; for older runs, `model.path` of the recipe."""
     if (run_dir / "model" / "config.json").is_file():
         return run_dir / "model"
     return _model_path(run_dir / "config.yaml")

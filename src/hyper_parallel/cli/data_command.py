@@ -62,9 +62,9 @@ def data(
 
 @contextmanager
 def _without_torch(recipe: Recipe) -> Iterator[None]:
-    """Block the import of torch, which transformers runs for a tokenizer although it needs none; it takes seconds.
+    """Block imports of torch inside the context, because transformers imports it for a tokenizer, which takes seconds.
 
-    Code of a model directory, processors of images and recordings, and files to be downloaded may need torch.
+    Has no effect if torch may be needed: by a model's own code, media processors, or a tokenizer to be downloaded.
     """
     from hyper_parallel.trainer.data.saved_tokenizer import media_of_processor
 
@@ -112,7 +112,7 @@ def _print(sample: DataSample, max_records: int) -> None:
 
 
 def _partial_note(sample: DataSample, max_records: int) -> str:
-    """Return the reason why only the first records were counted."""
+    """Return a note that explains why only the first records were counted."""
     from hyper_parallel.trainer.data_sample import MAX_BYTES
     from hyper_parallel.units import format_bytes
 

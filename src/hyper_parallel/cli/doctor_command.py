@@ -26,13 +26,13 @@ from hyper_parallel.cli.requirements import EXTRA, REQUIREMENTS, Need, Requireme
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Line of the report.
+    """Result of one check, a line of the report.
 
     Attributes:
         name: Checked item.
         status: ok, missing, old, or warning.
         detail: Result of the check.
-        need: Group of features that need the item.
+        need: Group of features that need the item: `core`, `training` or `optional`.
         gives: Feature that the item provides.
         fix: Command that enables it. None: no action needed.
     """
@@ -112,7 +112,7 @@ def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
 
 
 def _print_dumps(paths: list[Path], as_json: bool) -> None:
-    """Print where the ranks of each process group diverge, earliest first."""
+    """Print, for each process group, the first collective at which its ranks diverge; earliest group first."""
     from hyper_parallel.reports.flight_recorder import divergences, read_dumps
 
     dumps = read_dumps(paths)
@@ -130,7 +130,7 @@ def _print_dumps(paths: list[Path], as_json: bool) -> None:
 
 
 def check_package(requirement: Requirement) -> Finding:
-    """Check one package by its metadata."""
+    """Return the finding on a package, from its metadata."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
@@ -172,7 +172,7 @@ def _python() -> Finding:
 
 
 def _compiler() -> Finding:
-    """Check the program that links generated kernels."""
+    """Return the finding on the compiler, which links generated kernels."""
     path, gives = shutil.which("g++"), "torch.compile and graph kernels of MindSpore"
     if path is None:
         return Finding("g++", "missing", "not installed", "optional", gives, "apt-get install g++")
@@ -180,7 +180,7 @@ def _compiler() -> Finding:
 
 
 def _machine(measure: bool) -> tuple[list[Finding], dict[str, Any] | None]:
-    """Return the findings on accelerators and on the topology that `local` stands for, with that topology as JSON."""
+    """Return findings on accelerators and on the topology `local`, and that topology as JSON values, or None."""
     from hyper_parallel.errors import HyperParallelError
     from hyper_parallel.serde import encode
     from hyper_parallel.topology import detect_local, find_accelerators, forget_measurements

@@ -1,4 +1,4 @@
-"""Traced dry run of `hyper-parallel train`: memory peaks, tensors live at the peaks, and every collective."""
+"""Traced dry run of `hyper-parallel train`: memory peaks, the tensors live at them, and every collective."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _print_collectives(rank: TracedRank, plan: Plan, console: Console) -> None:
 
 
 def table(*columns: str) -> Table:
-    """Return a plain table; columns whose name ends in `>` are right-aligned."""
+    """Return an empty table with these column titles; a title that ends in `>` right-aligns its column."""
     from rich import box
     from rich.table import Table
 

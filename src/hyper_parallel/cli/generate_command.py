@@ -85,7 +85,7 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class _ModelSource:
-    """Directory of a model, and the way to load it."""
+    """Directory of a model, with the options for loading it."""
 
     run_dir: Path
     device: str
@@ -118,7 +118,7 @@ def _check_code_options(run_dir: Path, no_code: bool, trusted: bool) -> None:
 
 
 def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Contradiction:
-    """Return the error for options that do not apply to a file of prompts."""
+    """Return the error for an option that cannot be combined with a file of prompts."""
     problem = "--prompt and --json apply to a single prompt"
     if parallel and source.memory is not None:
         problem = "--device-memory applies to a single device"
@@ -156,7 +156,7 @@ def _continue_prompt(
 ) -> None:
     """Print the continuation of a prompt: as it is generated, or at the end as JSON.
 
-    A prompt with media is a user's message, in which they come before the text.
+    A prompt with media becomes a user's message, in which the media precede the text.
     """
     model = source.load()
     prompt: str | list[dict[str, object]] = text
@@ -178,7 +178,7 @@ def _continue_prompt(
 
 
 def _print_memory_use(model: Generator, topology: str) -> None:
-    """Print predicted and measured peaks on standard error, for a model with a memory budget."""
+    """Print predicted and measured memory peaks on standard error, for a model with a memory budget."""
     from hyper_parallel.trainer.generation_memory import describe_use
 
     if model.memory_use is not None:
@@ -196,7 +196,7 @@ def _continue_file(
     chat: bool,
     slots: int,
 ) -> None:
-    """Continue the prompts of a file.
+    """Write the continuations of a file of prompts to `output`, or to standard output.
 
     After a signal, the text generated so far is written and the exit status is that of the signal.
     """

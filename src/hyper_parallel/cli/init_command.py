@@ -50,7 +50,7 @@ def init(
 
 
 def _description(path: Path) -> str:
-    """Return the comment at the head of a recipe, wrapped; indented lines are kept unchanged."""
+    """Return the comment at the head of a recipe file, wrapped; indented lines are unchanged."""
     lines = takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
     text = [line.removeprefix("#").removeprefix(" ") for line in lines]
     prose = " ".join(line for line in text if not line.startswith(" "))
@@ -93,7 +93,7 @@ def _folder() -> Path:
 
 
 def _needed(folder: Path, name: str) -> dict[Path, str]:
-    """Return the texts of a recipe and of the files it names, by target path.
+    """Return the content of a recipe and of the files that it names, by the path to write.
 
     Raises:
         OutputNotWritable: HP105 if a target exists with other content or cannot be read.

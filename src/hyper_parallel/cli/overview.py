@@ -1,4 +1,4 @@
-"""Help of the whole command, written without typer: importing typer takes most of the time of `--help`.
+"""Help text of `hyper-parallel`, written without typer, whose import takes most of the time of `--help`.
 
 A test compares the text with the one that typer writes.
 """
@@ -29,7 +29,7 @@ _SUMMARY: Final = re.compile(
 
 
 def overview(commands: Sequence[str]) -> str:
-    """Return the help of the whole command for the width of the terminal, at most 100 columns."""
+    """Return the text of `hyper-parallel --help`, wrapped to the terminal's width, at most 100 columns."""
     width = max(min(shutil.get_terminal_size().columns, 100) - 2, 50)
     lines = ["Usage: hyper-parallel [OPTIONS] COMMAND [ARGS]...", ""]
     lines += textwrap.wrap(ABOUT, width, initial_indent="  ", subsequent_indent="  ")
@@ -44,7 +44,7 @@ def overview(commands: Sequence[str]) -> str:
 
 
 def _summary(command: str) -> str:
-    """Return the summary in the source of a command."""
+    """Return the first sentence of a command's docstring, read from its source file."""
     source = (pkgutil.get_data(__package__, f"{command}_command.py") or b"").decode()
     match = _SUMMARY.search(source)
     assert match is not None, command

@@ -1,4 +1,4 @@
-"""Output streams that survive write errors (closed pipe, full disk): the run continues without them."""
+"""Standard output and error that ignore write errors (closed pipe, full disk), so that a run continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.errors import OutputNotWritable
 
 
 class BrokenPipeSafeStream:
-    """Text stream that discards its output after a write error.
+    """Text stream that discards further output after a write error.
 
     Args:
         stream: Underlying stream.
@@ -47,7 +47,7 @@ class BrokenPipeSafeStream:
             self._sink(error)
 
     def check(self) -> None:
-        """Raise an error if text was lost.
+        """Raise an error if text was lost, except to a reader that has closed the pipe.
 
         Raises:
             OutputNotWritable: HP105.
@@ -66,7 +66,7 @@ class BrokenPipeSafeStream:
 
 
 def sink_stream(stream: TextIO) -> None:
-    """Redirect a stream's file descriptor to /dev/null, for Python and for native libraries."""
+    """Redirect a stream's file descriptor to /dev/null, so that native libraries also write there."""
     with suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, stream.fileno())
@@ -75,7 +75,7 @@ def sink_stream(stream: TextIO) -> None:
 
 @contextmanager
 def broken_pipe_safe_output() -> Iterator[None]:
-    """Make standard output and error survive write errors, in this process and in ranks forked inside.
+    """Ignore write errors of standard output and error inside the context, and in ranks forked inside it.
 
     Raises:
         OutputNotWritable: HP105 at exit, if text was lost and nothing else failed.

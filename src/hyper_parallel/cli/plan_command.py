@@ -85,15 +85,15 @@ def plan(
     elif as_json or is_quiet():
         say(chosen.to_json() if as_json else chosen.one_line())
     else:
-        say(_shown(chosen, explain, gantt))
-        say("\nnext:\n" + "\n".join(_next(ctx, recipe, topology, chosen, output)))
+        say(_plan_text(chosen, explain, gantt))
+        say("\nnext:\n" + "\n".join(_next_commands(ctx, recipe, topology, chosen, output)))
     if not dry_run:
         _write_files(chosen, output, schedule_csv)
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Choices of the search for a plan, as typed."""
+    """Options of `plan` that control the search."""
 
     pins: list[str] | None
     exclude: list[str] | None
@@ -115,7 +115,7 @@ class _Search:
 
 
 def _difference(left: Path, right: Path) -> str:
-    """Return the differences of two plan files as text."""
+    """Return the differences between two plan files as text."""
     from hyper_parallel.ir import Plan
 
     return Plan.load(left).diff(Plan.load(right)) or "the plans do not differ"
@@ -158,7 +158,7 @@ def _choose_plan(
     search: _Search,
     no_code: bool,
 ) -> tuple[Plan, tuple[str, str]]:
-    """Return the plan of a recipe or of a model, and the names of its model and topology."""
+    """Return the plan of a recipe or of a model, and the names of model and topology that the user gave."""
     if recipe is not None:
         if model is not None or any(batch) or not search.is_default:
             raise Contradiction(
@@ -178,12 +178,12 @@ def _choose_plan(
 
 
 def _is_plan(text: str) -> bool:
-    """Return whether a text begins like a plan file."""
+    """Return whether a text begins like a plan file; checks the first characters only."""
     return re.match(r'\{\s*"model": \{', text) is not None and '"peak_flops": ' in text
 
 
 def _read(model: str, where: str | None = None) -> ModelSpec:
-    """Return the model spec from a config, or from transformers' module if the reader does not know it."""
+    """Return the model spec: from the config if its family is supported, else from transformers' module on meta."""
     from hyper_parallel.model import is_read, load_model, read_config
 
     values = read_config(model, where=where).values
@@ -232,11 +232,11 @@ def _plan_model(
         towers=towers,
         media=planner.MEDIA if search.media is None else search.media,
     )
-    return replace(plan, notes=(*plan.notes, *_omitted(spec, towers, search.media)))
+    return replace(plan, notes=(*plan.notes, *_tower_notes(spec, towers, search.media)))
 
 
-def _omitted(spec: ModelSpec, towers: Sequence[Tower], media: int | None) -> Iterator[str]:
-    """Yield a note for each tower of a model that the step of its plan leaves out."""
+def _tower_notes(spec: ModelSpec, towers: Sequence[Tower], media: int | None) -> Iterator[str]:
+    """Yield a note for each tower of a model whose cost the plan does not include."""
     from hyper_parallel.model import tower_kinds
 
     priced = [tower.name for tower in towers]
@@ -251,7 +251,7 @@ def _omitted(spec: ModelSpec, towers: Sequence[Tower], media: int | None) -> Ite
 
 
 def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
-    """Return the towers of a multimodal model.
+    """Return the towers whose cost a plan includes; empty with `--media 0` and for models without towers.
 
     Raises:
         BadValue: HP102 for options of media for a model without a tower that can be priced.
@@ -287,8 +287,8 @@ def _launch_text(chosen: Plan, names: tuple[str, str], launch: str) -> str:
     return launch_settings(_as_named(chosen, *names), launch).rstrip()
 
 
-def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
-    """Return the printed form of a plan: the panel, or all details with `--explain`."""
+def _plan_text(plan: Plan, explain: bool, gantt: bool) -> str:
+    """Return the text to print for a plan: a panel, or all details with `--explain`."""
     from hyper_parallel import planner
 
     width = shutil.get_terminal_size((WIDTH, 24)).columns
@@ -303,15 +303,20 @@ def _shown(plan: Plan, explain: bool, gantt: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _next(
+def _next_commands(
     ctx: typer.Context, recipe: Path | None, topology: str | None, chosen: Plan, output: Path | None
 ) -> Iterator[str]:
-    """Yield the suggested next commands: write a recipe and train it, or a dry run if this machine is too small."""
+    """Yield lines with the suggested next commands.
+
+    They write a recipe and train it, with `--dry-run` if this machine has too few ranks.
+    """
     from hyper_parallel.topology import find_accelerators, rank_capacity
 
     train = ["hyper-parallel", "train", str(recipe or "recipe.yaml")]
     if recipe is None:
-        yield from _folded([*map(shlex.quote, _again(ctx)), "--launch", "ours", "> recipe.yaml"])
+        yield from _wrapped_lines(
+            [*map(shlex.quote, _current_command(ctx)), "--launch", "ours", "> recipe.yaml"]
+        )
         yield "  # edit recipe.yaml: set model.path, data.source and stage"
     elif topology is not None:
         train.append(f"topology={topology}")
@@ -319,11 +324,11 @@ def _next(
         train += ["--plan", str(output)]
     if chosen.strategy.world_size > rank_capacity(len(find_accelerators())).num_ranks:
         train.append("--dry-run")
-    yield from _folded(list(map(shlex.quote, train)))
+    yield from _wrapped_lines(list(map(shlex.quote, train)))
 
 
-def _folded(words: list[str]) -> Iterator[str]:
-    """Yield a command as lines that a shell reads as one command."""
+def _wrapped_lines(words: list[str]) -> Iterator[str]:
+    """Yield the lines of a command, wrapped with a backslash at the end of each line but the last."""
     line = ""
     for word in words:
         if line and len(line) + len(word) > WIDTH - 5:
@@ -333,8 +338,8 @@ def _folded(words: list[str]) -> Iterator[str]:
     yield line
 
 
-def _again(ctx: typer.Context) -> list[str]:
-    """Return the words of the current command without its output options."""
+def _current_command(ctx: typer.Context) -> list[str]:
+    """Return the words of the current command line without its output options."""
     words = ["hyper-parallel", "plan"]
     for param in ctx.command.params:
         name, value = param.name or "", ctx.params.get(param.name or "")
@@ -347,7 +352,7 @@ def _again(ctx: typer.Context) -> list[str]:
 
 
 def _as_named(plan: Plan, model: str, topology: str) -> Plan:
-    """Return the plan with the paths of its model and machine, by which a recipe refers to them."""
+    """Return the plan with absolute paths of its model and topology files, for use in a recipe."""
     model, topology = (str(Path(n).resolve()) if Path(n).exists() else n for n in (model, topology))
     return replace(plan, model=replace(plan.model, name=model), topology=topology)
 
@@ -375,7 +380,7 @@ def _plan_recipe(
 
 
 def _share(text: str) -> float:
-    """Return the fraction given as text such as 5% or 0.05."""
+    """Return the fraction that a text such as `5%` or `0.05` states."""
     try:
         share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
@@ -392,7 +397,7 @@ def _share(text: str) -> float:
 
 
 def _pins(texts: Iterable[str]) -> dict[str, str]:
-    """Return the pinned values by name.
+    """Return the values of `--pin`, given as `name=value`, by name.
 
     Raises:
         BadValue: HP102 for a text that is not name=value.

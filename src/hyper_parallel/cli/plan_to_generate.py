@@ -28,7 +28,7 @@ _SHARED: Final = ("model", "topology", "devices", "objective", "top", "memory_he
 def plan_to_generate(
     ctx: typer.Context, read: Callable[[str], ModelSpec], headroom: float | None, width: int
 ) -> None:
-    """Print the best layout for generation, from the options of `plan`.
+    """Print the layout with the fastest generation, for the options of the `plan` command.
 
     Raises:
         BadValue: HP102 for an unknown purpose, or without a model.
@@ -65,7 +65,7 @@ def plan_to_generate(
 
 
 def _typed_options(ctx: typer.Context) -> set[str]:
-    """Return the names of the options that were typed; raise if one does not apply to the purpose."""
+    """Return the names of the options on the command line; raise an error if one does not apply to `--for`."""
     purpose, sources = ctx.params["purpose"], {p.name or "": p for p in ctx.command.params}
     typed = {n for n in sources if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")}
     if purpose not in ("train", "generate"):
@@ -95,7 +95,7 @@ def _mostly(seconds: float, terms: dict[str, float]) -> str:
 
 
 def _rows(plan: GenerationPlan) -> list[tuple[str, str]]:
-    """Return the labels and texts of the panel."""
+    """Return pairs of label and text, the rows of the printed panel."""
     p, w = plan.best, plan.workload
     memory = (
         f"weights {format_bytes(p.weight_bytes)} + cache {format_bytes(p.cache_bytes)} per device"

@@ -1,4 +1,4 @@
-"""Required and optional packages, with their purpose."""
+"""Table of required and optional packages, with the features that need them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Requirement:
         minimum: Lowest version that works; empty: any.
         need: core (planning), training (plan, train, generate, report on a model), or optional.
         gives: Feature that the package provides.
-        below: Lowest version that is untested or performs worse; empty: none.
+        below: Lowest newer version that is untested or slower; empty: none.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Requirement:
 
     @property
     def wanted(self) -> str:
-        """Requirement specifier as in the package metadata."""
+        """Requirement with version bounds, in the syntax of pip."""
         at_least = f"{self.name}>={self.minimum}" if self.minimum else self.name
         return f"{at_least},<{self.below}" if self.below else at_least
 

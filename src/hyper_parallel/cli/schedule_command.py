@@ -15,9 +15,9 @@ MOST_COLUMNS = 120
 
 
 def pipeline_text(plan: Plan) -> str:
-    """Return the layers of every stage and the grid of one step: F, I and W take one slot, B two.
+    """Return the layers of every stage and a grid of one step's actions, as text.
 
-    Long steps are cut after 120 columns, and only the first 16 ranks are shown.
+    F, I and W take one slot of the grid, B two. At most 120 columns and 16 ranks are shown.
     """
     from hyper_parallel.ir import grid
     from hyper_parallel.mpmd import in_flight, step_schedule, unit_starts

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
-    """Return a description of the ranks a run would start and the files it would write, for a dry run.
+    """Return a text about the ranks that a run would start and the files that it would write, for a dry run.
 
     Args:
         launcher: local, torchrun, slurm, ray or kubernetes.
         job: Prepared run.
-        words: Arguments of `hyper-parallel` in every rank.
+        words: Command-line arguments of `hyper-parallel` on every rank.
     """
     from hyper_parallel.runtime import launch_words
 
@@ -102,7 +102,7 @@ def _write_script(job: Job, script: Path, text: str) -> None:
 
 
 def _largest_start(job: Job) -> float:
-    """Return the largest number of ranks that a run may start on this machine."""
+    """Return the largest number of ranks that a run may start on this machine; infinity if oversubscribed."""
     from hyper_parallel.runtime import local_capacity
 
     capacity = local_capacity()

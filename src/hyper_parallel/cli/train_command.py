@@ -83,7 +83,7 @@ def train(
 
 
 def _refuse_dash(recipe: Path, topology: str | None) -> None:
-    """Raise BadValue (HP102) for an override with a dash: the parser reads `-training.lr=1` as option -t."""
+    """Raise BadValue (HP102) for an override written with a dash; typer reads `-training.lr=1` as option `-t`."""
     if topology is not None and "=" in topology:
         raise BadValue(
             "an override must not begin with a dash",
@@ -147,7 +147,7 @@ def load_any_recipe(
 
 
 class _SavedPlan:
-    """Plan file that determines the layout of a run."""
+    """Plan file of `train --plan`, which determines the layout of the run."""
 
     def __init__(self, path: Path) -> None:
         from hyper_parallel.ir import Plan
@@ -226,7 +226,7 @@ def _train(
 
 
 def _ranks_check(words: Sequence[str], dry_run: bool) -> Callable[[Recipe, int], None]:
-    """Return the check of the number of local ranks; a dry run has none."""
+    """Return the function that checks the number of local ranks; it does nothing for a dry run."""
 
     def check_ranks(recipe: Recipe, ranks: int) -> None:
         from hyper_parallel.runtime import check_local_start  # imports torch
@@ -262,7 +262,7 @@ def _run(job: Job, loaded: LoadedRecipe, launcher: str, console: Console) -> Non
 
 
 def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
-    """Return overrides that make all ranks use the model commit resolved by this process."""
+    """Return overrides that fix the commit of a hub model, so that all ranks use the one resolved by this process."""
     from hyper_parallel.hub import name_of_snapshot
 
     path = job.recipe.model.path
@@ -271,7 +271,7 @@ def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
 
 
 def _interrupted(job: Job, error: Interrupted) -> str:
-    """Return a message on an interrupted run: the state of its checkpoints, and the command that resumes it."""
+    """Return a message for an interrupted run, with its last checkpoint and the command that resumes it."""
     from hyper_parallel.cli.submit_job import torchrun_command
     from hyper_parallel.errors import RankHung
     from hyper_parallel.trainer import under_torchrun
@@ -294,7 +294,7 @@ def _interrupted(job: Job, error: Interrupted) -> str:
 
 
 def _next_command(job: Job) -> str | None:
-    """Return the command that tries the exported model; None without an export that generates texts."""
+    """Return the command that generates text with the exported model; None without such an export."""
     recipe = job.recipe
     if recipe.stage == "rm" or not (job.output_dir / "export").is_dir():
         return None
@@ -309,7 +309,10 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield lines about the fused kernels of a run, given the operators of each; those with most operators first."""
+    """Yield lines about the fused kernels of a run.
+
+    `kernels` are the operators of each kernel, the kernel with the most operators first.
+    """
     if not kernels:
         return
     yield f"{len(kernels)} fused kernels of {sum(map(len, kernels))} operators"
@@ -319,7 +322,7 @@ def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _conclude(job: Job, summary: Summary, console: Console, unwritten: Unwritten) -> None:
-    """Print the result and report of a run on standard error and the sample on standard output.
+    """Print the results of a run and the path of its report on standard error, and its sample on standard output.
 
     Write errors are collected in `unwritten`.
     """

@@ -51,7 +51,7 @@ _STAGE_RULES: Final[Rules] = (
 
 
 def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
-    """Return each of `data.columns` and `data.roles` that has a name twice, with the entries of the first such name."""
+    """Return rule-text placeholders for each of `data.columns` and `data.roles` in which a name occurs twice."""
     repeated = []
     for key in ("columns", "roles"):
         entries = getattr(recipe.data, key)
@@ -116,7 +116,7 @@ def _halves_batches(recipe: Recipe) -> bool:
 
 
 def _misses_evaluations(recipe: Recipe) -> dict[str, int] | None:
-    """Return a common interval of checkpoints and evaluations if the best checkpoint needs one."""
+    """Return a common interval if the best checkpoint is kept but not every checkpoint has an evaluation; else None."""
     every, eval_every = recipe.checkpoint.every, recipe.training.eval_every
     if not recipe.checkpoint.keep_best or (eval_every and every and every % eval_every == 0):
         return None

@@ -11,7 +11,7 @@ from hyper_parallel.errors import Contradiction
 
 
 def with_values(recipe: Recipe, section: str, values: Mapping[str, object]) -> Recipe:
-    """Return a recipe with other values of one section; they are not validated."""
+    """Return a copy of a recipe with values of one section replaced, without validation."""
     changed = getattr(recipe, section).model_copy(update=dict(values))
     return recipe.model_copy(update={section: changed})
 
@@ -92,7 +92,7 @@ def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_ranks(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Set the number of ranks to plan for to all ranks of the machines, if the planner chooses the degrees."""
+    """Set `parallel.world_size` to the number of ranks that `launch` starts, if the planner chooses the degrees."""
     parallel, launch = recipe.parallel, recipe.launch
     if not parallel.is_planned or parallel.world_size or launch.nproc_per_node is None:
         return recipe

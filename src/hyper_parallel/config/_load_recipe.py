@@ -1,7 +1,7 @@
-"""Recipe loader: merges the layers parent, file and overrides, in this order, and records the origin of each value.
+"""Recipe loader: merges parent file, recipe file and overrides, in this order, and records the origin of each value.
 
-A recipe is flattened to leaves (`training.lr`, `parallel.rules` per glob). Merging is one dictionary update, and an
-origin is one label per leaf. Rules of `parallel` and `overlap` are applied to each layer:
+Parent, file and overrides are called layers. A layer is flattened to leaves (`training.lr`; one leaf per glob of
+`parallel.rules`), so merging is a dictionary update, with one origin per leaf. These rules apply to each layer:
 
 * `parallel: auto` lets the planner choose every degree; degrees of earlier layers are dropped.
 * A layer that gives a degree but not `parallel.auto` turns auto off; omitted degrees are 1.
@@ -171,7 +171,7 @@ def load_recipe(
 
 
 def _checked(loaded: LoadedRecipe) -> LoadedRecipe:
-    """Return a recipe; raise Contradiction (HP104) if its values contradict each other."""
+    """Return the recipe unchanged; raise Contradiction (HP104) if its values contradict each other."""
     raise_all(check_recipe(loaded.recipe, loaded.where))
     return loaded
 
@@ -185,17 +185,17 @@ class _Sources:
     overrides: Sequence[str]
 
     def origin_of(self, key: str) -> str:
-        """Return the origin of a dotted key, or of the value that contains it."""
+        """Return the origin of a dotted key, or of the key above it that has one."""
         while key and key not in self.origins:
             key = key[: max(key.rfind("."), key.rfind("["), 0)]
         return self.origins.get(key, "recipe")
 
     def where(self, key: str) -> str:
-        """Return the file, the key and its origin."""
+        """Return file, dotted key and origin as text, for errors."""
         return _where(self.path, key, self.origin_of(key))
 
     def as_override(self, key: str, value: object, written: str) -> str:
-        """Return a change of a value as an override, or as a line of the recipe.
+        """Return the text of a hint that sets a value: an override, or a line of the recipe.
 
         Args:
             key: Dotted key to change.
@@ -237,7 +237,10 @@ def refuse_data_file(path: Path, command: str) -> None:
 
 
 def run_hint(path: str | Path) -> str | None:
-    """Return a hint for a path that is not a run directory: a similar name, or the directory of a recipe's run."""
+    """Return a hint for a path that is not a run directory; None if nothing similar exists.
+
+    The hint names a similar path, or the run directory of the recipe at that path.
+    """
     path = Path(path)
     if not is_recipe_file(path):
         near = None if path.exists() else nearest_path(str(path), ["runs"])
@@ -278,7 +281,7 @@ def with_steps(loaded: LoadedRecipe, steps: int) -> LoadedRecipe:
 def with_submodels(
     loaded: LoadedRecipe, parts: Mapping[str, Mapping[str, Any]], origin: str
 ) -> LoadedRecipe:
-    """Return the recipe with sub-models that the planner has chosen.
+    """Return the recipe with `parallel.submodels` set to the planner's choice.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
@@ -303,7 +306,7 @@ def _where(path: Path, key: str, origin: str) -> str:
 
 
 def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_Key, Any]]]:
-    """Yield origin and leaves of the parent, the file and the command line."""
+    """Yield pairs of origin and leaves for the parent, the file and the command line."""
     data = read_mapping(path, RecipeUnreadable, "recipe")
     parent_name = data.pop("extends", None)
     if parent_name is not None:
@@ -350,7 +353,10 @@ def _resolve_paths(file: Path, layer: dict[_Key, Any]) -> dict[_Key, Any]:
 def _flatten(
     data: Mapping[str, Any], model: type[BaseModel] | None, prefix: _Key = ()
 ) -> Iterator[tuple[_Key, Any]]:
-    """Yield the leaves of a mapping described by `model`. None: keys are free and values are leaves."""
+    """Yield key path and value of every leaf of a mapping.
+
+    `model` is the section class that describes the mapping; None: keys are free and every value is a leaf.
+    """
     for name, value in data.items():
         key = (*prefix, str(name))
         field = None if model is None else model.model_fields.get(name)
@@ -391,7 +397,7 @@ def _override_layer(path: Path, overrides: Sequence[str]) -> dict[_Key, Any]:
 
 
 def _override_hint(words: Sequence[str]) -> str | None:
-    """Return the correct form of an override written as `key: value`, `--key=value`, or two words; None if unknown."""
+    """Return the hint for an override written as `key: value`, `--key=value` or two words; None for another form."""
     name, sign, text = re.fullmatch(r"-*([^=:]*)([=:]?)(.*)", words[0], re.DOTALL).groups()  # type: ignore[union-attr]
     known = [key for key, _ in leaves(Recipe)]
     near = difflib.get_close_matches(name.strip(), known, n=1)
@@ -407,7 +413,7 @@ def _accepts_null(annotation: Any) -> bool:
 
 
 def _split(name: str) -> _Key:
-    """Return the parts of a dotted name. Keys of a mapping such as `parallel.rules` may contain dots themselves."""
+    """Return the parts of a dotted key. A key inside a mapping such as `parallel.rules` may contain dots."""
     for key, field in leaves(Recipe):
         if is_mapping(field.annotation) and name.startswith(f"{key}."):
             return (*key.split("."), name.removeprefix(f"{key}."))
@@ -415,7 +421,7 @@ def _split(name: str) -> _Key:
 
 
 _MAPPINGS: Final = {key for key, field in leaves(Recipe) if is_mapping(field.annotation)}
-"""Keys whose value is a mapping; a value inside of one is a text."""
+"""Keys whose value is a mapping; the values in such a mapping are texts."""
 
 
 def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
@@ -446,12 +452,12 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
 
 
 def _with_spaces(value: Any, text: str) -> str | None:
-    """Return a mapping such as `{r:8}` with the spaces that YAML needs; None for another value."""
+    """Return the text of a mapping such as `{r:8}` with the spaces that YAML needs; None for another value."""
     return re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text) if _has_joined_key(value) else None
 
 
 def _has_joined_key(value: Any) -> bool:
-    """Return whether a mapping, at any depth, has a key with a colon in place of a value."""
+    """Return whether YAML has read `key:value` without a space as one key without a value, at any depth."""
     if isinstance(value, list):
         return any(map(_has_joined_key, value))
     return isinstance(value, Mapping) and any(
@@ -545,7 +551,7 @@ def _merge_parallel(
 def _merge_word(
     merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], section: _Key, words: Sequence[str]
 ) -> None:
-    """Replace a word for a whole section by its keys, before merging a layer; later keys replace a word."""
+    """Replace a word that stands for a whole section, such as `overlap: none`, by its keys, before merging a layer."""
     auto = (*section, "auto")
     keys = [key for key in layer if key[: len(section)] == section]
     if (word := layer.get(section)) in words:
@@ -584,7 +590,7 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe in a form valid in any working directory: absolute paths; Hub snapshots by name and commit."""
+    """Return the recipe with absolute paths, and with Hub snapshots by name and commit; valid in any directory."""
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:
@@ -651,7 +657,7 @@ KNOWN_REWARDS = ("exact_match", "prefix_match", "environment")
 
 
 def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield each recipe key that makes a run import named code, with its value."""
+    """Yield each recipe key whose value names code that a run would import, and the value."""
     if recipe.model.trust_remote_code:
         yield "model.trust_remote_code", "true"
     if "." in recipe.training.optimizer:
@@ -666,7 +672,7 @@ def named_code(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def refuse_code(loaded: LoadedRecipe) -> None:
-    """Raise an error if a recipe names code; nothing is imported first.
+    """Raise an error if a recipe names code; imports nothing.
 
     Raises:
         CodeRefused: HP110 for the first key; the other keys are listed.

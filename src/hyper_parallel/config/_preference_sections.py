@@ -108,12 +108,12 @@ class Grpo(Section):
 
     @property
     def shares(self) -> int:
-        """Number of disjoint parts of a step's sequences, each sampled separately."""
+        """Number of parts into which a step's sequences are divided for sampling."""
         return self.copies * self.rollout_dp_shard
 
     @property
     def reference_on_samplers(self) -> bool:
-        """True if sampling ranks compute the log-probabilities of the reference."""
+        """True if the sampling ranks compute the log-probabilities of the reference model."""
         return self.beta > 0 and self.reference_role == "sampler"
 
 

@@ -43,7 +43,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """Return the section class of an annotation, also inside `X | None`, tuple[X, ...] and dict[str, X]; else None."""
+    """Return the section class X of an annotation X, X | None, tuple[X, ...] or dict[str, X]; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     inner = (section_of(argument) for argument in typing.get_args(annotation))
@@ -51,7 +51,7 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 
 def optional_section(annotation: object) -> type[BaseModel] | None:
-    """Return the section class of an annotation `X` or `X | None`; None for values and collections of sections."""
+    """Return the section class X of an annotation `X` or `X | None`; None for any other annotation."""
     for inner in (annotation, *typing.get_args(annotation)):
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             is_union = inner is annotation or type(None) in typing.get_args(annotation)
@@ -121,7 +121,7 @@ def _describe(annotation: Any) -> str:
 
 
 def _words_of(section: Any) -> tuple[str, ...]:
-    """Return the words that stand for a whole section."""
+    """Return the words that may replace a whole section, such as `auto`; empty if there are none."""
     words: tuple[str, ...] = getattr(section, "WORDS", ())
     return words
 
@@ -165,7 +165,7 @@ def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key below a section that holds a value, including aliases."""
+    """Yield the dotted key of every value below a section, including aliases; nested sections are expanded."""
     for name in keys_of(model):
         field = model.model_fields.get(name)
         inner = None if field is None else optional_section(field.annotation)
@@ -192,7 +192,7 @@ def _section_at(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseM
 
 
 def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Return the path of a value without the name that pydantic appends for a failed member of a union."""
+    """Return the path of a value without the union member's name that pydantic adds to the path of an error."""
     field = field_at(model, path[:-1])
     if field is None or isinstance(path[-1], int) or field_at(model, path) is not None:
         return path
@@ -226,9 +226,9 @@ def _near_value(
 
 
 def _near_word(value: str, words: Sequence[str]) -> str | None:
-    """Return the allowed string closest to `value`.
+    """Return the word most likely meant by `value`, or None.
 
-    It equals `value` ignoring case, is a prefix of it, is completed from it, or is similar.
+    A candidate equals `value` except for case, is a prefix of it, begins with it, or is similar.
     """
     lower = {word.lower(): word for word in words}
     text = value.lower()
@@ -255,7 +255,10 @@ def _allowed_strings(annotation: Any) -> list[str]:
 
 
 def _whole_value(path: Sequence[str | int], value: object, data: object) -> tuple[str, object]:
-    """Return an overridable key and its value with the item at `path` replaced; lists are set as a whole."""
+    """Return the dotted key and value of an override that sets the item at `path` to `value`.
+
+    An override cannot set an item of a list, so the key is that of the list and the value is the changed list.
+    """
     index = next((i for i, part in enumerate(path) if isinstance(part, int)), None)
     if index is None:
         return dotted(path), value
@@ -273,7 +276,7 @@ def _whole_value(path: Sequence[str | int], value: object, data: object) -> tupl
 
 
 def _names_of(field: FieldInfo) -> list[str]:
-    """Return the names that a mapping accepts as keys."""
+    """Return the names that a mapping field accepts as keys."""
     for annotation in (field.annotation, *typing.get_args(field.annotation)):
         if is_mapping(annotation):
             return _allowed_strings(typing.get_args(annotation)[0])
@@ -283,7 +286,7 @@ def _names_of(field: FieldInfo) -> list[str]:
 def _assignments(
     model: type[BaseModel], section: type[BaseModel], key: str, text: str
 ) -> list[tuple[str, int]]:
-    """Return the section keys and numbers in a text such as `tp2,pp=2`; empty if any word is something else."""
+    """Return pairs of section key and number from a text such as `tp2,pp=2`; empty if a word has another form."""
     assignments = []
     names: Mapping[str, ForeignKey] = getattr(model, "FOREIGN_KEYS", {})
     for word in re.split(r"[\s,;+x]+", text[:80].lower()):
@@ -309,14 +312,14 @@ def _has_keys(field: FieldInfo) -> bool:
 
 
 def _is_foreign(model: type[BaseModel], path: Sequence[str | int]) -> bool:
-    """Return whether a path is a top-level section of another program and not a misspelled one of this program."""
+    """Return whether a path is a top-level section of another training program, not a misspelled recipe section."""
     return len(path) == 1 and not difflib.get_close_matches(
         str(path[0])[:80], keys_of(model), n=1, cutoff=0.9
     )
 
 
 def _leaves_of(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and value of every leaf of a mapping, such as a section of another program."""
+    """Yield path and value of every leaf of a nested mapping."""
     for name, inner in value.items():
         if isinstance(inner, dict) and inner:
             yield from (((str(name), *path), leaf) for path, leaf in _leaves_of(inner))
@@ -331,13 +334,13 @@ def _parts(key: str) -> list[str | int]:
 
 @dataclass(frozen=True, slots=True)
 class _InvalidValues:
-    """Values of a file that its section does not accept.
+    """Converter of a file's validation errors to coded errors.
 
     Attributes:
         model: Section at the root of the file.
         where: Returns the origin of a dotted key: `recipe.yaml: training.lr (set by command line)`.
         as_override: Returns a key and a value in the user's syntax; its third argument is the key the user wrote.
-        data: Validated values.
+        data: Values of the file, which were validated.
     """
 
     model: type[BaseModel]
@@ -356,7 +359,7 @@ class _InvalidValues:
         return [problem for item in items.values() for problem in self._item_problems(item)]
 
     def _item_problems(self, item: ErrorDetails) -> list[HyperParallelError]:
-        """Return the errors of one item: one per leaf for a section of another program, else one."""
+        """Return the coded errors of one pydantic error: one per leaf for a section of another program, else one."""
         # A tagged union puts its tag into the path, in brackets.
         path = tuple(part for part in item["loc"] if not str(part).startswith("["))
         value = item["input"]
@@ -446,7 +449,7 @@ class _InvalidValues:
         )
 
     def _value_hint(self, path: Sequence[str | int], value: object) -> str | None:
-        """Return the hint for an invalid value: similar value, one-element list, intended key, or the default."""
+        """Return a hint that replaces an invalid value by a similar one, a list of it, another key, or the default."""
         field, key = field_at(self.model, path), dotted(path)
         if field is None:
             return None
@@ -469,7 +472,10 @@ class _InvalidValues:
         return f"write `{self.as_override(key, field.default, key)}`, the default"
 
     def _main_key_hint(self, field: FieldInfo, key: str, value: object) -> str | None:
-        """Return the hint for a plain value in place of a section: its main key, or assignments in the value."""
+        """Return the hint for a plain value in place of a section; None without one.
+
+        The hint sets the section's main key to the value, or the keys that a text such as `tp2,pp=2` names.
+        """
         section = optional_section(field.annotation)
         if section is None:
             return None

@@ -66,7 +66,7 @@ class Offload(Section):
 
     @property
     def on(self) -> bool:
-        """True if a goal is given."""
+        """True if offloading is enabled: `budget` or `max_slowdown` is given."""
         return self.budget is not None or self.max_slowdown is not None
 
 
@@ -155,7 +155,7 @@ def time_limit_s(text: str) -> int:
 
 
 class Launch(Section):
-    """Launcher and machines. Not read by processes that already are ranks."""
+    """Launcher and machines of a run. Processes that are already ranks ignore this section."""
 
     launcher: Literal["local", "torchrun", "slurm", "ray", "kubernetes"] = "local"
     """How ranks start: by this process (local), by torchrun on every machine, as a Slurm job, as Ray actors, or as a

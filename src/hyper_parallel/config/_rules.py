@@ -1,10 +1,10 @@
 """Rules across sections of a recipe: rows of a table, and the driver that turns them into coded errors.
 
-    key         dotted key that is reported
-    when        condition on a recipe, with further names for the texts
-    problem     sentence; `got` the values, `hint` the remedy, `allowed` the allowed values
+    key         dotted key that the error names
+    when        condition on a recipe; may return values for placeholders in the texts
+    problem     sentence of the error; `got` the values, `hint` the remedy, `allowed` the allowed values
 
-Texts are templates with fields of the recipe, such as `{training.epochs:g}`, and names that the condition gives.
+Texts are templates. Placeholders are recipe keys, such as `{training.epochs:g}`, or names that the condition returns.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hyper_parallel.errors import Contradiction, DegreesMismatch, HyperParallelE
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Refusal of values that are each allowed but contradict each other.
+    """Rule against recipe values that are each allowed but contradict each other.
 
     Attributes:
         key: Dotted key of the value to report.
-        when: Returns whether a recipe breaks the rule: false, true, the names for the texts, or a list of such names,
-            one for each contradiction.
-        problem: Sentence that says why.
+        when: Returns a false value if a recipe satisfies the rule. Otherwise returns True, a mapping of placeholders
+            for the texts, or a list of such mappings, one per contradiction.
+        problem: Sentence that explains the contradiction.
         got: The values.
         hint: A change that satisfies the rule.
         allowed: The allowed values, if they can be listed.
@@ -62,7 +62,7 @@ class Rule:
 
 
 Rules = Sequence[Rule | tuple[Rule, ...]]
-"""Rules in the order of their errors; of a tuple of rules, the first one that is broken is reported."""
+"""Rules in the order of their errors. Of a tuple of rules, only the first broken one is reported."""
 
 
 def broken_rules(
@@ -77,7 +77,7 @@ def broken_rules(
 
 
 class _Texts(Formatter):
-    """Formatter of templates: names, and fields of the recipe that is the only positional argument."""
+    """Formatter of rule texts; takes placeholders from the keyword arguments, else from the recipe, `args[0]`."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return kwargs[str(key)] if key in kwargs else getattr(args[0], str(key))

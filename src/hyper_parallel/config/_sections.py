@@ -61,7 +61,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _countable(cls, value: Any) -> Any:
-        """Reject integers beyond 2^53: costs are computed in float64, which is exact only up to there."""
+        """Reject integers beyond 2^53, because float64, in which costs are computed, cannot represent them exactly."""
         if isinstance(value, int) and abs(value) > 2**53:
             raise ValueError("integers beyond 2^53 are not supported")
         return value
@@ -132,12 +132,12 @@ class MixedSource(Section):
 
 
 def _entry(value: object) -> object:
-    """Return a text in a list of sources as an entry of weight 1."""
+    """Convert a text in a list of sources to an entry of weight 1; other values are unchanged."""
     return {"source": value} if isinstance(value, str) else value
 
 
 def source_tag(value: object) -> str:
-    """Return the union tag of a value that is either one text or a list."""
+    """Return the pydantic union tag for the form of `data.source`: one text, or a list."""
     return "[list]" if isinstance(value, (list, tuple)) else "[text]"
 
 
@@ -256,8 +256,8 @@ class Training(Section):
     seed: int = 0
     """Seed of the initial weights, the data order and all random numbers of a step."""
     dtype: Annotated[Dtype, BeforeValidator(canonical_dtype)] = "bfloat16"
-    """Compute precision. bfloat16 and float16 keep parameters and reductions in float32; float16 also scales the loss.
-    float64 is meant for parity checks."""
+    """Compute precision. With bfloat16 and float16, parameters and reductions are in float32, and float16 also scales
+    the loss. float64 is meant for parity checks."""
     deterministic: bool = False
     """Use deterministic kernels only, so that a repeated run gives the same bits."""
     tokens_per_step: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
@@ -385,7 +385,7 @@ class LanguageDegrees(TowerDegrees):
 
 
 class Submodels(Section):
-    """Parts of a multimodal model on ranks of their own: `language`, and `vision` or `audio`; or `auto`."""
+    """Parts of a multimodal model on separate ranks: `language`, and `vision` or `audio`; or `auto`."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("auto",)
 
@@ -411,7 +411,7 @@ class Submodels(Section):
 
     @property
     def towers(self) -> dict[str, TowerDegrees]:
-        """Encoders that are given, by name."""
+        """Degrees of the encoders in this section, by name."""
         given = {"vision": self.vision, "audio": self.audio}
         return {name: degrees for name, degrees in given.items() if degrees is not None}
 
@@ -483,8 +483,9 @@ class Parallel(Section):
     """1: shard only the optimizer state (ZeRO-1). Parameters are then gathered and gradients reduced once per step, not
     once per microbatch. None: `reshard_after_forward` decides."""
     one_order: bool = True
-    """Data-parallel ranks run layers in the order and as often as in the first steps; each rank may skip some. false:
-    they agree on each gather of parameters, so order and calls may vary, at the cost of an exchange between hosts."""
+    """Data-parallel ranks run layers in the order of the first steps and equally often, except that a rank may skip
+    some. false: ranks agree on each gather of parameters, so order and calls may vary, at the cost of an exchange
+    between hosts."""
     rules: dict[str, str] = {}
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     submodels: Submodels | None = None
@@ -500,7 +501,7 @@ class Parallel(Section):
 
     @property
     def tower_ranks(self) -> int:
-        """Number of ranks of encoders without the language part."""
+        """Number of ranks that only run encoders, not the language part."""
         members = {} if self.submodels is None else self.submodels.members
         towers = {rank for name, ranks in members.items() for rank in ranks}
         return len(towers - {*members.get("language", ())})
@@ -534,7 +535,7 @@ class Moe(Section):
 
 
 class Overlap(Section):
-    """Communication inside of a layer that runs while the same rank computes: `none` (default), `auto`, or keys."""
+    """Communication within a layer that overlaps with computation: `none` (default), `auto`, or keys."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("none", "auto")
 

@@ -1,4 +1,4 @@
-"""Contradictions of the parts of a multimodal model, and of settings that need one layout for the whole model."""
+"""Contradictions between `parallel.submodels` and other settings, such as settings that need a single layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _wrong_towers(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the first part whose degrees do not multiply to its number of ranks."""
+    """Return rule-text placeholders for the first part whose degrees do not multiply to its number of ranks."""
     parts = _submodels(recipe)
     for name, part in {"language": parts.language, **parts.towers}.items():
         if part.ranks is not None and len({*part.ranks}) != part.num_ranks:
@@ -33,7 +33,7 @@ def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _used_ranks(recipe: Recipe) -> set[int]:
-    """Return the ranks that have a part of the model; none if a part has a wrong number of ranks."""
+    """Return the ranks that have a part of the model; empty if a part has a wrong number of ranks."""
     if _wrong_number_of_ranks(recipe) is not None:
         return set()
     return {rank for ranks in _submodels(recipe).members.values() for rank in ranks}

@@ -1,4 +1,4 @@
-"""Normalization of recipe values before validation, and upper bounds of counts: high, and still cheap to plan for."""
+"""Normalization of recipe values before validation, and upper bounds of counts, which keep planning cheap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DTYPE_ALIAS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64"
 
 
 def canonical_dtype(value: object) -> object:
-    """Return the full name of a dtype that is given by an alias such as `bf16`."""
+    """Return the full name of a dtype for an alias such as `bf16`; other values are unchanged."""
     return _DTYPE_ALIAS.get(value, value) if isinstance(value, str) else value
 
 
@@ -21,7 +21,7 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def arguments(value: object) -> object:
-    """Return a mapping of arguments with texts such as `1e-8` converted to numbers."""
+    """Convert texts such as `1e-8` in a mapping of arguments to numbers; YAML 1.1 does not read them as numbers."""
     if not isinstance(value, dict):
         return value
     return {
@@ -44,7 +44,7 @@ _ADAMW = (
 
 
 def canonical_optimizer(value: object) -> object:
-    """Return this project's name of an optimizer that has several names."""
+    """Return an optimizer's name in lower case, `adamw` for any AdamW; class paths and other values are unchanged."""
     if not isinstance(value, str) or "." in value:
         return value
     name = value.lower()
@@ -52,7 +52,7 @@ def canonical_optimizer(value: object) -> object:
 
 
 def size(value: object) -> int | None:
-    """Return the number of bytes of a text such as `12GiB`, or of an integer."""
+    """Return the number of bytes that a text such as `12GiB` or an integer states."""
     if value is None:
         return None
     number = parse_bytes(value) if isinstance(value, str) else value
@@ -64,17 +64,17 @@ def size(value: object) -> int | None:
 
 
 def size_or_auto(value: object) -> object:
-    """Return a number of bytes, or the word auto."""
+    """Return the number of bytes as `size`; the word `auto` is unchanged."""
     return value if value == "auto" else size(value)
 
 
 def rate(value: object) -> object:
-    """Return the bytes/s of a text such as `50GB/s`."""
+    """Return the bytes/s that a text such as `50GB/s` states."""
     return size(value.removesuffix("/s") if isinstance(value, str) else value)
 
 
 def directory(value: object) -> object:
-    """Return a directory name; raise ValueError for an empty text."""
+    """Return the directory name unchanged; raise ValueError for an empty text."""
     if value == "":
         raise ValueError("an empty text is not a directory; write `null` for no directory")
     return value

@@ -17,8 +17,8 @@ class ForeignKey:
     """Key of another program.
 
     Attributes:
-        key: Corresponding recipe key; empty: none.
-        values: Values with another spelling in a recipe.
+        key: Corresponding recipe key; empty if there is none.
+        values: Map from the program's values to the recipe's, for values that are spelled differently.
         advice: Hint for a key that no single recipe key with the same value can replace.
     """
 
@@ -143,7 +143,7 @@ _RENAMED: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "parallel.dp_replicate": ("data_parallel_replicate_degree", "dp_replicate_size"),
 }  # fmt: skip
-"""Recipe keys, with the names of the same value in other programs."""
+"""Recipe keys, with the names of the same setting in other programs."""
 
 _CONVERTED: Final[Mapping[str, ForeignKey]] = {
     **dict.fromkeys(
@@ -305,7 +305,7 @@ FOREIGN_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "bot": "assistant",
     }
 )
-"""Names in data sets for entries of `data.columns` and `data.roles`."""
+"""Common names in data sets, with the entries of `data.columns` and `data.roles` to which they belong."""
 
 FOREIGN_VALUES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Learning-rate schedules with transformers' names, and the arguments of each."""
+"""Learning-rate schedules by their names in transformers, and the arguments that each accepts."""
 
 from __future__ import annotations
 
@@ -46,4 +46,5 @@ SCHEDULE_ARGS: Final[Mapping[str, Mapping[str, tuple[Any, ...]]]] = MappingProxy
         },
     }
 )
-"""Schedules that equal transformers' at every step: `lr_scheduler_kwargs` names with allowed types or words."""
+"""Arguments of each schedule of transformers, with the names of `lr_scheduler_kwargs` and the allowed types or
+words."""

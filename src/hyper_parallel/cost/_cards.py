@@ -1,8 +1,8 @@
 """Cards: efficiency of a device and of a training stack, as YAML with a source for every number.
 
-A device card has shares of the topology's peaks (kernel efficiency). A stack card describes a training framework:
-overlap, recomputation, launch costs. Shipped cards are in `cost/cards`; `hyper-parallel calibrate` writes cards of the
-same form.
+A device card has the shares of the topology's peak rates that kernels and links reach. A stack card describes a
+training framework: overlap, recomputation, launch costs. Shipped cards are in `cost/cards`; `hyper-parallel calibrate`
+writes cards of the same form.
 
 Cards of this machine depend on the number of concurrent ranks, which share cores, caches and memory of one host.
 `calibrate` measures 1, 2, 4, ... concurrent ranks. Between two measured counts the constants follow a power law of the
@@ -28,33 +28,34 @@ from hyper_parallel.topology import cache_dir
 _FOLDER: Final = Path(__file__).with_name("cards")
 _NO_NUMBERS: Final = ("name", "devices", "sources", "priors")
 UNFITTED_HALF_WIDTH: Final = 0.2
-"""Half width of a prediction's interval in log ratio, with a card that was not fitted. It is wider than that of any
-shipped card for a known stack and a dense model.
+"""Half width of a prediction interval, in natural logarithm, with a card that was not fitted.
+
+It is wider than that of any shipped card for a known stack and a dense model.
 """
 _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCard:
-    """Efficiency of a device's kernels, as shares of the peaks in the topology."""
+    """Efficiency of a device's kernels and links, as shares of the peak rates in the topology."""
 
     name: str
     devices: tuple[str, ...]  # globs over the device names that the card applies to
     matmul: Mapping[str, float]  # share of the peak FLOP/s of a large matmul, by dtype
-    # matmul dimension with half of the `matmul` rate, in units of peak FLOP/s / memory bytes/s
+    # matmul dimension that reaches half of the `matmul` rate, in units of peak FLOP/s / memory bytes/s
     saturation: float
     # share of the peak FLOP/s of the two attention products on long sequences and wide heads, by dtype
     attention: Mapping[str, float]
     # share of the `attention` rate of portable kernels, which are not specific to this device
     portable: float
-    attention_head: float  # head width with half of the `attention` rate
-    attention_len: float  # sequence length with half of the `attention` rate
+    attention_head: float  # head width that reaches half of the `attention` rate
+    attention_len: float  # sequence length that reaches half of the `attention` rate
     elementwise: float  # share of the memory bandwidth of element-wise and normalising kernels
     stream: float  # share of the memory bandwidth of one long pass, as in the optimizer
     link: float  # share of the bandwidth of the innermost links that collectives reach
     network: float  # share of the bandwidth of the links of outer tiers that collectives reach
     exchange: float  # share of `network` that all-to-alls of long messages reach
-    # message length with half of the `exchange` rate; a message is one token
+    # message length that reaches half of the `exchange` rate; a message is one token
     message_bytes: float
     kernel_s: float  # seconds to launch one kernel or run one small operator
     # 1 when launches run ahead of the device, so only work shorter than its launches waits
@@ -66,15 +67,15 @@ class DeviceCard:
     # share of the compute units that a collective occupies, so that it and computation slow each other down; 1 hides
     # nothing
     collective_share: float = 1.0
-    # share of a stack's growth by release (`moe_month`) on this device. The growth is fitted to runs on Blackwell, the
-    # share to generations with runs of several releases
+    # share of `moe_month`, a stack's slowdown by the age of its release, that applies to this device; `moe_month` is
+    # fitted to runs on Blackwell, this share to device generations with runs of several releases
     maturing: float = 1.0
     # speed of a rank by the share of running ranks, relative to all ranks running; for ranks that share cores, caches
     # and memory
     pace: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute (`matmul.bfloat16`)
     sources: Mapping[str, str] = field(default_factory=dict)
-    # prior belief about a number before the fit to runs, by attribute
+    # value assumed before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
@@ -131,10 +132,10 @@ class StackCard:
     moe: float = 1.0
     # host seconds per expert layer, forward and backward together, that no kernel hides
     moe_host_s: float = 0.0
-    # seconds that routing, sorting and permuting one copy of a token take longer in a release that is one square root
-    # of a month older, where `moe_month` is 1
+    # extra seconds to route, sort and permute one routed token, in a release one month older than `moe_release` if
+    # `moe_month` is 1
     moe_copy_s: float = 0.0
-    # growth of `moe_host_s` and `moe_copy_s` with the square root of a release's age in months before `moe_release`
+    # growth of `moe_host_s` and `moe_copy_s` per square root of a release's age in months before `moe_release`
     moe_month: float = 0.0
     moe_release: float = 0.0  # release of the fit, in months since 2020
     # rows at which an expert's matmul takes twice as long as that of many rows: ragged tiles and the ramp of many small
@@ -164,16 +165,16 @@ class StackCard:
     gradient_copy_bytes: float = 0.0  # bytes per parameter of a second copy of the gradients
     # 2 where embedding and head are gathered apart from each other, 1 where together
     vocabulary_groups: float = 1.0
-    # half width of the interval of a prediction in log ratio, by kind of model (dense, moe); with `_unknown_stack`
+    # half width of a prediction interval in natural logarithm, by kind of model (dense, moe); with `_unknown_stack`
     # appended if the card substitutes for a stack without one
     interval: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute
     sources: Mapping[str, str] = field(default_factory=dict)
-    # prior belief about a number before the fit to runs, by attribute
+    # value assumed before the fit to runs, by attribute
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def half_width(self, kind: str) -> float:
-        """Return half the width of a prediction's interval in log ratio, for a kind of model (dense, moe)."""
+        """Return half the width of a prediction interval, in natural logarithm, for a kind of model (dense, moe)."""
         return self.interval.get(kind, UNFITTED_HALF_WIDTH)
 
     def source(self, name: str) -> str:
@@ -185,13 +186,13 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 
 def numbers_of(card: DeviceCard | StackCard) -> dict[str, float]:
-    """Return all numbers of a card by path: `link`, `matmul.bfloat16`."""
+    """Return a dict from path, such as `link` or `matmul.bfloat16`, to each number of a card."""
     named = {f.name: getattr(card, f.name) for f in fields(card) if f.name not in _NO_NUMBERS}
     return _by_path(named)
 
 
 def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by path from values by field: the inverse of `by_field`."""
+    """Return a dict by path, such as `matmul.bfloat16`, of a dict by field; the inverse of `by_field`."""
     flat: dict[str, Any] = {}
     for name, value in named.items():
         table = isinstance(value, Mapping)
@@ -200,7 +201,7 @@ def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by field of a card from values by path: `matmul.bfloat16` is an entry of `matmul`."""
+    """Return a dict by field of a dict by path: `matmul.bfloat16` becomes the entry `bfloat16` of the dict `matmul`."""
     named: dict[str, Any] = {}
     for path, value in values.items():
         name, _, key = path.partition(".")
@@ -212,25 +213,25 @@ def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_numbers(card: C, values: Mapping[str, float]) -> C:
-    """Return a card with some numbers replaced, by path."""
+    """Return a card with the numbers in `values`, a dict by path, replaced."""
     named = by_field(values)
     tables = {k: {**getattr(card, k), **v} for k, v in named.items() if isinstance(v, dict)}
     return replace(card, **(named | tables))
 
 
 class _Number(Section):
-    """Number of a card."""
+    """Number in a card file, with its source."""
 
     value: float
     """The number."""
     source: str = Field(min_length=1)
     """Source of the number, one short phrase."""
     prior: float | None = None
-    """Prior belief about the number, where the fit to runs starts."""
+    """Value assumed before the fit to runs, at which the fit starts."""
 
 
 _Numbers = dict[str, _Number]
-"""Numbers by path."""
+"""Dict from path, such as `matmul.bfloat16`, to a number."""
 
 
 class _Part(Section):
@@ -242,7 +243,7 @@ class _Part(Section):
     """Numbers of the stack card."""
 
     def over(self, base: tuple[_Numbers, _Numbers]) -> tuple[_Numbers, _Numbers]:
-        """Return these numbers by path, of device and stack, merged over those of other cards."""
+        """Return (device numbers, stack numbers) by path: those of `base`, replaced by the numbers of this section."""
         return base[0] | _by_path(self.device), base[1] | _by_path(self.stack)
 
 
@@ -252,23 +253,23 @@ class _CardFile(_Part):
     name: str
     """Name of the card, printed with every term."""
     extends: str | None = None
-    """Shipped card with the defaults of this file."""
+    """Name of the shipped card whose numbers are the defaults of this file."""
     devices: tuple[str, ...] = ()
     """Globs over device names that a device card applies to."""
     ranks: int | None = Field(default=None, ge=1)
-    """Number of concurrent ranks in the measurement. None: the numbers apply to any number."""
+    """Number of concurrent ranks in the measurement. None: the numbers apply to any number of ranks."""
     fewer: dict[int, _Part] = Field(default_factory=dict)
-    """Numbers that differ with fewer concurrent ranks, by their number."""
+    """Numbers that differ with fewer concurrent ranks, by the number of ranks."""
 
     def numbers(self) -> tuple[_Numbers, _Numbers]:
-        """Return numbers of the file merged over those of the card it extends."""
+        """Return (device numbers, stack numbers) by path, with those of the extended card as defaults."""
         base = _parsed(_FOLDER / f"{self.extends}.yaml").numbers() if self.extends else ({}, {})
         return self.over(base)
 
     def cards(
         self, numbers: tuple[_Numbers, _Numbers], path: Path
     ) -> tuple[DeviceCard | None, StackCard | None]:
-        """Return the device card and the stack card; None for one without numbers."""
+        """Return the device card and the stack card of the given numbers; None in place of a card without numbers."""
         device, stack = numbers
         return (
             DeviceCard(self.name, self.devices, **_values(DeviceCard, device, path)) if device else None,
@@ -295,7 +296,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
 
 
 def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
-    """Return the cards of a file by the number of concurrent ranks, smallest first.
+    """Return a dict from number of concurrent ranks, ascending, to the cards of a file for it.
 
     Raises:
         CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
@@ -350,12 +351,12 @@ def stack_card(name: str) -> StackCard:
 
 
 def _parsed(path: Path) -> _CardFile:
-    """Return a parsed card file."""
+    """Return the parsed card file at `path`."""
     return read_section(path, _CardFile, CardUnreadable, "card")
 
 
 def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -> dict[str, Any]:
-    """Return the fields of a card: its numbers, their sources and priors."""
+    """Return the constructor arguments of a card: its numbers, their sources and priors."""
     known = {f.name: f for f in fields(card) if f.name not in _NO_NUMBERS}
     for number in numbers:
         name, _, key = number.partition(".")
@@ -403,7 +404,7 @@ def own_cards(device_name: str, ranks: int, path: Path | None = None) -> Cards |
 
 
 def own_cards_by_ranks(device_name: str, path: Path | None = None) -> dict[int, Cards]:
-    """Return the cards of this device by the measured numbers of ranks; empty if it was not calibrated.
+    """Return a dict from measured number of ranks to the cards of this device; empty if it was not calibrated.
 
     Raises:
         CardUnreadable: HP313 when the file is damaged.
@@ -429,7 +430,7 @@ def cards_for_ranks(by_ranks: Mapping[int, Cards], ranks: int) -> Cards:
 
 
 def _between(low: C, high: C, share: float) -> C:
-    """Return a card with numbers interpolated between two cards, in the logarithm if both are positive."""
+    """Return a card with numbers interpolated between two cards, logarithmically if both are positive."""
 
     def interpolate(a: float, b: float) -> float:
         if a > 0.0 and b > 0.0:

@@ -1,4 +1,4 @@
-"""Layers of the stages of a pipeline, and communication of one optimizer step in bytes, over the layers of a rank.
+"""Split of layers into pipeline stages, and the collectives of one optimizer step on a rank, in calls and bytes.
 
 The slowest stage limits a pipeline, so the split minimizes the largest stage cost, and among the optimal splits the sum
 of squares, which balances the rest. Costs are training FLOPs of one token: matmul weights and causal attention of every
@@ -54,10 +54,10 @@ from hyper_parallel.units import DTYPE_BYTES
 
 
 def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Return layers of each stage, at least one each, that minimize the cost of the most expensive stage.
+    """Return the number of layers per stage that minimizes the cost of the most expensive stage; at least one each.
 
-    Exact, by dynamic programming over (layer, stage): first the least maximum, then the least sum of squares under it.
-    Ties prefer fewer layers in the earlier stages, which hold the most activations.
+    Exact, by dynamic programming over (layer, stage). Among splits with the least maximum, the least sum of squares
+    wins. Ties prefer fewer layers in the earlier stages, which hold the most activations.
 
     Args:
         costs: Cost of every layer, first layer first; whole numbers, so that the result does not depend on rounding.
@@ -77,7 +77,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
         return prefix[stop] - prefix[start] + extra
 
     def ends(start: int, stage: int) -> range:
-        """Return the possible ends of a stage that begins at `start`, with a layer for every later stage."""
+        """Return the possible ends of a stage that begins at `start`, such that every later stage gets a layer."""
         later_stages = stages - 1 - stage
         return (
             range(count, count + 1)
@@ -87,7 +87,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     @cache
     def largest(start: int, stage: int) -> int:
-        """Return the least cost of the most expensive stage from this one on."""
+        """Return the least possible cost of the most expensive stage among this stage and all later ones."""
         if stage == stages:
             return 0
         stops = ends(start, stage)
@@ -97,7 +97,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     @cache
     def squares(start: int, stage: int) -> tuple[float, int]:
-        """Return the least sum of squares from this stage on, no stage above the limit, and the end of this stage."""
+        """Return the least sum of squared costs from this stage on, within the limit, and the end of this stage."""
         if stage == stages:
             return 0, count
         costs_to = {s: cost(start, s, stage) for s in ends(start, stage)}
@@ -125,12 +125,12 @@ def _check_stage_count(stages: int, layers: int) -> None:
 
 @lru_cache(maxsize=256)
 def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[int, ...]:
-    """Return decoder layers of each (virtual) stage: those of the strategy, else split by cost.
+    """Return the number of decoder layers of each (virtual) stage: explicit in the strategy, else split by cost.
 
     Args:
         model: The model.
         strategy: Stages, and `stage_layers` if explicit.
-        seq_len: Tokens per sequence, for the cost of attention.
+        seq_len: Tokens per sequence, for the FLOPs of attention.
 
     Raises:
         NotDivisible: HP203 for more stages than layers, or explicit numbers that do not add up to the layers.
@@ -163,17 +163,17 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
 
 
 def _layer_flops(block: Block, seq_len: int) -> int:
-    """Return training FLOPs of one token in a layer."""
+    """Return the training FLOPs of one token in one layer of a block."""
     attention = block.attention
     scores = attention.forward_flops_per_token(seq_len, causal=True) if attention else 0.0
     return 6 * block.num_matmul_params + round(3 * scores)
 
 
 def rank_model(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> ModelSpec:
-    """Return the part of a model on a pipeline rank, as a model.
+    """Return a model spec with only the blocks and layers on one pipeline rank.
 
-    Blocks keep the layers of the rank's stages. The embedding is on the first stage, final norm and head on the last;
-    there a head that shares the embedding's weight holds it under the embedding's name.
+    The embedding is on the first stage, final norm and head on the last. A head that shares the embedding's weight then
+    owns a copy under the embedding's parameter name.
     """
     if strategy.pp == 1:
         return model
@@ -205,7 +205,7 @@ def recomputed_layers(
 def split_recomputed(
     blocks: Iterable[Block], recomputed: frozenset[int]
 ) -> Iterator[tuple[Block, bool]]:
-    """Yield every block, and whether backward recomputes it; a block with layers of both kinds is split in two."""
+    """Yield (block, True if backward recomputes its layers); a block with layers of both kinds is split in two."""
     for block in blocks:
         redone_layers = tuple(i for i in block.layers if i in recomputed)
         plain_layers = tuple(i for i in block.layers if i not in recomputed)
@@ -216,14 +216,14 @@ def split_recomputed(
 
 
 def _stages(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> list[range]:
-    """Return layers of each stage of a pipeline rank."""
+    """Return the range of layers of each stage of a pipeline rank."""
     per_stage = stage_layers(model, strategy, seq_len)
     ends = [sum(per_stage[:s]) for s in range(len(per_stage) + 1)]
     return [range(ends[s], ends[s + 1]) for s in strategy.stages_of(pp_rank)]
 
 
 def _untied(block: Block, model: ModelSpec) -> Block:
-    """Return a head separate from the embedding: it owns a shared weight, by the name of its first owner."""
+    """Return a head that is not tied to the embedding: a shared weight becomes its own, with the same name."""
     params = {p.name: p for b in model.blocks for p in b.params}
     return replace(
         block,
@@ -237,7 +237,7 @@ LINEAR_ENTRY = (
     "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "olmo2",
     "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
-"""Families whose model code only scales the embedding before the first layer, so its sum can be deferred until then."""
+"""Families whose code only scales the embedding before the first layer, so its all-reduce can wait until then."""
 
 _LAST_NORMS = ("post_feedforward", "post_mlp")
 """Substrings in the names of norms that end a layer."""
@@ -245,15 +245,15 @@ _TP = ("tp_x", "tp_y")
 _KEYS = ("k_proj", "v_proj")
 
 Entries = tuple[int, bool, Iterable[Boundary]]
-"""Number of layers with some collectives, whether backward recomputes these layers, and the collectives."""
+"""(number of layers, whether backward recomputes these layers, collectives of one such layer)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that one rank exchanged with other ranks in one layer and step, over all microbatches, forward only."""
+    """Token rows that a rank's experts exchanged in the forwards of one layer and step, over all microbatches."""
 
-    sent: int  # rows to experts on other ranks
-    received: int  # rows for experts of this rank
+    sent: int  # rows sent to experts on other ranks
+    received: int  # rows received for experts of this rank
 
 
 def step_collectives(
@@ -264,18 +264,19 @@ def step_collectives(
     rows: Mapping[int, Rows] | None = None,
     pp_rank: int = 0,
 ) -> tuple[Collective, ...]:
-    """Return all collectives of one optimizer step on a pipeline rank, at coordinate 0 of every other axis.
+    """Return all collectives of one optimizer step, with calls and bytes, on the first rank of a pipeline stage.
 
-    These ranks are the fullest. A step is `accumulation_steps` microbatches (forward and backward), gradient clipping
-    and the update. Other messages of a trainer (token counts, losses to print) are not included.
+    The rank has coordinate 0 on every axis but `pp`, where shards are largest. A step is `accumulation_steps`
+    microbatches (forward and backward), gradient clipping and the update. Other messages of a trainer (token counts,
+    losses to print) are not included.
 
     Args:
         model: The model; its parameter names hold `*` for the layer index.
         layouts: Layout of every parameter, as returned by `shard.plan_layouts`.
         strategy: Degrees of the axes.
         workload: Batch numbers resolved, and number formats.
-        rows: Rows exchanged by the experts of each layer, for measured bytes; None: uniform routing.
-        pp_rank: Coordinate on the axis `pp`, whose ranks hold different parts of the model.
+        rows: Dict from layer to the measured rows that its experts exchanged; None: uniform routing.
+        pp_rank: Coordinate of the rank on the axis `pp`.
     """
     rank_part = rank_model(model, strategy, workload.seq_len, pp_rank)
     recomputed = recomputed_layers(model, strategy, workload.seq_len, pp_rank)
@@ -294,7 +295,7 @@ def step_collectives(
 
 @dataclass(frozen=True)
 class _Step:
-    """Step of one rank: the model part of its pipeline rank, and its blocks with their recomputation."""
+    """Builder of the collectives of a step on one rank, from the blocks of its pipeline rank."""
 
     model: ModelSpec
     layouts: Mapping[str, Layout]
@@ -303,7 +304,7 @@ class _Step:
     blocks: tuple[tuple[Block, bool], ...]
 
     def collectives(self, *parts: Iterable[Entries]) -> tuple[Collective, ...]:
-        """Return calls and bytes of entries, summed by kind, axes and purpose."""
+        """Return the collectives of all entries, with calls and bytes summed by kind, axes and purpose."""
         w = self.workload
         compute, param = DTYPE_BYTES[w.compute_dtype], DTYPE_BYTES[w.param_dtype]
         widths = {
@@ -327,7 +328,7 @@ class _Step:
         return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
 
     def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of a group as the mesh names them, without those of one rank."""
+        """Return the mesh axes that a group spans, without axes of degree 1; expert axes are expanded."""
         if {"ep", "edp"} & {*names}:
             return self.strategy.spanning_axes(names)
         return tuple(a for a in names if getattr(self.strategy, a) > 1)
@@ -339,7 +340,7 @@ class _Step:
 
     @cached_property
     def parts(self) -> int:
-        """Number of parts of a microbatch, which layers run one after the other."""
+        """Number of parts that each microbatch is split into, for overlap: 2 with half-batches, else 1."""
         w = self.workload
         return self.strategy.overlap.parts(w.microbatch or 1, w.seq_len)
 
@@ -374,11 +375,11 @@ class _Step:
         yield 1, False, self.fsdp_group(rest, False)  # empty on middle stages
 
     def fsdp_group(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
-        """Return collectives of one FSDP group; dim 0 of a parameter is padded to a multiple of the shards."""
+        """Return the collectives of one FSDP group; `freed`: gathered parameters are freed after forward."""
         s, total = self.strategy, 0
         shards = s.dp_shard * s.cp
         for param in params:
-            if "ep" in self.sharding_axes(param) or not param.shape:  # FSDP has no scalars
+            if "ep" in self.sharding_axes(param) or not param.shape:  # FSDP does not shard scalars
                 continue
             axes = self.layouts[param.name].axes
             rows, *columns = (
@@ -394,11 +395,11 @@ class _Step:
 
     @property
     def reduces_once(self) -> bool:
-        """True if gradients are reduced once per step."""
+        """True if gradients are reduced once per step, not after every microbatch."""
         return self.strategy.reduces_once or self.strategy.zero_stage == 0
 
     def tensor(self) -> Iterator[Entries]:
-        """Yield tensor-parallel collectives: embedding, head and loss; blocks of layers; gradients of replicas."""
+        """Yield tensor-parallel collectives: of embedding, head and loss, of layers, and of replicated parameters."""
         if self.strategy.tp == 1:
             return
         hidden = self.model.hidden_size
@@ -438,7 +439,7 @@ class _Step:
             yield _once_per_step("all_reduce", axes, ranks, size, Purpose.WHOLE_PARAMETERS)
 
     def norms(self, block: Block) -> int:
-        """Return the number of statistics that the norms of a block sum over y: one per norm, two if it has a bias."""
+        """Return how many statistics the norms of a block all-reduce over tp_y: one per norm, two with a bias."""
         inside = {_parent(p.name) for p in self.params(block) if len(p.shape) == 2}
         return sum(
             self.sharding_axes(p) & {*_TP} == {"tp_y"} and _parent(p.name) not in inside
@@ -452,7 +453,10 @@ class _Step:
         return any(self.norms(block) for block in self.model.blocks)
 
     def layer(self, block: Block, may_end: bool = True) -> Iterator[Boundary]:
-        """Yield collectives of the blocks of a layer: modules with matrices that tensor parallelism shards."""
+        """Yield collectives of attention and MLP modules whose matrices tensor parallelism shards.
+
+        With `may_end`, an MLP that is the last module of its layer counts as the end of the layer.
+        """
         if not block.layers:
             return
         s = self.strategy
@@ -486,7 +490,7 @@ class _Step:
         return 1 if self.part_cut.piece % chunks else chunks
 
     def projections(self) -> Iterator[Entries]:
-        """Yield exchanges of packed projections, and norms over all heads."""
+        """Yield collectives of packed projections (qkv, gate and up), and of norms over all heads."""
         s, ranks = self.strategy, self.strategy.tp
         if ranks == 1:
             return
@@ -495,7 +499,7 @@ class _Step:
                 layout, parts = self.layouts[p.name], _stacked(p, block)
                 layers, cut = block.count * self.parts, self.part_cut
                 if parts and "tp_x" in layout.axes[0] and layout.parts_of(0) == 1:
-                    # Between blocks of two axes tokens are a padded list, which an MLP of all ranks processes.
+                    # With two axes, tokens between blocks have padding, which MLPs process too.
                     listed = s.tp_y > 1 and p.dims[0] == "gate_up"
                     tokens = ranks * cut.piece if listed else cut.tokens
                     yield layers, recomputed, packed_boundaries(parts, ranks, tokens)
@@ -503,7 +507,7 @@ class _Step:
                     yield layers, recomputed, head_norm_boundaries(cut)
 
     def context(self) -> Iterator[Entries]:
-        """Yield exchanges of attention over context-parallel ranks."""
+        """Yield collectives of attention over context-parallel ranks."""
         for block, recomputed in self.blocks:
             if self.strategy.cp > 1 and block.attention is not None:
                 gather = self.strategy.cp_kind == "all_gather"
@@ -511,7 +515,7 @@ class _Step:
                 yield layers, recomputed, context_boundaries(block.attention, self.part_cut, gather)
 
     def experts(self, rows: Mapping[int, Rows] | None) -> Iterator[Entries]:
-        """Yield FSDP collectives of expert parameters over `edp`, and exchanges of routed tokens."""
+        """Yield FSDP collectives of expert parameters over `edp`, and all-to-alls of routed tokens."""
         s, mesh = self.strategy, self.strategy.expert_mesh()
         if s.ep == 1:
             return
@@ -573,11 +577,11 @@ class _Step:
 
 
 _TOKENS_MOVED: Final = (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER)
-"""Purposes of the collectives that chunks of tokens divide."""
+"""Purposes of the collectives that are split if blocks process their tokens in chunks."""
 
 
 def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> Iterator[Boundary]:
-    """Yield boundaries; collectives for one of `purposes` are divided into equal chunks."""
+    """Yield the boundaries, with each collective for one of `purposes` split into `chunks` equal calls."""
     for b in table:
         if b.purpose not in purposes or chunks == 1:
             yield b
@@ -593,22 +597,22 @@ def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> It
 def _once_per_step(
     kind: str, axes: tuple[str, ...], ranks: int, elements: int, purpose: Purpose, width: Format = "parameter"
 ) -> Entries:  # fmt: skip
-    """Return an entry with one call per step."""
+    """Return the entry of one collective that is called once per step."""
     return 1, False, [Boundary(kind, axes, ranks, elements, purpose, width, once=1)]
 
 
 def _parent(name: str) -> str:
-    """Return the module that contains the module of a parameter."""
+    """Return the path of the parent of the module that owns a parameter."""
     return name.rsplit(".", 2)[0]
 
 
 def _leaf(name: str) -> str:
-    """Return the last part of the name of a parameter's module."""
+    """Return the last name in the path of the module that owns a parameter."""
     return name.rsplit(".", 2)[-2]
 
 
 def _stacked(param: ParamSpec, block: Block) -> tuple[Part, ...]:
-    """Return the projections stacked in a matrix; () for one projection, and for experts."""
+    """Return the projections that a packed matrix stacks; () for a single projection, and for experts."""
     if len(param.shape) != 2:
         return ()
     if param.dims[0] == "gate_up":

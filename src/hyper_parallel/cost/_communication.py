@@ -1,4 +1,4 @@
-"""Seconds of communication over candidates: the boundary table of `shard`, on the links of a machine.
+"""Seconds of communication of candidate strategies: collectives of the boundary table of `shard` on a machine's links.
 
 The unit is one decoder layer and one microbatch on one rank, exposed communication only, plus the data-parallel traffic
 of a step.
@@ -29,13 +29,13 @@ from hyper_parallel.shard import (
 )
 
 _MIRROR = {"reduce_scatter": "all_gather"}
-"""Kinds of collectives with the same duration as another kind."""
+"""Kind of collective to another kind with the same duration."""
 _PARAMETERS = (Purpose.FSDP_PARAMETERS, Purpose.EXPERT_PARAMETERS)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCommunication:
-    """Seconds of one layer and microbatch on one rank that depend on its blocks and sequences only."""
+    """Communication seconds of one layer and microbatch on one rank, without data parallelism and experts."""
 
     tp: Array  # exposed gathers and scatters of tensor parallelism
     tp_whole: Array  # gathers and scatters of tensor parallelism, hidden ones included
@@ -45,7 +45,7 @@ class BlockCommunication:
 
 @dataclass(frozen=True, slots=True)
 class Communication(BlockCommunication):
-    """Seconds of one layer and microbatch, including those that depend on the sharding of states.
+    """Communication seconds of one layer and microbatch on one rank, data parallelism and experts included.
 
     A pipeline accumulates unsharded gradients and reduces them once per step, see `step_tail`: `fsdp_scatter` and
     `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
@@ -56,20 +56,20 @@ class Communication(BlockCommunication):
     fsdp: Array
     fsdp_gather: Array  # one gather of the layer's parameters
     fsdp_scatter: Array  # one scatter of its gradients
-    # embedding and head of FSDP, gathered and scattered once a microbatch; never hidden
+    # FSDP gathers and scatters of embedding and head per microbatch; never hidden
     outside: Array
 
 
 def exposed(traffic: Array, work: Array, overlap: float) -> Array:
-    """Return seconds of traffic not hidden by work: a fixed share, or the excess over the work if larger."""
+    """Return exposed seconds of `traffic`: the share `1 - overlap`, or the excess over `work` if that is larger."""
     return np.maximum((1.0 - overlap) * traffic, traffic - work)
 
 
 def call_seconds(s: PricingCase, b: Boundary) -> Array:
     """Return seconds of one call of a collective.
 
-    A message to the next of g ranks is one of the g - 1 rounds of a gather. Relayouts of 2-D tensor parallelism are
-    priced as scatters.
+    A message to the next rank in a group of g costs one of the g - 1 rounds of an all-gather. Layout changes of 2-D
+    tensor parallelism are priced as scatters.
     """
     formats = {"reduce": s.reduce_width, "statistic": max(4.0, s.machine.width)}
     width, kind = formats.get(b.format, s.machine.width), _MIRROR.get(b.kind, b.kind)
@@ -80,7 +80,7 @@ def call_seconds(s: PricingCase, b: Boundary) -> Array:
 
 
 def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
-    """Return uncached seconds of one call with messages of `size` bytes."""
+    """Return seconds of one call of kind `kind` with `size` bytes, without the cache of `call_seconds`."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.experts_per_token / s.n.moe_share if machine.stack.ep_dedup else 1.0
@@ -96,7 +96,7 @@ def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
 
 
 def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
-    """Return the exposed communication inside the blocks of one mean layer."""
+    """Return the communication seconds of one average layer, without data parallelism and experts."""
     tp = tensor_seconds(s)
     cp_whole, cp = _context(s, work)
     hidden = exposed(tp, 3.0 * work.matmul, s.machine.stack.overlap_tp)
@@ -104,7 +104,7 @@ def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
 
 
 def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunication) -> Communication:
-    """Return all exposed communication of one mean layer."""
+    """Return all communication seconds of one average layer."""
     n, stack = s.n, s.machine.stack
     gather = scatter = regather = outside = np.zeros(1)
     for b in _layer_boundaries(s, 1.0):
@@ -129,8 +129,8 @@ def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
     """Return seconds of communication of one forward pass, without overlap.
 
     Returns:
-        Of a mean layer: tensor-parallel collectives, exchanges of experts, and the gather of its parameters. Then the
-            gather of embedding and head.
+        Seconds of an average layer's tensor-parallel collectives, expert all-to-alls and parameter gather, and seconds
+        of the parameter gather of embedding and head.
     """
     gathers: list[Array] = []
     outside_elements = s.ends(float(s.n.embedding_weights + s.n.head_params))
@@ -141,11 +141,11 @@ def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
 
 
 def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
-    """Return seconds of tensor-parallel collectives; experts on the tokens of their rank need none in their block.
+    """Return seconds of the tensor-parallel collectives of an average layer, forward and backward.
 
-    Stacks that re-gather an input overlap it with the backward matmul, so only 8 count in 1-D; a strategy that
-    re-gathers in our own runtime has 10. Recomputation is priced to the end of the layer. `backward` = 0 prices forward
-    alone.
+    In 1-D tensor parallelism these are 8 collectives. Frameworks that re-gather inputs in backward overlap it with a
+    matmul; a strategy that re-gathers in our own runtime has 10. Recomputation repeats the whole layer. Experts that
+    process only the tokens of their rank have no such collectives. `backward` = 0 prices forward alone.
     """
     n, c, regathers = s.n, s.c, (1.0 - s.full) * collapse(s.c.regather)
     both_2d = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
@@ -167,7 +167,7 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
             if not used.any():
                 continue
             seconds: Array = np.zeros(1)
-            # The stream is sharded over y if all matrices of the layers belong to 2-D blocks; experts do not.
+            # The residual stream is sharded over y if all matrices of the layers are in 2-D blocks; experts are not.
             for b in block_boundaries(
                 block, shape, s.cut, token_scatter=c.attention_tokens, hidden_cut=both_2d & (not n.experts)
             ):  # fmt: skip
@@ -181,7 +181,7 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
 
 
 def _attention_widths(n: ModelNumbers) -> BlockWidths:
-    """Return the widths of the attention block of a mean layer."""
+    """Return the widths of the attention block of an average layer."""
     keys = Projection(2.0 * n.k_width, 2.0 * n.k_width * n.hidden, keys=True)
     out = Projection(n.v_width, n.v_width * n.hidden)
     query = Projection(n.q_width, n.attention_weights - keys.weights - out.weights)
@@ -189,7 +189,7 @@ def _attention_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _mlp_widths(n: ModelNumbers) -> BlockWidths:
-    """Return the widths of the feed-forward block of a mean layer: dense part, shared and visited experts."""
+    """Return the widths of the feed-forward block of an average layer: dense part, shared and visited experts."""
     wide = [m for m in n.matmuls if m.part != "attention"]
     columns = sum(m.outputs * m.count for m in wide if not m.row)
     inputs = sum(m.inputs * m.count for m in wide if m.row)
@@ -199,13 +199,16 @@ def _mlp_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
-    """Return context-parallel traffic of a layer: all of it, and the exposed part; attention hides the ring's."""
+    """Return seconds of a layer's context-parallel traffic: all of it, and the exposed part.
+
+    Attention hides the key-value ring, but not other collectives.
+    """
     n, full = s.n, s.full
     ring_forward = ring_backward = unhidden = np.zeros(1)
     if (s.c.cp <= 1).all():
         return unhidden, unhidden
     kinds: dict[AttentionSpec, float] = {}
-    for count, attention in n.attentions:  # a window that skips rounds is priced without the window
+    for count, attention in n.attentions:  # sliding windows are ignored: no round is skipped
         kind = replace(attention, window=None, kind="mla" if attention.kind == "mla" else "full")
         kinds[kind] = kinds.get(kind, 0.0) + count / n.layers
     for attention, share in kinds.items():
@@ -228,10 +231,10 @@ def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
 
 
 def expert_seconds(s: PricingCase, backward: float = 1.0) -> Array:
-    """Return seconds of all dispatches and combines of a mean layer.
+    """Return seconds of all dispatches and combines of the experts of an average layer.
 
-    Ranks that shard one expert gather each other's rows; without ep that is part of tensor parallelism. `backward` = 0
-    prices forward alone.
+    Ranks that shard one expert also gather each other's rows; without ep that is part of tensor parallelism.
+    `backward` = 0 prices forward alone.
     """
     n, c = s.n, s.c
     total: Array = np.zeros(1)
@@ -255,7 +258,7 @@ def hop_seconds(s: PricingCase) -> Array:
 
 
 def _layer_boundaries(s: PricingCase, layers: Array | float) -> Iterator[Boundary]:
-    """Yield data-parallel collectives of some mean layers: first the part without experts, then experts."""
+    """Yield data-parallel collectives of some average layers: first the part without experts, then experts."""
     yield from _sharing_boundaries(s, s.dense(layers))
     if s.n.experts:
         yield from _sharing_boundaries(s, s.experts(layers), experts=True)
@@ -264,7 +267,10 @@ def _layer_boundaries(s: PricingCase, layers: Array | float) -> Iterator[Boundar
 def _sharing_boundaries(
     s: PricingCase, elements: Array, *, freed: bool = True, experts: bool = False
 ) -> Iterator[Boundary]:
-    """Return data-parallel collectives of a group of parameters; embedding and head are never `freed` early."""
+    """Yield data-parallel collectives of `elements` parameters.
+
+    With `freed`, ZeRO-3 frees gathered parameters after forward. With `experts`, the group is `edp`.
+    """
     c, ranks = s.c, s.shards
     if experts:
         ranks = ranks * c.tp / (c.ep * c.etp)
@@ -275,12 +281,13 @@ def _sharing_boundaries(
 
 
 def step_tail(s: PricingCase) -> dict[str, Array]:
-    """Return seconds of data-parallel traffic of the fullest stage once per step.
+    """Return seconds of the data-parallel traffic that the fullest stage has once per step, by kind.
 
-    The last microbatch's backward may overlap `scatter_s`, the reduction of gradients. `gather_s` is the gather of
-    updated parameters. `first_s` gathers a pipeline's layers that are not freed after forward; the first forward may
-    overlap it. `late_s` is never overlapped: the reduction of a pipeline's sharded gradients, and its embedding or
-    head.
+    Returns:
+        `scatter_s`: reduction of gradients, which the backward of the last microbatch may overlap. `gather_s`: gather
+        of updated parameters. `first_s`: gather of a pipeline's layers that stay gathered, which the first forward may
+        overlap. `late_s`: reduction of a pipeline's sharded gradients, and traffic of its embedding or head, which
+        nothing overlaps.
     """
     reduced = replicas = np.zeros(1)
     gathers = []

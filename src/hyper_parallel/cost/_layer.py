@@ -1,4 +1,4 @@
-"""Compute of one decoder layer and one microbatch on one rank: seconds, as arrays over candidates.
+"""Compute seconds of one decoder layer and microbatch on one rank, as arrays over candidate strategies.
 
 Letters: T tokens of the microbatch in a tensor-parallel group, P tensor-parallel ranks, d FSDP ranks
 (dp_shard x cp), b bytes of the compute format; h, k, f, V as in `ModelNumbers`.
@@ -14,16 +14,18 @@ from hyper_parallel.cost._pricing_case import Machine, PricingCase
 from hyper_parallel.cost.candidates import SHAPES, Array
 
 SCORE_BYTES = 13.0
-"""Bytes per attention score that unfused attention moves in forward. The products write and read the scores (4), the
-softmax reads and writes them (4), dropout reads, writes and masks them (5); half precision.
+"""Bytes per attention score that unfused attention reads and writes in forward, in half precision.
+
+The products write and read the scores (4), the softmax reads and writes them (4), dropout reads, writes and masks them
+(5).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Seconds of one layer and microbatch on one rank."""
+    """Compute seconds of one layer and microbatch on one rank, by kind of kernel."""
 
-    matmul: Array  # projections, feed-forward part and experts, forward; backward is twice that
+    matmul: Array  # matmuls of attention projections, feed-forward part and experts, forward; backward is twice that
     attention: Array  # scores and their product with the values, forward
     attention_backward: Array  # scores and their product with the values, backward
     elementwise: Array  # element-wise kernels, forward
@@ -37,12 +39,12 @@ class Compute:
 
     @property
     def forward(self) -> Array:
-        """Work of the forward, without launches."""
+        """Seconds of the forward, without kernel launches."""
         return self.matmul + self.attention + self.elementwise + self.quantize
 
     @property
     def backward(self) -> Array:
-        """Work of the backward, without launches and recomputation."""
+        """Seconds of the backward, without kernel launches and recomputation."""
         products = 2.0 * self.matmul + self.attention_backward
         return products + self.elementwise_backward + self.quantize_backward
 
@@ -61,7 +63,7 @@ def matmul_seconds(
 
 
 def layer_compute(s: PricingCase) -> Compute:
-    """Return the compute of one mean layer."""
+    """Return the compute seconds of one average layer."""
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
     stack = machine.stack
     matmul = matmuls(s)
@@ -105,14 +107,14 @@ def layer_compute(s: PricingCase) -> Compute:
 
 
 def forward_launch(s: PricingCase, seconds: Array) -> Array:
-    """Return exposed launches of a layer's forward with `seconds` of work."""
+    """Return exposed seconds of the kernel launches of a layer's forward, whose kernels take `seconds`."""
     stack = s.machine.stack
     norms = s.n.head_norms * stack.kernels_norm
     return _exposed_launches(s.machine, seconds, stack.kernels_forward + 0.25 * norms)
 
 
 def _exposed_launches(machine: Machine, seconds: Array, kernels: float) -> Array:
-    """Return seconds of kernel launches that the work does not hide."""
+    """Return exposed seconds of `kernels` launches, beyond kernels that take `seconds`."""
     launches = np.full_like(seconds, kernels * machine.card.kernel_s * machine.ranks_per_core)
     return np.maximum(0.0, launches - seconds) if machine.card.launch_hidden else launches
 
@@ -123,7 +125,7 @@ def matmuls(
     part: str | None = None,
     row: bool | None = None,
 ) -> Array:
-    """Return seconds of the projections of one mean layer, forward.
+    """Return seconds of the projections of one average layer, forward.
 
     Args:
         s: Pricing case.
@@ -151,7 +153,7 @@ def matmuls(
             cut_in = np.where(m.row, s.etp, 1.0)
             cut_out = np.where(m.row, 1.0, s.etp)
             seconds = matmul_seconds(machine, rows, m.outputs / cut_out, m.inputs / cut_in)
-            # One matmul per expert of the rank; `count` counts those of a token.
+            # One matmul per expert of the rank; `m.count` is the number per token.
             share = experts * m.count / visited
             stretch = machine.stack.imbalance * (1.0 + machine.stack.expert_rows / rows)
             total = total + seconds * share * stretch
@@ -173,7 +175,10 @@ def matmuls(
 
 
 def _attention(s: PricingCase) -> tuple[Array, Array]:
-    """Return seconds of attention, forward and backward (2.5 times the products of forward, 5 matmuls against 2)."""
+    """Return seconds of the attention products, forward and backward.
+
+    With fused attention, backward takes 2.5 times the forward: 5 matmuls against 2.
+    """
     n, machine, seq_len = s.n, s.machine, s.workload.seq_len
     card, tokens, per_token = machine.card, s.tokens * s.over_tp(s.uncut.attention), 0.0
     if machine.stack.flash:

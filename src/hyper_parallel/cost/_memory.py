@@ -1,8 +1,8 @@
-"""Peak memory of the fullest device: one term per cause, each an array over candidates; and demand for offload.
+"""Peak memory of the fullest device as one term per cause, each an array over candidates; and inputs of offload.
 
 Matmuls read a copy of the parameters in the compute format; ZeRO 3 gathers it for one layer, ZeRO 2 for the whole pass.
-If the stack's card says `phased`, the peak is that of the fullest phase of a step, see `_phases`. Otherwise the peak is
-at the end of forward of the last microbatch in flight, plus one layer in progress, and all parts are summed.
+If the stack's card says `phased`, the peak is that of the fullest phase of a step, see `_phases`. Otherwise all terms
+are summed: the peak is at the end of the last forward in flight, plus one layer in progress.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ from hyper_parallel.cost.candidates import (
 from hyper_parallel.ir import GRADIENT_PIECES, MemoryTerm
 
 _TIE = 1e-9  # tolerance for rounding, in layers
-# Layers at the end of every stage without recomputation, which would be at the peak
+# The last layers of a stage are not recomputed: their recomputed activations would add to the peak
 _NOT_RECOMPUTED = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankStages:
-    """Stages of one pipeline rank."""
+    """Pipeline stages of one rank."""
 
-    numbers: ModelNumbers  # of a model with only the layers of the rank
+    numbers: ModelNumbers  # numbers of a model with only the layers of the rank
     first: bool  # whether the rank has the first stage, with the embedding
     last: bool  # whether the rank has the last stage, with the head
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceTerm:
-    """Cause of memory over all candidates."""
+    """Memory term, named by its cause, as an array over candidates."""
 
     name: str
     bytes: Array
     formula: str
 
     def term_of(self, index: int) -> MemoryTerm:
-        """Return the term of one candidate."""
+        """Return the term of the candidate at `index`."""
         return MemoryTerm(self.name, "hbm", int(np.ceil(self.bytes[index])), self.formula)
 
 
 def activation_bytes(s: PricingCase) -> Array:
-    """Return bytes that one mean layer and microbatch keeps for backward, without recomputation.
+    """Return bytes that one average layer and microbatch keeps for backward, without recomputation.
 
-    b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)) with gathered inputs kept; without the second part if they are
-    re-gathered. Without sequence parallelism 5h elements are whole on every rank. Dropout keeps masks of one byte, two
-    over h and, without fused attention, the scores 5 a s bytes per token.
+    The formula is b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)) if gathered inputs are kept, else only its first part.
+    Without sequence parallelism every rank has 5h elements per token whole. Dropout keeps two masks of h bytes per
+    token. Without fused attention, scores take 5 a s bytes per token.
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """
@@ -114,7 +114,7 @@ def activation_bytes(s: PricingCase) -> Array:
 
 
 def kept_bytes(s: PricingCase, one_layer: Array | None = None) -> Array:
-    """Return bytes that one mean layer and microbatch keeps from forward to backward, with recomputation.
+    """Return bytes that one average layer and microbatch keeps from forward to backward, under the recompute choice.
 
     Args:
         s: Pricing case.
@@ -135,14 +135,13 @@ def memory_terms(
     """Return all terms of the peak memory of the fullest device; their sum is the prediction.
 
     If the stack's card says `phased` and parameters are sharded, the terms are those of the fullest phase of a step.
-    Otherwise all parts are assumed to coincide, as in the fit of their constants.
+    Otherwise all causes are assumed to peak at the same time, as in the fit of their constants.
 
     Args:
         s: Pricing case.
-        num_recomputed: Layers per rank that `recompute` applies to; None: all. Every phase is then interpolated, and
-            the
-            fullest one may differ from that of no or full recomputation.
-        stages: Stages of every pipeline rank; (): equal layers, split by FLOPs.
+        num_recomputed: Layers per rank that `recompute` applies to; None: all. The bytes of every phase are
+            interpolated between no and all layers, so another phase may become the fullest.
+        stages: Stages of every pipeline rank; (): equal layers, split over the stages by FLOPs.
     """
     c, card = s.c, s.machine.card
     if num_recomputed is None:
@@ -173,13 +172,14 @@ def memory_terms(
 
 
 def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tuple[Array, Array]:
-    """Return the smallest number of recomputed layers per rank that fits, at most all, and the resulting peak.
+    """Return the smallest number of recomputed layers per rank that fits, and the resulting peak bytes.
 
-    The bytes of every phase are linear in the layers, and all phases must fit.
+    The bytes of every phase are linear in that number, and all phases must fit. If none fits, all layers are
+    recomputed.
 
     Args:
         s: Pricing case, columns of one length; `recompute` is not read.
-        kind: Index into `RECOMPUTE`.
+        kind: Kind of recomputation, an index into `RECOMPUTE`.
         capacity_bytes: Limit of the peak.
     """
     c, layers = s.c, s.layers
@@ -209,7 +209,10 @@ def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tu
 
 
 def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingCase:
-    """Return an open grid of candidates, columns of one length, under pairs of `regather` and `recompute`."""
+    """Return the case with every candidate under each (`regather`, `recompute`) pair of `choices`.
+
+    Columns broadcast to [choices, candidates]; those of `s` must have one length.
+    """
     # Columns that no choice changes are computed once per row.
     rows = {n: np.atleast_2d(getattr(s.c, n)) for n in Candidates.__slots__}
     regather, recompute = np.array(choices, dtype=np.float64).T[:, :, None]
@@ -217,7 +220,7 @@ def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingC
 
 
 def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
-    """Return the columns that determine memory for a sequence length: rows with equal keys have equal memory."""
+    """Return the columns that determine memory: rows that are equal in all of them have equal peak bytes."""
     c = columns
     named = (
         "pp",
@@ -239,7 +242,7 @@ def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
 def fullest_phase(
     totals: Sequence[Array], shape: tuple[int, ...]
 ) -> tuple[Array, NDArray[np.intp]]:
-    """Return the maximum over phases, and the first phase that has it."""
+    """Return, per candidate, the maximum over phases and the index of the first phase that has it."""
     shape = np.broadcast_shapes(totals[0].shape, shape)
     best, phase = np.broadcast_to(totals[0], shape), np.zeros(shape, dtype=np.intp)
     for index, total in enumerate(totals[1:], 1):
@@ -249,7 +252,7 @@ def fullest_phase(
 
 
 def select_phase(values: Sequence[Array], phase: NDArray[np.intp]) -> Array:
-    """Return, for every candidate, the value of its phase."""
+    """Return, per candidate, the value in the phase whose index `phase` gives."""
     parts = np.broadcast_to(values[0], phase.shape)
     for index, value in enumerate(values[1:], 1):
         parts = np.where(phase == index, value, parts)
@@ -257,7 +260,7 @@ def select_phase(values: Sequence[Array], phase: NDArray[np.intp]) -> Array:
 
 
 def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
-    """Return the bytes of each of `memory_parts`; minus infinity if the part does not describe a candidate."""
+    """Return the total bytes of each entry of `memory_parts`; minus infinity where it does not apply to a candidate."""
     card = s.machine.card
     totals = [
         transient_bytes(p) * (1.0 + card.fragmentation) + persistent_bytes(p) + card.context_bytes
@@ -273,9 +276,10 @@ def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
 
 
 def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Parts]:
-    """Return the sum of all parts, then the phases of the first and the last stage if the stack is `phased`.
+    """Return bytes by term at each moment that may be the peak: all causes at once, then the phases if `phased`.
 
-    The first entry is omitted if all candidates have phases. `stages` are as in `memory_terms`.
+    The first entry is omitted if all candidates have phases. Phases are those of the first and the last stage, or with
+    `stages`, as in `memory_terms`, of every pipeline rank.
     """
     c, layer = s.c, _layer_memory(s)
     parts: list[Parts] = []
@@ -284,7 +288,7 @@ def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Part
         if bool((c.zero > 1).all()):
             return parts
     logits, saved = s.logits, s.layers * in_flight(c) * layer.saved
-    # In a pipeline the first stage has the most activations and the last one the logits; take the fuller stage.
+    # In a pipeline the first stage has the most activations, the last one the logits: take the fuller stage.
     last_saved = s.layers * layer.saved * np.where(c.pp > 1, in_flight_last(c), 1.0)
     head_fuller = (c.pp > 1) & (last_saved + logits > saved)
     saved = np.where(head_fuller, last_saved, saved)
@@ -293,7 +297,7 @@ def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Part
 
 
 def _layer_memory(s: PricingCase) -> LayerMemory:
-    """Return the memory of a mean layer."""
+    """Return the bytes of an average layer and microbatch."""
     n, c = s.n, s.c
     one_layer = activation_bytes(s)
     saved = kept_bytes(s, one_layer)
@@ -317,7 +321,7 @@ def _layer_memory(s: PricingCase) -> LayerMemory:
 
 
 def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
-    """Return the phases of every pipeline rank with its own layers."""
+    """Return the phases of every pipeline rank, each with the numbers of its own layers."""
     n, parts = s.n, list[Parts]()
     for rank, bytes_held in enumerate(stages):
         rank_case = replace(s, n=bytes_held.numbers)
@@ -334,7 +338,7 @@ def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
 
 
 def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
-    """Return memory phases of the two stages that can hold the peak: first (embedding, most in flight), last (head)."""
+    """Return the phases of the two stages that can have the peak: first (embedding, most in flight) and last (head)."""
     n, c, single_stage = s.n, s.c, s.c.pp <= 1
     flops = 6.0 * (n.attention_weights + n.mlp_weights + n.active_expert_weights)
     flops = flops + 3.0 * n.attention_flops(s.workload.seq_len)
@@ -358,7 +362,7 @@ def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
 
 
 def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Array) -> Parts:
-    """Return all parts, for a peak at which they coincide."""
+    """Return the bytes of every term, for a peak at which all terms have their maximum."""
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     elements, mean_layer, vocabulary = stage_elements(s), s.dense() + s.experts(), s.ends(s.outside)
     states = state_bytes(s, elements)
@@ -385,16 +389,21 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
 
 
 def in_flight_last(c: Candidates) -> Array:
-    """Return microbatches in flight on the last rank, in units of its layers: 1, interleaved up to 1 + (p - 1) / v."""
+    """Return the microbatches in flight on the last rank, in units of all layers of the rank.
+
+    1, or with interleaved schedules up to 1 + (p - 1) / v.
+    """
     return np.where(c.vpp > 1, in_flight(c) - (c.pp - 1.0), 1.0)
 
 
 def offloaded_bytes(s: PricingCase, choices: Sequence[tuple[int, int]]) -> Array:
-    """Return peak bytes on the device with offload: its capacity if the excess can be evicted, else the least possible.
+    """Return peak bytes on the device with offload, [choices, candidates].
+
+    If the excess over the capacity can be evicted, this is the capacity, else the least possible peak.
 
     Args:
         s: Pricing case, columns of one length; `regather` and `recompute` are not read.
-        choices: Pairs of `regather` and `recompute`, along the first axis of the result.
+        choices: Pairs (`regather`, `recompute`), the first axis of the result.
     """
     s = with_choices(s, choices)
     parts = memory_parts(s)
@@ -403,7 +412,10 @@ def offloaded_bytes(s: PricingCase, choices: Sequence[tuple[int, int]]) -> Array
 
 
 def resident_bytes(peaks: Array, s: PricingCase, parts: Sequence[Parts] | None = None) -> Array:
-    """Return the part of the peak bytes that stays on the device; `parts` are the `memory_parts` if computed."""
+    """Return the bytes of each peak that stay on the device, after offload.
+
+    `parts` is the result of `memory_parts`, if already computed.
+    """
     if not (s.c.offload > 0).any():
         return peaks
     infeasible = offload_demand(s, parts).missing_bytes
@@ -412,10 +424,10 @@ def resident_bytes(peaks: Array, s: PricingCase, parts: Sequence[Parts] | None =
 
 
 def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> OffloadDemand:
-    """Return the bytes of the demand; its seconds are 0.
+    """Return the inputs of the cost of offload; seconds are 0 and must be filled in.
 
-    The states of all layers but one may be evicted. Of transient bytes all may be evicted except the operands of the
-    largest matmul: no memory plan needs less. Fragmentation counts as transient, because a plan assigns an address to
+    The states of all layers but one may be evicted, and all transient bytes except the operands of the largest matmul,
+    which every memory plan needs. Fragmentation counts as transient, because a plan assigns an address to
     every byte.
     """
     c, machine, layers, shape = s.c, s.machine, s.layers, shape_of(s.c)
@@ -424,7 +436,7 @@ def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> Offl
     transient = [np.maximum(transient_bytes(p) * frag - floor, 0.0) for p in parts]
     totals = total_bytes(parts, s)
     need, full = _excess(parts, totals, s)
-    # Without activations the persistent bytes must fit: evicted states save the most then.
+    # The persistent bytes must also fit in phases without activations.
     persistent = [
         total - transient_bytes for total, transient_bytes in zip(totals, transient, strict=True)
     ]
@@ -433,7 +445,7 @@ def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> Offl
     staged = _staged(s) + np.zeros(shape)
     flight = np.broadcast_to(in_flight(c), shape)
     movable_share = np.broadcast_to(1.0 - 1.0 / np.maximum(layers, 1.0), shape)
-    # Only states that exist in both phases count: others cannot help in the other phase.
+    # Only states that exist in both phases count, because evicting others does not help in both.
     optimizer, parameters, gradients = (
         movable_share
         * np.minimum(*(select_phase([p[name] for p in parts], phase) for phase in (full, empty)))
@@ -463,16 +475,16 @@ def _operands(s: PricingCase) -> Array:
 
 
 def _staged(s: PricingCase) -> Array:
-    """Return bytes of the largest result that no kernel writes to a planned address.
+    """Return bytes of the staging buffer: the largest result that no kernel can write to a planned address.
 
-    It is a piece of the embedding's gradient before reduction, with its input columns, or the output of attention.
+    That is a piece of the embedding's gradient before reduction, with its inputs, or the output of attention.
     """
     piece = (s.n.embedding_weights + s.tokens * s.n.hidden) / GRADIENT_PIECES
     return np.maximum(piece, s.tokens * s.n.v_width) / s.c.tp * s.machine.width
 
 
 def _recomputable_bytes(s: PricingCase) -> tuple[Array, Array]:
-    """Return recomputable bytes of one layer and microbatch: of element-wise kernels, and of matmuls.
+    """Return recomputable bytes of one layer and microbatch: results of element-wise kernels, and of matmuls.
 
     Element-wise kernels write the outputs of both norms and of the gate, and the copies of unfused kernels. Matmuls
     write queries, keys, values, the inputs of the gate, and the residual between the blocks.
@@ -490,7 +502,10 @@ def _recomputable_bytes(s: PricingCase) -> tuple[Array, Array]:
 def _excess(
     parts: Sequence[Parts], totals: Sequence[Array], s: PricingCase, ending: bool = False
 ) -> tuple[Array, NDArray[np.intp]]:
-    """Return bytes over the capacity in the fullest phase with (or, `ending`, without) activations, and that phase."""
+    """Return, per candidate, the bytes over the capacity in its fullest phase, and the index of that phase.
+
+    Only phases with activations count; with `ending`, only phases without.
+    """
     excess = [
         np.where(
             (phase_parts["activations"] > 0.0) != ending, total - s.machine.memory_bytes, -np.inf

@@ -1,4 +1,4 @@
-"""Model numbers for the cost formulas, averaged over its layers.
+"""Numbers of a model for the cost formulas, averaged over its layers.
 
 Letters as in the literature: h hidden, a heads, k width of all key (or value) heads, f width of the feed-forward
 part, V vocabulary, L layers, E experts. Layers of different kinds (dense and mixture of experts, full and sliding
@@ -17,25 +17,28 @@ from hyper_parallel.model import AttentionSpec, Block, KeptActivations, ModelSpe
 from hyper_parallel.shard import replicated_matrices
 
 _ROW = re.compile(r"(o_proj|c_proj|out_proj|down_proj|dense_4h_to_h|fc2|w2)\b")
-"""Names of projections back to the residual width; the others read it (or a latent)."""
+"""Names of projections whose output has the residual width; the others read the residual stream or a latent."""
 _LATENT_NORM = re.compile(r"(q|kv)_a_layernorm\.weight$")
-"""Norms of the latents of latent attention."""
+"""Names of norms of the latents in multi-head latent attention (MLA)."""
 _LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
-"""Projections whose output contains the values of all heads and parts of their keys."""
+"""Names of MLA projections whose output contains the values of all heads and parts of their keys."""
 
 _NORM_BYTES = 8.0
 """Bytes per element of an unfused norm in bfloat16: its input in float32, the normalized input, and its output."""
 _CLAMPED = {"gpt_oss": 3.0}
-"""Extra widths of an expert that its activation keeps, by family: clamped, shifted and sigmoid values."""
+"""Model family to extra values that an expert's activation saves, in expert widths: clamped, shifted, sigmoid."""
 _MEASURED = 1024
-"""Sequence length of measured activations, with masks."""
+"""Sequence length at which saved activations were measured, with masks."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families with float32 router weights, so that outputs of experts are weighted and summed in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerElements:
-    """Parameters of one layer: matrices that tensor parallelism shards, and replicates, vectors, and routed experts."""
+    """Numbers of parameters of one layer.
+
+    `dense` are matrix elements that tensor parallelism shards, `whole` those that it replicates.
+    """
 
     dense: float
     whole: float
@@ -45,38 +48,38 @@ class LayerElements:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """Projections of one layer with a common input, as one matmul."""
+    """Projections of one layer that read the same input, as one matmul."""
 
     part: str  # attention, mlp or expert
-    inputs: int  # input width of a token; of one expert for experts
+    inputs: int  # input width; for experts, of one expert
     outputs: int  # output width
-    count: float  # matmuls of this kind per token in a mean layer
+    count: float  # matmuls of this kind per token in an average layer
     row: bool  # whether the output has the residual width (row-parallel)
 
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Parts of a mean layer that every tensor-parallel rank holds or computes whole.
+    """Parts of an average layer that tensor parallelism replicates on every rank, as elements and fractions.
 
     All are 0 for models whose rules cover every module.
     """
 
-    weights: float = 0.0  # matrix elements per layer, experts and routers apart
-    attention: float = 0.0  # share of the matrix elements of attention
-    mlp: float = 0.0  # share of those of the dense feed-forward part
+    weights: float = 0.0  # matrix elements per layer, without experts and routers
+    attention: float = 0.0  # fraction of the matrix elements of attention
+    mlp: float = 0.0  # fraction of the matrix elements of the dense feed-forward part
     stream: float = 0.0  # 1 if every rank has the residual stream of all tokens between blocks
     vocabulary: bool = False  # whether embedding or head is whole
-    # Matrix elements outside of the layers, embedding and head apart: towers, projectors
+    # matrix elements outside of the layers, without embedding and head: of towers and projectors
     outside: float = 0.0
 
     @classmethod
     def of(cls, model: ModelSpec, names: frozenset[str], stream: bool) -> Uncut:
-        """Sum the matrices that stay whole, by name."""
+        """Return the replicated parts; `names` are the replicated matrices, `stream` is the residual stream."""
         decoders = [b for b in model.blocks if b.layers]
         layers = max(1, sum(b.count for b in decoders))
 
         def elements(part: str, among: frozenset[str] | None = None) -> float:
-            """Return matrix elements of a part in all layers, or of some names; routers are excluded."""
+            """Return matrix elements of a part in all layers, limited to the names in `among`; routers are excluded."""
             return math.fsum(
                 p.num_elements * b.count
                 for b in decoders
@@ -97,7 +100,7 @@ class Uncut:
 
 @dataclass(frozen=True, slots=True)
 class _Decoders:
-    """Blocks of the decoder layers of a model, and means over the layers."""
+    """Decoder layers of a model, for means over the layers."""
 
     blocks: tuple[Block, ...]
     layers: int
@@ -115,21 +118,21 @@ class _Decoders:
         return [b for b in self.blocks if b.mlp and b.mlp.num_experts]
 
     def mean(self, value: Callable[[Block], float]) -> float:
-        """Return the mean over the layers of a value of each layer."""
+        """Return the mean of `value` over the layers; it is called once per block of equal layers."""
         return math.fsum(b.count * value(b) for b in self.blocks) / self.layers
 
     def weights(self, part: str) -> float:
-        """Return the elements of the parameters of a part in a mean layer."""
+        """Return the number of parameters of a part (see `_part`) in an average layer."""
         return self.mean(lambda b: sum(p.num_elements for p in b.params if _part(p) == part))
 
     def visits(self, block: Block) -> int:
-        """Return the routed experts that a token visits in a layer."""
+        """Return the number of routed experts that a token visits in a layer."""
         if block.mlp is None or not block.mlp.num_experts:
             return 0
         return block.mlp.num_experts if self.visits_all else block.mlp.experts_per_token
 
     def expert_saved_width(self, block: Block, hidden: int) -> int:
-        """Return elements per token that the backward of the routed experts of a layer needs."""
+        """Return elements per token that the routed experts of a layer save for backward."""
         mlp = block.mlp
         if mlp is None:
             return 0
@@ -137,7 +140,7 @@ class _Decoders:
 
     @property
     def active_expert_weights(self) -> float:
-        """Matrix elements of the routed experts that one token visits in a mean layer."""
+        """Matrix elements of the routed experts that one token visits in an average layer."""
         active = (
             p.num_elements * (b.count * self.visits(b)) / b.mlp.num_experts
             for b in self.routed
@@ -161,31 +164,31 @@ class ModelNumbers:
     v_width: int  # width of all value heads of the query side: input width of the output projection
     # number of layers and attention of each kind of layer
     attentions: tuple[tuple[int, AttentionSpec], ...]
-    matmuls: tuple[Matmul, ...]  # the matmuls of a mean layer
-    normed_width: float  # width of the query and key heads that a layer norms; 0 for most models
-    head_norms: float  # norms of query and key heads of a mean layer
+    matmuls: tuple[Matmul, ...]  # the matmuls of an average layer
+    normed_width: float  # width of the normalized query and key heads of a layer; 0 for most models
+    head_norms: float  # number of norms of query and key heads in an average layer
     # Bytes per token kept by unfused norms, in units of h, beyond `saved_elements`
     norm_bytes: float
     head_norm_bytes: float  # bytes of norms over heads, in units of their width
-    latent_width: float  # width of the latents of attention that a mean layer norms
-    # elements of latent attention's values beyond keys and values: their storage also contains keys
+    latent_width: float  # width of the MLA latents that an average layer normalizes
+    # width of the storage of MLA's values minus the width of the keys of all heads; 0 without MLA
     latent_rest: float
     sinks: float  # share of the layers whose attention has sinks
     # width of the dense feed-forward part a token visits: dense MLPs and shared experts
     mlp_width: float
-    clamped_widths: float  # widths of a routed expert that an activation with clamps keeps besides
+    clamped_widths: float  # further tensors of expert width that an activation with clamps saves
     wide_combine: bool  # whether outputs of routed experts are summed in float32
-    # elements per token that the backward of that part needs: 3f gated, else 2f
+    # elements per token that the feed-forward part saves for backward: 3f with a gate, else 2f
     mlp_saved_width: float
     expert_width: int  # width of one routed expert
     experts: int  # routed experts of a layer; 0 for a dense model
     experts_per_token: float  # routed experts a token visits, mean over the layers
     moe_share: float  # share of the layers that have routed experts
-    expert_saved_width: float  # elements per token that the backward of the routed experts needs
+    expert_saved_width: float  # elements per token that routed experts save for backward
     measured: KeptActivations | None  # measured activations kept by forward
-    # measured bytes per token that the experts of a mean layer keep in bfloat16 if a token visits all; else 0
+    # measured bytes per token that the experts of an average layer keep in bfloat16 if a token visits all; else 0
     every_expert_bytes: float
-    # Bytes per token of them that tensor parallelism keeps whole, experts apart
+    # measured bytes per token that tensor parallelism replicates, without experts
     measured_whole: float
     uncut: Uncut  # parts that tensor parallelism keeps whole on every rank
     attention_weights: float  # matrix elements of attention per layer
@@ -194,7 +197,7 @@ class ModelNumbers:
     # matrix elements of the routed experts that one token visits, per layer
     active_expert_weights: float
     vector_weights: float  # elements of norms and biases per layer
-    bias_width: float  # elements of biases that one token meets in a mean layer
+    bias_width: float  # elements of biases added per token in an average layer
     embedding_weights: int  # elements of the embedding block
     head_weights: int  # elements of the output projection as a matmul, V h, tied or not
     head_params: int  # elements the head stores: 0 when tied
@@ -203,7 +206,7 @@ class ModelNumbers:
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelNumbers:
-        """Read the numbers of a model."""
+        """Return the numbers of a model spec."""
         decoders = _Decoders.of(model)
         mean, routed = decoders.mean, decoders.routed
         first = next((b.attention for b in decoders.blocks if b.attention), None)
@@ -259,12 +262,12 @@ class ModelNumbers:
         )
 
     def whole_bytes(self, uncut: Uncut, width: float, eager: float) -> float:
-        """Return the bytes per token, of `saved_elements` and `eager_bytes`, that tensor parallelism does not shard.
+        """Return the replicated part of `saved_elements` and `eager_bytes` in bytes per token.
 
         Args:
-            uncut: Parts that stay whole.
+            uncut: Parts that are replicated.
             width: Bytes of an activation.
-            eager: 1 without operator fusion, as in `eager_bytes`.
+            eager: 1 with unfused operators, else 0.
         """
         own = uncut.stream * 4.0 * self.hidden + uncut.attention * self.attention_width
         own += uncut.mlp * self.mlp_saved_width
@@ -276,14 +279,14 @@ class ModelNumbers:
 
     @property
     def _gate_width(self) -> float:
-        """Width of the activated gate, which unfused operators keep."""
+        """Width of the activated gate, which unfused operators save."""
         return max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
 
     @property
     def expert_copies(self) -> float:
-        """Elements per token that unfused routed experts keep beyond `expert_saved_width`.
+        """Elements per token that unfused routed experts save beyond `expert_saved_width`.
 
-        Rows of a forward that sends every token to every expert do not depend on values, so those are measured.
+        If forward sends every token to every expert, the shapes do not depend on values, so the result is measured.
         """
         if self.every_expert_bytes:
             return (
@@ -296,10 +299,10 @@ class ModelNumbers:
 
     @property
     def saved_elements(self) -> float:
-        """Elements per token that a layer keeps for backward, without recomputation and experts, before division by P.
+        """Elements per token that a layer saves for backward before division by P, without recomputation and experts.
 
-        4h for the inputs of the two norms and of the two column matmuls, twice the query width for queries and
-        attention output, keys and values, and the feed-forward part. With all query heads as wide as h: 6h + 2k + 3f.
+        The sum of 4h for the inputs of the two norms and of the two column-parallel matmuls, queries and attention
+        output, keys and values, and the feed-forward part. If all query heads together have width h: 6h + 2k + 3f.
 
         Source: Korthikanti et al. 2022, section 4.1, with flash attention and a gated feed-forward part.
         """
@@ -311,10 +314,10 @@ class ModelNumbers:
         return self.q_width + self.v_width + 2.0 * self.k_width
 
     def eager_bytes(self, width: float) -> float:
-        """Return bytes per token and layer that unfused operators keep beyond `saved_elements`.
+        """Return bytes per token and layer that unfused operators save beyond `saved_elements`.
 
-        A norm keeps `_norm_bytes`; attention a copy of its output in token order; a gated part its activated gate;
-        experts also their dispatched inputs and outputs; latent attention the storage that its values are a view of.
+        A norm saves `_norm_bytes`, attention a copy of its output in token order, a gated MLP its activated gate.
+        Experts also save their dispatched inputs and outputs, and MLA the storage of which its values are a view.
         """
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
         return norms + width * (
@@ -323,61 +326,61 @@ class ModelNumbers:
 
     @property
     def known_bytes(self) -> float:
-        """Bytes per token that a layer keeps in bfloat16 according to the formulas, without experts and scores."""
+        """Bytes per token that a layer saves in bfloat16 by the formulas, without experts and scores."""
         formula_bytes = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
         return formula_bytes - 2.0 * self.expert_copies + 2.0 * self.repeated_elements(_MEASURED)
 
     @property
     def unknown_share(self) -> float:
-        """Ratio of measured to predicted activations of a layer, without experts and scores."""
+        """Ratio of measured to predicted saved activations of a layer, without experts and scores."""
         if self.measured is None:
             return 1.0
         share = self.measured.layer[0] / self.known_bytes
-        # Routing activations partly belong to experts, so the ratio is at least that of the formulas.
+        # Part of the routing activations is measured with the experts, so a ratio below 1 is not believed.
         return max(1.0, share) if self.experts else share
 
     @property
     def whole_share(self) -> float:
-        """Share of the measured activations of a mean layer that tensor parallelism does not shard, without experts."""
+        """Replicated fraction of the measured activations of an average layer, without experts."""
         if self.measured is None:
             return 0.0
         return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))
 
     @property
     def fullest_bytes(self) -> float:
-        """Bytes per token in bfloat16 of the fullest layer beyond a mean one, as measured, without experts."""
+        """Measured bfloat16 bytes per token by which the fullest layer exceeds an average one, without experts."""
         if self.measured is None or self.measured.fullest is None:
             return 0.0
         return max(0.0, self.measured.fullest - self.measured.layer[0])
 
     @property
     def last_bytes(self) -> float:
-        """Bytes per token in bfloat16 of the last layer beyond a mean one, as measured; negative if it keeps less."""
+        """Measured bfloat16 bytes per token by which the last layer exceeds an average one; may be negative."""
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
 
     def unfused_scores(self, seq_len: int) -> float:
-        """Return bytes per token of attention scores and derived results, as measured, for layers without sinks."""
+        """Return measured bytes per token of attention scores and results derived from them; 0 with attention sinks."""
         slope = 0.0 if self.measured is None or self.sinks else self.measured.layer[1]
         return max(0.0, slope * seq_len)
 
     @property
     def unknown_logit_bytes(self) -> float:
-        """Bytes per token kept after the layers, such as capped logits, beyond those of a norm."""
+        """Measured bytes per token saved after the layers, such as capped logits, beyond those of the final norm."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)
 
     def latent_bytes(self, width: float) -> float:
-        """Return bytes per token and layer of unfused norms of latents: float32 inputs, normalized ones, outputs."""
+        """Return bytes per token and layer of unfused norms of MLA latents: float32 input, normalized input, output."""
         return (4.0 + 2.0 * width) * self.latent_width
 
     def repeated_elements(self, seq_len: int) -> float:
-        """Return elements per token and mean layer of keys and values that eager attention repeats for all query heads.
+        """Return elements per token and layer of keys and values that eager attention repeats for all query heads.
 
-        They are repeated under a mask (layers with a window, from its length on) and with sinks; otherwise the kernel
-        broadcasts.
+        They are repeated in layers with attention sinks, and in layers with a sliding window if `seq_len` is at least
+        the window. Otherwise the kernel broadcasts.
         """
         masked = (
             (count, a)
@@ -390,7 +393,7 @@ class ModelNumbers:
         return math.fsum(repeated) / self.layers
 
     def attention_flops(self, seq_len: int) -> float:
-        """Return FLOPs per token and mean layer of the two attention products in forward, causal pairs only."""
+        """Return FLOPs per token and average layer of the two attention products in forward, causal pairs only."""
         total = math.fsum(
             count * attention.forward_flops_per_token(seq_len, causal=True)
             for count, attention in self.attentions
@@ -408,10 +411,11 @@ def _head_norms(block: Block) -> list[int]:
 
 
 def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
-    """Return bytes of the norms of a layer, in units of h, beyond the inputs of two norms and two matmuls at two bytes.
+    """Return bytes per token that the norms of a layer save beyond `saved_elements`, in units of h.
 
-    A norm of separate operators keeps its float32 input and the normalized one: `norm_kept_bytes`. A norm with a bias
-    is torch's LayerNorm, which keeps its input alone. A layer with one of them reads it twice, so it keeps 4h less.
+    A norm of separate operators saves its float32 input and the normalized input: `norm_kept_bytes`. A norm with a bias
+    is torch's LayerNorm, which saves only its input. A layer with one such norm reads its result twice, and saves 4h
+    less.
     """
     norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
     fused = sum(p.name.endswith("bias") for p in norms)
@@ -421,19 +425,19 @@ def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
 
 
 def _latent_width(block: Block) -> int:
-    """Return the width of the latents that the attention of a layer normalizes."""
+    """Return the total width of the MLA latents that a layer normalizes; 0 without MLA."""
     return sum(p.shape[0] for p in block.params if _LATENT_NORM.search(p.name))
 
 
 def _latent_rest(block: Block) -> int:
-    """Return the width of the storage of latent attention's values beyond that of the keys of all heads."""
+    """Return the width of the storage of MLA's values minus the width of the keys of all heads; 0 without MLA."""
     a = block.attention
     rows = sum(p.shape[0] for p in block.params if _LATENT_VALUES.search(p.name))
     return rows - a.num_kv_heads * a.qk_head_dim if a is not None and rows else 0
 
 
 def _replicated_matrices(model: ModelSpec) -> tuple[frozenset[str], bool]:
-    """Return the matrices that tensor parallelism replicates, and whether the residual stream is replicated.
+    """Return (names of matrices that tensor parallelism replicates, whether it replicates the residual stream).
 
     Empty and False for models of a known family, whose rules cover every module.
     """
@@ -450,16 +454,16 @@ def _visits_every_expert(model: ModelSpec) -> bool:
 
 
 def _measured_experts(model: ModelSpec) -> float:
-    """Return the bytes per token kept by the routed experts of a mean layer."""
+    """Return the measured bytes per token that the routed experts of an average layer save."""
     modules = () if model.kept is None else model.kept.modules
     return math.fsum(kept for name, kept in modules if name.endswith(".experts"))
 
 
 def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> float:
-    """Return the bytes per token kept by modules that tensor parallelism does not shard, of a mean layer.
+    """Return the measured bytes per token of an average layer that tensor parallelism replicates, without experts.
 
-    A module is whole in proportion to its matrices; one without matrices, such as a norm, follows the residual stream.
-    So do the inputs of attention and MLP, which are saved by their projections.
+    A module counts in proportion to its replicated matrices. Modules without matrices, such as norms, and the inputs of
+    attention and MLP count if the residual stream is replicated.
     """
     if model.kept is None:
         return 0.0
@@ -481,7 +485,7 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
 def _last_layers(
     decoders: Iterable[Block], whole: frozenset[str] = frozenset()
 ) -> tuple[LayerElements, ...]:
-    """Return the parameters of the last two layers; matrices named in `whole` are counted separately."""
+    """Return the numbers of parameters of the last two layers; matrices in `whole` are counted as `whole`."""
     last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
     parts = [
         [("whole" if p.name in whole else _part(p), p.num_elements) for p in b.params]
@@ -499,7 +503,7 @@ def _last_layers(
 
 
 def _bias_width(block: Block) -> int:
-    """Return elements of biases per token; of experts only those it visits."""
+    """Return the bias elements that are added per token in a layer; of experts, only those of visited ones."""
     visited = block.mlp.experts_per_token if block.mlp else 0
     return sum(
         p.shape[-1] * (visited if p.is_expert else 1)
@@ -509,7 +513,7 @@ def _bias_width(block: Block) -> int:
 
 
 def _dense_width(block: Block) -> int:
-    """Return the width of the dense feed-forward part."""
+    """Return the width of the dense MLP, or of the shared experts; 0 without one."""
     mlp = block.mlp
     if mlp is None:
         return 0
@@ -517,14 +521,14 @@ def _dense_width(block: Block) -> int:
 
 
 def _dense_saved_width(block: Block) -> int:
-    """Return elements per token that the backward of the dense feed-forward part needs."""
+    """Return elements per token that the dense MLP or the shared experts save for backward."""
     if block.mlp is None:
         return 0
     return _dense_width(block) * (3 if block.mlp.gated else 2)
 
 
 def _matmuls(decoders: _Decoders) -> tuple[Matmul, ...]:
-    """Return the projections of the layers; those with a common input are one matmul."""
+    """Return the matmuls of an average layer; projections with a common input are one matmul."""
     counts: dict[tuple[str, int, int, bool], float] = {}
     for block in decoders.blocks:
         fused: dict[tuple[str, str, int], int] = {}

@@ -3,15 +3,16 @@
 Bytes that exceed the memory are offloaded to host memory while idle, or dropped and recomputed. Copies overlap the
 work, with one lane per direction; only the excess over the work costs time. Per microbatch:
 
-    activations, gradients   out in forward, before the peak; in again in backward
-    parameters               resident in host memory: in for forward, dropped, in again for backward; once out, updated
-    optimizer states         in during the last backward, out after the update
-    recomputed               element-wise results, and matmul results, at the seconds of their forward
+    activations, gradients   evicted in forward, before the peak; prefetched in backward
+    parameters               resident in host memory; prefetched for forward, dropped, prefetched for backward; evicted
+                             once per step, after the update
+    optimizer states         prefetched during the last backward, evicted after the update
+    recomputed               results of element-wise kernels and of matmuls, at the seconds of their forward
 
 A global-norm clip needs every gradient, so no state is updated or evicted before the last backward ends. With several
 microbatches in flight forward and backward alternate, and a lane overlaps both. The offloaded and recomputed fractions
-minimize the cost. The model has lanes only: no latency, no early or late copies, no fragmentation between addresses,
-and no indivisible storages.
+minimize the cost. The model ignores latency, the order of copies within a pass, address fragmentation, and that
+storages are indivisible.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hyper_parallel.cost.candidates import Array
 from hyper_parallel.ir import CostTerm, MemoryTerm
 
 COPIES: Final = "offload copies"
-"""Name of the term."""
+"""Name of the cost term."""
 FORMULA: Final = (
     "m (max(0, out / B - forward) + max(0, in / B - backward - recomputed) + recomputed) + max(0, updated / B - "
     "update): bytes evicted, prefetched and written back during the work of m microbatches on a link of B, and "
@@ -40,10 +41,13 @@ TERM_OF_KIND: Final = {
     "gradients": "gradients",
     "activations": "activations",
 }
-"""Kinds of offloaded bytes, and the memory terms that contain them."""
+"""Kind of offloaded bytes to the memory term that contains them."""
 
 HIDDEN_FIRST, STATES_FIRST, ACTIVATIONS_FIRST = range(3)
-"""Copy orders: overlapped bytes first; states, exposed in the last microbatch only, first; activations first."""
+"""Orders of choosing bytes to offload: fully overlapped ones first, optimizer states first, activations first.
+
+Copies of optimizer states are exposed in the last microbatch only.
+"""
 
 PERSISTENT_TERMS: Final = ("device context",)
 """Memory terms that no plan offloads."""
@@ -51,7 +55,10 @@ PERSISTENT_TERMS: Final = ("device context",)
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Bytes absent from the device at the peak, by kind; `passing` and `products` are recomputed, the others copied."""
+    """Bytes absent from the device at the peak, by kind.
+
+    `passing` (results of element-wise kernels) and `products` (of matmuls) are recomputed, the others copied.
+    """
 
     optimizer: Array
     parameters: Array
@@ -62,17 +69,17 @@ class Offloaded:
 
     @property
     def copied(self) -> Array:
-        """Bytes in host memory."""
+        """Bytes copied to host memory."""
         return self.optimizer + self.parameters + self.gradients + self.activations
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadDemand:
-    """Inputs of the cost of offload: bytes over the budget, offloadable bytes, and seconds that overlap copies."""
+    """Inputs of the cost of offload: bytes over the budget, offloadable bytes, and work that overlaps copies."""
 
     need_bytes: Array  # bytes over the budget at the peak, `staged_bytes` included
     end_bytes: Array  # bytes over the budget in phases without activations
-    staged_bytes: Array  # staging buffers outside the arena
+    staged_bytes: Array  # staging buffers without a planned address
     host_bytes: Array
     optimizer_bytes: Array  # offloadable optimizer states
     parameters_bytes: Array  # offloadable parameters
@@ -87,17 +94,17 @@ class OffloadDemand:
     update_s: Array  # work that overlaps the eviction of updated states
     microbatches: Array  # microbatches of a step
     in_flight: Array  # microbatches with activations at the peak
-    # 1 if forward and backward of a microbatch alternate, 0 if both lanes are always busy
+    # 1 if forwards and backwards alternate; 0 if microbatches in flight keep both copy directions busy
     alternating: Array
     link_bytes_s: Array  # bytes/s to host memory, per direction
 
     @classmethod
     def of_term(cls, term: CostTerm) -> OffloadDemand:
-        """Return the demand of a term, from its inputs."""
+        """Return the demand stored in the inputs of a cost term."""
         return cls(**{f.name: np.full(1, term.inputs[f.name]) for f in fields(cls)})
 
     def interpolate(self, target: OffloadDemand, share: float) -> OffloadDemand:
-        """Return the demand with a share of the layers as in `target`; all fields are linear in the layers."""
+        """Return the demand with `share` of the layers as in `target`; all fields are linear in the layers."""
         values = {
             f.name: (1.0 - share) * getattr(self, f.name) + share * getattr(target, f.name)
             for f in fields(self)
@@ -105,7 +112,7 @@ class OffloadDemand:
         return OffloadDemand(**values)
 
     def inputs(self) -> dict[str, Array | float]:
-        """Return all fields, as the inputs of a term."""
+        """Return a dict of all fields, as the inputs of a cost term."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
@@ -118,7 +125,7 @@ class OffloadDemand:
         return np.maximum(self.need_bytes - limit, self.end_bytes - least)
 
     def cheapest(self) -> tuple[Offloaded, Array]:
-        """Return the cheapest offload and recomputation, and its seconds."""
+        """Return the cheapest bytes to offload and recompute, and their seconds per step."""
         options = self._options()
         seconds = self.seconds(options)
         cheapest_option = np.expand_dims(np.argmin(seconds, axis=0), 0)
@@ -133,11 +140,11 @@ class OffloadDemand:
         )
 
     def _options(self) -> Offloaded:
-        """Return ways to keep the budget, along a first axis; the cheapest is among them, or close to one.
+        """Return options that keep the budget, along a first axis; one of them is optimal or nearly so.
 
-        Lanes are independent, and each costs the excess over its seconds. For a given amount of recomputation the
-        cheapest copies are known: first those that overlap completely, then those exposed in the last update only, then
-        those exposed in every microbatch. The cost is convex and piecewise linear in the recomputed bytes, so only its
+        Copies per direction cost the excess over the work that overlaps them. For a given amount of recomputation the
+        cheapest copies are known: first fully overlapped ones, then those exposed in the last update only, then those
+        exposed in every microbatch. The cost is convex and piecewise linear in the recomputed bytes, so only its
         corners are evaluated.
         """
         link, micro = self.link_bytes_s, self.in_flight
@@ -148,7 +155,7 @@ class OffloadDemand:
         allocated = fill.bytes
 
         def allocate_kinds(remaining: Array, *kinds: str) -> None:
-            """Allocate the remaining bytes to some kinds, the least exposed copies first."""
+            """Allocate `remaining` bytes to the given kinds, those with the least exposed copies first."""
 
             def allocate(name: str, limit: Array | None = None) -> None:
                 if name in kinds:
@@ -178,21 +185,21 @@ class OffloadDemand:
         return Offloaded(**allocated)
 
     def _corners(self) -> tuple[Array, Array, Array]:
-        """Return the copy order, and the recomputed bytes of element-wise kernels and of matmuls, along a first axis.
+        """Return copy order, recomputed bytes of element-wise kernels and of matmuls per option, along a first axis.
 
-        Corners of the cost are where a lane is just fully overlapped, or where a kind is completely offloaded. Omitted
-        pairs of corner and copy order never improve the cost by more than a hundredth of the step.
+        The options are corners of the piecewise linear cost: copies of one direction are just fully overlapped, or all
+        bytes of a kind are offloaded. Omitted corners would shorten the step by at most 1 %.
         """
         need, end, link = self.need_bytes, np.maximum(self.end_bytes, 0.0), self.link_bytes_s
         limit = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
         passing = np.minimum(self.passing_bytes, limit)
         passing_s_per_byte = self.passing_s / np.maximum(self.passing_bytes, 1.0)
         products_s_per_byte = self.products_s / np.maximum(self.products_bytes, 1.0)
-        # Bytes of all microbatches in flight that are prefetched per second of backward.
+        # Bytes, over all microbatches in flight, prefetched per second of backward.
         rate = self.in_flight * link
 
         def recompute_to_return(states: Array, overlapped: Array) -> Array:
-            """Return recomputed bytes for which backward overlaps the prefetch of all bytes except states."""
+            """Return the recomputed bytes at which backward just overlaps the prefetch of all bytes except states."""
             over = need - states - self.in_flight * (link * self.backward_s - overlapped)
             some = over / (1.0 + rate * passing_s_per_byte)
             more = (over - passing * (1.0 + rate * passing_s_per_byte)) / (
@@ -227,9 +234,9 @@ class OffloadDemand:
         )  # fmt: skip
 
     def _lanes_s(self, passing: Array, products: Array) -> tuple[Array, Array, Array]:
-        """Return seconds of both lanes in forward and backward, and of recomputation.
+        """Return seconds of work per microbatch that overlap evictions and prefetches, and seconds of recomputation.
 
-        Recomputation is work of backward, so copies overlap it.
+        Recomputation is part of backward, so prefetches overlap it.
         """
         recomputed = passing / np.maximum(self.passing_bytes, 1.0) * self.passing_s
         recomputed = recomputed + products / np.maximum(self.products_bytes, 1.0) * self.products_s
@@ -237,7 +244,7 @@ class OffloadDemand:
         return np.where(self.alternating > 0, self.forward_s, backward_s), backward_s, recomputed
 
     def seconds(self, a: Offloaded) -> Array:
-        """Return seconds of recomputation and of exposed copies."""
+        """Return seconds per step of recomputation and of exposed copies."""
         link, m = self.link_bytes_s, self.microbatches
         host_terms = a.activations / self.in_flight + a.gradients
         alternates = self.alternating > 0
@@ -257,11 +264,11 @@ class OffloadDemand:
 
 
 class _GreedyOffload:
-    """Greedy allocation of offloaded bytes, with fixed recomputed bytes.
+    """Greedy allocation of bytes to offload, for fixed recomputed bytes.
 
     Attributes:
-        bytes: Allocated bytes, by field of `Offloaded`.
-        available: Bytes that may still be offloaded, by field.
+        bytes: Dict from field of `Offloaded` to allocated bytes.
+        available: Dict from field to bytes that may still be offloaded.
         host_room: Free host memory.
     """
 
@@ -269,7 +276,7 @@ class _GreedyOffload:
         self, load: OffloadDemand, passing: Array, products: Array, forward_s: Array
     ) -> None:
         self._load = load
-        # Bytes that an eviction lane copies during the forward of a microbatch, and during the update.
+        # Bytes that can be evicted during the forward of a microbatch, and during the update.
         self._forward_bytes = load.link_bytes_s * forward_s
         self._update_bytes = load.link_bytes_s * load.update_s
         shape = passing.shape
@@ -284,21 +291,21 @@ class _GreedyOffload:
         self.host_room = np.broadcast_to(load.host_bytes, shape).copy()
 
     def total(self) -> Array:
-        """Return the bytes of all kinds."""
+        """Return the allocated and recomputed bytes of all kinds."""
         return np.asarray(sum(self.bytes.values()))
 
     def forward_room(self) -> Array:
-        """Return bytes of a microbatch whose eviction forward still overlaps."""
+        """Return bytes per microbatch that can still be evicted fully overlapped by forward."""
         activations = self.bytes["activations"] / self._load.in_flight
         return np.maximum(self._forward_bytes - activations - self.bytes["gradients"], 0.0)
 
     def update_room(self) -> Array:
-        """Return updated bytes whose eviction the update still overlaps."""
+        """Return bytes that can still be evicted fully overlapped by the optimizer update."""
         room: Array = self._update_bytes - self.bytes["optimizer"] - self.bytes["parameters"]
         return room
 
     def stream_room(self) -> Array:
-        """Return parameters whose prefetch forward still overlaps."""
+        """Return bytes of parameters that can still be prefetched fully overlapped by forward."""
         return np.where(
             self._load.alternating > 0,
             self._forward_bytes - self.bytes["parameters"],
@@ -306,7 +313,7 @@ class _GreedyOffload:
         )
 
     def allocate(self, name: str, wanted: Array, limit: Array | None = None) -> None:
-        """Allocate up to `wanted` bytes of a kind, at most `limit`; `wanted` decreases in place by the result."""
+        """Allocate up to `wanted` bytes of a kind, at most `limit`, and subtract them from `wanted` in place."""
         size = np.minimum(wanted, self.available[name])
         np.minimum(size, self.host_room, out=size)
         if limit is not None:
@@ -318,7 +325,7 @@ class _GreedyOffload:
 
 
 def interpolate_copies(plain: CostTerm, target: CostTerm, share: float) -> CostTerm | None:
-    """Return the term with a share of the layers as in `other`; None without offload."""
+    """Return the cost term with `share` of the layers as in `target`; None without offload."""
     load = OffloadDemand.of_term(plain).interpolate(OffloadDemand.of_term(target), share)
     if load.need_bytes[0] <= 0.0 and load.end_bytes[0] <= 0.0:
         return None
@@ -329,11 +336,11 @@ def interpolate_copies(plain: CostTerm, target: CostTerm, share: float) -> CostT
 def move_to_host(
     memory: tuple[MemoryTerm, ...], cost: tuple[CostTerm, ...]
 ) -> tuple[MemoryTerm, ...]:
-    """Return memory terms with offloaded bytes in host memory and without recomputed bytes.
+    """Return the memory terms with offloaded bytes moved to host memory and recomputed bytes removed.
 
     Args:
-        memory: Terms of a step without offload.
-        cost: Terms of its time; without one named `COPIES` nothing is offloaded.
+        memory: Memory terms of a step without offload.
+        cost: Cost terms of the step; without a term named `COPIES` nothing is offloaded.
     """
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:

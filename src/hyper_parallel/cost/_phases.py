@@ -1,15 +1,15 @@
-"""Memory of a rank: parameters, gradients, optimizer states, and the phases of a step with the highest FSDP2 memory.
+"""Memory of a rank: parameters, gradients, optimizer states, and bytes in the phases of an FSDP2 step.
 
 ZeRO 2 and 3 follow FSDP2: parameters, gradients and optimizer states are shards in the parameter format. ZeRO 0
 and 1 follow Megatron: parameters in the compute format, float32 gradients, and a float32 copy and two moments in
-the optimizer. Phases of a step:
+the optimizer. The peak is in one of these phases of a step:
 
-    loss        all activations, the logits and their gradient; embedding and head gathered, and the last layer early
-    last layer  all activations, its gradients of activations; two layers gathered
+    loss        all activations, logits and their gradient; embedding and head gathered, and the prefetched last layer
+    last layer  all activations, activation gradients of the last layer; two layers gathered
     next layer  one layer's activations fewer; the gradients of the last one are cast and reduced meanwhile
     end         no activations; embedding and head are one group whose gradients are cast and reduced together
 
-With several microbatches sharded gradients exist from the first on. A pipeline accumulates unsharded gradients and
+With several microbatches, sharded gradients exist after the first. A pipeline accumulates unsharded gradients and
 reduces them at the end.
 """
 
@@ -36,10 +36,10 @@ FORMULAS: Final = {
     "exchange buffers": "dispatched tokens of one expert layer, sent and received",
     "logits": "T V / P: the logits, float32 probabilities and their gradient",
 }
-"""Formulas of the memory terms, by name; the phases of a step sum some of them."""
+"""Name of a memory term to its formula."""
 _STATES: Final = ("parameters", "gradients", "optimizer states")
 Parts = dict[str, Array]
-"""Bytes by term."""
+"""Dict from memory term to bytes, over candidates."""
 _Columns = tuple[Array, ...]
 """Bytes of one term in each phase: loss, last layer, next layer, first layers, embedding, end."""
 
@@ -57,9 +57,9 @@ def transient_bytes(parts: Parts) -> Array:
 def stage_elements(
     s: PricingCase, layers: Array | None = None, outside: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return parameters of a rank after pp, tp and ep, before data sharding; and its share of them under full sharding.
+    """Return the parameters of a rank, in elements: before sharding over data-parallel ranks, and with full sharding.
 
-    Without `layers` and the elements `outside` of them: those of the fullest stage.
+    `layers` and the elements `outside` of layers default to those of the fullest stage.
     """
     layers = s.layers if layers is None else layers
     dense = s.dense(layers) + s.ends(s.outside if outside is None else outside)
@@ -68,7 +68,7 @@ def stage_elements(
 
 
 def state_bytes(s: PricingCase, elements: tuple[Array, Array]) -> Parts:
-    """Return bytes of parameters, gradients and optimizer states of a rank with these `stage_elements`.
+    """Return bytes of parameters, gradients and optimizer states; `elements` is the result of `stage_elements`.
 
     Source: Rajbhandari et al. 2020 (ZeRO), section 3.
     """
@@ -86,9 +86,9 @@ def state_bytes(s: PricingCase, elements: tuple[Array, Array]) -> Parts:
 
 
 def optimizer_traffic(s: PricingCase, elements: tuple[Array, Array]) -> Array:
-    """Return bytes that AdamW reads and writes.
+    """Return bytes that an AdamW update reads and writes; `elements` is the result of `stage_elements`.
 
-    It reads gradient, parameter and two moments and writes three of them; a copy in the compute format is written.
+    It reads gradient, parameter and two moments, and writes parameter, moments and a copy in the compute format.
     """
     gradients = np.where(s.c.zero > 0, elements[1], elements[0]) * s.workload.trained
     return gradients * (7.0 * s.param_width + np.where(s.c.zero > 1, 0.0, s.machine.width))
@@ -96,31 +96,34 @@ def optimizer_traffic(s: PricingCase, elements: tuple[Array, Array]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Bytes of one mean layer and microbatch."""
+    """Bytes of one average layer and microbatch, by kind."""
 
     saved: Array  # saved from forward to backward
     freed: Array  # part of `saved` that is freed after the backward of the last layer
     recomputed: Array  # recomputed activations
-    exchange: Array  # dispatched tokens
+    exchange: Array  # tokens dispatched to experts
     combine: Array  # outputs of experts, weighted and summed in float32
 
 
 def _saved_activations(
     s: PricingCase, layer: LayerMemory, layers: Array, flight: Array, sums: Array
 ) -> Array:
-    """Return activations and messages of all microbatches in flight; `sums` are unsharded gradient sums."""
+    """Return bytes of saved activations and pipeline messages of all microbatches in flight.
+
+    `sums` are bytes of unsharded gradient sums.
+    """
     n, c, width, tokens, piped = s.n, s.c, s.machine.width, s.tokens, s.c.pp > 1
     # Stages keep the received message of every microbatch in flight, plus one incoming and one outgoing message.
     message = np.where(piped, tokens * n.hidden * width / c.tp, 0.0)
     saved = layers * flight * layer.saved
-    # If all forwards precede the first backward, the sums replace activations of the first microbatch.
+    # If all forwards precede the first backward, gradient sums reuse memory of the first microbatch's activations.
     overlapped = np.maximum(saved - sums, layers * (flight - 1.0) * layer.saved)
     saved = np.where(piped & (flight >= c.accumulation), overlapped, saved)
     return saved + message * (flight + 2.0)
 
 
 def _work_space(s: PricingCase) -> tuple[Array, Array]:
-    """Return gradients of activations in the backward of the last layer, and in that of the next layer."""
+    """Return bytes of activation gradients in the backward of the last layer, and in that of the layer before it."""
     n, c, width, tokens = s.n, s.c, s.machine.width, s.tokens
     working = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)
@@ -129,9 +132,8 @@ def _work_space(s: PricingCase) -> tuple[Array, Array]:
         visited = n.experts_per_token / max(n.moe_share, 1e-9) * n.expert_width
         working = working + 2.0 * tokens * width * visited * s.over_tp(s.uncut.stream)
     working = working + np.where(c.tp > 1, tokens * n.hidden * width, 0.0)
-    # Besides the kept probabilities: their gradient and that of the scores, in float32 in unfused operators, without
-    # the cast probabilities, which are freed after the product with the values. Activations of the feed-forward part
-    # are freed by then.
+    # The gradients of probabilities and scores exist in addition to the kept probabilities. Unfused operators have them
+    # in float32. The cast probabilities and the activations of the feed-forward part are freed by then.
     unfused = s.machine.stack.eager * n.unfused_scores(s.workload.seq_len)
     unfused = min(2.0 * unfused, 6.0 * n.num_heads * s.workload.seq_len)
     scores = np.where(c.cp > 1, 0.0, 2.0 * s.scores + unfused)
@@ -150,27 +152,28 @@ def _work_space(s: PricingCase) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Pipeline stage of every candidate: values that several memory terms use."""
+    """Values of one pipeline stage that several memory terms use, as arrays over candidates."""
 
     s: PricingCase
     layers: Array
     piped: NDArray[np.bool_]  # whether a candidate has several stages
     several: NDArray[np.bool_]  # whether a step has several microbatches
     states: Parts  # parameters, gradients and optimizer states
-    mean_layer: Array  # parameters of a mean layer
+    mean_layer: Array  # parameters of an average layer
     dense: Array  # parameters, without experts, of the layer gathered and reduced at the peak
     experts: Array  # parameters of the experts of that layer
-    layer_elements: Array  # sum of both
+    layer_elements: Array  # `dense` + `experts`
     vocabulary: Array  # parameters of embedding and head
     copies: Array  # bytes per element of the copied parameters that matmuls read; 0 without copies
     wide: float  # bytes of a gradient in reduction; 0 for frozen parameters
-    reduction_width: float  # bytes of a gradient before reduction, in the compute format, and in it
+    # bytes of a gradient before reduction, in the compute format, plus `wide`
+    reduction_width: float
     sums: Array  # unsharded gradient sums of a pipeline, if matmuls read copies of the parameters
     outer_gradients: Array  # gradients of embedding and head after their reduction
 
     @classmethod
     def of(cls, s: PricingCase, layers: Array, outside: Array) -> _Stage:
-        """Return the stage with `layers` layers and elements `outside` of them before tensor parallelism."""
+        """Return the stage with `layers` layers and `outside` other elements, before tensor parallelism."""
         width, trained = s.machine.width, s.workload.trained
         wide, piped = s.reduce_width * trained, s.c.pp > 1
         mean_layer, vocabulary = s.dense() + s.experts(), s.ends(outside)
@@ -198,9 +201,10 @@ class _Stage:
 def phases(
     s: PricingCase, layer: LayerMemory, layers: Array, outside: Array, flight: Array, logits: Array
 ) -> tuple[Parts, ...]:
-    """Return the six phases of a stage with `layers` layers and `flight` microbatches in flight.
+    """Return the bytes by term in the six phases of a stage.
 
-    `outside` are elements of embedding and head before tensor parallelism, `logits` bytes, 0 without the head.
+    The stage has `layers` layers and `flight` microbatches in flight. `outside` are elements of embedding and head
+    before tensor parallelism, `logits` the bytes of logits, 0 without the head.
     """
     stage, zeros = _Stage.of(s, layers, outside), np.zeros(1)
     working, working_next = _work_space(s)
@@ -222,7 +226,7 @@ def phases(
 
 
 def _gathered_parameters(stage: _Stage) -> _Columns:
-    """Return copies of parameters for matmuls: those of embedding and head, and of one or two layers or all."""
+    """Return bytes of gathered parameters: of embedding and head, and of one or two layers, or of all layers."""
     c, copies = stage.s.c, stage.copies
     root = copies * stage.vocabulary
     # A stage of a pipeline prefetches its first layer for the next microbatch.
@@ -244,7 +248,7 @@ def _gathered_parameters(stage: _Stage) -> _Columns:
 
 
 def _gradients(stage: _Stage) -> _Columns:
-    """Return reduced gradients: of earlier microbatches, of the last layer, and accumulated toward the end."""
+    """Return bytes of reduced gradients: of earlier microbatches, and of layers whose backward is done."""
     s, piped, several = stage.s, stage.piped, stage.several
     dense, experts = stage.dense, stage.experts
     gradients = np.where(piped & s.copies, 0.0, stage.states["gradients"])
@@ -276,7 +280,7 @@ def _gradients(stage: _Stage) -> _Columns:
 
 
 def _gradient_buffers(stage: _Stage) -> _Columns:
-    """Return unsharded gradients before and in reduction."""
+    """Return bytes of unsharded gradients before and during their reduction."""
     s, n, piped, sums, wide = stage.s, stage.s.n, stage.piped, stage.sums, stage.wide
     dense, experts = stage.dense, stage.experts
     width = stage.reduction_width
@@ -301,7 +305,7 @@ def _gradient_buffers(stage: _Stage) -> _Columns:
 
 
 def _end_buffers(stage: _Stage) -> Array:
-    """Return gradients of embedding and head at the end of a step without pipeline: reduced and unreduced ones."""
+    """Return bytes of embedding and head gradients at the end of a step without pipeline, reduced and unreduced."""
     s, wide, vocabulary = stage.s, stage.wide, stage.vocabulary
     trained_width = s.machine.width * s.workload.trained
     single = np.where(s.copies, np.where(s.sharded, stage.reduction_width, 3.0 * wide), 0.0)
@@ -313,7 +317,7 @@ def _end_buffers(stage: _Stage) -> Array:
 
 
 def _activations(stage: _Stage, layer: LayerMemory, flight: Array, logits: Array) -> _Columns:
-    """Return saved and recomputed activations, and messages of a pipeline."""
+    """Return bytes of saved and recomputed activations, and of pipeline messages."""
     s, layers, zeros = stage.s, stage.layers, np.zeros(1)
     # The final norm keeps its input in float32, and its output in both formats.
     final_width = 4.0 + 2.0 * s.machine.width

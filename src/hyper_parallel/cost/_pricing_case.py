@@ -1,8 +1,8 @@
-"""Inputs of every formula: a model, a machine, number formats and candidates, and values derived from them alone.
+"""Inputs of the cost formulas: model, machine, number formats and candidate strategies, and simple derived values.
 
-`Machine` holds the rates of a device and its links after efficiency, and times of collectives over groups of ranks.
-`Places` are degree and stride of every mesh axis of the candidates, also of the groups of experts. `PricingCase` joins
-both with the model: its properties are columns over the candidates.
+`Machine` holds the reached rates of a device and its links, and times collectives over groups of ranks. `Places` holds
+degree and stride of every mesh axis and expert group of the candidates. `PricingCase` joins both with the model: its
+properties are columns over the candidates.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hyper_parallel.units import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Groups of ranks that send in a ring."""
+    """Ring of ranks for all-gather and reduce-scatter, as arrays over candidates."""
 
     size: Array  # ranks of a group
-    rate: Array  # bytes/s of a rank
+    rate: Array  # bytes/s that a rank sends
     delay: Array  # seconds of a collective with a tiny message
-    domain: float = np.inf  # ranks of a domain
+    domain: float = np.inf  # ranks of a domain with links of its own
     outside_bytes_s: float = np.inf  # total bytes/s of a domain to other domains
 
     def seconds(self, gathered_bytes: Array) -> Array:
-        """Return seconds of one all-gather or reduce-scatter of `gathered_bytes` of the whole tensor.
+        """Return seconds of one all-gather or reduce-scatter; `gathered_bytes` are those of the whole tensor.
 
         A ring sends (g-1)/g of the gathered tensor at the rate of its slowest links, after the latency of the tiers.
 
         Source: ring collectives, Patarasuk and Yuan 2009.
         """
-        if self.rate.size == 1 and np.isinf(self.rate[0]):  # groups of one send nothing
+        if self.rate.size == 1 and np.isinf(self.rate[0]):  # a group of one rank sends nothing
             return np.zeros(np.broadcast_shapes(self.size.shape, np.shape(gathered_bytes)))
         sent = gathered_bytes * (self.size - 1.0) / self.size
         seconds = sent / self.rate + self.delay
@@ -54,7 +54,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates of one device and of its links, and the cards with their efficiency."""
+    """Peak rates of one device and of its links, and the cards with the reached shares of them."""
 
     peak_flops: float  # dense peak FLOP/s in the compute dtype
     matmul_peak: float  # dense peak FLOP/s in the format of matmul inputs
@@ -68,9 +68,9 @@ class Machine:
     tiers: tuple[Tier, ...]  # interconnect levels, inner to outer
     card: DeviceCard  # efficiency of the device's kernels
     stack: StackCard  # how the training framework uses it
-    ranks_per_core: float = 1.0  # ranks that time-share a core: one runs while another waits
+    ranks_per_core: float = 1.0  # ranks that share one core in turn
     host_bytes: float = np.inf  # host memory of one device
-    may_recompute: bool = True  # whether a memory plan may drop and recompute results
+    may_recompute: bool = True  # whether offload may also drop and recompute results
 
     @classmethod
     def of(
@@ -82,13 +82,13 @@ class Machine:
         card: DeviceCard | None = None,
         stack: StackCard | None = None,
     ) -> Machine:
-        """Read the numbers of a topology.
+        """Return the machine of a topology.
 
         Args:
             supernode: The machine.
             compute_dtype: Format of activations.
             matmul_dtype: Format of matmul inputs; None: the compute dtype.
-            card: Device card; None: the shipped one for the device. Without either card, and on the topology `local`,
+            card: Device card; None: the shipped one for the device. If `stack` is None too, the topology `local` has
                 the cards that `calibrate` wrote for this device.
             stack: Stack card; None: the one of our own runtime.
         """
@@ -114,10 +114,10 @@ class Machine:
 
     @property
     def pace(self) -> Speed | None:
-        """Speed of a rank by the share of running ranks, relative to all ranks running.
+        """Function from the fraction of ranks that run to the speed of one; 1 is the speed while all ranks run.
 
-        It is measured if the card has it. Otherwise ranks that share cores are assumed to contend for cores only. None
-        if every rank has its own cores.
+        It is measured if the card has it. Otherwise ranks are assumed to contend for cores only. None if every rank has
+        its own cores.
         """
         if own := self.card.pace:
             shares = sorted((float(share), speed) for share, speed in own.items())
@@ -128,14 +128,14 @@ class Machine:
         return lambda share: np.minimum(self.ranks_per_core, 1.0 / share)
 
     def paces(self, ranks: int) -> tuple[float, ...]:
-        """Return the `pace` of a rank with 1, 2, ... ranks running; empty if every rank has its own cores."""
+        """Return the `pace` while 1, 2, ... `ranks` ranks run; () if every rank has its own cores."""
         if self.pace is None:
             return ()
         return tuple(self.pace(np.arange(1.0, ranks + 1.0) / ranks).tolist())
 
     @property
     def width(self) -> float:
-        """Bytes of an activation element."""
+        """Bytes of one activation element."""
         return float(DTYPE_BYTES[self.compute_dtype])
 
     @property
@@ -145,7 +145,7 @@ class Machine:
 
     @property
     def saturation(self) -> float:
-        """Rows, columns or depth at which a matmul reaches half of its FLOP/s: memory time equals compute time."""
+        """Size of a matmul dimension at which it reaches half of `matmul_flops`: memory time equals compute time."""
         return self.card.saturation * self.peak_flops * self.width / 2.0 / self.memory_bytes_s
 
     @property
@@ -157,16 +157,16 @@ class Machine:
 
     @property
     def passing_bytes_s(self) -> float:
-        """Bytes/s of element-wise kernels."""
+        """Memory bytes/s that element-wise kernels reach."""
         return self.memory_bytes_s * self.card.elementwise / self.stack.compute
 
     @property
     def stream_bytes_s(self) -> float:
-        """Bytes/s of one long pass."""
+        """Memory bytes/s that one long sequential pass reaches, such as the optimizer."""
         return self.memory_bytes_s * self.card.stream
 
     def link_share(self, tier: Tier) -> float:
-        """Return the share of a tier's bandwidth that collectives reach, of innermost or network links."""
+        """Return the fraction of a tier's bandwidth that collectives reach."""
         return (
             self.card.link if self._is_innermost(tier) else self.card.network * self.stack.network
         )
@@ -176,11 +176,11 @@ class Machine:
         return tier is self.tiers[0] or tier.shares_links
 
     def ring(self, *axes: Axis) -> Ring:
-        """Return the groups that some axes span, each as a ring.
+        """Return the ring over the ranks of a group; `axes` are the (degree, stride) of its mesh axes.
 
-        A rank sends at the least of g_local * bandwidth over the tiers, times the link efficiency. The g_local ranks of
-        the group in one domain below the links of a tier drive these links in parallel. If the group does not divide
-        over the domains, the domain with the fewest ranks is the bottleneck. Source: hierarchical collectives,
+        A rank sends at the minimum over the tiers of g_local * bandwidth * link efficiency. The g_local ranks of the
+        group in one domain below the links of a tier use these links in parallel. If the group does not divide over the
+        domains, the domain with the fewest ranks is the bottleneck. Source: hierarchical collectives,
         docs/explanation/topology.md.
         """
         size = _product(axes)
@@ -198,17 +198,16 @@ class Machine:
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf
     ) -> Array:
-        """Return seconds of one all-to-all in which every rank has `local_bytes` for the whole group, itself included.
+        """Return seconds of one all-to-all; every rank sends `local_bytes` in total, including the part for itself.
 
-        Bytes for peers whose closest common tier is t cross tier t. Tiers with their own links run concurrently, tiers
-        that share links sequentially.
+        Bytes between ranks whose closest common tier is t cross the links of tier t. Tiers with their own links run
+        concurrently, tiers that share links sequentially.
 
         Args:
             local_bytes: Bytes of one rank.
             axes: Degree and stride of every axis of the group.
-            copies: Copies of one token that are sent once to each rank or domain with several of its receivers: the
-                expected
-                number of distinct ones over the copies; 1 sends every copy.
+            copies: Number of receivers of one token. Above 1, a token is sent to a domain only once for all receivers
+                there; the traffic follows from the expected number of distinct domains.
             message: Bytes per message; a network card has a limited rate of messages.
         """
         size = _product(axes)
@@ -228,14 +227,14 @@ class Machine:
         return local_bytes * slowest + self.latency(*axes)
 
     def latency(self, *axes: Axis) -> Array:
-        """Return seconds of a collective with a tiny message: steps on every tier times its latency.
+        """Return seconds of a collective with a tiny message: the sum over tiers of steps times latency.
 
-        One step on a full mesh, a tree over a switch, a ring in both directions on a torus, a ring on one host.
+        The steps are 1 on a full mesh, a tree over a switch, half a ring on a torus, and a ring inside a host.
         """
         return self._delay(list(self._hops(axes)))
 
     def _delay(self, hops: Sequence[_Hop]) -> Array:
-        """Return the latency over some hops."""
+        """Return the latency in seconds over the tiers in `hops`."""
         total: Array = np.zeros(np.shape(hops[-1].reached))
         for hop in hops:
             num_domains = np.ceil(hop.reached / hop.inside)
@@ -253,7 +252,7 @@ class Machine:
         return total
 
     def _hops(self, axes: tuple[Axis, ...]) -> Iterator[_Hop]:
-        """Yield every tier with the ranks of a group inside it."""
+        """Yield every tier, inner to outer, with the numbers of ranks of a group in its domains."""
         size = _product(axes)
         inside = below = np.ones(np.shape(size))
         for index, tier in enumerate(self.tiers):
@@ -275,7 +274,7 @@ class Machine:
 
 
 def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
-    """Return the product of degrees."""
+    """Return the product of the degrees of some axes."""
     size: Array = np.ones(1)
     for degree, stride in axes:
         if degree.shape != stride.shape and stride.size > 1:
@@ -286,7 +285,7 @@ def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """Tier with the number of ranks of a group inside it."""
+    """Tier with the numbers of ranks of a group in its domains."""
 
     tier: Tier
     inside: Array  # ranks of the group in one domain of the next inner tier
@@ -301,18 +300,18 @@ def _peak_flops(supernode: Supernode, dtype: str) -> float:
 
 
 _LOSS_BLOCK: Final = float(1 << 24)
-"""Logits that our runtime's loss converts to float32 per block; `logsumexp` needs a second buffer of that size."""
+"""Logits per block that our loss converts to float32; `logsumexp` needs a second buffer of that size."""
 _FOLDED = ("dp_shard", "cp", "tp_x", "tp_y")
 _IS_INSIDE: Final = {
     (a, b): np.array([order.index(a) > order.index(b) for order in ORDERS])
     for a in AXES
     for b in AXES
 }
-"""Whether axis a is inside axis b, for every order."""
+"""(a, b) to a mask over `ORDERS`: whether axis a is inside axis b."""
 
 
 class Places:
-    """Placement of the axes of every candidate, and of the groups of experts that fold over several axes."""
+    """Degree and stride of every mesh axis, and of the expert groups over several axes, for all candidates."""
 
     def __init__(self, c: Candidates) -> None:
         order = np.asarray(c.order, dtype=np.intp)
@@ -321,16 +320,16 @@ class Places:
         self._axes: dict[str, Axis] = {}
 
     def axis(self, name: str) -> Axis:
-        """Return an axis of the mesh."""
+        """Return degree and stride of a mesh axis."""
         if name not in self._axes:
             self._axes[name] = getattr(self._c, name), self._inside(name, AXES)
         return self._axes[name]
 
     def group(self, axes: Sequence[str]) -> tuple[Axis, ...]:
-        """Return a group of the boundary table by the names of its axes.
+        """Return the (degree, stride) of every axis of a communication group, given by axis names.
 
-        The group ("cp",) contains the ranks of a key-value ring, outside the ranks that exchange heads. The group
-        ("pp",) contains two adjacent stages.
+        The group ("cp",) has the ranks of a key-value ring, without the ranks inside that exchange heads. The group
+        ("pp",) has two adjacent stages.
         """
         if axes == ("pp",):
             return ((np.minimum(self._c.pp, 2.0), self.axis("pp")[1]),)
@@ -343,7 +342,10 @@ class Places:
 
     @cached_property
     def experts(self) -> dict[str, tuple[Axis, ...]]:
-        """Factors of dp_shard, cp, tp_x and tp_y: ranks that shard one expert (etp), hold all (ep), replicate (edp)."""
+        """Dict from expert group to its axes, which are factors of dp_shard, cp, tp_x and tp_y.
+
+        Ranks of `etp` shard one expert, ranks of `ep` hold different experts, ranks of `edp` replicate experts.
+        """
         c, parts = self._c, []
         for name in _FOLDED:
             degree, stride = self.axis(name)
@@ -357,7 +359,7 @@ class Places:
         return dict(zip(("etp", "ep", "edp"), zip(*parts, strict=True), strict=True))
 
     def _inside(self, name: str, axes: Sequence[str]) -> Array:
-        """Return the product of the degrees of the axes inside an axis."""
+        """Return the product of the degrees of those `axes` that are inside the axis `name`: its stride."""
         product: Array = np.ones(1)
         for axis in axes:
             is_inside = _IS_INSIDE[axis, name][self._order]
@@ -371,14 +373,14 @@ _ALL_CUT: Final = Uncut()
 
 @dataclass(frozen=True)
 class PricingCase:
-    """Candidates for a model on a machine; properties are columns over the candidates."""
+    """Candidate strategies for a model on a machine; properties are columns over the candidates."""
 
     n: ModelNumbers
     machine: Machine
     workload: Workload  # sequence length and number formats; the candidates have the batch numbers
     c: Candidates
     _rings: dict[tuple[str, ...], Ring] = field(default_factory=dict, init=False, repr=False)
-    # kind, axes, width and identity of the elements of a collective -> these elements and its seconds
+    # (kind, axes, width, id of the elements) of a collective to (these elements, seconds of one call)
     priced_calls: dict[tuple[str, tuple[str, ...], float, int], tuple[Array, Array]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -389,57 +391,57 @@ class PricingCase:
 
     @cached_property
     def places(self) -> Places:
-        """Placement of the axes."""
+        """Degree and stride of the mesh axes."""
         return Places(self.c)
 
     @cached_property
     def tokens(self) -> Array:
-        """T: tokens of one microbatch on the ranks of one tensor-parallel group."""
+        """T: tokens of one microbatch that one tensor-parallel group processes."""
         return self.c.microbatch * positions(self.c.cp, self.c.cp_ulysses, self.workload.seq_len)
 
     @cached_property
     def layers(self) -> Array:
-        """Layers of the fullest stage with equal stages."""
+        """Layers of the fullest pipeline stage if layers are split evenly."""
         return np.ceil(self.n.layers / self.c.pp)
 
     @cached_property
     def shards(self) -> Array:
-        """d: ranks that share parameters."""
+        """d: FSDP ranks, over which parameters are sharded."""
         return self.c.dp_shard * self.c.cp
 
     @cached_property
     def cut(self) -> TokenCut:
-        """Sharding of the tokens of a microbatch; without padding of the pieces between blocks."""
+        """Sharding of the tokens of a microbatch over the ranks, without the padding between blocks."""
         c, tokens = self.c, self.tokens
         ring = c.cp / c.cp_ulysses
         return TokenCut(c.tp_x, c.tp_y, tokens, tokens / c.tp, tokens, ring, c.cp_ulysses)
 
     @cached_property
     def full(self) -> Array | float:
-        """1 for candidates with full recomputation, else 0; a scalar if all candidates agree."""
+        """1 for candidates with full recomputation, else 0; a scalar if all candidates are equal."""
         return collapse(np.where(self.c.recompute > 1, 1.0, 0.0))
 
     def dense(self, layers: Array | float = 1.0) -> Array:
-        """Return parameters of mean layers on a tensor-parallel rank, without experts."""
+        """Return the parameters of `layers` average layers on one tensor-parallel rank, without experts."""
         n, whole = self.n, self.uncut.weights
         cut = (n.attention_weights + n.mlp_weights - whole) / self.c.tp
         return layers * (cut + whole * self.over_tp(1.0) + n.vector_weights)
 
     @property
     def uncut(self) -> Uncut:
-        """Parts that tensor parallelism replicates in our own stack; other stacks are assumed to shard them."""
+        """Parts that tensor parallelism replicates in our own runtime; other frameworks are assumed to shard them."""
         return self.n.uncut if self.machine.stack.phased else _ALL_CUT
 
     def over_tp(self, uncut: float) -> Array:
-        """Return the share of a layer's work on one tensor-parallel rank, if the share `uncut` of it stays whole."""
+        """Return the fraction of a layer's work on one tensor-parallel rank, if the fraction `uncut` is replicated."""
         whole_share = uncut * self.keeps_whole
         return (1.0 - whole_share) / self.c.tp + whole_share
 
     @cached_property
     def keeps_whole(self) -> Array:
-        """1 for candidates whose uncut parts stay whole; 0 if layouts refuse that, priced as if all were sharded.
+        """1 for candidates that replicate the parts in `uncut`; 0 if layouts refuse that, and all is priced as sharded.
 
-        A whole residual stream requires one axis of tensor parallelism, without ep and pp (`keep_whole`).
+        A replicated residual stream requires one axis of tensor parallelism, without ep and pp.
         """
         c = self.c
         if not self.uncut.stream:
@@ -448,21 +450,21 @@ class PricingCase:
 
     @cached_property
     def etp(self) -> Array:
-        """Ranks that shard one expert; in our own stack tensor parallelism keeps experts whole."""
+        """Number of ranks that shard one expert; 1 in our own runtime without expert parallelism."""
         return np.where(self.whole_experts, 1.0, self.c.etp)
 
     @cached_property
     def whole_experts(self) -> NDArray[np.bool_]:
-        """True if every tensor-parallel rank has all experts: in our own stack, without expert parallelism."""
+        """True if every tensor-parallel rank has all experts: in our own runtime, without expert parallelism."""
         return np.asarray((self.c.ep <= 1) & bool(self.machine.stack.phased))
 
     def experts(self, layers: Array | float = 1.0) -> Array:
-        """Return parameters of the experts of mean layers on an expert-parallel rank."""
+        """Return the expert parameters of `layers` average layers on one expert-parallel rank."""
         return layers * self.n.expert_weights / (self.c.ep * self.etp)
 
     @cached_property
     def last_layer(self) -> tuple[Array, Array]:
-        """Parameters of the larger of the last two layers on a rank before data sharding: without experts, and experts.
+        """Parameters of the larger of the last two layers on a rank, before data sharding: (without experts, experts).
 
         At the peak these layers are gathered and their gradients reduced. A mean over all layers would be too small if
         the first layers have no experts.
@@ -478,26 +480,26 @@ class PricingCase:
 
     @cached_property
     def expert_shards(self) -> Array:
-        """Ranks that share the states of the same experts, after ep and etp."""
+        """Number of ranks over which FSDP shards the parameters of the same experts."""
         return np.maximum(1.0, self.shards * self.c.tp / (self.c.ep * self.c.etp))
 
     @cached_property
     def outside(self) -> Array:
-        """Parameters of embedding and head in the stage with more of them, before any sharding."""
+        """Parameters of embedding and head, in the pipeline stage with more of them, before any sharding."""
         n = self.n
         largest = max(n.embedding_weights, n.head_weights)
         return np.where(self.c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
 
     @property
     def largest_end(self) -> float:
-        """Elements of the larger of embedding and head."""
+        """Parameters of the larger of embedding and head."""
         return float(max(self.n.embedding_weights, self.n.head_params))
 
     @cached_property
     def vocabulary_ranks(self) -> Array:
-        """Ranks that share the rows of embedding and head: 1 if tensor parallelism cannot shard them.
+        """Number of ranks that shard the rows of embedding and head: 1 if tensor parallelism cannot shard them.
 
-        Stacks other than our own pad the vocabulary, so all ranks of tensor parallelism share it.
+        Frameworks other than our own pad the vocabulary, so all tensor-parallel ranks shard it.
         """
         c, n = self.c, self.n
         if not self.machine.stack.phased:
@@ -508,27 +510,27 @@ class PricingCase:
 
     @cached_property
     def logit_ranks(self) -> Array:
-        """Ranks that share the logits of a tensor-parallel group.
+        """Number of ranks over which the logits of a tensor-parallel group are sharded.
 
-        Without the stream of all tokens, a whole head processes the tokens of its rank.
+        A replicated head processes the tokens of its rank, unless every rank has the tokens of all.
         """
         return np.where(self.uncut.stream * self.keeps_whole, self.vocabulary_ranks, self.c.tp)
 
     def ends(self, elements: Array | float) -> Array:
-        """Return elements on a rank of embedding, head and other parameters outside layers, before data sharding."""
+        """Return how many of `elements` parameters outside the layers a rank has, before data sharding."""
         whole = min(self.uncut.outside, float(np.min(elements)))
         cut = (elements - whole) / self.vocabulary_ranks
         return np.asarray(cut + whole * self.over_tp(1.0))
 
     @property
     def scores(self) -> float:
-        """Bytes of attention probabilities per token of a mean layer in unfused attention: of layers with sinks."""
+        """Bytes per token of attention probabilities in an average layer; 0 for fused attention and without sinks."""
         n, stack = self.n, self.machine.stack
         return stack.eager * n.sinks * self.machine.width * n.num_heads * self.workload.seq_len
 
     @cached_property
     def logits(self) -> Array:
-        """Bytes at the peak of the loss."""
+        """Bytes of logits and their float32 copies on a rank at the peak of the loss computation."""
         stack = self.machine.stack
         ranks = self.logit_ranks
         elements = self.tokens * self.n.vocab / ranks
@@ -540,42 +542,42 @@ class PricingCase:
 
     @cached_property
     def sharded(self) -> NDArray[np.bool_]:
-        """True if gradients, and parameters between uses, are shards."""
+        """True if gradients, and parameters while not in use, are sharded."""
         return (self.shards > 1) & (self.c.zero > 1)
 
     @cached_property
     def copies(self) -> NDArray[np.bool_]:
-        """True if matmuls read copies of parameters: gathered, in another format, or of replicas.
+        """True if matmuls read copies of the parameters: gathered, or in another format.
 
-        FSDP, which sums the gradients of replicas, copies its parameters even in a group of one rank.
+        With data-parallel replicas, FSDP copies parameters even in a group of one rank.
         """
         another = self.machine.width != self.param_width
         return (self.c.zero > 1) & (self.sharded | another | (self.c.dp_replicate > 1))
 
     def ring(self, axes: tuple[str, ...]) -> Ring:
-        """Return the ring over a group, by the axis names of the boundary table."""
+        """Return the ring over the ranks of a communication group, given by axis names."""
         if axes not in self._rings:
             self._rings[axes] = self.machine.ring(*self.places.group(axes))
         return self._rings[axes]
 
     @property
     def param_width(self) -> float:
-        """Bytes of a stored parameter."""
+        """Bytes of one element of a stored parameter."""
         return float(DTYPE_BYTES[self.workload.param_dtype])
 
     @property
     def reduce_width(self) -> float:
-        """Bytes of an element of a gradient in reduction."""
+        """Bytes of one gradient element during reduction."""
         return float(DTYPE_BYTES[self.workload.reduce_dtype])
 
 
 def positions(cp: Array, cp_ulysses: Array | float, seq_len: int) -> Array:
-    """Return positions of a sequence on one context-parallel rank, with the padding of `SequenceCut`."""
+    """Return the number of tokens of a sequence on one context-parallel rank, padding included (`SequenceCut`)."""
     chunks = np.where((cp > cp_ulysses) & (cp_ulysses % 2 > 0), 2.0, 1.0)
     return chunks * np.ceil(seq_len / (cp * chunks))
 
 
 def collapse(column: Array) -> Array | float:
-    """Return a column, or its value if it is constant: scalar arithmetic is much faster than that of short arrays."""
+    """Return the value of a constant column as a scalar, which is much faster to compute with, else the column."""
     same = column.size > 0 and bool((column == column.flat[0]).all())
     return float(column.flat[0]) if same else column

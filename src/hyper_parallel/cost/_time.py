@@ -1,4 +1,4 @@
-"""Step time: one term per cause, each an array over candidates with its formula, inputs and source; and scores.
+"""Step time of candidates, as one term per cause with formula, inputs and source; and scores of time and memory.
 
 The model is one pipeline stage that processes m microbatches; the slowest stage sets the pace and the step ends with
 the optimizer. Letters as in `_layer`, and m microbatches, p stages, l layers of the slowest stage. A score joins the
@@ -38,30 +38,32 @@ from hyper_parallel.cost.overlap import with_overlap
 from hyper_parallel.ir import AXES, CostTerm, MemoryTerm
 
 LOGIT_BYTES = 24.0
-"""Bytes moved per logit by the loss: written, cast to float32 (read 2, written 4), softmax and its gradient in place
-(read and written twice), cast back.
+"""Bytes that the loss reads and writes per logit.
+
+A logit is written, cast to float32 (2 read, 4 written), read and written twice by the softmax and its gradient in
+place, and cast back.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPrices:
-    """Prices that depend on blocks, sequences and recomputation of a layer only.
+    """Seconds of an average layer and of the head that do not depend on pipeline, data parallelism and placement.
 
-    With equally fast links for every placement of a group, they do not depend on pipelines and sharding of states.
+    This holds if links are equally fast for every placement of a group, as on a `RelaxedMachine`.
     """
 
-    work: Compute  # compute of a mean layer
-    comm: BlockCommunication  # communication inside the blocks of a mean layer
+    work: Compute  # compute of an average layer
+    comm: BlockCommunication  # communication of an average layer, without data parallelism and experts
     head: Array  # seconds of the output projection and the loss of one microbatch
 
     @classmethod
     def of(cls, s: PricingCase) -> BlockPrices:
-        """Return prices of candidates, columns of one length or an open grid."""
+        """Return the prices of all candidates; columns are broadcast to one shape."""
         work = layer_compute(s)
         return cls(work, block_communication(s, work), _head(s))
 
     def take(self, shape: tuple[int, ...], index: Any) -> BlockPrices:
-        """Return the prices at some indices, for candidates of a shape."""
+        """Return the prices at `index`; `shape` is the broadcast shape of the candidates."""
 
         def taken_part(part: Any) -> Any:
             if isinstance(part, np.ndarray):
@@ -75,15 +77,15 @@ class BlockPrices:
 
 @dataclass(frozen=True, slots=True)
 class LayerPrices:
-    """Prices of the work and communication of a layer, and of the head; they depend on the choices of a layer only."""
+    """Seconds of compute and communication of an average layer, and of the head."""
 
-    work: Compute  # compute of a mean layer
-    comm: Communication  # communication of a mean layer
+    work: Compute  # compute of an average layer
+    comm: Communication  # communication of an average layer
     head: Array  # seconds of the output projection and the loss of one microbatch
 
     @classmethod
     def of(cls, s: PricingCase, blocks: BlockPrices | None = None) -> LayerPrices:
-        """Return prices of the layers of candidates; `blocks` are their block prices if already computed."""
+        """Return the prices of all candidates; `blocks` are their block prices, if already computed."""
         blocks = blocks or BlockPrices.of(s)
         comm = layer_communication(s, blocks.work, blocks.comm)
         return cls(blocks.work, with_overlap(s, blocks.work, comm), blocks.head)
@@ -97,15 +99,15 @@ class LayerPrices:
 
 
 def _head(s: PricingCase) -> Array:
-    """Return seconds of output projection in the compute dtype, forward and both gradients, and the loss.
+    """Return seconds of the output projection (forward and both gradients) and the loss of one microbatch.
 
-    A head that tensor parallelism cannot shard processes the tokens of its rank, or all of them if every rank has the
-    whole stream.
+    A head that tensor parallelism cannot shard processes the tokens of its rank, or those of all ranks if the residual
+    stream is replicated.
     """
     machine, vocab = s.machine, s.n.vocab / s.vocabulary_ranks
     tokens = s.tokens * s.vocabulary_ranks / s.logit_ranks
     share = machine.card.share("matmul", machine.compute_dtype)
-    # The head stays in the compute dtype if the layers use 8 or 4 bits.
+    # The head uses the compute dtype even if the layers use 8 or 4 bits.
     slower = machine.matmul_flops / (machine.peak_flops * share / machine.stack.compute)
     products = 3.0 * matmul_seconds(machine, tokens, vocab, s.n.hidden) * slower
     return products + LOGIT_BYTES * tokens * vocab / machine.passing_bytes_s
@@ -113,20 +115,20 @@ def _head(s: PricingCase) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Layers of candidates and their stages, which set the pace of a step."""
+    """Prices of the layers of candidates, and their split into pipeline stages."""
 
     prices: LayerPrices
-    ep: Array  # exposed exchanges of experts of one layer and microbatch
-    ep_hidden: Array  # hidden share of the exchanges
+    ep: Array  # exposed expert all-to-alls of one layer and microbatch
+    ep_hidden: Array  # hidden fraction of the expert all-to-alls
     stages: StageSplit
 
     @classmethod
     def of(cls, s: PricingCase, blocks: BlockPrices | None = None) -> Step:
-        """Return priced layers, split into stages; arguments as of `LayerPrices.of`."""
+        """Return the priced layers, split into stages; arguments as for `LayerPrices.of`."""
         prices, stack = LayerPrices.of(s, blocks), s.machine.stack
         chunked = (s.c.pp > 1) & (s.c.vpp > 1)
         hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
-        if s.c.any_overlap:  # the simulated layer says how much is hidden
+        if s.c.any_overlap:  # the simulation in `with_overlap` has already subtracted hidden time
             hidden = np.where((s.c.halves == 1) & (s.c.ep_chunks == 1), hidden, 0.0)
         ep = prices.comm.ep * (1.0 - hidden)
         stages = split_layers_closed_form(
@@ -167,14 +169,14 @@ _FORMULAS: Final = {
     "stragglers": "share per doubling of the devices * the rest",
     COPIES: FORMULA,
 }
-"""Formula of every term, in the order in which terms are listed."""
+"""Name of each time term to its formula, in the order in which terms are listed."""
 
 Inputs = dict[str, Array | float]
 
 
 @dataclass(frozen=True, slots=True)
 class TimeTerm:
-    """Cause of step time over all candidates."""
+    """Time term, named by its cause, as an array over candidates."""
 
     name: str
     seconds: Array
@@ -183,18 +185,18 @@ class TimeTerm:
 
     @property
     def formula(self) -> str:
-        """Formula in words and symbols."""
+        """Formula of the term in words and symbols."""
         return _FORMULAS[self.name]
 
     def term_of(self, index: int) -> CostTerm:
-        """Return the term of one candidate."""
+        """Return the term of the candidate at `index`."""
         shape = self.seconds.shape
         inputs = {k: float(np.broadcast_to(v, shape)[index]) for k, v in self.inputs.items()}
         return CostTerm(self.name, float(self.seconds[index]), self.formula, inputs, self.source)
 
 
 def time_terms(s: PricingCase, blocks: BlockPrices | None = None) -> tuple[TimeTerm, ...]:
-    """Return all terms of the step time; their sum is the prediction."""
+    """Return all terms of the step time; their sum is the predicted time."""
     step, stack, c = Step.of(s, blocks), s.machine.stack, s.c
     terms = [*microbatch_terms(s, step), *step_terms(s, step)]
     total = sum((t.seconds for t in terms), np.zeros(1))
@@ -213,11 +215,11 @@ def time_terms(s: PricingCase, blocks: BlockPrices | None = None) -> tuple[TimeT
 def step_seconds(
     s: PricingCase, parts: Literal["all", "pace"] = "all", blocks: BlockPrices | None = None
 ) -> Array:
-    """Return the sum of the time terms.
+    """Return the seconds of a step, or the part of them that `parts` selects.
 
     Args:
         s: Pricing case, columns of one length.
-        parts: all: every term. pace: terms that repeat per microbatch, without collectives of sharded states.
+        parts: `all`: every term. `pace`: only terms of microbatches, without collectives of sharded states.
         blocks: Block prices, if already computed.
     """
     terms = time_terms(s, blocks) if parts == "all" else microbatch_terms(s, Step.of(s, blocks))
@@ -225,7 +227,7 @@ def step_seconds(
 
 
 def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms of microbatches that pass through the stages, without costs of sharded states."""
+    """Return the terms that scale with the number of microbatches, without collectives of sharded states."""
     n, c, machine, m, stages = s.n, s.c, s.machine, s.c.accumulation, step.stages
     card, stack, dtype = machine.card, machine.stack, machine.matmul_dtype
     work, comm = step.prices.work, step.prices.comm
@@ -287,7 +289,7 @@ def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def _pipeline_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms of pipelines: the bubble, and sends between stages."""
+    """Return the terms of pipelining: the bubble, and sends between stages."""
     c, machine, m, stages = s.c, s.machine, s.c.accumulation, step.stages
     stack, work, comm = machine.stack, step.prices.work, step.prices.comm
     bubble = sends = hop = np.zeros(1)
@@ -312,7 +314,7 @@ def _pipeline_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms of sharded states, of costs once per step, and of host work."""
+    """Return the terms of sharded states, of work once per step, and of host work."""
     c, machine, m, layers = s.c, s.machine, s.c.accumulation, step.stages.layers
     card, stack = machine.card, machine.stack
     work, comm, overlap = step.prices.work, step.prices.comm, stack.overlap_dp
@@ -359,7 +361,7 @@ def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def _host_work(s: PricingCase, layers: Array) -> Array:
-    """Return core seconds per step that a rank spends on launches of the axes' work, beyond time on the links."""
+    """Return core seconds per step of the host work that parallel axes add on a rank, such as launching collectives."""
     c, seconds = s.c, s.machine.stack.host_s
     total: Array = np.zeros(1)
     if not seconds:
@@ -382,7 +384,7 @@ def _host_work(s: PricingCase, layers: Array) -> Array:
 
 
 def _timed_offload_demand(s: PricingCase, step: Step, optimizer_s: Array) -> OffloadDemand:
-    """Return the demand with the seconds of work that overlap its copies."""
+    """Return the inputs of the cost of offload, with the seconds of work that overlap copies."""
     demand, work, comm = offload_demand(s), step.prices.work, step.prices.comm
     layers, head = step.stages.layers, step.prices.head * step.stages.head
     exposed, none = comm.tp + step.ep + comm.cp, 0.0 * demand.need_bytes
@@ -403,7 +405,7 @@ def _timed_offload_demand(s: PricingCase, step: Step, optimizer_s: Array) -> Off
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Prices of many candidates."""
+    """Predicted time and memory of many candidates."""
 
     time: tuple[TimeTerm, ...]  # terms of the step time
     memory: tuple[SpaceTerm, ...]  # terms of the peak memory, offloaded bytes included
@@ -423,14 +425,14 @@ class Scores:
 
 
 def _is_copies(term: TimeTerm, index: int) -> bool:
-    """Return whether a term is that of copies, and there are any."""
+    """Return whether a term is that of offload copies and the candidate offloads."""
     if term.name != COPIES:
         return False
     return any(np.ravel(term.inputs[n])[index] > 0.0 for n in ("need_bytes", "end_bytes"))
 
 
 def score(s: PricingCase) -> Scores:
-    """Price candidates, columns of one length or an open grid; legality is not checked."""
+    """Return the predicted time and memory of candidates, whose columns may broadcast; legality is not checked."""
     time, memory = time_terms(s), memory_terms(s)
     terms_held = resident_bytes(sum((t.bytes for t in memory), np.zeros(1)), s)
     return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), terms_held)

@@ -1,4 +1,4 @@
-"""Candidates: strategies as columns of numbers, priced in vectorized calls; closed forms of their pipelines.
+"""Candidates: strategies as columns of numbers, for vectorized pricing; and closed forms of pipeline time.
 
 The closed forms are the split of layers into stages, the bubble and the microbatches in flight. F, B and W are the
 seconds of one microbatch on one rank in forward, in the backward of inputs and in that of weights. With the sum over
@@ -37,13 +37,13 @@ SHAPES: Final = BLOCK_SHAPES
 RECOMPUTE: Final[tuple[Literal["none", "selective", "full"], ...]] = ("none", "selective", "full")
 """Kinds of recomputation; column `recompute` is an index."""
 FULL_EXCEPT_LAST: Final = 3
-"""Value of column `recompute`: full recomputation except for the last layers of a stage. Their backward runs at the
-peak, so the peak includes no recomputed activations.
+"""Value of column `recompute`: full recomputation except in the last layers of a stage. The peak is in their backward,
+so it includes no recomputed activations.
 """
 
 
 def _orders() -> tuple[tuple[str, ...], ...]:
-    """Return the orders of the mesh axes."""
+    """Return all orders of the mesh axes in which the data-parallel axes are adjacent, as in `ORDERS`."""
     units = (("pp",), ("dp_replicate", "dp_shard"), ("cp",), ("tp_x",), ("tp_y",))
     orders = (tuple(itertools.chain(*order)) for order in itertools.permutations(units))
     # permutations() starts with the input order: index 0 is the mesh's own order.
@@ -61,8 +61,8 @@ The two data-parallel axes stay adjacent, so that experts fold over ranks of one
 class Candidates:
     """Strategies with their batch numbers; every field is a column of float64.
 
-    Columns have one length, or shapes that broadcast against each other: an open grid of choices is priced without
-    materializing it. `take`, `strategy_at` and `len` require columns of one length.
+    Columns have one length, or shapes that broadcast: a grid of choices is then priced without materializing it.
+    `take`, `strategy_at` and `len` require columns of one length.
     """
 
     pp: Array  # pipeline stages
@@ -71,7 +71,7 @@ class Candidates:
     dp_replicate: Array
     dp_shard: Array  # data-parallel ranks that shard states according to `zero`
     cp: Array  # context-parallel ranks
-    # ranks inside cp that exchange heads for sequence; a key-value ring runs over the other cp / it
+    # ranks inside cp that exchange heads for sequence; a key-value ring runs over the other cp / cp_ulysses
     cp_ulysses: Array
     tp_x: Array  # tensor-parallel ranks on x; alone it is 1-D with sequence parallelism
     tp_y: Array  # tensor-parallel ranks on y
@@ -92,15 +92,15 @@ class Candidates:
     # 1 if 2-D attention scatters tokens over y, and gathers keys and values, instead of heads
     attention_tokens: Array
     cp_gather: Array  # 1 if all keys and values are gathered instead of passed around a ring
-    # parts of a microbatch that layers run in, 1 or 2; negative in a partial strategy: up to that many, priced with a
-    # lower bound
+    # parts of a microbatch that overlap, 1 or 2; negative in a partial strategy: up to that many, priced by a lower
+    # bound
     halves: Array
     ep_chunks: Array  # chunks of the experts' tokens; negative as for `halves`
     tp_chunks: Array  # chunks of the tokens of a block; negative as for `halves`
 
     @classmethod
     def of_columns(cls, **columns: ArrayLike) -> Candidates:
-        """Return candidates from some of the columns, with defaults for the others.
+        """Return candidates with the given columns, and defaults for the others.
 
         Defaults: degrees, microbatch and accumulation 1; no overlap; 1F1B, or interleaved 1F1B if vpp > 1; no
         recomputation; ZeRO-3; the mesh's own order; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
@@ -162,7 +162,7 @@ class Candidates:
 
     @property
     def dp(self) -> Array:
-        """Ranks with different sequences, dp_replicate * dp_shard."""
+        """Data-parallel ranks, dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -172,7 +172,7 @@ class Candidates:
 
     @property
     def any_overlap(self) -> bool:
-        """True if a candidate overlaps communication inside of layers, or may do so."""
+        """True if any candidate overlaps communication inside of layers, or leaves that open."""
         return any(bool((x != 1).any()) for x in (self.halves, self.ep_chunks, self.tp_chunks))
 
     def __len__(self) -> int:
@@ -188,9 +188,9 @@ class Candidates:
         """Return one candidate as a strategy and its resolved workload.
 
         Args:
-            index: Row.
-            base: Source of the rules, the schedule file and the layers per stage.
-            workload: Source of the sequence length and number formats.
+            index: Index of the candidate.
+            base: Strategy with the rules, the schedule file and the layers per stage of the result.
+            workload: Workload with the sequence length and number formats of the result.
         """
         row = {name: int(getattr(self, name)[index]) for name in Candidates.__slots__}
         ulysses = row["cp_ulysses"]
@@ -237,7 +237,7 @@ def shape_of(c: Candidates) -> tuple[int, ...]:
 
 
 def distinct(columns: Sequence[Array]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the index of one row per distinct row, and the group of every row, for columns of one length.
+    """Return the index of one row per group of equal rows, and the index of the group of every row.
 
     Equivalent to `numpy.unique` over rows, which compares bytes and takes several times as long.
     """
@@ -254,12 +254,12 @@ def distinct(columns: Sequence[Array]) -> tuple[NDArray[np.intp], NDArray[np.int
 
 
 Speed = Callable[[Array], Array]
-"""Speed of a rank by the share of running ranks, relative to all ranks running: at least 1, and 1 for the share 1."""
+"""Function from the fraction of ranks that run to the speed of one: at least 1, and 1 while all run."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """Split of layers into pipeline stages, and the slowest stage."""
+    """Split of layers into pipeline stages: layer counts and times, as arrays over candidates."""
 
     fullest: Array  # layers of the fullest stage without the head
     last: Array  # layers of the stage with the head
@@ -272,10 +272,12 @@ class StageSplit:
 def split_layers_closed_form(
     c: Candidates, layers: int, layer_s: Array, head_s: Array, even: bool, pace: Speed | None = None
 ) -> StageSplit:
-    """Split equal layers into stages: with the fastest slowest stage, or evenly with the fewest layers on the last.
+    """Return the split of equal layers into pipeline stages, with the head on the last stage.
 
-    With cores shared among ranks (`pace`), ranks use the cores that a light stage leaves idle. A round then takes the
-    time of the mean stage at the greatest throughput of all ranks, or of the slowest stage alone.
+    The split minimizes the time of the slowest stage. With `even`, stages have equal layers and the last has the rest.
+
+    If ranks share cores (`pace`), they use the cores that a light stage leaves idle. The time per microbatch is then
+    that of a mean stage at the greatest total throughput, or of the slowest stage running alone if longer.
     """
     p, single_stage = c.pp, c.pp <= 1
     total = layers * layer_s + head_s
@@ -284,8 +286,8 @@ def split_layers_closed_form(
         return StageSplit(all_layers, all_layers, all_layers, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
-        # The other p - 1 stages share the rest; the fullest of them or the last stage is slowest.
         """Return the layers of the fullest stage without the head, and the seconds of the slowest stage."""
+        # The other p - 1 stages have the remaining layers; the fullest of them or the last stage is slowest.
         fullest = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
         return fullest, np.maximum(fullest * layer_s, last * layer_s + head_s)
 
@@ -323,10 +325,13 @@ def bubble_seconds(
     weight: Array,
     pace: Speed | None = None,
 ) -> Array:
-    """Return seconds of pipeline fill and drain, from F, B + W and W of one layer.
+    """Return seconds of pipeline fill and drain.
 
-    With shared cores, fill and drain have equally many rounds with 1, 2, ... p - 1 running ranks, each faster by its
-    `pace`. `remaining_s` are seconds of one microbatch over all stages but the slowest.
+    `forward`, `backward` and `weight` are seconds of one layer for F, B + W and W. `remaining_s` are seconds of one
+    microbatch over all stages but the slowest.
+
+    If ranks share cores, 1, 2, ... p - 1 ranks run for equally many rounds of fill and drain, each faster by its
+    `pace`.
 
     Sources: Narayanan et al. 2021, sections 2.2 and 2.3; Qi et al. 2023 (zero bubble), sections 2 and 6; DeepSeek-AI
     2024 (DualPipe), section 3.2.1.
@@ -348,7 +353,7 @@ def bubble_seconds(
 
 
 def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
-    """Return, for every p, a value of the shares 1/p, 2/p, ... 1 of p ranks."""
+    """Return `value` for each number of stages in `p`, called with the fractions 1/p, 2/p, ... 1."""
     result = np.ones(np.shape(p))
     for ranks in np.unique(p):
         shares = np.arange(1.0, ranks + 1.0) / ranks
@@ -357,7 +362,7 @@ def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
 
 
 def in_flight(c: Candidates) -> Array:
-    """Return microbatches with activations on the first rank at the peak, in units of all layers of the rank.
+    """Return the microbatches in flight on the first pipeline rank, in units of all layers of the rank.
 
     1F1B and ZB-H1 p, GPipe m; interleaved p + (p - 1) / v; ZBV p and DualPipeV p + 1/2 spread over their two chunks.
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
@@ -366,9 +371,9 @@ def in_flight(c: Candidates) -> Array:
 
 
 def in_flight_of(c: Candidates, rank: int) -> Array:
-    """Return microbatches with activations on a pipeline rank at the peak, in units of all its layers.
+    """Return the microbatches in flight on one pipeline rank, in units of all its layers.
 
-    Each rank starts its first backward one microbatch after the next one does, two chunks in interleaved schedules.
+    A rank starts its first backward one microbatch later than the next rank, in interleaved schedules two chunks.
     GPipe and the V-shaped schedules have equal numbers on all ranks. Sources as of `in_flight`.
     """
     differences: dict[str, Array] = {
@@ -383,7 +388,7 @@ def in_flight_of(c: Candidates, rank: int) -> Array:
 
 
 def _uncapped(c: Candidates) -> Array:
-    """Return microbatches in flight on the first rank for an unlimited number of microbatches."""
+    """Return `in_flight` for an unlimited number of microbatches."""
     p = c.pp
     num_in_flight = {
         "gpipe": c.accumulation,

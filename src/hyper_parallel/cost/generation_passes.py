@@ -1,8 +1,8 @@
 """Seconds and bytes of generation: passes over prompts (prefill), and over one token of every sequence (decode).
 
-A kernel takes the longer of its products and its reads, and kernels run sequentially. A pass reads the weights once,
-of experts those that its tokens choose, and the cache so far. Pipeline stages run one after the other, so a pass takes
-the seconds of all layers. Imported only by code that plans generation.
+A kernel takes the longer of its arithmetic and its memory reads, and kernels run sequentially. A pass reads the cache
+and the weights once; of the experts, only those that its tokens choose. Pipeline stages run one after the other, so a
+pass takes the seconds of all layers. Imported only by code that plans generation.
 """
 
 from __future__ import annotations
@@ -30,29 +30,32 @@ from hyper_parallel.shard import Boundary, embedding_boundaries, head_boundaries
 from hyper_parallel.units import DTYPE_BYTES
 
 CHOICE_BYTES: Final = 48.0
-"""Bytes per logit moved by the choice of the most likely token, in addition to two reads: cast to float64 (8
-written), logarithmic softmax (8 read for the maximum, the sum and the result each, 8 written), one gathered (8).
+"""Bytes per logit that the choice of the most likely token reads and writes, in addition to two reads of the logit.
+
+A logit is cast to float64 (8 written). The logarithmic softmax reads it three times and writes it (32), and a gather
+reads it (8).
 """
 
 PassSeconds = dict[str, Array]
-"""Seconds by cause."""
+"""Dict from cause to seconds."""
 LayerKind = tuple[int, ModelNumbers, tuple[int, ...] | None]
-"""Layers of one kind: their number, the numbers of a model of this kind alone, and the shape of the weight that
-projects MLA's latent to keys and values.
+"""(number of layers of one kind, numbers of a model with only that kind, shape of MLA's latent projection or None).
+
+The latent projection is the weight that projects MLA's latent to keys and values.
 """
 
 
 def cache_bytes(attention: AttentionSpec, ranks: int, work: GenerateWorkload, dtype: str) -> int:
-    """Return bytes of keys and values of one layer and sequence on a rank, as the slots of `generate` allocate them.
+    """Return KV cache bytes of one layer and sequence on a rank, as a slot of `generate` allocates them.
 
-    Slots contain every position, also in layers with a window. With fewer heads than ranks a rank has one; every rank
-    has the whole latent of MLA.
+    A slot has every position, even in layers with a sliding window. With fewer key-value heads than ranks, a rank has
+    one head. Every rank has the whole latent of MLA.
     """
     return int(_cached_elements(attention, ranks)) * work.columns * DTYPE_BYTES[dtype]
 
 
 def _cached_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
-    """Return cache elements per token on a rank."""
+    """Return KV cache elements per token and layer on a rank."""
     if a.kind == "mla":
         return a.kv_cache_width
     elements: Array | float = a.kv_cache_width / np.minimum(ranks, a.num_kv_heads)
@@ -60,9 +63,9 @@ def _cached_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
 
 
 def _attention_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
-    """Return elements per token that attention derives from the cache; it writes and reads them.
+    """Return elements per cached token that attention computes from the cache, writes and reads.
 
-    With masks of slots, transformers repeats keys and values for all query heads. MLA projects its latent to keys and
+    With attention masks, transformers repeats keys and values for all query heads. MLA projects its latent to keys and
     values, and copies the keys once more.
     """
     if a.kind == "mla":
@@ -77,12 +80,12 @@ def _attention_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
 def pass_seconds(
     s: PricingCase, kinds: Sequence[LayerKind], work: GenerateWorkload
 ) -> tuple[PassSeconds, PassSeconds]:
-    """Return seconds of the prefill of all sequences in the slots, and of one decode pass at the mean length.
+    """Return seconds by cause of the prefill of all sequences in the slots, and of one decode pass at the mean length.
 
     Args:
-        s: Pricing case; its microbatch is the number of sequences of a data share at a time.
-        kinds: The layers.
-        work: Lengths.
+        s: Pricing case; its microbatch is the number of sequences at a time on a data-parallel rank.
+        kinds: Layers of the model by kind.
+        work: Lengths of prompts and completions.
     """
     passes, prompt = work.prompt_passes, work.prompt_len
     whole, chunk, token = (_of_length(s, n) for n in (prompt, -(-prompt // passes), 1))
@@ -109,12 +112,12 @@ def pass_seconds(
 
 
 def _of_length(s: PricingCase, tokens: int) -> PricingCase:
-    """Return the case with another sequence length."""
+    """Return the case with sequences of `tokens` tokens."""
     return replace(s, workload=replace(s.workload, seq_len=tokens))
 
 
 def _add(total: PassSeconds, times: int, terms: PassSeconds) -> None:
-    """Add terms to a total, `times` times."""
+    """Add `terms`, multiplied by `times`, to `total` in place."""
     for name, seconds in terms.items():
         total[name] = total.get(name, np.zeros(1)) + times * seconds
 
@@ -122,7 +125,14 @@ def _add(total: PassSeconds, times: int, terms: PassSeconds) -> None:
 def _layer(
     s: PricingCase, length: float, attention_s: Array, latent: tuple[int, ...] | None
 ) -> PassSeconds:
-    """Return a pass over a layer with `length` cached tokens per sequence and given seconds of attention products."""
+    """Return seconds by cause of one layer in a pass.
+
+    Args:
+        s: Pricing case of the tokens of the pass.
+        length: Cached tokens per sequence.
+        attention_s: Seconds of the attention products.
+        latent: Shape of MLA's latent projection; None without MLA.
+    """
     n, c, machine, rate = s.n, s.c, s.machine, s.machine.stream_bytes_s
     work, read, visited = layer_compute(s), s.dense(), None
     if n.experts:
@@ -157,7 +167,11 @@ def _layer(
 
 
 def _ends(s: PricingCase) -> PassSeconds:
-    """Return the costs once per pass: head and choice of one token per sequence, messages between stages, agreement."""
+    """Return seconds by cause of the work once per pass.
+
+    This is the head and choice of one token per sequence, messages between pipeline stages, and the agreement of ranks
+    on whether any has work left.
+    """
     n, c, machine, rows = s.n, s.c, s.machine, s.c.microbatch
     vocab = n.vocab / c.tp
     reads = n.hidden * vocab * machine.width / machine.stream_bytes_s
@@ -183,10 +197,11 @@ def _ends(s: PricingCase) -> PassSeconds:
 
 
 def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
-    """Return bytes on a rank other than weights and cache: for any number of sequences, and per sequence.
+    """Return bytes on a rank other than weights and cache: (independent of the number of sequences, per sequence).
 
-    Parameters of two layers, embedding and head gathered; one layer's activations of a pass over prompts, counted as
-    for backward, its keys and values for all query heads, and the logits with two copies in float64.
+    The first has gathered parameters of two layers, embedding and head. The second has the activations of one layer in
+    a pass over prompts, counted as for backward; its keys and values for all query heads; and logits with two float64
+    copies.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
     single = _of_length(

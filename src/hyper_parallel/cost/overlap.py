@@ -1,15 +1,15 @@
 """Exposed communication of layers whose collectives overlap with computation, from a simulated program of the layers.
 
 A layer is a chain of tasks: gather, attention, scatter, gather, feed-forward part, scatter, dispatch, experts, combine.
-Half-batches are two such chains that share the lanes; chunks repeat the last three tasks. Durations of parts are prices
-of smaller microbatches: a part has its own launches and latencies, and smaller matmuls. Backward is the same program in
-reverse, so its length is that of the forward program with the durations of backward.
+Half-batches are two such chains that share the compute and communication lanes; chunks repeat the last three tasks.
+A part of a microbatch is priced as a smaller microbatch: it has its own launches, latencies and smaller matmuls.
+Backward is the same program in reverse, so its length is that of the forward program with the durations of backward.
 
 Chunks of tokens divide the collectives of a block, its first products and its last products; see `block_program`.
 Their weight gradients are tasks of backward alone, at the place in the program where forward reads the weights.
 
-    meeting   halves meet after every layer that FSDP or recomputation wraps: a layer costs its own span
-    else      halves go on: a layer costs what one more layer adds to the span, and its share of both ends of the model
+    synchronized   halves wait for each other after every layer that FSDP or recomputation wraps: a layer costs its span
+    else           a layer costs the time that one more layer adds to the span, and its share of the ends of the model
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NORM: Final = 8
 _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel products."""
 _STEADY: Final = 3
-"""Layers of a program after which one more layer always adds the same time."""
+"""Number of layers after which each further layer adds the same time to a program."""
 
 
 def _no_work() -> Array:
@@ -47,10 +47,10 @@ def _no_work() -> Array:
 class PassSeconds:
     """Seconds of one part of a microbatch in one pass through a layer, forward or backward.
 
-    Without column-parallel products, a scatter and the gather of the next block follow one another on the link.
+    Without column-parallel products, a scatter and the gather of the next block run back to back.
     """
 
-    attention: Array  # computation of the attention block, without `attention_column`
+    attention: Array  # compute of the attention block, without `attention_column`
     mlp: Array  # computation of the feed-forward part without routed experts and `mlp_column`
     experts: Array  # computation of routed experts of one chunk
     attention_collective: Array  # one of the two collectives around the attention block
@@ -64,7 +64,7 @@ class PassSeconds:
     )  # column-parallel products of the feed-forward part
 
     def durations(self) -> tuple[Array, ...]:
-        """Return the rows that tasks of `layer_program` refer to; the time of a norm belongs to its block."""
+        """Return the durations that tasks of `layer_program` index; norms take 0, as blocks include their time."""
         return (
             self.attention, self.mlp, self.experts, self.attention_collective, self.mlp_collective,
             self.exchange, self.attention_column, self.mlp_column, _no_work(),
@@ -73,19 +73,19 @@ class PassSeconds:
 
 @dataclass(frozen=True, slots=True)
 class BlockSeconds:
-    """Seconds of one block of a layer in one pass, with its tokens in chunks."""
+    """Seconds of attention or MLP in one pass through a layer, with the tokens in chunks."""
 
     column: Array  # column-parallel products of one chunk
     core: Array  # all other computation of the block
     row: Array  # row-parallel product of one chunk
     collective: Array  # gather or scatter of one chunk
-    # weight gradients at the place between the gathers of forward and its products
+    # weight gradients that overlap the gathers of forward, mirrored in backward
     while_gathering: Array = field(default_factory=_no_work)
-    # the same between the products of forward and the end of its scatters
+    # weight gradients that overlap the scatters of forward, mirrored in backward
     while_scattering: Array = field(default_factory=_no_work)
 
     def span(self, chunks: int, demand: float) -> Array:
-        """Return the seconds of the block; `demand` as in `pass_span`."""
+        """Return the seconds of the block with `chunks` chunks; `demand` as in `pass_span`."""
         durations = (
             self.column, self.core, self.row, self.collective, self.while_gathering,
             self.while_scattering,
@@ -95,10 +95,10 @@ class BlockSeconds:
 
 @lru_cache(maxsize=64)
 def block_program(chunks: int) -> LaneProgram:
-    """Return the forward program of a block: all gathers, products of chunks as they arrive, a scatter per product.
+    """Return the forward program of a block: all gathers, products of chunks as they arrive, a scatter per chunk.
 
-    Rows of durations are those of `BlockSeconds`. Weight gradients have the places of `ChunkedWeight`: the program of
-    backward is this one in reverse, with them.
+    Durations are the fields of `BlockSeconds`, in order. Backward is this program in reverse, with weight gradients
+    where `ChunkedWeight` computes them.
     """
     column, core, row, collective, while_gathering, while_scattering = range(6)
     tasks: list[tuple[int, tuple[int, ...], int]] = [(_LINK, (), collective)] * chunks
@@ -116,17 +116,17 @@ def block_program(chunks: int) -> LaneProgram:
 def layer_program(
     layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 3
 ) -> LaneProgram:
-    """Return the forward program of some layers: lanes 0 for computation and 1 for communication.
+    """Return the forward program of some layers on lane 0 (computation) and lane 1 (communication).
 
-    A half has the lanes until its next computation waits for a collective, then the other half has its turn. After its
-    column-parallel products a half offers a turn, see `_order`. The exchanges of all chunks are issued before the first
-    chunk is computed.
+    A half issues tasks until its next computation waits for a collective; then the other half has its turn. After its
+    column-parallel products a half may yield its turn, see `_order`. The dispatches of all chunks are issued before the
+    first chunk is computed.
 
     Args:
         layers: Number of layers.
         halves: Number of parts of the microbatch.
         chunks: Chunks of the experts' tokens of a part.
-        used: For every row of `PassSeconds.durations`, whether layers have such tasks.
+        used: For every entry of `PassSeconds.durations`, whether layers have such tasks.
     """
     chain = _chain(layers, chunks, used)
     order = _order([row for row, _ in chain], halves)
@@ -139,10 +139,10 @@ def layer_program(
 
 
 def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
-    """Return halves and numbers of the tasks of their chains, in the order in which halves run or issue them.
+    """Return (half, index in the chain of the half) of all tasks, in the order in which they are issued.
 
-    The turns are those of `Turns` of the runtime: a half that waits for a scatter before a norm soon starts its next
-    collective, so the other half lets it go on after its column-parallel products.
+    The halves take turns as in `Turns` of the runtime. A half that waits for a scatter before a norm will soon start
+    its next collective, so the other half yields after its column-parallel products.
     """
     order: list[tuple[int, int]] = []
     position, soon_starting = [0] * halves, set[int]()
@@ -163,7 +163,7 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
 
 
 def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the tasks of one half: their row of durations, and the tasks of the half that each waits for."""
+    """Return the tasks of one half as (index of the duration, indices of tasks in the chain to wait for)."""
     chain: list[tuple[int, tuple[int, ...]]] = []
 
     def add(row: int, after: tuple[int, ...]) -> tuple[int, ...]:
@@ -196,9 +196,9 @@ def pass_span(
         seconds: Seconds of a part; all candidates have the same tasks.
         halves: Number of parts of the microbatch, 1 or 2.
         chunks: Chunks of the experts' tokens of a part.
-        meets: 1 if the halves meet after every layer.
+        meets: 1 if the halves wait for each other after every layer.
         demand: Share of the compute units that a collective occupies.
-        layers: Layers after which the halves meet if not after every layer.
+        layers: Layers after which the halves wait for each other if not after every layer.
     """
     durations = seconds.durations()
     used = [bool(np.any(row > 0.0)) for row in durations]
@@ -225,10 +225,10 @@ def pass_span(
 
 
 def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communication:
-    """Return the communication with the exposed seconds of candidates that overlap; others are unchanged.
+    """Return `comm` with the exposed seconds of candidates that overlap replaced by simulated ones.
 
-    The exposed seconds of a layer are its simulated length minus its computation without overlap. So they include the
-    losses of overlap: contention, launches and smaller matmuls.
+    The exposed seconds of a layer are its simulated time minus its compute time without overlap. So they include the
+    cost of overlap: contention, more launches and smaller matmuls.
     """
     c = s.c
     if not c.any_overlap:
@@ -243,7 +243,7 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
         for x in (work.forward + work.backward + work.recompute + work.launch, comm.tp_whole)
     )
     demand = min(1.0, s.machine.card.collective_share)
-    # Programs differ in their parts and in the tasks that they have.
+    # Candidates with equal parts and equal kinds of tasks share a program.
     tasks = (np.broadcast_to(degree > 1, shape).astype(np.float64) for degree in (c.tp, c.ep))
     first, kind = distinct((halves, chunks, tokens, *tasks))
     for index, row in enumerate(first):
@@ -252,7 +252,7 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
         if half == 1 and token > 1:
             tp[mask] = _exposed_stream(replace(s, c=c.take(mask)), token)
         elif half == 1 and token < 0:
-            # Forward exposes the first gather and the last scatter of a block; backward may compute weight gradients.
+            # Forward exposes a block's first gather and last scatter; backward may overlap them with weight gradients.
             forward = tensor_seconds(replace(s, c=c.take(mask)), 0.0)
             rest = np.maximum(tp_whole[mask] - compute_s[mask], forward / -token)
             tp[mask] = _least_exposed(tp_whole[mask], rest, demand)
@@ -275,22 +275,22 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
 
 
 def _least_exposed(traffic: Array, alone: Array, demand: float) -> Array:
-    """Return a lower bound of exposed traffic of which `alone` has no computation to hide behind.
+    """Return a lower bound of exposed seconds of `traffic`, of which `alone` seconds cannot overlap computation.
 
-    Hidden traffic still slows the computation down: see `LaneProgram.contended_span`.
+    Hidden traffic still slows computation down: see `LaneProgram.contended_span`.
     """
     return (1.0 - demand) * alone + demand * traffic
 
 
 def _split(exposed: Array, tp: Array, ep: Array) -> tuple[Array, Array]:
-    """Return exposed seconds divided in proportion to two kinds of traffic."""
+    """Return exposed seconds divided in proportion to tensor-parallel and expert traffic."""
     total = tp + ep
     share = np.divide(tp, total, out=np.ones_like(total), where=total > 0.0)
     return exposed * share, exposed * (1.0 - share)
 
 
 def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
-    """Return the exposed exchanges of experts with chunks; the blocks outside of them run as without overlap."""
+    """Return the exposed seconds of expert all-to-alls with the tokens in chunks; other blocks do not overlap."""
     redone = 1.0 + _repeats_forward(s)
     total: Array = np.zeros(1)
     for seconds, whole, times in zip(
@@ -304,10 +304,10 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
 
 
 def _exposed_stream(s: PricingCase, chunks: int) -> Array:
-    """Return the exposed collectives of tensor parallelism with chunks of tokens; blocks follow one another."""
+    """Return the exposed seconds of tensor-parallel collectives with the tokens of a block in chunks."""
     redone = 1.0 + _repeats_forward(s)
     parts = s.with_columns(microbatch=s.c.microbatch / chunks)
-    # Seconds of the products of a chunk with the weights of a block: column-parallel and row-parallel ones.
+    # Seconds of a chunk's products with the weights of a block: (column-parallel, row-parallel).
     names = ("attention", "mlp")
     whole = {name: [matmuls(s, part=name, row=row) for row in (False, True)] for name in names}
     chunk = {
@@ -317,7 +317,7 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
         ]
         for name in names
     }
-    # The column weights of the feed-forward part are read while the results of attention are scattered.
+    # Column weights of the MLP are used while results of attention are scattered.
     gradients: dict[str, tuple[Array, Array]] = {
         "attention": (chunk["attention"][0] + chunk["attention"][1], chunk["mlp"][0]),
         "mlp": (chunk["mlp"][1], _no_work()),
@@ -342,7 +342,7 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
 def _exposed_halves(
     s: PricingCase, compute_s: Array, halves: int, chunks: int
 ) -> tuple[Array, Array]:
-    """Return the exposed seconds of tensor and expert parallelism with half-batches."""
+    """Return the exposed seconds of tensor-parallel and of expert collectives with half-batches."""
     c, demand = s.c, s.machine.card.collective_share
     wrapped = s.sharded | ((c.zero > 1) & (c.dp_replicate > 1)) | (c.recompute > 0)
     meets = np.where(wrapped, 1.0, 0.0)
@@ -356,12 +356,12 @@ def _exposed_halves(
 
 
 def _repeats_forward(s: PricingCase) -> Array:
-    """Return 1 for candidates that repeat the whole forward in backward."""
+    """Return 1 for candidates that repeat the whole forward in backward (full recomputation), else 0."""
     return np.where(s.c.recompute > 1, 1.0, 0.0)
 
 
 def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, PassSeconds]:
-    """Return the seconds of a part of a microbatch, forward and backward."""
+    """Return the seconds of one part of a microbatch in one layer, forward and backward."""
     half = s.with_columns(microbatch=s.c.microbatch / halves)
     chunk = half.with_columns(microbatch=half.c.microbatch / chunks)
     blocks, experts = _block_seconds(half), _block_seconds(chunk)
@@ -385,10 +385,10 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
 
 
 def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array]]:
-    """Return the computation of attention, feed-forward part and experts of a layer, forward and backward.
+    """Return compute seconds of (attention, MLP, experts) of a layer, in forward and in backward.
 
-    Element-wise work, casts and launches belong to the blocks in proportion to their products. Partial recomputation
-    is work of backward.
+    Element-wise work, casts and launches are divided among the three in proportion to their matmuls. Partial
+    recomputation is part of backward.
     """
     work, redone = layer_compute(s), _repeats_forward(s)
     launch = work.launch / (3.0 + redone)

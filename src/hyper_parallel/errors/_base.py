@@ -16,15 +16,16 @@ _MOST_OTHERS: Final = 50
 class HyperParallelError(Exception):
     """Base of all coded errors.
 
-    A subclass defines one code, `class NoData(HyperParallelError, code="HP602")`; its docstring is the documentation
-    page of the code: meaning, reason, fix. Constructor arguments are the facts of one occurrence.
+    A subclass defines one code: `class NoData(HyperParallelError, code="HP602")`. Its docstring is the documentation of
+    the code: meaning, reason and fix. Constructor arguments describe one occurrence.
 
     Args:
         what: The problem, in one sentence.
         where: Origin of the wrong value: `recipe.yaml: parallel.tp_x (set by command line)`, a file, a module.
         got: The actual value or values.
         allowed: The accepted values.
-        hint: One line that can be pasted: a command, an override, a recipe line. None: `changes` as overrides.
+        hint: One line that can be pasted: a command, an override, a recipe line. None: the hint shows `changes` as
+            overrides.
         changes: Recipe keys with values that fix the problem, as data: `{"parallel.ep": 4}`.
         others: Further problems, one line each.
     """
@@ -87,7 +88,7 @@ def all_codes() -> dict[str, type[HyperParallelError]]:
     """Return every error code with its class, sorted by code.
 
     Raises:
-        TypeError: Two classes share a code; a test calls this.
+        TypeError: Two classes have the same code.
     """
     classes = sorted(HyperParallelError.__subclasses__(), key=lambda cls: cls.code)
     codes = {cls.code: cls for cls in classes}

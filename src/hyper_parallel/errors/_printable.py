@@ -1,4 +1,4 @@
-"""Text for a terminal from values that somebody else may have written: bounded, and without control characters."""
+"""Conversion of untrusted values to text for a terminal: of bounded length, and without control characters."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_CHARACTERS: Final = 2_000
-"""Of one value in a message."""
+"""Maximum characters of one value in a message."""
 _CONTROL: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
-"""C0 without tab and line feed, DEL, C1, marks that reorder or end lines, and halves of characters."""
+"""Characters to escape: C0 without tab and line feed, DEL, C1, marks that reorder or end lines, lone surrogates."""
 
 
 def printable(text: str) -> str:
-    """Return a text with every character escaped that moves a cursor, hides or reorders text; no tab, no line feed.
+    """Return a text with JSON escapes for all characters that move a cursor, or hide or reorder text.
 
-    Everything that reaches a terminal and holds words of a file goes through this function once. The escapes are those
-    of JSON, so that JSON stays the same value.
+    Tabs and line feeds are not escaped. Text from files passes through this function once before it reaches a terminal.
+    The
+    escapes keep the value of JSON output unchanged.
     """
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def console(**options: Any) -> Console:
-    """Return a console of rich whose texts are `printable` and no markup, those in tables and panels included.
+    """Return a rich console that escapes control characters and markup in all texts, also in tables and panels.
 
     Args:
         options: Further options of `rich.console.Console`.
@@ -43,15 +44,15 @@ def console(**options: Any) -> Console:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats lines of a log without control characters."""
+    """Log formatter that escapes control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the formatted line of a record, with control characters escaped."""
         return printable(super().format(record))
 
 
 class _Abbreviation(reprlib.Repr):
-    """`repr` that looks at a bounded part of a value."""
+    """Variant of `repr` that reads only a bounded part of a value."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -72,13 +73,13 @@ class _Abbreviation(reprlib.Repr):
 
 
 def abbreviated(value: Any, length: int = 80) -> str:
-    """Return `repr(value)`, cut to at most `length` characters; reads no more of a large value than it shows."""
+    """Return `repr(value)`, shortened to at most `length` characters; reads only the shown part of a large value."""
     text = _Abbreviation(length).repr(value)
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def plain(value: object) -> str:
-    """Format a value for a message: a string without quotes, a list separated by commas; long values are cut."""
+    """Return a value as text for a message: a string without quotes, a list with commas; long values are shortened."""
     if isinstance(value, (list, tuple, range)):
         text = ", ".join(map(_plain_item, value[:200])) + (", ..." if len(value) > 200 else "")
     else:

@@ -33,7 +33,7 @@ class TierFull(HyperParallelError, code="HP403"):
     """
 
     enough_bytes: Mapping[str, int] = MappingProxyType({})
-    """By tier, a size with a known plan while the other tiers keep theirs."""
+    """Per tier, a size in bytes for which a plan is known if the other tiers keep their sizes."""
 
 
 class MemoryPlanInvalid(HyperParallelError, code="HP404"):

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def not_writable(error: OSError, place: str | Path) -> OutputNotWritable:
-    """Return the coded error of a failed write.
+    """Convert the operating system's error of a failed write to a coded error.
 
     Args:
         error: Error of the operating system.
@@ -64,7 +64,7 @@ class Unwritten:
 
     @contextmanager
     def spare(self, place: str | Path) -> Iterator[None]:
-        """Collect a coded error or a failed write raised inside.
+        """Collect a coded error or a failed write that the body of the context raises.
 
         Args:
             place: See `written`.
@@ -82,7 +82,7 @@ class Unwritten:
 
 
 def _existing(name: str) -> str:
-    """Return the nearest existing directory above a path, for a hint that can be pasted."""
+    """Return the nearest existing directory above a path, for use in hints."""
     while not os.path.isdir(name) and os.path.dirname(name) != name:  # noqa: PTH112, PTH120
         name = os.path.dirname(name)  # noqa: PTH120
     return name or "."

@@ -1,9 +1,9 @@
 """Models and tokenizers by their name on the Hugging Face hub: `org/name`, or `org/name@revision`.
 
 A name is looked up in the cache of `huggingface_hub`, whose folders this module reads without importing the library.
-Missing files are downloaded by `hyper_parallel.hub.download` in a separate process. This process remains offline, so no
-other library downloads kernels, code or configurations. The resolved revision is a commit, which is also the name of
-the snapshot folder.
+Missing files are downloaded by `hyper_parallel.hub.download` in a separate process. This process remains offline, so
+that no other library downloads kernels, code or configurations. A revision is resolved to a commit, which is also the
+name of the snapshot folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Part = Literal["config", "tokenizer", "model"]
 VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """Vocabulary files; a tokenizer has at least one."""
 _ALLOWED: Final = "HYPER_PARALLEL_DOWNLOADS"
-"""Environment variable that tells this process and its children that the user permits downloads."""
+"""Environment variable that is set in this process and its children if the user permits downloads."""
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = ("1", "ON", "YES", "TRUE")
 _NAME: Final = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.][\w./-]*))?")
@@ -48,7 +48,7 @@ _INDEX: Final = Limits(num_bytes=256 * 1024**2, num_elements=5_000_000)
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """Repository on the hub, with a branch, tag or commit; without a revision, the newest commit of its main branch."""
+    """Repository on the hub, with a branch, tag or commit; no revision means the newest commit of the main branch."""
 
     repository: str
     revision: str | None = None
@@ -63,7 +63,10 @@ class HubName:
 
 
 def parse_name(text: str) -> HubName | None:
-    """Return the hub name in a text; None for a path: an existing one, one with an existing parent, or a file name."""
+    """Return the hub name that a text states; None for a text that is a path.
+
+    A text is a path if it exists, its parent exists, or it has the form of a file name.
+    """
     match = _NAME.fullmatch(text)
     if match is None or _FILE.fullmatch(text):
         return None
@@ -74,7 +77,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def parse_dataset(text: str) -> str | None:
-    """Return the repository of a dataset named by a text; None for a path."""
+    """Return the repository of the dataset that a text names; None for a path."""
     name = parse_name(text)
     return None if name is None or name.revision is not None else name.repository
 
@@ -85,7 +88,7 @@ def is_name(text: str) -> bool:
 
 
 def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
-    """Return repository and commit of a snapshot in the cache; None for any other directory."""
+    """Return repository and commit of a snapshot directory in the cache; None for any other directory."""
     path = Path(directory)
     match = _SNAPSHOT.fullmatch(path.parent.parent.name)
     if match is None or path.parent.name != "snapshots" or not _COMMIT.fullmatch(path.name):
@@ -96,25 +99,25 @@ def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
 
 
 def stay_offline() -> None:
-    """Set the libraries of this process offline unless the environment decides; named downloads remain permitted."""
+    """Set Hugging Face libraries in this process offline, unless the environment configures it; `fetch` still works."""
     if downloads_allowed() and not os.environ.get("HF_HUB_OFFLINE"):
         os.environ[_ALLOWED] = os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def permit_stream(is_stream: bool, source: str) -> None:
-    """Let libraries of this process access the hub for a stream from it, unless the environment forbids downloads."""
+    """Allow libraries of this process to access the hub if `source` is streamed from it and downloads are allowed."""
     if is_stream and parse_dataset(source) is not None and _ALLOWED in os.environ:
         os.environ["HF_HUB_OFFLINE"] = "0"
 
 
 def downloads_allowed() -> bool:
-    """Return whether the user's environment permits downloads from the hub."""
+    """Return whether the user's environment variables permit downloads from the hub."""
     values = (os.environ.get(name, "").upper() for name in _OFFLINE)
     return _ALLOWED in os.environ or not any(value in _TRUE for value in values)
 
 
 def cache_folder() -> Path:
-    """Return the cache folder of `huggingface_hub`, by the library's environment variables."""
+    """Return the cache folder of `huggingface_hub`, from the library's environment variables."""
     env = os.environ
     if named := env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE"):
         return Path(named).expanduser()
@@ -128,7 +131,7 @@ def _home() -> Path:
 
 
 def cached_snapshot(name: HubName, part: Part) -> Path | None:
-    """Return the snapshot in the cache that contains the requested files; None when absent or incomplete."""
+    """Return the cached snapshot with the requested files; None when it is absent or incomplete."""
     folder = cache_folder() / f"models--{name.repository.replace('/', '--')}"
     commit = name.revision or "main"
     if not name.is_pinned:
@@ -231,7 +234,7 @@ def _warn_once(text: str) -> None:
 def _run_download(
     repository: str, part: str, revision: str, split: str, *, folder: Path, is_shown: bool
 ) -> dict[str, Any]:
-    """Run the download into the cache in a separate process with network access; return its answer."""
+    """Run `hub.download` in a separate process with network access, and return the JSON object that it prints."""
     import subprocess
 
     words = [sys.executable, "-m", "hyper_parallel.hub.download", repository, part, revision, split]
@@ -258,7 +261,7 @@ def _is_shown() -> bool:
 def _refusal(
     name: HubName, part: Part, answer: dict[str, Any], where: str | None, key: str
 ) -> UnknownModel:
-    """Return the error for a failed download."""
+    """Return the error for a failed download, whose printed JSON object is `answer`."""
     kind, text = answer.get("kind"), str(answer.get("text", ""))
     local = name.repository.rpartition("/")[2]
     full_command = f"hf download {name.repository} --local-dir {local}"

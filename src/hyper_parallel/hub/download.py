@@ -29,7 +29,10 @@ _STANDARD: Final = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors
 
 
 def choose_files(names: Iterable[str], part: str) -> list[str]:
-    """Return the top-level files of a repository for a part, without duplicate copies of the weights."""
+    """Return the top-level files to download: for the config, the tokenizer, or the whole model.
+
+    Of weights in several forms, only one form is returned.
+    """
     names = sorted(name for name in names if "/" not in name)
     if part == "config":
         return [name for name in names if name == "config.json"]
@@ -42,7 +45,7 @@ def choose_files(names: Iterable[str], part: str) -> list[str]:
 
 
 def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str, Any]:
-    """Download the files of a part; return the directory, or kind and text of the failure."""
+    """Download the files of a part; return `directory`, or `kind` and `text` of the failure."""
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub import errors as hub
 
@@ -84,7 +87,7 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
 
 
 def download_dataset(repository: str, config: str, split: str, quiet: bool) -> dict[str, Any]:
-    """Download and prepare a dataset in the cache of `datasets`; return the directory, or the failure."""
+    """Download a dataset into the cache of `datasets`; return `directory`, or `kind` and `text` of the failure."""
     import datasets
 
     if quiet or not sys.stderr.isatty():
@@ -112,7 +115,7 @@ def _configs(repository: str) -> list[str]:
 
     try:
         return sorted(datasets.get_dataset_config_names(repository))
-    except Exception:  # as above; the names are only a hint
+    except Exception:  # any of the classes above; the names only serve a hint
         return []
 
 
@@ -126,7 +129,7 @@ def _line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Run the download that the arguments describe, and print the result."""
+    """Run the download that the command-line arguments describe, and print the result as JSON."""
     repository, part, revision, split, *options = sys.argv[1:]
     if options or not sys.stderr.isatty():
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"

@@ -1,1 +1,1 @@
-"""Clients: other projects' trainers on our layouts."""
+"""Integrations: trainers of other projects that run on this package's layouts."""

@@ -1,4 +1,4 @@
-"""The central types: pure, frozen values that every room exchanges. No framework, no I/O but a plan's own file."""
+"""Intermediate representation: frozen values that packages exchange, such as layout, strategy, schedule and plan."""
 
 from hyper_parallel.ir.boxes import (
     Box,

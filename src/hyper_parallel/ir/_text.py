@@ -20,14 +20,20 @@ TERMS_SHOWN: Final = 3
 LOSERS_SHOWN: Final = 2
 NOTES_SHOWN: Final = 4
 _DETAILS: Final = ("searched:", "the space that was searched:")
-"""Beginnings of notes about the search, which a panel leaves to the explanation."""
+"""Beginnings of notes about the search, which `explain` shows and `panel` omits."""
 
 
 _BRIEF_WIDTH = 80  # columns of a terminal
 
 
 def panel(plan: Plan, half_width: float | None, width: int) -> str:
-    """Return a summary of about 25 lines: strategy, step, memory, largest terms, rejected plans, notes."""
+    """Return a plan as text of about 25 lines: strategy, step time, memory, largest terms, rejected plans, notes.
+
+    Args:
+        plan: The plan.
+        half_width: As for `summary`.
+        width: Characters per line.
+    """
     lines = [_title(plan)]
     for label, items in summary(plan, half_width).items():
         for index, item in enumerate(items):
@@ -40,7 +46,7 @@ def panel(plan: Plan, half_width: float | None, width: int) -> str:
 
 
 def brief(plan: Plan) -> str:
-    """Return the plan in at most ten lines: strategy, batch, step, memory, largest terms, first runner-up."""
+    """Return a plan in at most ten lines: strategy, batch, step time, memory, largest terms, first runner-up."""
     rows = summary(plan)
     labels = (
         "strategy", "batch", "step time", "throughput", "memory", "mostly", "why not", "notes",
@@ -55,11 +61,11 @@ def _cut(line: str) -> str:
 
 
 def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]:
-    """Return the rows of the panel, by label.
+    """Return the summary panel of a plan, as a dict from row label to lines of text.
 
     Args:
         plan: The plan.
-        half_width: Half width of the 80 % interval of the step time, in log ratio; None: not known.
+        half_width: Half width of the 80 % prediction interval of the step time, in natural logarithm; None: unknown.
     """
     w, s = plan.workload, plan.strategy
     terms = sorted(plan.cost, key=lambda t: -t.seconds)[:TERMS_SHOWN]
@@ -98,7 +104,7 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
 
 
 def one_line(plan: Plan) -> str:
-    """Machine, strategy, step time and memory of a plan in one line."""
+    """Return machine, strategy, step time and memory of a plan in one line."""
     return (
         f"{plan.model.name} on {plan.num_ranks} devices of {plan.topology}: {plan.degrees}, "
         f"{format_seconds(plan.whole_step_s)} per step, MFU {plan.predicted_mfu:.1%}, {_tier(plan, 'hbm')}"
@@ -106,7 +112,7 @@ def one_line(plan: Plan) -> str:
 
 
 def html(plan: Plan) -> str:
-    """Return the panel as an HTML table for notebooks."""
+    """Return the summary panel of a plan as an HTML table, for notebooks."""
     rows = "".join(
         f"<tr><th>{escape(label)}</th><td>{'<br>'.join(map(escape, items))}</td></tr>"
         for label, items in summary(plan).items()
@@ -122,13 +128,13 @@ def _interval(plan: Plan, half_width: float | None) -> str:
 
 
 def _tokens_per_second(plan: Plan) -> float:
-    """Return the tokens per second and device."""
+    """Return the predicted tokens per second and device."""
     per_step = (plan.workload.tokens_per_step or 0) / plan.num_ranks
     return per_step / plan.whole_step_s if plan.whole_step_s else 0.0
 
 
 def _tier(plan: Plan, tier: str) -> str:
-    """Peak bytes of a tier, against its capacity where that is known."""
+    """Return the peak bytes of a tier as text, with its capacity if known."""
     total = sum(t.bytes for t in plan.memory if t.tier == tier)
     if tier != "hbm" or not plan.memory_capacity_bytes:
         return f"{format_bytes(total)} per device in {tier}"
@@ -137,7 +143,7 @@ def _tier(plan: Plan, tier: str) -> str:
 
 
 def _losers(plan: Plan) -> list[Rejected]:
-    """Runners-up that say most: the first that would be faster but does not fit, and the next that does fit."""
+    """Return the runners-up to show: those that fit, after the first that would be faster but does not fit."""
     big = [r for r in plan.rejected if (r.step_s or 0.0) < plan.step_s]
     fit = [r for r in plan.rejected if r not in big]
     return [*big[: 1 if fit else LOSERS_SHOWN], *fit][:LOSERS_SHOWN]
@@ -161,7 +167,7 @@ _SYMBOLS: Final = (
 
 
 def explain(plan: Plan, width: int | None = None) -> str:
-    """Return all decisions and predictions of a plan as text; lines are not wrapped without a width."""
+    """Return all decisions and predictions of a plan as text, wrapped at `width` characters; None: not wrapped."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
     sections = (
         _section(_title(plan), _head(plan)),
@@ -183,7 +189,7 @@ def explain(plan: Plan, width: int | None = None) -> str:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Return the lines of a text; long ones are wrapped and indented further."""
+    """Yield the lines of a text, with long lines wrapped and their continuation indented."""
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         yield from textwrap.wrap(
@@ -193,7 +199,7 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
-    """Indented lines under a title; nothing without lines."""
+    """Return a title with indented lines below; "" without lines."""
     text = "".join(f"\n  {line}" for line in lines)
     return title + text if text else ""
 
@@ -250,7 +256,7 @@ def _roles(plan: Plan) -> Iterator[str]:
 
 
 def _submodel_lines(s: SubmodelsPlan, *, lanes: bool = True) -> Iterator[str]:
-    """Yield one line per part, lines for the step of all parts and the search, and the lanes of that step."""
+    """Yield lines about the parts of a multimodal model, their step, the search, and with `lanes` its chart."""
     for part in s.parts:
         first, *others = part.ranks
         adjacent = len(others) > 2 and part.ranks == (*range(first, first + len(part.ranks)),)
@@ -282,7 +288,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[str]]]:
-    """Title and lines of every tier."""
+    """Yield the title and the lines of every memory tier."""
     for tier in dict.fromkeys(term.tier for term in plan.memory):
         terms = sorted((t for t in plan.memory if t.tier == tier), key=lambda t: -t.bytes)
         total = sum(t.bytes for t in terms)
@@ -298,14 +304,14 @@ def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _share(part: float, whole: float) -> str:
-    """Return a share as a percentage and a bar."""
+    """Return the ratio of `part` to `whole` as a percentage and a bar of characters."""
     share = part / whole if whole else 0.0
     bar = "#" * round(BAR * min(1.0, max(0.0, share)))
     return f"{share:6.1%}  {bar.ljust(BAR, '.')}"
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
-    """Every layout once, with the parameters that have it."""
+    """Yield a line per distinct layout, with the parameters that have it."""
     groups: dict[str, list[str]] = {}
     for name, layout in plan.layouts.items():
         groups.setdefault(str(layout), []).append(name)
@@ -321,7 +327,7 @@ def _collectives(plan: Plan) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    """Virtual stages, runs of equal ones in one line."""
+    """Yield a line per pipeline stage; consecutive equal stages share a line."""
     if len(plan.stages) < 2:
         return
     index = 0
@@ -354,7 +360,7 @@ def _front(plan: Plan) -> Iterator[str]:
 
 
 def diff(a: Plan, b: Plan) -> str:
-    """Return one line per differing value, `path: left -> right`; `-` stands for an absent value."""
+    """Return the differences of two plans, a line `path: left -> right` per value; `-` is an absent value."""
     left, right = dict(_flat(a)), dict(_flat(b))
     return "\n".join(
         f"{path}: {left.get(path, '-')} -> {right.get(path, '-')}"

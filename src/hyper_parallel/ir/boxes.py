@@ -1,8 +1,8 @@
 """Boxes: parts of tensors, as half-open index ranges, in memory, in files and in messages; and packed projections.
 
-A rank stores, for every dim of a tensor, runs of consecutive indices; its shard is their product, so it consists of
-boxes. A file or a message has boxes too. One intersection therefore gives the elements to copy between any two places,
-independent of the layouts on both sides:
+For every dim of a tensor, a rank stores runs of consecutive indices. Its shard is the product of the runs, so it
+consists of boxes. A file or a message has boxes too. One intersection therefore gives the elements to copy between any
+two places, independent of the layouts on both sides:
 
     have  [0:4, 0:6]  [4:8, 0:6]        two pieces in files
     want  [2:6, 0:3]                    box of a rank
@@ -36,7 +36,7 @@ _R = TypeVar("_R")
 
 
 class Box(NamedTuple):
-    """Part of a tensor; a tuple, because ranks gather and compare many.
+    """Part of a tensor, as a half-open index range per dim.
 
     Attributes:
         name: Name of the tensor.
@@ -48,7 +48,7 @@ class Box(NamedTuple):
 
     @classmethod
     def at(cls, name: str, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        """Return the box of a shape whose first index is `offset`."""
+        """Return the box with a shape whose first index is `offset`."""
         return cls(name, tuple((o, o + n) for o, n in zip(offset, shape, strict=True)))
 
     @classmethod
@@ -72,25 +72,25 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def contains(self, other: Box) -> bool:
-        """Return whether all elements of a box of the same tensor, which may have another number of dims, are here."""
+        """Return whether this box has all elements of another box; False if their numbers of dims differ."""
         return len(self.ranges) == len(other.ranges) and all(
             first <= start and stop <= last
             for (first, last), (start, stop) in zip(self.ranges, other.ranges, strict=True)
         )
 
     def within(self, outer: Box) -> Ranges:
-        """Return the ranges relative to the first index of an enclosing box."""
+        """Return the index ranges of this box relative to the first index of an enclosing box."""
         pairs = zip(self.ranges, outer.ranges, strict=True)
         return tuple((start - first, stop - first) for (start, stop), (first, _) in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """Box of a rank's shard.
+    """Box of a rank's shard, in the indices of the full and of the local tensor.
 
     Attributes:
-        box: Its indices in the full tensor.
-        index: Its indices in the local tensor.
+        box: Index ranges in the full tensor.
+        index: Index ranges in the local tensor.
     """
 
     box: Box
@@ -98,7 +98,7 @@ class LocalBox:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the common elements of two boxes; None without any, and for boxes of different tensors."""
+    """Return the intersection of two boxes; None if it is empty or the boxes are of different tensors."""
     if a.name != b.name:
         return None
     pairs = zip(a.ranges, b.ranges, strict=True)
@@ -107,7 +107,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def merge(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return runs of a dim with adjacent ones merged and empty ones removed."""
+    """Return the runs of a dim with adjacent runs merged and empty runs removed."""
     merged: list[tuple[int, int]] = []
     for start, stop in runs:
         if start < stop and merged and merged[-1][1] == start:
@@ -118,7 +118,10 @@ def merge(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def chunk(runs: Iterable[tuple[int, int]], count: int, number: int) -> Runs:
-    """Return one chunk of the indices in some runs by the rule of `torch.chunk`: the last may be shorter or empty."""
+    """Return the runs of chunk `number` of `count`, by the rule of `torch.chunk`.
+
+    The last chunks may be shorter or empty.
+    """
     runs = [*runs]
     length = -(-sum(stop - start for start, stop in runs) // count)
     first, chunked = number * length, []
@@ -130,18 +133,18 @@ def chunk(runs: Iterable[tuple[int, int]], count: int, number: int) -> Runs:
 
 
 Split = tuple[int, int, int]
-"""Division of a dim by a mesh axis: its degree, the number of blocks it divides separately, and this rank's index."""
+"""Division of a dim by a mesh axis: (degree, number of blocks that are divided separately, index of this rank)."""
 
 
 def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs | None:
-    """Return the runs of a dim on one rank whose axes divide the dim one after another, as placements of a DTensor.
+    """Return the runs of a dim that one rank stores if mesh axes divide the dim in order, as DTensor placements do.
 
     Args:
         size: Size of the dim.
-        splits: Divisions in the order of the mesh.
+        splits: Divisions by the mesh axes, outer to inner.
 
     Returns:
-        The runs; None if FSDP, applied last to a tensor-parallel shard, stores other indices on some rank.
+        The runs; None if FSDP, which divides the tensor-parallel shard last, stores different indices on some rank.
     """
     divided = tuple((degree, blocks) for degree, blocks, _ in splits)
     return _divide(size, splits) if _is_unambiguous(size, divided) else None
@@ -157,7 +160,7 @@ def _divide(size: int, splits: Iterable[Split]) -> Runs:
 
 @functools.lru_cache(maxsize=256)  # many parameters of thousands of ranks have few sizes
 def _is_unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether DTensor's order and FSDP applied last to the tensor-parallel shard store equal indices per rank.
+    """Return whether division in mesh order and division by FSDP last give every rank the same indices.
 
     Args:
         size: Size of the dim.
@@ -178,11 +181,11 @@ def _is_unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
 
 
 def boxes(name: str, runs: Sequence[Runs]) -> list[LocalBox]:
-    """Return the boxes of a rank's shard, without empty ones.
+    """Return the nonempty boxes of a rank's shard.
 
     Args:
         name: Name of the tensor.
-        runs: Runs of each dim, for example `Layout.ranges`; the local tensor stores them one after another.
+        runs: Runs of each dim, such as `Layout.ranges`; the local tensor stores them consecutively.
     """
     dims = []
     for ranges in runs:
@@ -201,7 +204,7 @@ def boxes(name: str, runs: Sequence[Runs]) -> list[LocalBox]:
 def transfers(
     have: Iterable[tuple[_S, Box]], want: Iterable[tuple[_R, Box]]
 ) -> Iterator[tuple[_S, _R, Box]]:
-    """Yield sender, receiver and elements of every copy that fills the wanted boxes; senders in their order.
+    """Yield (sender, receiver, box) of every copy that is needed to fill the wanted boxes, in order of `have`.
 
     Args:
         have: Senders (files, ranks) and their boxes. Elements in several boxes are sent several times; choose one
@@ -218,10 +221,10 @@ def transfers(
 
 
 def choose_senders(have: Sequence[Mapping[Box, int]]) -> dict[Box, int]:
-    """Return one rank for each box that ranks have, balanced by bytes.
+    """Return a dict from each box to the rank that sends it, such that the bytes per sender are balanced.
 
     Args:
-        have: Bytes of every box, per rank; replicas have equal boxes.
+        have: Per rank, a dict from box to its bytes; replicas have equal boxes.
     """
     candidates: dict[Box, list[int]] = {}
     for rank, sizes in enumerate(have):
@@ -240,13 +243,13 @@ def choose_senders(have: Sequence[Mapping[Box, int]]) -> dict[Box, int]:
 
 
 def divided_dims(outer: Box, parts: Iterable[Box]) -> list[int]:
-    """Return the dims in which some of the parts differ from `outer`."""
+    """Return the dims in which any of the boxes `parts` differs from `outer`."""
     different = {d for part in parts for d, r in enumerate(part.ranges) if r != outer.ranges[d]}
     return sorted(different)
 
 
 def tile(outer: Box, parts: Sequence[Box]) -> bool:
-    """Return whether boxes inside of `outer` cover it exactly once, in time linear in their number.
+    """Return whether the boxes `parts` inside of `outer` cover it exactly once, in time linear in their number.
 
     The mixed derivative of the indicator function of a box is a sum of signed points at its corners. It determines a
     function of bounded support. So boxes add up to a box exactly if their signed corners do.
@@ -267,7 +270,7 @@ class Part:
 
     Attributes:
         rows: Number of rows.
-        heads: Number of equal row groups that must not be divided; equal to `rows` if any row may be separated.
+        heads: Number of equal row groups that must not be divided; equal to `rows` if the part may be cut anywhere.
     """
 
     rows: int
@@ -275,27 +278,27 @@ class Part:
 
 
 def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, ...]:
-    """Query, key and value, stacked in this order."""
+    """Return the parts of a packed weight of query, key and value rows, in this order."""
     kv = Part(num_kv_heads * head_dim, num_kv_heads)
     return Part(num_heads * head_dim, num_heads), kv, kv
 
 
 def gate_up_parts(rows: int) -> tuple[Part, ...]:
-    """Gate and up, the halves of `rows`."""
+    """Return the parts of a packed weight of gate and up, each half of `rows`."""
     half = Part(rows // 2, rows // 2)
     return half, half
 
 
 def equal_parts(parts: tuple[Part, ...], degree: int) -> bool:
-    """Return whether all parts have the same size and their heads divide by the degree."""
+    """Return whether all parts have equal rows and every number of heads divides by `degree`."""
     return len({p.rows for p in parts}) == 1 and all(p.heads % degree == 0 for p in parts)
 
 
 def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """Half-open row ranges, one per part, that a rank works on."""
+    """Return the half-open row ranges, one per part, that a tensor-parallel rank computes with."""
     result, first = [], 0
     for part in parts:
-        shared = max(1, degree // part.heads)  # ranks that work on the same rows
+        shared = max(1, degree // part.heads)  # ranks that compute with the same rows
         size = part.rows * shared // degree
         start = first + rank // shared * size
         result.append((start, start + size))
@@ -306,7 +309,10 @@ def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple
 def exchanged(
     parts: tuple[Part, ...], degree: int, source: int, target: int
 ) -> tuple[tuple[int, int], ...]:
-    """Row ranges that `source` holds, in equal slices of all rows, and `target` works on; increasing, without empty."""
+    """Return the nonempty row ranges that rank `source` computes and rank `target` uses, ascending.
+
+    `source` computes one of `degree` equal slices of all rows.
+    """
     size = sum(p.rows for p in parts) // degree
     owned = source * size, (source + 1) * size
     cut = [(max(a, owned[0]), min(b, owned[1])) for a, b in working_rows(parts, degree, target)]
@@ -314,5 +320,5 @@ def exchanged(
 
 
 def exchanged_rows(parts: tuple[Part, ...], degree: int, source: int, target: int) -> int:
-    """Return the number of rows listed by `exchanged`."""
+    """Return the number of rows that rank `source` computes and rank `target` uses."""
     return sum(b - a for a, b in exchanged(parts, degree, source, target))

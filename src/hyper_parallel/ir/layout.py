@@ -1,7 +1,7 @@
 """Mesh, layout of one tensor over it, purposes of collectives, and redistribution from one layout to another.
 
-A mesh is an n-dimensional arrangement of device ids, axes written outer to inner. Devices that are neighbours on
-the innermost axis have neighbouring ids, so inner axes lie on faster links. Nothing here knows a framework.
+A mesh is an n-dimensional arrangement of device ids, axes written outer to inner. Neighbours on the innermost axis have
+neighbouring ids, so inner axes lie on faster links.
 
     Mesh((("dp_shard", 2), ("tp_x", 4)))      ranks 0..3 are one tensor-parallel group, 4..7 the other
 
@@ -18,18 +18,17 @@ shard one dim, the first axis of the mesh is the outer one. Another order requir
 tensor parallelism, the mesh is (dp_shard, tp_x), dim 0 is sharded by (tp_x, dp_shard), and the entry of dp_shard is
 StridedShard(dim=0, split_factor=tp).
 
-`redistribute` finds the cheapest sequence of collectives between two layouts. Every step keeps the tensor described by
-a layout, so the innermost axis of a dim is the only one that can be taken away, and an axis is always put back
-innermost:
+`redistribute` finds the cheapest sequence of collectives between two layouts. After every step a
+layout describes the tensor, so only the innermost axis of a dim can be removed, and an axis is added innermost:
 
-    slice           axis held by none     -> innermost of a dim        free
-    all_gather      innermost of a dim    -> axis held by none         (g-1) * part before
+    slice           replicating axis      -> innermost of a dim        free
+    all_gather      innermost of a dim    -> replicating axis          (g-1) * part before
     reduce_scatter  partial sums          -> innermost of a dim        (g-1) * part after
-    all_reduce      partial sums          -> axis held by none         2 (g-1) * ceil(part / g)
+    all_reduce      partial sums          -> replicating axis          2 (g-1) * ceil(part / g)
     all_to_all      innermost of a dim    -> innermost of another dim  (g-1) * block
 
-Costs are the bytes one rank sends in ring algorithms over g ranks, the padding of uneven parts included; a block of
-an all_to_all is the largest piece that one rank keeps for another. Source: Patarasuk and Yuan 2009, "Bandwidth
+Costs are the bytes that one rank sends in ring algorithms over g ranks, including the padding of uneven parts. The
+block of an all_to_all is the largest piece that one rank sends to another. Source: Patarasuk and Yuan 2009, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", section 3. The search is Dijkstra's over layouts, exact
 for these steps on the axes that the two layouts use.
 """
@@ -52,7 +51,7 @@ AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Named axes, outer to inner, over a list of device ids.
+    """Arrangement of device ids along named axes, outer to inner.
 
     Attributes:
         axes: Pairs of axis name and degree, outer to inner.
@@ -98,18 +97,18 @@ class Mesh:
         return math.prod(degree for _, degree in self.axes)
 
     def degree(self, axis: str | Iterable[str]) -> int:
-        """Degree of an axis, or the product over several; an axis the mesh does not have counts 1."""
+        """Return the degree of an axis, or the product over several axes; an axis that the mesh lacks counts as 1."""
         degrees = dict(self.axes)
         if isinstance(axis, str):
             return degrees.get(axis, 1)
         return math.prod(degrees.get(a, 1) for a in axis)
 
     def device(self, position: int) -> int:
-        """Device id at a row-major position."""
+        """Return the device id at a row-major position."""
         return self.devices[position] if self.devices else position
 
     def position(self, device: int) -> int:
-        """Row-major position of a device id."""
+        """Return the row-major position of a device id."""
         devices = self.devices or range(self.size)
         if device not in devices:
             allowed = self.devices or f"0..{self.size - 1}"
@@ -117,7 +116,7 @@ class Mesh:
         return devices.index(device)
 
     def coordinate(self, device: int) -> dict[str, int]:
-        """Coordinate of a device on every axis."""
+        """Return a dict from axis name to the coordinate of a device."""
         rest = self.position(device)
         coordinate = {}
         for name, degree in reversed(self.axes):
@@ -125,7 +124,7 @@ class Mesh:
         return {name: coordinate[name] for name in self.names}
 
     def at(self, coordinate: Mapping[str, int]) -> int:
-        """Device id at a coordinate; axes left out count 0."""
+        """Return the device id at a coordinate; omitted axes have coordinate 0."""
         position = 0
         for name, degree in self.axes:
             index = coordinate.get(name, 0)
@@ -139,7 +138,7 @@ class Mesh:
         return self.device(position)
 
     def group(self, device: int, axes: str | Sequence[str]) -> tuple[int, ...]:
-        """Return the devices that differ from `device` only on `axes`; the first of the axes is the outermost."""
+        """Return the devices that differ from `device` only on `axes`, in order; the first axis varies slowest."""
         group = [self.coordinate(device)]
         for axis in (axes,) if isinstance(axes, str) else axes:
             group = [{**c, axis: i} for c in group for i in range(self.degree(axis))]
@@ -177,14 +176,14 @@ class Layout:
     """Placement of one tensor.
 
     Attributes:
-        axes: Per tensor dim the mesh axes that split it, outermost first; () keeps the dim whole.
+        axes: Per tensor dim, the mesh axes that shard it, outermost first; () if the dim is not sharded.
         partial: Axes over which each rank holds one summand; the tensor is their sum.
-        memory: Memory kind the local part lives in.
-        dims: Logical names of the dims, for people; () when unknown.
-        parts: Per dim the equal parts it stacks, each cut apart by the axes of the dim; () is one part each. With gate
-            and up in one weight, `gate_up/2:tp_x` gives a rank its slice of each half.
-        one_of: Axes of which one coordinate holds the tensor, as an expert that is a module of its own (`[mlp, embed]
-            @ hbm, one of ep`); ranks at the others hold nothing of it.
+        memory: Memory kind that holds the local shard.
+        dims: Displayed names of the dims; () if unknown.
+        parts: Per dim, the number of equal stacked parts, each of which the axes of the dim shard separately; () is one
+            part per dim. With gate and up in one weight, `gate_up/2:tp_x` gives a rank its slice of each half.
+        one_of: Axes along which only one rank has the tensor, such as an expert that is a module of its own (`[mlp,
+            embed] @ hbm, one of ep`); the other ranks have no part of it.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -221,11 +220,11 @@ class Layout:
 
     @property
     def sharding_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold different elements: those that split some dim, in dim order, then `one_of`."""
+        """Axes whose ranks have different elements: those that shard a dim, in dim order, then `one_of`."""
         return (*(a for dim in self.axes for a in dim), *self.one_of)
 
     def parts_of(self, dim: int) -> int:
-        """Return the number of equal parts that a dim stacks; 1 for a dim that no axis shards."""
+        """Return the number of equal parts stacked in a dim; 1 for a dim that no axis shards."""
         return self.parts[dim] if self.parts and self.axes[dim] else 1
 
     def stack(self, dim: int, parts: int) -> Layout:
@@ -234,7 +233,7 @@ class Layout:
         return replace(self, parts=tuple(parts if i == dim else n for i, n in enumerate(old)))
 
     def check(self, mesh: Mesh) -> None:
-        """Raise when the layout uses an axis that the mesh does not have."""
+        """Raise LayoutError if the layout uses an axis that the mesh does not have."""
         missing = [a for a in (*self.sharding_axes, *self.partial) if a not in mesh.names]
         if missing:
             raise LayoutError(
@@ -242,7 +241,7 @@ class Layout:
             )
 
     def split(self, dim: int, *axes: str) -> Layout:
-        """Return the layout with `axes` appended innermost to a dim."""
+        """Return the layout with a dim also sharded by `axes`, as its innermost axes."""
         if not 0 <= dim < len(self.axes):
             raise LayoutError(
                 f"dim {dim} is out of range for a layout of {len(self.axes)} dims",
@@ -289,12 +288,12 @@ class Layout:
     def local_shape(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """Shape of the part a rank holds."""
+        """Return the shape of the shard of the rank at `coordinate`."""
         result = self.ranges(shape, mesh, coordinate)
         return tuple(sum(stop - start for start, stop in runs) for runs in result)
 
     def max_local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Shape of the largest part, the one at coordinate 0 of every axis."""
+        """Return the shape of the largest shard, which is at coordinate 0 of every axis."""
         return self.local_shape(shape, mesh, {})
 
     def __str__(self) -> str:
@@ -310,24 +309,24 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank along the axis holds the same part."""
+    """Placement on an axis whose ranks all have the same elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank along the axis holds one summand."""
+    """Placement on an axis whose ranks each have one summand of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The axis cuts a tensor dim into consecutive slices."""
+    """Placement on an axis that shards a tensor dim into consecutive slices."""
 
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """The axis cuts each of `split_factor` equal pieces of a dim; a rank holds its slice of every piece."""
+    """Placement on an axis that shards each of `split_factor` equal pieces of a dim; a rank has a slice of each."""
 
     dim: int
     split_factor: int
@@ -378,13 +377,13 @@ def placements(
 
 
 class Purpose(StrEnum):
-    """Value of `Collective.purpose`: one vocabulary for formulas, run-time counters, traces and plans.
+    """Purpose of a collective, as named in formulas, run-time counters, traces and plans.
 
     A purpose names one direction. `backward` is the purpose of the transposed collective: a gather of tokens in
     forward is a scatter of their gradients in backward.
     """
 
-    # FSDP, and replicas of what it shards
+    # FSDP, and its replicas
     FSDP_PARAMETERS = "fsdp parameters"
     FSDP_GRADIENTS = "fsdp gradients"
     EXPERT_PARAMETERS = "expert parameters"
@@ -438,16 +437,16 @@ class Purpose(StrEnum):
     # Once a step
     GRADIENT_NORM = "gradient norm"
     STEP_LOG = "loss and memory of all ranks"
-    """What a trainer sends for its log; no formula counts it."""
+    """Collectives of a trainer for its log; no formula counts them."""
 
     @property
     def backward(self) -> Purpose:
-        """Purpose of the transposed collective in backward; the same purpose if it has no other name."""
+        """Purpose of the transposed collective in backward; the purpose itself if it has no separate name."""
         return _BACKWARD.get(self, self)
 
     @property
     def parallelism(self) -> str:
-        """Kind that needs the collective: dp, tp, cp, ep, pp, submodels, or step for those once per step."""
+        """Kind of parallelism that needs the collective: dp, tp, cp, ep, pp, submodels or step (once per step)."""
         name = self.name
         if name in ("EXPERT_ROW_COUNTS", "EXPERT_ROWS", "EXPERT_LOAD", "BALANCE_LOSS"):
             return "ep"
@@ -462,7 +461,7 @@ _PARALLELISMS = (
     ("SUBMODELS_", "submodels"),
     *((start, "pp") for start in ("PIPELINE_", "SHARED_")),
 )
-"""Starts of names, and the kind of parallelism; all others belong to tensor parallelism."""
+"""(prefix of a purpose's name, kind of parallelism); names without such a prefix belong to tensor parallelism."""
 _PAIRS = (
     (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER),
     (Purpose.HEAD_GATHER, Purpose.HEAD_SCATTER),
@@ -480,15 +479,15 @@ StepKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_t
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """Step of a redistribution.
+    """Collective or local operation of a redistribution, with the layout after it.
 
     Attributes:
         kind: Collective or local operation.
         axis: Mesh axis of the group.
-        dim: Tensor dim that is gathered, scattered or sliced; the one an all_to_all takes the axis from. None for
-            all_reduce.
-        to_dim: Tensor dim an all_to_all puts the axis on; None for the others.
-        sent_bytes: Bytes a rank with a part of the largest size sends.
+        dim: Tensor dim that is gathered, scattered or sliced; for all_to_all, the dim that the axis no longer shards.
+            None for all_reduce.
+        to_dim: Tensor dim that the axis shards after an all_to_all; None for other kinds.
+        sent_bytes: Bytes sent by a rank with a shard of the largest size.
         layout: Layout after the step.
     """
 
@@ -508,11 +507,11 @@ class CollectiveStep:
 def redistribute(
     src: Layout, dst: Layout, mesh: Mesh, shape: Sequence[int], dtype_bytes: int
 ) -> tuple[CollectiveStep, ...]:
-    """Return the cheapest steps from one layout to another; among equally cheap ones, the fewest.
+    """Return the cheapest sequence of steps from one layout to another; among equally cheap ones, the shortest.
 
     Args:
-        src: Present layout.
-        dst: Requested layout. Axes of degree 1 are ignored.
+        src: Layout of the tensor before the steps.
+        dst: Layout after the steps. Axes of degree 1 are ignored.
         mesh: Mesh with the degrees.
         shape: Logical shape of the tensor.
         dtype_bytes: Width of one element.
@@ -582,7 +581,7 @@ def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
 def _steps(
     layout: Layout, axes: Sequence[str], mesh: Mesh, shape: Sequence[int], dtype_bytes: int
 ) -> Iterator[CollectiveStep]:
-    """Every step that the layout allows."""
+    """Yield every single step that is possible from a layout."""
     part = layout.max_local_shape(shape, mesh)
     for axis in axes:
         peers = mesh.degree(axis) - 1

@@ -37,7 +37,7 @@ MemoryActionKind = Literal[
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
 GRADIENT_PIECES = 16
-"""Parts of its columns in which the gradient of an embedding is computed outside the arena, one after the other."""
+"""Number of column blocks in which an embedding's gradient is computed, one at a time, outside the arena."""
 COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "prefetch": ("dram", "device"),
     "store": ("device", "dram"),
@@ -46,12 +46,12 @@ COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
 }
 """Source and destination tier of each copying action."""
 OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "join")
-"""Actions whose target is an operator; that of all others is a storage."""
+"""Actions whose target is an operator; the target of all others is a storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Allocation on the device.
+    """Device allocation of a step, which may be moved between memory tiers.
 
     Attributes:
         name: Parameter name, state name, or name of the operator that allocates it.
@@ -69,16 +69,16 @@ class Storage:
 
     @property
     def persistent(self) -> bool:
-        """Lives across steps, so it has a home tier between them."""
+        """True if the storage exists between steps, so that it has a home tier there."""
         return self.at_start and self.at_end
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Indivisible unit of device work.
+    """Kernel call or collective: an indivisible unit of device work over storages.
 
     Attributes:
-        name: Operator name, for people.
+        name: Displayed name of the operator.
         reads: Storages it reads.
         writes: Storages it changes in place (also listed in `reads` if the old content matters).
         allocs: Storages it allocates and writes.
@@ -86,10 +86,10 @@ class Operator:
         flops: Floating-point operations.
         access_bytes: Bytes moved between device memory and arithmetic units.
         phase: Phase of the step.
-        repeatable: Whether a second run on the same inputs gives the same bits without side effects.
+        repeatable: Whether a second run on equal inputs gives bitwise equal results without side effects.
         ordered: Whether it draws random numbers or checks a captured branch; ordered operators keep their order.
-        scratch_bytes: Requested bytes of each staging allocation outside the arena that exists at the same time, for
-            results that cannot be written to a fixed address. On an accelerator also the workspace of the kernel.
+        scratch_bytes: Requested bytes of each concurrent staging allocation outside the arena, for results that cannot
+            be written to a fixed address; on an accelerator also the workspace of the kernel.
         group: Process group of the collective; empty: no communication. A collective is started by `run`, proceeds in
             parallel to the compute lane, and ends at its `join`.
         comm_s: Time on the communication lane.
@@ -116,7 +116,7 @@ class Operator:
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """Storages that must be on the device while it runs, each once."""
+        """Storages that must be on the device while the operator runs, without duplicates."""
         return tuple(dict.fromkeys((*self.reads, *self.writes, *self.allocs)))
 
 
@@ -125,12 +125,11 @@ class MemoryProgram:
     """Operators of one step, in program order.
 
     Attributes:
-        name: For people: `llama train`.
+        name: Displayed name: `llama train`.
         storages: All storages, referred to by index.
         operators: All operators in the order of the model.
-        alignment_bytes: Allocations are rounded up to a multiple of this: 512 as CUDA's allocator does, 1 for requested
-            bytes.
-        address_bytes: Addresses in the arena are multiples of this.
+        alignment_bytes: Unit to which allocations are rounded up: 512 as CUDA's allocator does, 1 for requested bytes.
+        address_bytes: Unit of addresses in the arena.
     """
 
     name: str
@@ -141,17 +140,17 @@ class MemoryProgram:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Rounded bytes of every storage."""
+        """Bytes of every storage, rounded up to `alignment_bytes`."""
         return tuple(_round_up(s.num_bytes, self.alignment_bytes) for s in self.storages)
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """Bytes of every storage in the arena: `sizes`, rounded up to whole addresses."""
+        """Bytes of every storage in the arena: `sizes`, rounded up to `address_bytes`."""
         return tuple(_round_up(size, self.address_bytes) for size in self.sizes)
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Maximum bytes of the staging allocations of one operator, outside the arena."""
+        """Maximum over operators of the bytes of staging allocations, which are outside the arena."""
         sizes = (
             sum(_round_up(n, self.alignment_bytes) for n in op.scratch_bytes)
             for op in self.operators
@@ -165,19 +164,19 @@ class MemoryProgram:
 
     @cached_property
     def operands(self) -> tuple[tuple[int, ...], ...]:
-        """Storages of `touched` that exist before each operator: all except its results."""
+        """Per operator, the storages in `touched` that exist before it runs: all except its results."""
         pairs = zip(self.operators, self.touched, strict=True)
         return tuple(tuple(s for s in touched if s not in op.allocs) for op, touched in pairs)
 
     @property
     def on_device(self) -> tuple[MemoryTier, ...]:
-        """Homes that leave every storage on the device."""
+        """Home tier `device` for every storage."""
         device: MemoryTier = "device"
         return (device,) * len(self.storages)
 
     @property
     def seconds(self) -> float:
-        """Compute seconds of the step without any stall: no wait for copies or for other ranks."""
+        """Compute seconds of the step, without waits for copies or other ranks."""
         return sum(op.seconds for op in self.operators)
 
     @property
@@ -197,7 +196,7 @@ def _round_up(num_bytes: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAction:
-    """Action of an emitted program.
+    """Action of a memory plan: an operator, a copy, a wait or a release.
 
     Attributes:
         kind: `run` or `recompute` an operator; `join`: wait for a collective; start a copy (`prefetch` host to device,
@@ -232,7 +231,16 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Decision for one idle gap of a storage, with its reason."""
+    """Decision to offload, recompute or stream a storage between two of its uses.
+
+    Attributes:
+        storage: Index of the storage.
+        what: The decision.
+        first: Position of the use before the gap; -1 for a storage that starts the step off the device (`stream`).
+        last: Position of the use after the gap.
+        tier: Memory that holds the storage meanwhile; `device` for `recompute`.
+        reason: Sentence for the report of the plan.
+    """
 
     storage: int
     what: Literal["offload", "recompute", "stream"]
@@ -243,34 +251,34 @@ class Choice:
 
 
 class HostBuffers:
-    """Buffers of every size: how many are in use, and the most that ever were.
+    """Counts of host buffers by size: in use now, and at their maximum.
 
     Args:
-        reserved: By size, buffers that no other size gets the bytes of.
+        reserved: Dict from size to the number of buffers reserved for that size.
 
     Attributes:
-        most: By size, buffers that must exist.
+        most: Dict from size to the maximum number of buffers in use so far.
     """
 
     def __init__(self, reserved: Mapping[int, int] | None = None) -> None:
         self._now: Counter[int] = Counter()
         self.most: Counter[int] = Counter()
         self._reserved = Counter(reserved or {})
-        self._fitting: dict[tuple[int, int], bool] = {}  # forgotten when `most` grows
+        self._fitting: dict[tuple[int, int], bool] = {}  # cleared when `most` grows
 
     def take(self, size: int) -> None:
-        """Count one more buffer of a size as in use."""
+        """Count one more buffer of `size` bytes as in use."""
         self._now[size] += 1
         if self._now[size] > self.most[size]:
             self.most[size] += 1
             self._fitting.clear()
 
     def give(self, size: int) -> None:
-        """Count one buffer of a size as free."""
+        """Count one buffer of `size` bytes as free again."""
         self._now[size] -= 1
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
-        """Return whether one more buffer of a size keeps the slabs within a capacity."""
+        """Return whether one more buffer of `size` bytes in use keeps all slabs within a capacity."""
         if self._now[size] < max(self.most[size], self._reserved[size]):
             return True
         asked = size, capacity_bytes
@@ -281,20 +289,20 @@ class HostBuffers:
 
 
 class Residency:
-    """Tiers that hold the bytes of every storage, advanced by the actions of a plan in program order.
+    """Memory tiers that have the bytes of each storage, updated by the actions of a plan in program order.
 
     A copy allocates its destination when it is issued, the results of an operator are allocated before it runs, and
-    `detach` and `free` release bytes. No action is checked.
+    `detach` and `free` release bytes. Actions are not checked; see `memory_plan.replay`.
 
     Args:
-        program: Storages and operators.
+        program: Program with storages and operators.
         reserved: See `HostBuffers`.
 
     Attributes:
-        valid: Per storage, the tiers that have its bytes, and whether their content is the newest.
-        live: Bytes now, per tier.
-        peaks: Peak bytes per tier.
-        buffers: Buffers of DRAM.
+        valid: Per storage, a dict from each tier that has its bytes to whether the content there is the newest.
+        live: Dict from tier to its current bytes.
+        peaks: Dict from tier to its peak bytes.
+        buffers: Counts of DRAM buffers.
     """
 
     def __init__(self, program: MemoryProgram, reserved: Mapping[int, int] | None = None) -> None:
@@ -305,7 +313,7 @@ class Residency:
         self.buffers = HostBuffers(reserved)
 
     def take(self, s: int, tier: MemoryTier) -> None:
-        """Allocate the bytes of a storage in a tier unless it has them, and mark the content there as the newest."""
+        """Allocate a storage in a tier, unless it already is, and mark the content there as the newest."""
         tiers = self.valid[s]
         if tier not in tiers:
             size = self._sizes[s]
@@ -324,7 +332,7 @@ class Residency:
             self.buffers.give(self._sizes[s])
 
     def apply(self, action: MemoryAction) -> None:
-        """Advance by one action."""
+        """Update the residency by one action."""
         kind, target = action.kind, action.target
         if kind in ("run", "recompute"):
             for s in self._operators[target].allocs:
@@ -343,17 +351,20 @@ class Residency:
 
 
 def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
-    """Return the slabs for a number of buffers of every size.
+    """Return the slabs of pinned host memory from which buffers are cut.
+
+    Args:
+        buffers: Dict from size to number of buffers.
 
     Returns:
-        Bytes of every slab, a power of two, and how many buffers of every size are cut from it, one after the other.
+        Per slab, its bytes (a power of two) and a dict from size to the number of buffers cut from it, in order.
     """
     left = {size: buffers[size] for size in sorted(buffers, reverse=True) if size}
     result = []
     while any(left.values()):
         largest = next(size for size, count in left.items() if count)
         total = sum(size * count for size, count in left.items())
-        # The largest power of two that the rest fills, so that little stays unused.
+        # The largest power of two that the remaining buffers fill, so that little is unused.
         slab = max(1 << (total.bit_length() - 1), 1 << (largest - 1).bit_length())
         parts, free = dict[int, int](), slab
         for size in left:
@@ -366,5 +377,5 @@ def slabs(buffers: Mapping[int, int]) -> list[tuple[int, dict[int, int]]]:
 
 
 def slab_bytes(buffers: Mapping[int, int]) -> int:
-    """Return the bytes of the slabs for a number of buffers of every size."""
+    """Return the total bytes of the slabs for `buffers`, a dict from size to number of buffers."""
     return sum(slab for slab, _ in slabs(buffers))

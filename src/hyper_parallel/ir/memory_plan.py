@@ -1,8 +1,8 @@
 """Memory plans, and their replay, which checks every action and counts bytes.
 
-`replay` walks the actions of a plan with the tier and content version of every storage. It raises for an action that
-reads absent or stale content, or breaks another rule, and returns peaks, copied bytes and live ranges. A `MemoryPlan`
-is a program in its chosen order, with residency actions and static addresses. Its peaks come from a replay.
+`replay` applies the actions of a plan and tracks the tiers and the content version of every storage. It raises an error
+for an action that reads absent or stale content or breaks another rule. It returns peaks, copied bytes and live ranges.
+A `MemoryPlan` is a program in its chosen order, with residency actions and static addresses; its peaks are replayed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from hyper_parallel.ir.memory import (
 
 @dataclass(frozen=True)
 class Replay:
-    """Result of a replay.
+    """Peaks, copied bytes and live ranges of a replayed memory plan.
 
     Attributes:
-        peak_bytes: Peak of every tier over the step.
+        peak_bytes: Dict from tier to its peak over the step.
         peak_action: Index of the action at the device's peak.
         profile: Device bytes during every action.
-        copied_bytes: Bytes moved by each kind of copy (requested, not rounded).
+        copied_bytes: Dict from kind of copy to copied bytes (requested, not rounded).
         residency: Every live range on the device, without addresses.
         recompute_seconds: Compute seconds of recomputed operators.
-        host_buffers: For every rounded size, the maximum of host buffers in use.
+        host_buffers: Dict from rounded size to the maximum number of host buffers in use.
     """
 
     peak_bytes: dict[str, int]
@@ -75,16 +75,16 @@ class _Walk(Residency):
             self.stays.append(Extent(s, self.since.pop(s), self.at))
 
     def copied(self, storage: int, tier: str) -> bool:
-        """Return whether a copy into or out of `tier` may be running; one end of every copy is host memory."""
+        """Return whether a copy of a storage into or out of `tier` may be in flight."""
         return any(tier == to or "dram" in (tier, to) for to in self.in_flight[storage])
 
     def filled(self, storage: int) -> bool:
-        """Return whether other ranks may still write a storage in a collective."""
+        """Return whether a collective in flight may still write a storage."""
         operators = (self.program.operators[i] for i in self.communicating)
         return any(storage in (*op.writes, *op.allocs) for op in operators)
 
     def used(self, storage: int) -> bool:
-        """Return whether collectives in flight still read or write a storage."""
+        """Return whether a collective in flight may still read or write a storage."""
         return any(storage in self.program.touched[i] for i in self.communicating)
 
     def illegal(self, at: int, action: MemoryAction, why: str) -> MemoryPlanInvalid:
@@ -183,9 +183,9 @@ class _Walk(Residency):
 def replay(
     program: MemoryProgram, homes: tuple[MemoryTier, ...], actions: Iterable[MemoryAction]
 ) -> Replay:
-    """Walk the actions and check each of them.
+    """Apply all actions of a memory plan, check each of them, and return peaks and live ranges.
 
-    Bytes are allocated in program order, see `Residency`, so the profile does not depend on copy speed.
+    Bytes are allocated in program order (see `Residency`), so the result does not depend on copy speed.
 
     Checks:
         * operands are on the device with their latest content;
@@ -224,7 +224,7 @@ def replay(
         if walk.live["device"] > best:
             best, best_at = walk.live["device"], at
         if releases:
-            walk.release(at, action)  # the bytes are still taken during the action
+            walk.release(at, action)  # the bytes still count during the action
     walk.check_end(homes)
     walk.at = len(profile)
     for index in list(walk.since):
@@ -247,7 +247,7 @@ class MemoryPlan:
     Attributes:
         program: The operators.
         homes: Tier of every persistent storage between steps; `device` for all others.
-        actions: The emitted program.
+        actions: Actions in order.
         seconds: Simulated seconds of the step, copies included.
         choices: Decisions, one entry per offloaded or recomputed gap.
         statement: Explanation by the planner: beneficial, useless and illegal decisions, with reasons.
@@ -266,20 +266,20 @@ class MemoryPlan:
 
     @cached_property
     def replayed(self) -> Replay:
-        """The plan walked once; raises HP404 when an action is illegal."""
+        """Result of replaying the plan; raises MemoryPlanInvalid (HP404) if an action is illegal."""
         return replay(self.program, self.homes, self.actions)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Peak bytes per tier, by replay; on the device those of the storages that live at the same time."""
+        """Dict from tier to peak bytes by replay; those of the device exclude gaps between addresses."""
         return self.replayed.peak_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Device bytes of the plan: the arena and the staging buffers of results."""
+        """Device bytes of the plan: the arena plus the staging buffers."""
         return self.arena_bytes + self.program.staging_bytes
 
     @cached_property
     def dram_bytes(self) -> int:
-        """Host bytes of the plan: slabs for the maximum of concurrent buffers of every size."""
+        """Host bytes of the plan: slabs for the maximum number of buffers in use of every size."""
         return slab_bytes(self.replayed.host_buffers)

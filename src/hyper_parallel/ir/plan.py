@@ -25,7 +25,7 @@ from hyper_parallel.serde import DecodeError, decode, encode, write_text
 
 @dataclass(frozen=True, slots=True)
 class RejectedRoles:
-    """Another split of the devices, or another staleness of the same, and why it is not the plan's."""
+    """Split of the devices into samplers and learners, or staleness, that was not chosen, with the reason."""
 
     rollout_ranks: int
     rollout_tp: int
@@ -36,17 +36,17 @@ class RejectedRoles:
 
 @dataclass(frozen=True, slots=True)
 class RolesPlan:
-    """Sampling and learning ranks of a step, and their times.
+    """Split of the devices into sampling and learning ranks, with predicted times.
 
     Attributes:
         rollout_ranks: Ranks that only sample; 0: learners sample between steps (colocated).
-        rollout_tp: Tensor-parallel ranks of one copy of the sampler.
-        max_staleness: Rollouts that samplers run ahead of learning.
+        rollout_tp: Tensor-parallel ranks of one sampler replica.
+        max_staleness: Number of rollouts that samplers may run ahead of learning.
         sample_s: Seconds to sample one rollout, without contention.
-        learn_s: Seconds to learn from one rollout: its optimizer steps and the passes of the reference.
-        step_s: Simulated seconds per optimizer step of both, in the steady state.
+        learn_s: Seconds to learn from one rollout: optimizer steps, and forwards of the reference model.
+        step_s: Simulated steady-state seconds per optimizer step, sampling included.
         sampler_bytes: Peak bytes of a sampling rank.
-        rejected: Other splits, among them the best of every mode.
+        rejected: Splits that were not chosen; includes the best one for every other staleness, separate or colocated.
     """
 
     rollout_ranks: int
@@ -74,7 +74,7 @@ def role_tasks(
     Args:
         sample_s: Seconds of a sampling rank per step.
         learn_s: Seconds of a learning rank per step.
-        max_staleness: Steps that sampling runs ahead; None: learners sample between steps.
+        max_staleness: Steps that sampling may run ahead; None: learners sample between steps.
         steps: Number of steps.
         ranks: Numbers of learning and sampling ranks. Ranks of one role work in lockstep, so more than one of each
             matters only if they share cores.
@@ -99,15 +99,15 @@ def role_tasks(
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """Part of a model on ranks of its own.
+    """Part of a multimodal model with ranks assigned, and its predicted time and memory.
 
     Attributes:
         name: `language`, `vision` or `audio`.
         ranks: Ranks of the part.
-        degrees: Its strategy as text.
-        forward_s: Seconds of all forwards of a step on one of its ranks, the busiest stage of a pipeline.
-        backward_s: Seconds of all backwards, likewise; 0 for a frozen part.
-        memory: Terms of the predicted peak of one of its ranks, without those of other parts; empty: not predicted.
+        degrees: Strategy of the part as text.
+        forward_s: Seconds of all forwards of a step on one rank of the part; in a pipeline, of its busiest stage.
+        backward_s: Seconds of all backwards on that rank; 0 for a frozen part.
+        memory: Terms of the predicted peak of one rank, for this part only; empty: not predicted.
     """
 
     name: str
@@ -120,19 +120,19 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class SubmodelsPlan:
-    """Parts of a model, and their predicted step: forwards and backwards, without reductions and optimizer.
+    """Parts of a multimodal model and their predicted step, without gradient reductions and optimizer.
 
     Attributes:
-        parts: The language part first.
+        parts: All parts, the language part first.
         step_s: Simulated seconds of a step.
         bubble: Fraction of the ranks' time without computation.
-        lower_s: Seconds that no order of the same work on these ranks undercuts: all work of the busiest rank if the
-            tower's microbatches may lie on any of its ranks, or the longest microbatch from end to end.
+        lower_s: Lower bound of the seconds of a step, for any order of the same work on these ranks.
         schedule: Joint schedule in the extended CSV form; empty: the tower computes in rounds.
         wait_s: Seconds by which the step is longer than that of the language part alone.
         lanes: The simulated step as text, one line per lane and part.
-        certificate: Step of these parts, and a lower bound for all layouts of a search; None: no search.
-        inline: Whether ranks of the first stage run the towers inside of its passes, without `parallel.submodels`.
+        certificate: Seconds of this step, and a lower bound over all layouts of a search; None without a search.
+        inline: Whether ranks of the first pipeline stage run the towers in its forwards and backwards, without
+            `parallel.submodels`.
     """
 
     parts: tuple[PartPlan, ...]
@@ -149,7 +149,7 @@ class SubmodelsPlan:
 PLAN_VERSION: Final = 2
 _LIMITS: Final = Limits()
 RESERVED: Final = ("device context", "fragmentation")
-"""Memory terms that no tensor holds: driver context with communicators, and what an allocator cannot use."""
+"""Memory terms without tensors: driver context with communicators, and memory that the allocator cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +183,14 @@ class MemoryTerm:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Collectives of one kind on one group of axes during one step, as counted by the formulas.
+    """Collectives of one kind and purpose over one group of axes in a step, as counted by the formulas.
 
     Attributes:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast.
         axes: Mesh axes of the group.
         purpose: `Purpose` of the collectives.
         count: Calls per rank and step.
-        sent_bytes: Bytes one rank sends per step in ring algorithms, padding included.
+        sent_bytes: Bytes that one rank sends per step in ring algorithms, padding included.
     """
 
     kind: str
@@ -202,7 +202,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A strategy that was considered and lost, and why."""
+    """Strategy that was not chosen, with the reason and its predicted time and memory."""
 
     strategy: Strategy
     reason: str
@@ -212,7 +212,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """Identity of a plan's model, used to refuse another one."""
+    """Identity of the model that a plan was made for; the plan is refused for other models."""
 
     name: str
     family: str
@@ -224,7 +224,9 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Cost of one microbatch on one stage. A full backward takes both gradient times.
+    """Cost of one microbatch on one pipeline stage.
+
+    F is the forward, I the input gradient, W the weight gradient, B the full backward (I and W).
 
     Attributes:
         forward_s: Seconds of F.
@@ -237,9 +239,9 @@ class StageCost:
         unshard_s: Seconds to gather the parameters.
         reduce_grad_s: Seconds to reduce the gradients.
         offload_s: Unused; kept because plan files contain it.
-        parameter_bytes: Gathered parameters, resident from UNSHARD to RESHARD.
+        parameter_bytes: Bytes of gathered parameters, resident from UNSHARD to RESHARD.
         exposed_forward_s: Seconds of exposed collectives in the forward.
-        exposed_backward_s: Seconds of exposed collectives in B, or I.
+        exposed_backward_s: Seconds of exposed collectives in the backward (B or I).
         update_s: Seconds of the optimizer on the parameters of the stage, once per step.
     """
 
@@ -267,7 +269,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Virtual stage of a plan.
+    """Pipeline stage of a plan, possibly virtual.
 
     Attributes:
         first_layer: Index of its first decoder layer.
@@ -284,16 +286,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Proof that no better strategy exists within the cost model.
+    """Result of a search with a lower bound: proof of how far the chosen strategy can be from the optimum.
 
     Attributes:
         objective: Minimized quantity: `step-time`, `memory`, ...
-        value: Value of the chosen strategy: seconds per step, bytes.
-        bound: Lower bound on every strategy of the space.
-        priced: Complete strategies that were priced.
-        simulated: Strategies whose schedule was simulated.
-        cut: Pruned partial strategies, by reason; each stands for all its completions.
-        ruled_out: Illegal combinations, by reason.
+        value: Value of the chosen strategy, in seconds per step or bytes.
+        bound: Lower bound of the value over all strategies of the search space.
+        priced: Number of complete strategies that were priced.
+        simulated: Number of strategies whose schedule was simulated.
+        cut: Dict from reason to the number of pruned partial strategies; each stands for all its completions.
+        ruled_out: Dict from reason to the number of illegal combinations.
     """
 
     objective: str
@@ -312,7 +314,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A strategy, and its sequences per microbatch, on the front of time and memory: nothing is faster and smaller."""
+    """Strategy on the Pareto front of step time and memory, with its sequences per microbatch."""
 
     strategy: Strategy
     microbatch: int
@@ -322,7 +324,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """A constant, in words, that would make another strategy win if it were so many times larger."""
+    """Change of a hardware constant, as a factor, at which another strategy becomes the fastest."""
 
     constant: str
     factor: float
@@ -331,7 +333,7 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A resolved answer to: how does this model train on this machine.
+    """Resolved decision of how to train a model on a machine, with predicted time and memory.
 
     Attributes:
         model: The model the plan is for.
@@ -347,15 +349,15 @@ class Plan:
         collectives: Communication of one step, by formula.
         rejected: Runners-up, best first.
         stages: Cost of one microbatch on every virtual stage; `planner.simulate_plan` simulates them.
-        pace: Speed of a pipeline rank while 1, 2, ... ranks are busy, relative to all busy; empty if every rank has its
+        pace: Speed of a pipeline rank while 1, 2, ... of them are busy; 1 while all are. Empty if every rank has its
             own cores.
         certificate: Proof of optimality; None for a user's strategy.
-        pareto: Front of time and memory near the chosen strategy, fastest first.
-        sensitivity: Constants whose change would change the choice, smallest change first.
+        pareto: Pareto front of step time and memory, fastest first.
+        sensitivity: Hardware constants whose change would change the choice, smallest change first.
         roles: Sampling and learning ranks of an RL step; the costs above cover learning only.
         submodels: Parts of a multimodal model on ranks of their own, for the images or recordings of the first step;
             the numbers above are those of the language part.
-        properties: Measured properties of the model's class, used for packing and caches; None: not measured.
+        properties: Measured properties of the model's class, for packing and KV caches; None: not measured.
         notes: Assumptions, and layouts that deviate from the model's own plan.
         version: Schema version.
     """
@@ -390,7 +392,7 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Predicted peak bytes on the fullest device, first tier."""
+        """Predicted peak bytes in the device memory of the fullest device."""
         return sum(term.bytes for term in self.memory if term.tier == "hbm")
 
     @property
@@ -411,7 +413,7 @@ class Plan:
 
     @property
     def whole_step_s(self) -> float:
-        """Predicted seconds from one step to the next, with sampling where a step does both, and waits for a tower."""
+        """Predicted seconds from one step to the next, including sampling of RL steps and waits for a tower."""
         if self.submodels is not None:
             return self.step_s + self.submodels.wait_s
         return self.step_s if self.roles is None else self.roles.step_s
@@ -432,7 +434,7 @@ class Plan:
 
     @property
     def predicted_mfu(self) -> float:
-        """Model FLOP/s utilisation of the ranks that train that the prediction implies, against the dense peak."""
+        """Predicted model FLOP/s utilization (MFU) of the ranks that train, relative to the dense peak."""
         tokens = self.workload.tokens_per_step or 0
         peak = self.peak_flops * self.num_ranks
         capacity = self.whole_step_s * peak
@@ -442,13 +444,14 @@ class Plan:
         """Return the plan as a panel of about 25 lines.
 
         Args:
-            half_width: Half width of the 80 % interval of the step time, in log ratio; None: not shown.
-            width: Columns.
+            half_width: Half width of the 80 % prediction interval of the step time, in natural logarithm; None: not
+                shown.
+            width: Characters per line.
         """
         return _text.panel(self, half_width, width)
 
     def __str__(self) -> str:
-        """Return the plan in at most ten lines of 80 columns; `summary` and `explain` say more."""
+        """Return the plan in at most ten lines of 80 characters; `summary` and `explain` are longer."""
         return _text.brief(self)
 
     def one_line(self) -> str:
@@ -462,7 +465,7 @@ class Plan:
         """Return the plan as text: time and memory by term, layouts, collectives, rejected strategies.
 
         Args:
-            width: Columns; None: lines are not wrapped.
+            width: Characters per line; None: lines are not wrapped.
         """
         return _text.explain(self, width)
 
@@ -471,12 +474,12 @@ class Plan:
         return _text.diff(self, other)
 
     def to_json(self) -> str:
-        """Return the file form: indented JSON, keys in field order."""
+        """Return the plan as indented JSON with keys in field order, the content of a plan file."""
         return json.dumps({**encode(self), "fingerprint": self.fingerprint}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Read the file form.
+        """Return the plan in the text of a plan file.
 
         Raises:
             PlanUnreadable: HP306 with the path of the first value that does not fit.
@@ -519,7 +522,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a file; see `from_json` for the errors."""
+        """Return the plan in a file; see `from_json` for the errors."""
         try:
             text = read_text(Path(path), _LIMITS)
         except (OSError, ValueError) as error:
@@ -542,7 +545,7 @@ _DEGREES: Final = (
 
 
 def range_problem(plan: Plan) -> str:
-    """Return the first number of a plan that is out of its range, or nothing; such a file is refused before any use."""
+    """Return a sentence about the first number of a plan that is out of range; "" if all numbers are in range."""
     return next(_problems(plan), "")
 
 

@@ -36,7 +36,7 @@ ActionKind: TypeAlias = Literal[
     "REDUCE_GRAD",
     "OVERLAP_F_B",
 ]
-"""F forward, I input gradient, W weight gradient, B full backward (I and W); other names are self-explanatory."""
+"""F forward, I input gradient, W weight gradient, B full backward (I and W); others as in torch."""
 
 COMPUTE: Final = frozenset({"F", "I", "W", "B", "OVERLAP_F_B"})
 _PER_STAGE: Final = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
@@ -52,16 +52,16 @@ PEERS: Final[dict[str, tuple[int, ActionKind]]] = {
     "SEND_B": (-1, "RECV_B"),
     "RECV_B": (1, "SEND_B"),
 }
-"""Stage offset of the peer in a chain, and its action, for each send or receive."""
+"""Kind of send or receive to (stage offset of the peer in a chain, kind of the matching action)."""
 _OVERLAP: Final = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Entry of a schedule.
+    """Action of a pipeline rank: a computation, message, gather or reduction on one stage.
 
     Attributes:
-        stage: Virtual stage, counted from the start of the model; -1 for OVERLAP_F_B, whose parts each have a stage.
+        stage: Stage, counted from the start of the model; -1 for OVERLAP_F_B, whose parts each have a stage.
         kind: Kind of action.
         microbatch: Index of the microbatch; None for UNSHARD, RESHARD, REDUCE_GRAD and OVERLAP_F_B.
         parts: Actions of an OVERLAP_F_B.
@@ -76,19 +76,19 @@ class Action:
 
     @property
     def leaves(self) -> tuple[Action, ...]:
-        """The parts of an OVERLAP_F_B, else the action itself."""
+        """Parts of an OVERLAP_F_B, else the action itself."""
         return self.parts or (self,)
 
     @property
     def peer(self) -> Action:
-        """The receive of a send, the send of a receive."""
+        """Matching receive of a send, or matching send of a receive."""
         step, kind = PEERS[self.kind]
         other = self.stage + step if self.other is None else self.other
         return message(other, kind, self.microbatch, self.stage)
 
     @property
     def slots(self) -> int:
-        """Length in a grid with bubbles: one slot for F, I and W, two for B, none for other kinds."""
+        """Number of slots in a grid with bubbles: 1 for F, I and W, 2 for B, 0 for other kinds."""
         return sum(_SLOTS.get(leaf.kind, 0) for leaf in self.leaves)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read the text form.
+        """Return the action written in the text form, such as `2F0`.
 
         Raises:
             ScheduleError: HP320 when the text is not an action.
@@ -128,14 +128,14 @@ def _parse(text: str) -> Action:
 
 
 def message(stage: int, kind: ActionKind, microbatch: int | None, other: int) -> Action:
-    """Return the send or receive of a stage whose other end is a given stage."""
+    """Return the send or receive of a stage whose other end is the stage `other`."""
     chained = other == stage + PEERS[kind][0]
     return Action(stage, kind, microbatch, other=None if chained else other)
 
 
 @dataclass(frozen=True, slots=True)
 class StageGraph:
-    """Stages that do not form a chain.
+    """Graph of pipeline stages, for stages that do not form a chain.
 
     Attributes:
         edges: (producer, consumer) pairs of stages; a producer has the smaller number.
@@ -172,7 +172,7 @@ class StageGraph:
 
     @staticmethod
     def parse(cells: Sequence[str]) -> StageGraph:
-        """Read the cells of the text form: `0>2`, `0 frozen`, `1 copied`.
+        """Return the graph written in CSV cells, such as `0>2`, `0 frozen`, `1 copied`.
 
         Raises:
             ScheduleError: HP320 for another cell.
@@ -195,13 +195,13 @@ class StageGraph:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Ordered actions per pipeline rank.
+    """Pipeline schedule: the ordered actions of every rank.
 
     Attributes:
-        name: How it was made: `1f1b`, `zbv`, `csv`.
+        name: Origin: name of a generated schedule, such as `1f1b`, or `csv`.
         stages: Virtual stages of the whole pipeline.
         microbatches: Microbatches of one step.
-        ranks: Actions of each rank, in order. Idle steps are not stored: time comes from a simulation.
+        ranks: Actions of each rank, in order; idle time is not stored.
         graph: Edges between stages; None for the chain 0, 1, 2, ...
 
     Raises:
@@ -222,13 +222,13 @@ class Schedule:
                 )
 
     def before(self, stage: int) -> tuple[int, ...]:
-        """Return the producers of a stage's inputs."""
+        """Return the stages that produce a stage's inputs."""
         if self.graph is None:
             return (stage - 1,) if stage else ()
         return tuple(source for source, target in self.graph.edges if target == stage)
 
     def after(self, stage: int) -> tuple[int, ...]:
-        """Return the consumers of a stage's output."""
+        """Return the stages that consume a stage's output."""
         if self.graph is None:
             return (stage + 1,) if stage + 1 < self.stages else ()
         return tuple(target for source, target in self.graph.edges if source == stage)
@@ -244,7 +244,7 @@ class Schedule:
         return self.after(action.stage) if action.kind in ("B", "I") else ()
 
     def messages(self, action: Action) -> tuple[Action, ...]:
-        """Return the sends of a computation's result, one per stage that needs it, on whatever rank."""
+        """Return the sends of a computation's result, one per stage that needs it, even if it is on the same rank."""
         kind = _SENDS.get(action.kind)
         if kind is None:
             return ()
@@ -254,22 +254,22 @@ class Schedule:
 
     @property
     def has_communication(self) -> bool:
-        """True when sends and receives are written out (torch's `compute_comms` form)."""
+        """True if the schedule contains sends and receives, as in torch's `compute_comms` form."""
         return any(a.kind.startswith(("SEND", "RECV")) for rank in self.ranks for a in rank)
 
     def leaves(self) -> Iterator[tuple[int, int, Action]]:
-        """Every action as (rank, position, action); an OVERLAP_F_B gives its parts with one position."""
+        """Yield every action as (rank, position, action); an OVERLAP_F_B is replaced by its parts, at its position."""
         for rank, actions in enumerate(self.ranks):
             for position, action in enumerate(actions):
                 for leaf in action.leaves:
                     yield rank, position, leaf
 
     def homes(self) -> dict[tuple[int, int | None], int]:
-        """(stage, microbatch) to the rank that computes it.
+        """Return a dict from (stage, microbatch) to the rank that computes it.
 
         Raises:
-            ScheduleError: HP320 when a stage computes on no rank or, without copies, on two; or when the computations
-                of one microbatch lie on two copies.
+            ScheduleError: HP320 if a stage is on no rank, if a stage that is not copied is on two, or if two copies of
+                a stage compute one microbatch.
         """
         copied = self.graph.copied if self.graph else frozenset()
         place: dict[int, int] = {}
@@ -293,7 +293,7 @@ class Schedule:
         return homes
 
     def placement(self) -> dict[int, int]:
-        """Stage to rank, from where a stage computes; copied stages are left out.
+        """Return a dict from stage to the rank that computes it, without copied stages.
 
         Raises:
             ScheduleError: HP320 as for `homes`.
@@ -310,7 +310,7 @@ class Schedule:
         """Return the CSV form, one row per rank; torch reads it with `_load_csv`.
 
         Args:
-            extended: Also write a last row with the graph, which torch does not read.
+            extended: Whether to write a last row with the graph, which torch does not read.
 
         Raises:
             ScheduleError: HP320 for a graph when not `extended`.
@@ -328,7 +328,7 @@ class Schedule:
 
     @staticmethod
     def from_csv(text: str, name: str = "csv") -> Schedule:
-        """Read either CSV form; empty cells are idle steps and are dropped.
+        """Return the schedule in a CSV text of either form; empty cells, which are idle steps, are dropped.
 
         Raises:
             ScheduleError: HP320 for a cell that is not an action, with its row and column, or a file without actions.
@@ -367,10 +367,10 @@ def grid(
     Args:
         schedule: Schedule to print.
         rows: `slots`: one row per slot and one column per rank, as torch prints; `ranks`: transposed.
-        starts: Start slot of each action per rank (see `mpmd.unit_starts`). Bubbles become visible, and `..` marks
-            further slots of an action. None: the position of the action.
+        starts: Start slot of each action per rank (see `mpmd.unit_starts`), which makes bubbles visible; `..` marks
+            further slots of an action. None: actions follow one another.
         mark: Rank and position of an action to mark with `>` and `<`.
-        around: Show only this many slots before and after the marked one.
+        around: Number of slots to show before and after the marked one; None: all.
     """
     cells: dict[tuple[int, int], str] = {}
     for rank, actions in enumerate(schedule.ranks):
@@ -393,7 +393,7 @@ def grid(
         table += [[str(r), *(cells.get((s, r), "") for s in slots)] for r in ranks]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     if rows == "ranks":
-        # Time runs to the right: every slot is equally wide.
+        # Time runs to the right, and every slot has equal width.
         widths[1:] = [max(widths[1:], default=0)] * len(widths[1:])
     return "\n".join(
         " ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in table

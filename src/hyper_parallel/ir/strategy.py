@@ -1,10 +1,9 @@
 """Strategy and workloads: how a step is divided over devices, and how much work training and generation are.
 
-A `Strategy` is the value of a recipe's `parallel:` section. Its `SequenceCut` says which tokens each context-parallel
-rank holds: cp ranks are a ring of n places with u Ulysses ranks in each; rank r is at place r // u and is Ulysses rank
-r % u. With n > 1 the sequence is cut into 2 n chunks and place j holds chunks j and 2 n - 1 - j ("zigzag"), so that
-under a causal mask every place has the same work. The u ranks of a place hold equal slices of its chunks, laid end to
-end:
+A `Strategy` is the value of a recipe's `parallel:` section. A `SequenceCut` defines the tokens of each context-parallel
+rank. The ranks form a ring of n places with u Ulysses ranks each; rank r is at place r // u and is Ulysses rank r % u.
+With n > 1 the sequence is split into 2 n chunks, and place j has chunks j and 2 n - 1 - j ("zigzag"), so that every
+place has equal work under a causal mask. The u ranks of a place have equal slices of its concatenated chunks:
 
     n=2, u=1   rank 0: chunks 0 3    rank 1: chunks 1 2
     n=1, u=2   rank 0: first half    rank 1: second half
@@ -30,7 +29,7 @@ _SORTED_AXES: Final = sorted(AXES)
 CpKind = Literal["ring", "ulysses", "hybrid", "all_gather"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
 V_SHAPED: Final = ("zbv", "dualpipev")
-"""Schedules whose ranks hold two stages each, on the way down and on the way back."""
+"""Schedules whose rank r of p has two stages, r and 2p - 1 - r."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Communication inside of a layer that runs while the same rank computes.
+    """Choices that overlap communication inside of a layer with computation on the same rank.
 
     Attributes:
-        half_batch: Decoder layers run on two halves of the sequences of a microbatch, which take turns: one computes
-            while the collectives of the other are in flight.
-        ep_chunks: Chunks of tokens of the experts: one is computed while the rows of another are exchanged.
-        tp_chunks: Chunks of tokens of attention and MLP blocks: one is multiplied while another is gathered or
-            scattered over the tensor-parallel ranks.
+        half_batch: Whether decoder layers run on two halves of a microbatch in turn: one computes while the collectives
+            of the other are in flight.
+        ep_chunks: Number of token chunks of experts; one is computed while another is dispatched or combined.
+        tp_chunks: Number of token chunks of attention and MLP; one is computed while another is gathered or scattered
+            over the tensor-parallel ranks.
     """
 
     half_batch: bool = False
@@ -63,9 +62,9 @@ class Overlap:
     tp_chunks: int = 1
 
     def parts(self, sequences: int, length: int) -> int:
-        """Return the number of parts that layers run a microbatch of [sequences, length] tokens in.
+        """Return the number of parts into which layers split a microbatch of [sequences, length] tokens: 1 or 2.
 
-        A batch with as many sequences as tokens per sequence stays whole: sizes do not tell which dim is which.
+        A microbatch with sequences = length is not split, because the two dims cannot be told apart by size.
         """
         return 2 if self.half_batch and sequences % 2 == 0 and sequences != length else 1
 
@@ -80,7 +79,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Degrees of the mesh axes, outer to inner, and related choices.
+    """Parallel degrees of the mesh axes, and all other choices of how a model is trained on them.
 
     Attributes:
         pp: Pipeline stages.
@@ -92,24 +91,25 @@ class Strategy:
         ep: Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the world size.
         attention_shape: Shape of attention blocks on two tensor-parallel axes; no effect when tp_y is 1.
         mlp_shape: Shape of MLP blocks, likewise.
-        attention_scatter: 2-D attention shards heads (no traffic along y) or tokens (y joins context parallelism).
-        gathered_inputs: Keep gathered inputs of a matmul for backward, or gather them again in backward.
+        attention_scatter: Whether 2-D attention shards heads over y, or tokens as context parallelism does.
+        gathered_inputs: Whether gathered inputs of matmuls are kept for backward or re-gathered in backward.
         cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.
         cp_ulysses: Ulysses ranks inside cp for the hybrid; the ring has cp / cp_ulysses.
-        schedule: Order of pipeline actions; also the placement of stages for a `schedule_file`.
+        schedule: Pipeline schedule; with a `schedule_file`, it only determines the placement of stages.
         schedule_file: CSV file with the actions of every pipeline rank, instead of a generated schedule; "": none.
         virtual_stages: Pipeline stages per rank.
         stage_layers: Decoder layers of each (virtual) stage, in model order; (): balanced by cost.
         rules: Overrides of the model's own sharding plan; the first match wins.
         recompute: Activations that backward recomputes.
-        reshard_after_forward: Free gathered parameters between forward and backward (ZeRO-3); else ZeRO-2.
+        reshard_after_forward: Whether gathered parameters are freed between forward and backward (ZeRO-3), or not
+            (ZeRO-2).
         etp: Tensor-parallel ranks of one expert; None: tp without expert parallelism, else 1.
         zero: 0: nothing is sharded over dp_shard x cp; 1: optimizer states only; None: FSDP, see
             `reshard_after_forward`.
         recompute_layers: Number of layers per rank that `recompute` applies to, from the first of each stage; None:
             all.
-        offload: Let a memory plan offload to host memory the storages that exceed device memory.
-        overlap: Communication that runs during computation.
+        offload: Whether a memory plan offloads bytes that exceed device memory to host memory.
+        overlap: Overlap of communication and computation inside of layers.
         order: Mesh axes, outer to inner.
     """
 
@@ -151,12 +151,12 @@ class Strategy:
 
     @property
     def dp(self) -> int:
-        """Ranks that see different sequences, dp_replicate * dp_shard."""
+        """Data-parallel ranks, dp_replicate * dp_shard."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def world_size(self) -> int:
-        """Product of the degrees; `ep` folds over others and does not count."""
+        """Number of ranks: product of the degrees except `ep`, which folds over other axes."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
@@ -173,9 +173,9 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers of a rank that are recomputed: the first ones of every stage, evenly.
+        """Return the decoder layers of a rank that are recomputed: the first ones of each stage, evenly.
 
-        Backward reaches the first layers last, when the activations of the others are already freed.
+        Backward reaches the first layers last, when activations of later layers are already freed.
 
         Args:
             stages: Layers of each of the rank's stages, in model order.
@@ -190,7 +190,7 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """State sharded over dp_shard x cp: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters."""
+        """ZeRO stage over dp_shard x cp: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
         return self.zero if self.zero is not None else 3 if self.reshard_after_forward else 2
 
     @property
@@ -200,7 +200,7 @@ class Strategy:
 
     @property
     def reduces_once(self) -> bool:
-        """True if FSDP reduces gradients, and gathers resident parameters, once per step instead of per microbatch."""
+        """True if FSDP reduces gradients and gathers parameters once per step, not once per microbatch."""
         return self.pp > 1 or self.zero_stage == 1
 
     @property
@@ -215,7 +215,7 @@ class Strategy:
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
-        """Axes that FSDP cuts parameters over: context-parallel ranks hold the same parameters, so they join."""
+        """Axes over which FSDP shards parameters: dp_shard, and cp, whose ranks use the same parameters."""
         return tuple(a for a in ("dp_shard", "cp") if getattr(self, a) > 1)
 
     def expert_mesh(self) -> Mesh:
@@ -239,9 +239,9 @@ class Strategy:
         return self.expert_mesh() if {"ep", "edp"} & {*layout.sharding_axes} else self.mesh()
 
     def spanning_axes(self, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return axes of the main mesh that span the same ranks as axes of the expert mesh, else these axes.
+        """Return the axes of the main mesh that span the same ranks as `expert_axes`; `expert_axes` if there are none.
 
-        A group of ranks has one name in both meshes: with dp_shard=2 and ep=2, `ep` is `dp_shard`.
+        For example, with dp_shard=2 and ep=2, the axis `ep` spans the ranks of `dp_shard`.
         """
         wanted = set(self.expert_mesh().group(0, expert_axes))
         mesh = self.mesh()
@@ -253,7 +253,7 @@ class Strategy:
         return expert_axes
 
     def degrees(self) -> dict[str, int]:
-        """Return all degrees by recipe key, `ep` included."""
+        """Return a dict from recipe key to degree, including `ep`."""
         return {**{name: int(getattr(self, name)) for name in AXES}, "ep": self.ep}
 
     def __str__(self) -> str:
@@ -281,14 +281,14 @@ class Strategy:
 
 
 def rank_stages(schedule: str, rank: int, ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Return the stages of a pipeline rank: in a loop (r, r + p, ...), for `V_SHAPED` in a V (r, 2p - 1 - r)."""
+    """Return the stages of a pipeline rank: r and 2p - 1 - r for `V_SHAPED` schedules, else r, r + p, ..."""
     if schedule in V_SHAPED:
         return rank, 2 * ranks - 1 - rank
     return tuple(range(rank, ranks * per_rank, ranks))
 
 
 def ulysses_degree(cp: int, kind: CpKind, cp_ulysses: int) -> int:
-    """Return the number of Ulysses ranks inside cp: all of them, some, or one."""
+    """Return the number of Ulysses ranks inside cp: `cp` for Ulysses, `cp_ulysses` for the hybrid, else 1."""
     return 1 if cp == 1 else {"ulysses": cp, "hybrid": cp_ulysses}.get(kind, 1)
 
 
@@ -318,22 +318,22 @@ class SequenceCut:
 
     @property
     def unit(self) -> int:
-        """Padded lengths are multiples of it: equal chunks on the ring, equal slices of them for Ulysses."""
+        """Unit of padded lengths, so that chunks on the ring and slices for Ulysses are equal."""
         return self.ulysses if self.ring == 1 else math.lcm(2 * self.ring, self.ring * self.ulysses)
 
     @property
     def padded(self) -> int:
-        """Tokens of a sequence with its padding."""
+        """Tokens of a sequence, padding included."""
         return -(-self.seq_len // self.unit) * self.unit
 
     @property
     def local(self) -> int:
-        """Tokens of a sequence that one rank holds, padding included."""
+        """Tokens of a sequence on one rank, padding included."""
         return self.padded // (self.ring * self.ulysses)
 
     @cached_property
     def spans(self) -> tuple[tuple[Interval, ...], ...]:
-        """Per place of the ring, the spans of positions it holds, in its order."""
+        """Per place of the ring, the position spans of its tokens, in storage order."""
         if self.ring == 1:
             return (((0, self.padded),),)
         chunk, last = self.padded // (2 * self.ring), 2 * self.ring - 1
@@ -343,16 +343,15 @@ class SequenceCut:
         )
 
     def positions(self, rank: int) -> list[int]:
-        """Return the positions that a rank holds, in its order."""
+        """Return the sequence positions of the tokens on a rank, in storage order."""
         place, slice_ = divmod(rank, self.ulysses)
         positions = [p for start, stop in self.spans[place] for p in range(start, stop)]
         return positions[slice_ * self.local : (slice_ + 1) * self.local]
 
     def distances(self, window: int | None) -> tuple[int, ...]:
-        """Return the ring distances d at which some place j attends to keys of place j - d.
+        """Return the ring distances d at which any place j attends to keys of place j - d.
 
-        Without a window every place attends to all others. A sliding window covers few chunks, so most exchanges are
-        omitted.
+        Without a window these are all distances. A sliding window covers few chunks, so most ring rounds are omitted.
         """
         return tuple(
             d
@@ -367,18 +366,20 @@ class SequenceCut:
 
 
 def sees_some(queries: Interval, keys: Interval, window: int | None) -> bool:
-    """Return whether some query of a span attends to some key of another, under a causal or sliding-window mask."""
+    """Return whether any query in a span attends to any key in another, under a causal or sliding-window mask."""
     return keys[0] < queries[1] and (window is None or queries[0] - (keys[1] - 1) < window)
 
 
 def sees_all(queries: Interval, keys: Interval, window: int | None) -> bool:
-    """Return whether every query of a span attends to every key of another."""
+    """Return whether every query in a span attends to every key in another, under the same masks."""
     return keys[1] - 1 <= queries[0] and (window is None or queries[1] - 1 - keys[0] < window)
 
 
 PROMPT_CHUNK: Final = 512
-"""Tokens of a prompt that one pass reads: it bounds the activations, and passes of this many are well filled. Not
-measured."""
+"""Maximum number of prompt tokens per prefill pass.
+
+It bounds the activations and is large enough for efficient matmuls. The value is not tuned by measurements.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +398,7 @@ class Workload:
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
         optimizer: Name of the optimizer; memory and time are those of AdamW, with two states per parameter.
-        trained: Ratio of elements with gradient and optimizer states, adapters included, to the model's parameters.
+        trained: Elements with gradient and optimizer states, adapters included, divided by the model's parameters.
     """
 
     seq_len: int
@@ -411,7 +412,7 @@ class Workload:
     trained: float = 1.0
 
     def resolve(self, dp: int) -> Workload:
-        """Return the workload with all three batch numbers, for a data-parallel degree.
+        """Return the workload with all three batch numbers set, for a data-parallel degree.
 
         Raises:
             BatchMismatch: HP308 when the numbers do not agree or do not divide.
@@ -477,10 +478,10 @@ class GenerateWorkload:
 
     @property
     def columns(self) -> int:
-        """Tokens that the cache has space for: the last one is not fed back, and one column takes padding."""
+        """Positions per sequence in the KV cache: every token but the last, which is not fed back, and padding."""
         return self.prompt_len + self.new_tokens
 
     @property
     def prompt_passes(self) -> int:
-        """Passes that read a prompt."""
+        """Number of prefill passes per prompt."""
         return -(-self.prompt_len // PROMPT_CHUNK)

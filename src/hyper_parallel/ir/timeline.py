@@ -1,16 +1,16 @@
-"""TaskGraph and Timeline: work on executors with dependencies, and the spans on lanes that it becomes.
+"""TaskGraph: tasks on executors with dependencies. Timeline: spans of work on lanes, simulated or measured.
 
-An executor is anything that does one task at a time: the compute stream of a rank, a copy engine, a link, a worker of
-a pool. Pipeline schedules, offload plans and programs of several models all become task graphs. Executors may share
-the cores of one device: while more of them work than there are cores, all of them are slower alike. Tasks may also
-share named resources, such as compute units, memory bandwidth or a link, with a demand of each task.
+An executor runs one task at a time: the compute stream of a rank, a copy engine, a link, a worker of a pool. Pipeline
+schedules, offload plans and programs of several models are converted to task graphs. Executors may share the cores of
+one device: while more of them are busy than there are cores, all slow down equally. Tasks may also share named
+resources, such as compute units, memory bandwidth or a link, each with its demand.
 
-The list of tasks is in an order that respects every dependency. So the graph has no cycle by construction, and
-executors that keep to the order of the list cannot deadlock. Times are integer nanoseconds: results are exact and do
+Tasks are listed in an order that respects every dependency. So the graph has no cycle, and executors that run tasks in
+list order cannot deadlock. Times are integer nanoseconds: results are exact and do
 not depend on the order of additions.
 
 `sim.simulate` turns a task graph into a timeline. A measured run is a timeline too, so a report can overlay both.
-`masking` returns the exposed and the masked communication of a measured step from its collectives (`Flight`).
+`masking` computes exposed and masked communication of a measured step from its collectives (`Flight`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from hyper_parallel.ir.layout import Purpose
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Task on an executor.
+    """Unit of work on an executor, with its duration and dependencies.
 
     Attributes:
-        name: Name for people: `2F0`, `all_gather layer 3`.
+        name: Displayed name: `2F0`, `all_gather layer 3`.
         executor: Executor, also the lane in the timeline: `rank 0/compute`, `link 0->1`.
-        duration_ns: Nanoseconds from start to end, on a core of its own.
+        duration_ns: Nanoseconds from start to end without contention.
         kind: Category in the timeline: compute, communication, copy, ...
         deps: Indices of the tasks that must end first; each smaller than the task's own.
         bytes: Bytes moved, for reports.
         at_start: Change in bytes of memory lanes when it starts, as (lane, bytes): `("rank 0/device", 4096)`.
         at_end: Change in bytes of memory lanes when it ends.
         priority: Smaller runs first on an executor with priorities.
-        demands: Amounts of resources that it occupies at full speed, as (resource, amount): `("cores", Fraction(1))`.
+        demands: (resource, amount used at full speed) pairs: `("cores", Fraction(1))`.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Cores, caches and memory shared by executors: each slows down as more of them are busy.
+    """Cores, caches and memory that executors share, so that each slows down as more of them are busy.
 
     Attributes:
-        rates: Rate of each while 1, 2, ... are busy. More executors than rates divide the total of the last rate.
+        rates: Rate of each executor while 1, 2, ... are busy. More busy executors than rates share the last total rate.
         executors: Executors that share the cores.
     """
 
@@ -66,24 +66,24 @@ class Cores:
     executors: frozenset[str]
 
     def rate(self, busy: int) -> Fraction:
-        """Return the rate of each executor while `busy` of them work."""
+        """Return the rate of each executor while `busy` of them are busy."""
         most = len(self.rates)
         return self.rates[busy - 1] if busy <= most else self.rates[-1] * most / busy
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """Tasks in an order that respects their dependencies.
+    """Tasks with dependencies on executors, the input of `sim.simulate`.
 
     Attributes:
-        tasks: The tasks; a task's position is its number.
-        policies: How an executor chooses: `order` (the default) keeps to the order of the list and waits when the
-            next task is not ready; `priority` takes, among the tasks that are ready, the one of smallest priority,
-            then the one that has been ready longest, then the first in the list.
+        tasks: Tasks in an order that respects dependencies; others refer to a task by its index.
+        policies: Executor to its policy. `order` (the default): run tasks in list order, and wait if the next one is
+            not ready. `priority`: run the ready task of smallest priority; ties prefer the longest ready, then list
+            order.
         initial_bytes: Bytes in memory lanes before the first task.
         cores: Cores that some executors share; None: every executor has its own.
-        capacities: Capacity of every resource that tasks demand. While running tasks demand more than that, those that
-            demand it run at the rate capacity / demand; a task runs at the least rate of its resources.
+        capacities: Resource to its capacity. If running tasks demand more in total, they run at the rate capacity /
+            total demand; a task runs at the lowest rate of its resources.
 
     Raises:
         TaskGraphError: HP321 when a task depends on itself or a later one, has a negative duration, demands a resource
@@ -112,7 +112,7 @@ class TaskGraph:
             self._check_demands(number, task)
 
     def _check_demands(self, number: int, task: Task) -> None:
-        """Raise HP321 for a demand that no resource can meet."""
+        """Raise TaskGraphError (HP321) for an invalid resource demand of a task."""
         for resource, amount in task.demands:
             if self.capacities.get(resource, 0) <= 0 or amount < 0:
                 raise TaskGraphError(
@@ -129,7 +129,7 @@ class TaskGraph:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Interval of work on a lane.
+    """Interval of work on a lane of a timeline.
 
     Attributes:
         lane: Executor: `rank 0/compute`, `rank 0/communication`.
@@ -188,15 +188,15 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Collective of a measured step.
+    """Times of one collective in a measured step.
 
     Attributes:
         purpose: Purpose of the collective.
-        work: Kind and bytes; equal ones have one duration alone.
-        start_s: Start, when it was issued.
-        wait_s: Start of the wait for it.
-        resume_s: End of the wait.
-        end_s: Completion.
+        work: (kind, bytes); collectives with equal work take equal time without contention.
+        start_s: Seconds at which it was issued.
+        wait_s: Seconds at which the rank began to wait for it.
+        resume_s: Seconds at which the wait ended.
+        end_s: Seconds at which it completed.
     """
 
     purpose: Purpose
@@ -208,22 +208,22 @@ class Flight:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which the rank waited."""
+        """Seconds that the rank waited for the collective."""
         return self.resume_s - self.wait_s
 
 
 def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float]) -> dict[str, Any]:
-    """Return exposed seconds by kind of parallelism, and the masked share of communication by two definitions.
+    """Return exposed seconds by kind of parallelism, and the masked fraction of communication by two definitions.
 
     Args:
-        flights: Collectives of one step of one rank, which computes while it does not wait.
-        alone_s: Seconds of each `Flight.work` without other work at the same time.
+        flights: Collectives of one step on one rank; the rank computes whenever it does not wait.
+        alone_s: Dict from `Flight.work` to the seconds of such a collective without concurrent work.
 
     Returns:
-        `exposed_s`: seconds of waiting by `Purpose.parallelism`. `masking_timeline`: of the time with a collective in
-            flight, the part in which the rank computes. `masking_wait`: 1 - seconds of waiting / seconds of all
-            collectives alone. Both without sums over sub-models, in which a part waits for the work of another one.
-            None for a step without communication.
+        Dict with three entries. `exposed_s`: dict from `Purpose.parallelism` to seconds of waiting. `masking_timeline`:
+        fraction of the time with a collective in flight in which the rank computes. `masking_wait`: 1 - seconds of
+        waiting / seconds of all collectives without contention. Both fractions exclude sums over sub-models, in which a
+        part waits for another part, and are None without communication.
     """
     exposed_s: dict[str, float] = {}
     for flight in flights:
@@ -245,7 +245,7 @@ def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float])
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of a union of intervals."""
+    """Return the total length of the union of (start, end) intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(end - max(start, reached), 0.0)
@@ -254,7 +254,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def joined(timelines: Iterable[Timeline]) -> Timeline:
-    """Merge measured timelines with the same start into one."""
+    """Return one timeline with the spans and samples of several measured timelines that share a start."""
     parts = tuple(timelines)
     spans = tuple(span for part in parts for span in part.spans)
     return Timeline("measured", spans, tuple(c for part in parts for c in part.counters))

@@ -1,8 +1,8 @@
 """HyperOffload: memory planning as a compiler problem over storages, exact to the byte, without any framework.
 
-A step is a `MemoryProgram` (ir). The planner refines its order, decides per storage whether to keep, recompute, offload
-or stream it, emits residency actions, simulates them, and assigns static addresses. `backends` describes the input
-that a front end delivers and the execution of the result.
+A step is a `MemoryProgram` (ir). The planner refines its order, decides per storage whether to keep, recompute or
+offload it, emits residency actions, simulates them, and assigns static addresses. `backends` captures the program and
+executes the plan.
 """
 
 from hyper_parallel.memory._address import assign_addresses, find_overlap, wrong_address

@@ -1,9 +1,9 @@
 """Static addresses: one arena for every live range on the device, without an allocator at run time.
 
-Coloring intervals of unequal sizes is NP-hard. First fit of a few live ranges, and stacks of many, end within a few
-percent of the live peak, which is the lower bound. Ranges that cover the whole step lie at the bottom, in an order that
-depends on nothing else. A storage that is resident at both ends of the step but not in between has the same address at
-both ends. The next step then finds it in place.
+Coloring intervals of unequal sizes is NP-hard. First fit (few live ranges) and stacking (many) end within a few percent
+of the lower bound, the live peak: the maximum of bytes live at one time. Ranges that cover the whole step lie at the
+bottom, in an order that depends on nothing else. A storage that is resident at both ends of the step but not in between
+has one address at both ends, where the next step finds it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from hyper_parallel.ir import Extent, MemoryPlan
 
 _TIGHT = 1.002  # arena over live peak at which packing stops
-_MANY_ITEMS = 3000  # from here on items are stacked
+_MANY_ITEMS = 3000  # more items are stacked instead of first fit
 _ROUNDS = 12  # of first fit
-_HOT_FRACTION = 0.9  # share of the live peak; ranges live at such times are placed first
+_HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
 _PROMOTION = 0.65  # factor on the rank of a range that ended above the live peak
-_HEAT_CLASSES = 10  # classes of stacked ranges, by the most bytes that are live at the same time
+_HEAT_CLASSES = 10  # classes of stacked ranges, by the maximum of bytes live at the same time
 
 Item = tuple[Extent, ...]
-"""Live ranges that share an address: a single one, or the last and the first of a storage that wraps around."""
+"""Live ranges with one address: a single one, or the last and first of a storage resident at both ends of the step."""
 
 
 def assign_addresses(
@@ -32,11 +32,11 @@ def assign_addresses(
     """Return offsets such that no two live ranges overlap in both time and space.
 
     Args:
-        ranges: Live ranges, as intervals of actions.
-        sizes: Bytes in the arena by storage index.
+        ranges: Live ranges, as intervals of action indices.
+        sizes: Bytes of each storage, by storage index.
 
     Returns:
-        The live ranges with offsets, in the same order, and the arena's bytes.
+        The live ranges with offsets, in the same order, and the bytes of the arena.
     """
     end = max((live_range.stop for live_range in ranges), default=0)
     offset: dict[Extent, int] = {}
@@ -58,7 +58,7 @@ def assign_addresses(
 
 
 def wrong_address(plan: MemoryPlan) -> str | None:
-    """Return a sentence about a missing or wrong address of a plan; None when all addresses are right."""
+    """Return a sentence about the first missing or wrong address of a plan; None if all are right."""
     placed = [(e.storage, e.start, e.stop) for e in plan.addresses]
     if placed != [(e.storage, e.start, e.stop) for e in plan.replayed.residency]:
         return "the addresses are not those of its actions"
@@ -74,7 +74,7 @@ def wrong_address(plan: MemoryPlan) -> str | None:
 
 
 def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: int) -> str | None:
-    """Return a sentence when two live ranges overlap in time and space, or one ends above the arena; None otherwise."""
+    """Return a sentence if two live ranges overlap in time and space, or one exceeds the arena; else None."""
     real = [e for e in ranges if sizes[e.storage]]
     events = sorted(
         [(e.start, 1, e.offset_bytes, sizes[e.storage]) for e in real]
@@ -96,7 +96,7 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
-    """Return items of single live ranges, and of two where a storage wraps around the end of the step."""
+    """Return one item per address: a live range, or two of a storage that is resident at both ends of the step."""
     first = {
         live_range.storage: live_range
         for live_range in ranges
@@ -115,11 +115,11 @@ def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
 
 
 def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Return an offset for every item, and the highest end.
+    """Return an offset for every item, and the bytes of the arena.
 
-    The first round is first fit by size. Later rounds start at the peak and move outwards; each promotes the items that
-    ended above the live peak (squeaky wheel optimization, Joslin and Clements 1999). Many items are stacked instead,
-    which takes a fifth of the time and leaves smaller gaps for them.
+    The first round is first fit by size. Later rounds place items from the time of the peak outwards; each promotes the
+    items that ended above the live peak (squeaky wheel optimization, Joslin and Clements 1999). Many items are stacked
+    instead, which takes a fifth of the time and wastes less space.
     """
     size = np.array([sizes[item[0].storage] for item in items], np.int64)
     times = np.array(
@@ -176,13 +176,13 @@ def _pack_in_stacks(
     times: np.ndarray,
     live: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """Return the best packing by stacks over three orders of preference."""
+    """Return the best result of `_stack` over three orders of the items: offsets, and bytes of the arena."""
     floor = int(live.max())
     most = [
         max(int(live[e.start : max(e.stop, e.start + 1)].max()) for e in item) for item in items
     ]
     hot = np.array(most, np.int64) * _HEAT_CLASSES // max(floor, 1)
-    orders = (  # each with its preference as a share of the live peak
+    orders = (  # each with its preference as a fraction of the live peak
         (np.lexsort((-times * size, -hot)), 0.005),
         (np.lexsort((-size, -times)), 0.015),
         (np.argsort(-times * np.sqrt(size), kind="stable"), 0.03),
@@ -199,14 +199,16 @@ def _pack_in_stacks(
 def _stack(
     clashes: Sequence[np.ndarray], size: np.ndarray, order: np.ndarray, preference: float
 ) -> np.ndarray:
-    """Return offsets by stacking: each item lies on all earlier items that it overlaps in time, the lowest item first.
+    """Return offsets by stacking: each item lies on all earlier items that it overlaps in time.
+
+    The item with the lowest possible address is placed next.
 
     Args:
         clashes: By item, the items that it overlaps in time.
         size: Bytes of each item.
         order: Items, preferred ones first.
-        preference: Bytes by which the first item of the order may lie higher than the last and still be placed before
-            it.
+        preference: Bytes by which the first item of `order` may lie higher than the last item and still be placed
+            first.
     """
     low = np.zeros(len(size), np.int64)
     later = np.empty(len(size))
@@ -224,7 +226,7 @@ def _stack(
 
 
 def _first_fit(clashes: Sequence[np.ndarray], size: np.ndarray, order: Sequence[int]) -> np.ndarray:
-    """Return offsets by first fit: each item, in order, at the lowest address that is free in all of its ranges."""
+    """Return offsets by first fit: each item, in order, gets the lowest address that is free in all of its ranges."""
     low, high = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
     for i in order:
         neighbours = clashes[i][high[clashes[i]] > 0]

@@ -1,7 +1,7 @@
 """The two goals of planning in one order of the operators: least time under a budget, least peak within a time.
 
-Both goals search programs for targets in bytes. Neither trusts an estimate: a program counts by its simulated time
-and by the arena that its addresses need. A budget that no program meets becomes an error that names sufficient bytes.
+Both goals search programs for targets in bytes. A program is judged by its simulated time and by the arena that its
+addresses need, not by an estimate. If no program meets a budget, the error names sufficient bytes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hyper_parallel.memory.emitted_programs import EmittedProgram, Search
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.units import format_bytes
 
-_PACKING_SLACK_OK = 1.02  # arena over live peak at which no other program is packed
-_PROGRAMS_PER_TARGET = 3  # programs packed for one target; four times as many for small programs
-_LARGE_PROGRAM = 300  # operators
-_MAX_TARGETS = 5  # targets under a budget; from the third on lowered by half of the arena's excess
-# Divisors of the budget for the bytes left free for gaps: first target, second target and later steps.
+_PACKING_SLACK_OK = 1.02  # arena over live peak below which no further program is packed
+_PROGRAMS_PER_TARGET = 3  # programs packed per target; four times as many for small programs
+_LARGE_PROGRAM = 300  # number of operators of a large program
+_MAX_TARGETS = 5  # maximum of targets tried for a budget; from the third on lowered by half of the arena's excess
+# The budget divided by these is left free for gaps between addresses: at the first target, at later targets.
 _PACKING_RESERVES = (256, 50)
-# A packed program this close to the fastest emitted one ends the search: at later targets, at the first target.
+# The search ends if the fastest emitted program takes more than this fraction of the time of the packed one.
 _FAST_ENOUGH, _FAST_ENOUGH_AT_FIRST = 0.97, 0.998
 _MAX_BISECTIONS = 12
 # Divisors of the peak and of the saving for the interval at which bisection ends.
 _PEAK_RESOLUTION, _SAVING_RESOLUTION = 100, 40
-# A refusal needs only sufficient bytes: a coarser resolution, and faster growth of the step between targets.
+# A refusal only needs sufficient bytes, so its search is coarser and raises targets in larger steps.
 _REFUSAL_RESOLUTION, _REFUSAL_GROWTH = 32, 4
 
 _PlannedProgram = tuple[EmittedProgram, MemoryPlan]
@@ -41,10 +41,10 @@ def least_time(
     """Return the fastest program whose arena and staging buffers fit the budget, with its plan.
 
     Args:
-        search: Search of one order.
+        search: Search for programs in one order of the operators.
         budget: Device bytes.
         finish: Function that packs a program and returns its plan.
-        limit_s: Seconds from which on a plan is useless.
+        limit_s: Seconds that a useful plan must beat.
 
     Raises:
         BudgetImpossible: HP402 when no program fits.
@@ -75,10 +75,13 @@ def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) ->
 def _fastest_within(
     search: Search, budget: int, finish: _Finish, limit_s: float
 ) -> _PlannedProgram | None:
-    """Return the fastest packed program over targets that leave more and more room for gaps between addresses."""
+    """Return the fastest program whose packed arena fits the budget, with its plan; None if there is none.
+
+    The peak aimed at is lowered in steps, because gaps between addresses also take bytes of the budget.
+    """
     arena_budget = budget - search.program.staging_bytes
     best: _PlannedProgram | None = None
-    fastest_s = float("inf")  # of all emitted programs, whatever their arenas take
+    fastest_s = float("inf")  # of all emitted programs, whether their arenas fit or not
     tries = _PROGRAMS_PER_TARGET * (1 if len(search.program.operators) > _LARGE_PROGRAM else 4)
     aim = arena_budget - arena_budget // _PACKING_RESERVES[0]
     fits = working_set_bytes(search.program) <= arena_budget
@@ -99,8 +102,8 @@ def _fastest_within(
                 continue
             best = min(best or (e, plan), (e, plan), key=_quality)
             if plan.arena_bytes <= _PACKING_SLACK_OK * e.peak:
-                break  # else a program that takes as long may have better addresses
-        # Where only its addresses spoil a faster program, a little more room for gaps may save it.
+                break  # else an equally fast program may pack better
+        # If a faster program failed only by its addresses, a slightly lower target may make it fit.
         enough = _FAST_ENOUGH_AT_FIRST if count == 1 else _FAST_ENOUGH
         if best and fastest_s > enough * best[0].seconds:
             break
@@ -116,9 +119,12 @@ def _fastest_within(
 
 
 def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _PlannedProgram:
-    """Return the fastest program that fits, from a search for minimum peak and one between that and the budget.
+    """Return the fastest program that fits among few: those of minimum peak, and those for half of the budget.
 
-    Raise HP402 with the smallest feasible budget. The minimum-peak search does not depend on the budget.
+    The search for the minimum peak does not depend on the budget.
+
+    Raises:
+        BudgetImpossible: HP402 with the smallest feasible budget.
     """
     arena_budget = budget - search.program.staging_bytes
     floor = working_set_bytes(search.program)
@@ -152,14 +158,14 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
 def least_peak(
     search: Search, identity: EmittedProgram, limit_s: float, finish: _Finish
 ) -> _PlannedProgram:
-    """Return the program of least peak within a time, with its plan; the identity when no program lowers the peak."""
+    """Return the program of least peak within `limit_s`, with its plan; `identity` if no program has a lower peak."""
     programs = {identity.actions: identity}
     if identity.seconds <= limit_s:
         programs |= {e.actions: e for e in _descending_peaks(search, identity, limit_s)}
     best = min(programs.values(), key=lambda e: (e.peak, e.seconds))
     plans = [(best, finish(best))]
     if plans[0][1].arena_bytes > _PACKING_SLACK_OK * best.peak:
-        # A program that takes hardly more may have better addresses.
+        # A program with a slightly higher peak may pack better.
         slightly_larger = search.programs(int(_PACKING_SLACK_OK * best.peak), limit_s, lowers=True)
         programs |= {e.actions: e for e in slightly_larger if e.seconds <= limit_s}
         del programs[best.actions]
@@ -171,11 +177,11 @@ def least_peak(
 def _descending_peaks(
     search: Search, best: EmittedProgram, limit_s: float, *, refused: bool = False
 ) -> list[EmittedProgram]:
-    """Return programs of ever lower peaks within the time, `best` first.
+    """Return programs with descending peaks that take at most `limit_s`, `best` first.
 
-    The target is bisected twice: first with the linear program alone, which is quick and hardly too high, then with
-    emitted programs from there on. Every success counts with its real peak, so the result does not depend on
-    monotonicity. Targets out of reach take longest, so a refusal tries fewer of them.
+    The target is bisected twice: with the linear program alone, which is quick and almost exact, then with emitted
+    programs. A found program counts with its real peak, so the bisection need not be monotonic. Infeasible targets take
+    longest, so with `refused` fewer of them are tried.
     """
     low, high = working_set_bytes(search.program), best.peak
     start = high
@@ -222,7 +228,7 @@ def _descending_peaks(
 def _capacity_error(
     search: Search, budget: int, finish: _Finish, error: BudgetImpossible
 ) -> TierFull | None:
-    """Return HP403 when more DRAM or flash would make the budget possible; None otherwise."""
+    """Return the error HP403 if more DRAM or flash would make the budget possible; else None."""
     program, machine = search.program, search.machine
     if working_set_bytes(program) > budget - program.staging_bytes:
         return None
@@ -240,18 +246,20 @@ def _capacity_error(
 
 
 def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
-    """Return bytes of DRAM or of flash, each with the other as it is, that planning succeeds with.
+    """Return a dict from tier (`dram`, `flash`) to capacity in bytes with which planning succeeds.
+
+    Each capacity is sufficient with the other tier unchanged. A tier without a sufficient capacity is omitted.
 
     Args:
         machine: Machine on which planning fails.
-        plan: Function that plans with other capacities; None: planning fails.
+        plan: Function that plans on a machine with other capacities; it returns None if planning fails.
     """
     result = dict[str, int]()
     if machine.dram_bytes is not None:
         unlimited = plan(replace(machine, dram_bytes=None))
         if unlimited is not None:
             most = max(unlimited.dram_bytes, machine.dram_bytes + 1)
-            # Before a flash tier a limited DRAM is shared with bytes that pass through, so `most` may be too little.
+            # With flash, bytes on their way also pass through DRAM, so `most` may not be enough.
             sizes = (most, 2 * most, 4 * most)
             fits = (n for n in sizes if plan(replace(machine, dram_bytes=n)) is not None)
             enough = most if machine.copy_out is None else next(fits, None)
@@ -267,12 +275,12 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
 def _tier_full(
     budget_bytes: int, machine: MemoryMachine, sufficient: Mapping[str, int]
 ) -> TierFull:
-    """Return HP403 with the capacity of every tier and, per tier, the bytes that are enough on their own.
+    """Return the error HP403 with the capacities of the tiers and a hint with sufficient ones.
 
     Args:
         budget_bytes: Device budget.
         machine: Capacities.
-        sufficient: Sufficient bytes of `device`, `dram` and `flash`.
+        sufficient: Dict from tier to bytes that are sufficient if the other tiers stay unchanged.
     """
     dram = "unlimited" if machine.dram_bytes is None else f"{machine.dram_bytes} bytes"
     flash = "unlimited" if machine.flash_bytes is None else f"{machine.flash_bytes} bytes"
@@ -286,7 +294,7 @@ def _tier_full(
 
 
 def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
-    """Return the error with a hint that sets one of these capacities."""
+    """Return the error with a hint that sets any one of the `sufficient` capacities."""
     keys = {"dram": "dram", "flash": "flash", "device": "budget"}
     options = [
         f"`offload.{key}={sufficient[tier]}`" for tier, key in keys.items() if tier in sufficient

@@ -1,4 +1,4 @@
-"""Books of an emission: its actions, their time, valid tiers per storage, and copies in flight."""
+"""State of an emission: its actions, their time, valid tiers per storage, and copies in flight."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hyper_parallel.memory.timeline import ProgramClock
 
 
 class EmissionLedger(Residency):
-    """Actions of one emission, with their time and the bytes of every tier.
+    """Emitted actions of a program, with the simulated time and the residency after them.
 
     Args:
-        program: Storages.
-        machine: Capacities.
-        reserved: By size, buffers of DRAM whose bytes no other size may take.
+        program: Program with the storages.
+        machine: Machine with the capacities.
+        reserved: Dict from size to the number of DRAM buffers reserved for that size.
 
     Attributes:
-        clock: Time after the actions.
+        clock: Clock after the actions.
         actions: Emitted actions.
     """
 
@@ -42,17 +42,17 @@ class EmissionLedger(Residency):
         self.actions: list[MemoryAction] = []
 
     def fits_dram(self, s: int) -> bool:
-        """Return whether DRAM has the storage or a buffer for it."""
+        """Return whether DRAM holds the storage or has a free buffer for it."""
         return "dram" in self.valid[s] or self.has_dram_buffer(self._sizes[s])
 
     def has_dram_buffer(self, num_bytes: int) -> bool:
-        """Return whether DRAM has a free buffer of a size."""
+        """Return whether DRAM has, or can still allocate, a free buffer of `num_bytes` bytes."""
         capacity = self._dram_capacity
         return capacity is None or self.buffers.fits(num_bytes, capacity)
 
     @property
     def dram_bytes(self) -> int:
-        """Bytes of the host slabs behind the buffers."""
+        """Bytes of the host slabs from which the DRAM buffers are cut."""
         return slab_bytes(self.buffers.most)
 
     def emit(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
@@ -64,21 +64,21 @@ class EmissionLedger(Residency):
 
 
 class InFlightCopies:
-    """Copies that were issued and not waited for.
+    """Copies that were issued and not yet waited for.
 
     Args:
         program: Storages and operators.
         ledger: Ledger of the emission.
-        gaps: Gaps of evicted storages; those that begin the step give the homes.
-        reloads: Queue that is notified when an outgoing copy has ended.
+        gaps: Gaps of evicted storages; gaps at the start of the step determine `homes`.
+        reloads: Queue to notify when an outgoing copy has ended.
 
     Attributes:
-        position: Position that is being emitted.
+        position: Position in the order that is being emitted.
         homes: Tier of every storage between steps.
         outgoing: Copies out of the device or out of DRAM.
-        incoming: Copies towards the device.
-        stored_early: Storages whose copy in DRAM was made before their eviction and stays until then.
-        on_arrival: Function that waits for a copy to the device and drops host copies without a later use.
+        incoming: Copies towards the device, as (storage, destination tier).
+        stored_early: Storages that were copied to DRAM before their eviction; the copy is kept until then.
+        on_arrival: Function of a storage that waits for its copy to the device and drops host copies no longer needed.
     """
 
     on_arrival: Callable[[int], None]
@@ -102,7 +102,7 @@ class InFlightCopies:
         self.stored_early: set[int] = set()
 
     def finish(self, item: OutgoingCopy) -> None:
-        """Wait for a copy and release its source."""
+        """Wait for an outgoing copy, then release its source if the copy detaches it."""
         s = item.storage
         if item not in self.outgoing:
             return
@@ -120,11 +120,11 @@ class InFlightCopies:
             self._ledger.emit("detach", s, "dram")
 
     def _is_leaving(self, s: int, destination: str) -> bool:
-        """Return whether a copy of the storage to a tier is running."""
+        """Return whether a copy of storage `s` to a tier is in flight."""
         return any(p.storage == s and p.destination == destination for p in self.outgoing)
 
     def evict(self, gap: Gap) -> None:
-        """Evict a storage to the tier of its gap; copy only content that is neither there nor on its way."""
+        """Evict a storage to the tier of its gap; start a copy only if its content is neither there nor in flight."""
         s = gap.storage
         self.stored_early.discard(s)
         tiers = self._ledger.valid[s]
@@ -153,20 +153,20 @@ class InFlightCopies:
                 self.outgoing.append(OutgoingCopy(s, "flash", True))
 
     def store(self, s: int, *, detaches: bool) -> None:
-        """Begin the copy of a storage to DRAM."""
+        """Start the copy of a storage to DRAM; `detaches`: release its device bytes when the copy ends."""
         self._ledger.emit("store", s)
         self.outgoing.append(OutgoingCopy(s, "dram", detaches))
 
     def copy_in(self, s: int) -> None:
-        """Begin the copy of a storage from flash to DRAM."""
+        """Start the copy of a storage from flash to DRAM."""
         self.make_dram_room(s)
         self._ledger.emit("copy_in", s)
         self.incoming[s, "dram"] = None
 
     def make_dram_room(self, s: int) -> None:
-        """Wait for copies to flash until DRAM has room for a storage, if ever.
+        """Wait for copies that free DRAM buffers until DRAM has one for a storage, or no such copy is left.
 
-        Buffers are not shared between sizes, so only storages of the same size make room.
+        A buffer serves only storages of its size, so only copies of that size are waited for.
         """
         sizes = self._program.sizes
         while not self._ledger.fits_dram(s):
@@ -190,7 +190,7 @@ class InFlightCopies:
             self.on_arrival(transit)
 
     def release(self, s: int) -> None:
-        """Free a storage behind its running copies."""
+        """Free a storage in every tier, after waiting for its outgoing copies."""
         for item in [p for p in self.outgoing if p.storage == s]:
             item.detaches = False
             self.finish(item)

@@ -4,10 +4,10 @@ Every pass proposes an order that respects all dependencies, and replay decides 
 move into the backward pass, right behind their gradient and the last reader of their weight. Weight gradients move to
 their consumer, and results without an early use to their first use.
 
-With several ranks, communication then moves under computation. Collectives keep their recorded order on every rank,
-whatever its memory plan is (`def_use`); only the computation around them moves. A collective takes along the operators
-that prepare its operands and compute nothing, and never passes another collective. Its result lives longer the earlier
-it begins. So it begins as late as its lane allows, a limited number of uses ahead.
+With several ranks, communication is then moved to overlap computation. Collectives keep their recorded order on every
+rank, whatever its memory plan is (`def_use`); only the computation around them moves. Operators without FLOPs that
+prepare the operands of a collective move with it. The earlier a collective begins, the longer its result lives. So it
+begins as late as its lane allows, a limited number of uses ahead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hyper_parallel.memory.timeline import ProgramClock, clocked
 
 
 def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the order with the least peak (then the least mean) among the proposals, and one sentence per pass.
+    """Return the proposed order with the least peak; ties prefer the least mean of device bytes over time.
 
     Returns:
         Operator indices in their new order, and one sentence per pass.
@@ -55,23 +55,23 @@ def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ..
 
 
 def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:
-    """Return the device peak of an order, and its mean device bytes over time."""
+    """Return the peak of device bytes in an order, and their mean over time."""
     actions = identity_actions(program, order)
     judged = replay(program, program.on_device, actions)
     seconds = [program.operators[a.target].seconds if a.kind == "run" else 0.0 for a in actions]
-    if not any(seconds):  # not annotated: every operator counts the same
+    if not any(seconds):  # without seconds, all operators have equal weight
         seconds = [float(a.kind == "run") for a in actions]
     area = sum(s * live for s, live in zip(seconds, judged.profile, strict=True))
     return judged.peak_bytes["device"], area / max(sum(seconds), 1e-30)
 
 
 def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
-    """Return the exact device peak of an order in which no storage moves."""
+    """Return the exact peak of device bytes of an order without offload and recomputation."""
     return _measure(program, order)[0]
 
 
 def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
-    """Return the simulated seconds of an order in which no storage moves, waits for other ranks included."""
+    """Return the simulated seconds of an order without offload and recomputation, waits for other ranks included."""
     return clocked(program, None, identity_actions(program, order)).now_s
 
 
@@ -106,7 +106,7 @@ def _gradients_late(
 def _results_late(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the order with operators sunk to their first consumer when all their operands stay alive anyway."""
+    """Return the order with operators sunk to their first consumer if all their operands are alive there anyway."""
     last: dict[int, int] = {}
     for index in order:
         for s in program.operators[index].touched:
@@ -127,7 +127,7 @@ def _sink(
     order: tuple[int, ...],
     movable: Callable[[Operator], bool],
 ) -> tuple[int, ...]:
-    """Return the order with the selected operators right before the first operator that depends on them."""
+    """Return the order with operators that are `movable` right before the first operator that depends on them."""
     place = {index: position for position, index in enumerate(order)}
     after: list[list[int]] = [[] for _ in program.operators]
     for index, deps in enumerate(before):
@@ -145,7 +145,7 @@ def _sink(
 
 
 def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | None:
-    """Return a sentence when an operator needs every gradient before any weight may change; None otherwise."""
+    """Return a sentence if an operator, such as a gradient norm, must run before any optimizer update; else None."""
     gradients = {
         s: 1 << k
         for k, s in enumerate(
@@ -173,17 +173,17 @@ def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | No
 
 
 DEPTHS = (1, 2)
-"""Numbers of collectives of a kind that may be in flight or unused ahead of the one in use; tried in turn."""
+"""Values of `depth` in `overlapped` to try: how many collectives of a kind may begin ahead of their use."""
 
 
 def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tuple[int, ...]:
-    """Return the order with communication moved under computation.
+    """Return the order with communication moved to overlap computation.
 
     Args:
         program: Operators with their seconds.
         order: Legal order.
-        depth: Number of uses of its kind that a collective may begin ahead. 0: no collective moves, only its waiters
-            do.
+        depth: Number of uses of its kind that a collective may begin ahead. 0: only operators that wait for a
+            collective move.
     """
     before = dependencies(program)
     if depth:
@@ -194,7 +194,7 @@ def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tupl
 def _hoist_collectives(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...], depth: int
 ) -> tuple[int, ...]:
-    """Return the order with collectives hoisted, as late as a serial lane allows.
+    """Return the order with collectives hoisted, but no earlier than a serial communication lane requires.
 
     The operators that only prepare a collective's operands move with it.
     """
@@ -209,7 +209,7 @@ def _hoist_collectives(
         begin = min(starts[used[index]], free_s) - operators[index].comm_s
         wanted[index] = min(max(bisect_right(starts, begin) - 1, 0), place[index])
         free_s = max(begin, 0.0)
-    # Of hoisted operators: position, collective, old place.
+    # (new position, collective, old position) of every hoisted operator.
     key: dict[int, tuple[int, int, int]] = {}
     bound, kinds = 0, dict[tuple[str, str], list[int]]()
     for number, index in enumerate(collectives):
@@ -234,7 +234,7 @@ def _first_uses(
 ) -> dict[int, int]:
     """Return, per collective, the first position that needs its results or changes its operands.
 
-    The number of positions stands for no such position.
+    If there is none, the value is the number of positions.
     """
     chains = use_definitions(program, order)
     place = {index: position for position, index in enumerate(order)}
@@ -260,7 +260,7 @@ def _hoist_limit(
     low: int,
     hoisted: Container[int],
 ) -> tuple[int, list[int]]:
-    """Return the position that a collective can be hoisted to, and the operators that move with it."""
+    """Return the earliest position that a collective can move to, and the operators that move with it."""
     index = order[position]
     data = {i for i in before[index] if not (operators[i].group or operators[i].message)}
     needs, moved, reached = data, [index], position
@@ -285,7 +285,7 @@ def _hoist_limit(
 def _sink_bookkeeping(
     program: MemoryProgram, before: list[set[int]], order: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the order with operators without FLOPs below the collective they wait for.
+    """Return the order with operators without FLOPs moved after the collective that they wait for.
 
     They run as soon as the collective is done, or when their result is needed.
     """
@@ -293,7 +293,8 @@ def _sink_bookkeeping(
     clock, running = ProgramClock(program), set[int]()
     result: list[int] = []
     deferred: dict[int, None] = {}  # deferred operators, in order
-    ready_s = [0.0] * len(operators)  # time at which an operator's remote operands have arrived
+    # time at which the results of collectives that an operator reads are complete
+    ready_s = [0.0] * len(operators)
 
     def run(index: int) -> None:
         deferred.pop(index, None)
@@ -304,7 +305,7 @@ def _sink_bookkeeping(
             running.add(index)
 
     def flush(index: int) -> None:
-        """Run deferred operators that this one depends on."""
+        """Run the deferred operators on which the operator `index` depends."""
         for waiter in [w for w in deferred if w in before[index]]:
             if waiter in deferred:
                 flush(waiter)

@@ -1,4 +1,4 @@
-"""Candidates for offload in one order, and the device bytes of every position while no storage moves."""
+"""Candidates for offload in one order of operators, and the device bytes at every position without offload."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hyper_parallel.memory.recompute import Recomputes
 
 @dataclass(frozen=True)
 class OffloadCandidate:
-    """Offload of a storage: one gap inside the step, or both ends of the step for a persistent storage.
+    """Possible offload of a storage: during one gap inside the step, or at both ends of the step if persistent.
 
     Attributes:
-        gaps: The gap, or head and tail of the step.
-        num_bytes: Bytes on the device.
-        idle_s: Seconds without an access.
+        gaps: The gap; for both ends of the step, two gaps.
+        num_bytes: Device bytes of the storage.
+        idle_s: Seconds of the gaps without an access.
     """
 
     gaps: tuple[Gap, ...]
@@ -48,9 +48,9 @@ class OffloadCandidate:
 
 
 class OffloadCandidates:
-    """Candidates and byte profile of one order with fixed recomputation.
+    """Offload candidates and device bytes per position, of one order with fixed recomputation.
 
-    A gap may be shorter than its copies: the compute lane then waits.
+    A gap may be shorter than its copies; the compute lane then waits.
 
     Args:
         program: Operators with their seconds.
@@ -85,7 +85,7 @@ class OffloadCandidates:
         ]
 
     def is_unmodified(self, gap: Gap) -> bool:
-        """Return whether the storage still has its content from the start of the step when the gap begins."""
+        """Return whether the storage is unmodified between the start of the step and the start of the gap."""
         s = gap.storage
         return self.program.storages[s].at_start and gap.first < min(
             self._writes[s], default=self.n
@@ -96,7 +96,7 @@ class OffloadCandidates:
         return bool(self._writes[s])
 
     def content_since(self, gap: Gap) -> int:
-        """Return the position after which the storage has the content that it is evicted with."""
+        """Return the position of the last write before the gap: from there on the evicted content is final."""
         s = gap.storage
         writes = self._writes[s]
         index = bisect_right(writes, gap.first)
@@ -128,7 +128,7 @@ class OffloadCandidates:
         return [*result, OffloadCandidate((Gap(s, -1, first, "dram"), tail), size, idle)]
 
     def _profile(self) -> np.ndarray:
-        """Return the device bytes of every position with liveness and recomputation applied, and no storage moved."""
+        """Return the device bytes at every position, with recomputation and without offload."""
         change = np.zeros(self.n + 1, np.int64)
         sizes = self.program.sizes
         for s, storage in enumerate(self.program.storages):

@@ -1,8 +1,8 @@
-"""Issue of copies: positions of reloads and early stores, and the queue of reloads that lack room.
+"""Issue of copies: positions of reloads and early stores, and the queue of reloads that lack memory.
 
 Reloads are issued as late as possible on serial channels, computed backwards from their deadlines. Stores may run as
-soon as their content is final. Reloads without room are retried in the order of their issue. A reload that cannot
-succeed before a change is not retried until then, so a long queue costs little.
+soon as their content is final. Reloads that lack memory are retried in the order of their issue. A reload sleeps until
+the memory that it waits for may be free, so a long queue costs little.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from hyper_parallel.memory.memory_machine import MemoryMachine
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Positions between which a storage is off the device.
+    """Range of positions in the operator order during which a storage is off the device.
 
     Attributes:
         storage: Storage index.
-        first: Position after which it is evicted; -1 when it starts the step off the device.
-        last: Position before which it must be back; the number of operators when it ends the step off the device.
-        tier: Tier of the storage in the gap.
+        first: Position after which it is evicted; -1 if it is off the device at the start of the step.
+        last: Position before which it must be back; the number of operators if it is off the device at the end of the
+            step.
+        tier: Tier that holds the storage during the gap.
     """
 
     storage: int
@@ -37,12 +38,12 @@ class Gap:
 
 @dataclass(slots=True)
 class OutgoingCopy:
-    """A running copy out of the device, or out of DRAM, that a detach waits for.
+    """Copy in flight out of the device or out of DRAM.
 
     Attributes:
         storage: Storage index.
         destination: Tier that it is copied to.
-        detaches: Whether the source is released when the copy ends; False if an operator needs the storage before.
+        detaches: Whether the source is released when the copy ends; False if an operator still needs the storage.
     """
 
     storage: int
@@ -56,16 +57,16 @@ def issue_positions(
     program: MemoryProgram,
     machine: MemoryMachine,
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
-    """Return the latest issue of every reload on one serial channel per direction that keeps all deadlines.
+    """Return when to issue each reload: as late as one serial channel per direction allows for all deadlines.
 
     Args:
         gaps: Gaps to reload from.
-        starts_s: Expected start of every position.
-        program: Sizes.
-        machine: Channels.
+        starts_s: Expected start of every position, in seconds.
+        program: Program with the storage sizes.
+        machine: Machine with the channels.
 
     Returns:
-        (position before which to issue, gap, prefetch or copy_in), in order of issue.
+        List of (position before which to issue, gap, `prefetch` or `copy_in`), in order of issue.
     """
     events: list[tuple[int, int, Gap, MemoryActionKind]] = []
     free_s = {"prefetch": float("inf"), "copy_in": float("inf")}
@@ -95,15 +96,16 @@ def early_stores(
     writes: Sequence[Sequence[int]],
     dropped: Collection[int],
 ) -> list[list[Gap]]:
-    """Return, per position, the gaps whose content is final from there on: their stores may run before the eviction.
+    """Return, per position, the gaps whose content is final after it, so that their store may run before the eviction.
 
     Args:
         gaps: Gaps of evicted storages.
-        program: Storages.
+        program: Program with the storages.
         num_positions: Length of the order.
         uses: Positions that access each storage.
         writes: Positions that change each storage after it was allocated, ascending.
-        dropped: Storages that are dropped for recomputation; no copy of them may be running then.
+        dropped: Storages that are dropped for recomputation; they are excluded, because a copy may not be in flight
+            then.
     """
     early: list[list[Gap]] = [[] for _ in range(num_positions)]
     for g in gaps:
@@ -120,7 +122,7 @@ def early_stores(
 
 
 class ReloadQueue:
-    """Reloads of one emission.
+    """Queue of the reloads of one emission; those that lack memory sleep until it may be free.
 
     Args:
         events: Reloads as (position of issue, gap, kind), ascending.
@@ -128,13 +130,14 @@ class ReloadQueue:
 
     def __init__(self, events: Sequence[tuple[int, Gap, MemoryActionKind]]) -> None:
         self._events = events
-        self._num_issued = 0  # events whose position has come
+        self._num_issued = 0  # number of events whose position has been reached
         self._ready: list[int] = []  # heap of reloads to try at this position
         self._current = -1
         self._alarms: dict[int, list[int]] = {}  # position -> reloads to try there at the latest
         self._needed_bytes: dict[int, int] = {}  # reload -> device bytes that it waits for
         self._in_line: dict[int, int] = {}  # reload -> size of the DRAM buffer that it waits for
-        self._lines: dict[int, list[int]] = {}  # by size, heap of such reloads and of woken ones
+        # size -> heap of reloads that wait for such a buffer, woken ones included
+        self._lines: dict[int, list[int]] = {}
         # Storage -> reloads that wait for its outgoing copy.
         self._waiting_for_copy: dict[int, list[int]] = {}
         self._asleep: set[int] = set()
@@ -142,12 +145,12 @@ class ReloadQueue:
     def due(
         self, position: int, free_bytes: Callable[[], int], has_dram_buffer: Callable[[int], bool]
     ) -> Iterator[tuple[int, Gap, MemoryActionKind]]:
-        """Yield the reloads to try at a position, as (number, gap, kind).
+        """Yield the reloads to try at a position, as (index of the event, gap, kind).
 
         Args:
             position: Position that is being emitted.
             free_bytes: Function that returns the free device bytes.
-            has_dram_buffer: Function that returns whether DRAM has a buffer of a size.
+            has_dram_buffer: Function from a size to whether DRAM has a free buffer of it.
         """
         ready = self._ready
         for number in self._alarms.pop(position, ()):
@@ -166,7 +169,7 @@ class ReloadQueue:
         while ready:
             self._current = number = heappop(ready)
             if self._needed_bytes.get(number, 0) > free_bytes():
-                continue  # earlier reloads took the room
+                continue  # earlier reloads took the bytes
             if number in self._in_line:
                 if not has_dram_buffer(self._in_line[number]):
                     continue
@@ -178,24 +181,24 @@ class ReloadQueue:
         self._current = len(self._events)
 
     def retry_at(self, number: int, position: int) -> None:
-        """Retry a reload at a position, or at its deadline if that is earlier."""
+        """Let a reload sleep until a position, or until its deadline if that is earlier."""
         retry = min(position, self._events[number][1].last)
         self._alarms.setdefault(retry, []).append(number)
         self._asleep.add(number)
 
     def wait_for_bytes(self, number: int, num_bytes: int) -> None:
-        """Retry a reload when so many device bytes are free."""
+        """Let a reload sleep until `num_bytes` device bytes are free, or until its deadline."""
         self.retry_at(number, self._events[number][1].last)
         self._needed_bytes[number] = num_bytes
 
     def wait_for_dram(self, number: int, num_bytes: int) -> None:
-        """Retry a reload when DRAM has a buffer of a size."""
+        """Let a reload sleep until DRAM has a free buffer of `num_bytes`, or until its deadline."""
         self.retry_at(number, self._events[number][1].last)
         self._in_line[number] = num_bytes
         heappush(self._lines.setdefault(num_bytes, []), number)
 
     def wait_for_copy(self, number: int, storage: int) -> None:
-        """Retry a reload when the outgoing copy of a storage has ended."""
+        """Let a reload sleep until the outgoing copy of a storage has ended, or until its deadline."""
         self.retry_at(number, self._events[number][1].last)
         self._waiting_for_copy.setdefault(storage, []).append(number)
 
@@ -215,7 +218,7 @@ class ReloadQueue:
             heappush(self._ready, number)
 
     def _next_in_line(self, size: int) -> None:
-        """Wake the first reload that waits for a buffer of a size."""
+        """Try the first reload that waits for a DRAM buffer of `size` bytes."""
         line = self._lines[size]
         while line and line[0] not in self._in_line:
             heappop(line)

@@ -1,18 +1,17 @@
 """Use-definition chains, liveness and dependencies over storages.
 
-Views need no rule, because the front end resolves every view to its storage. An access through any alias is an access
+Views need no rule, because the capture resolves every view to its storage. An access through any alias is an access
 to the storage, and creating a view is no access.
 
 Collectives and messages are in flight, in parallel to the compute lane, from their `run` to their `join`.
-One communication lane carries them one after another, in the order in which they are begun. A collective library has a
-queue per process group; groups that run at the same time share the link, and a plan is made for one link. So groups in
-turn take as long as concurrent groups, and no byte is counted twice.
+One communication lane carries them one after another, in the order in which they begin. A collective library has one
+queue per process group, but groups share the link. So groups one after another take as long as concurrent groups.
 
 No plan can deadlock, whatever each rank decides about memory. All ranks begin their communication in the recorded
-order, in which every collective was waited for at once. Consider the unfinished operator that finished first in the
-recorded run: every wait of its ranks before its begin finished earlier, so it finishes here as well. A collective is
-joined no earlier than it is begun. A message is joined where it is needed, behind everything that was begun before
-that point in the recorded run (`dependencies`).
+order, in which every collective was waited for at once. Proof: among the unfinished operators, take the one that
+finished first in the recorded run. Every operator that its ranks wait for before it finished earlier, so it can finish.
+A collective is joined no earlier than it begins. A message is joined where it is needed, after everything that began
+before that point in the recorded run (`dependencies`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hyper_parallel.memory.timeline import ProgramClock
 
 
 class CommsInFlight:
-    """Communication in flight while a program is emitted, and the releases that wait for it.
+    """Collectives and messages in flight while a program is emitted, and storage releases that wait for them.
 
     Args:
         program: Operators and storages.
@@ -42,17 +41,17 @@ class CommsInFlight:
 
     @property
     def running(self) -> list[int]:
-        """Operators begun and not joined, in the order of their begin."""
+        """Operators that have begun and are not joined, in the order in which they began."""
         return list(self._running)
 
     def begin(self, index: int) -> None:
-        """Record the begin of an operator."""
+        """Record that an operator has begun."""
         self._running[index] = {}
 
     def required_joins(
         self, operator: Operator, also_read: Iterable[int] = (), recomputed: Iterable[int] = ()
     ) -> list[int]:
-        """Return operators in flight that conflict with the reads, writes or recomputed storages of an operator."""
+        """Return the operators in flight that must be joined before an operator may run."""
         if not self._running:
             return []
         changed = (*operator.writes, *operator.allocs)
@@ -61,7 +60,7 @@ class CommsInFlight:
         return self._conflicts({*operator.reads, *also_read}, {*changed, *recomputed})
 
     def _conflicts(self, reads: set[int], writes: set[int]) -> list[int]:
-        """Return operators in flight that write a storage of `reads` or access a storage of `writes`."""
+        """Return the operators in flight that write a storage in `reads` or access a storage in `writes`."""
         result = []
         for index in self._running:
             operator = self._program.operators[index]
@@ -71,11 +70,15 @@ class CommsInFlight:
         return result
 
     def is_writing(self, storage: int) -> bool:
-        """Return whether other ranks are still writing a storage."""
+        """Return whether a collective in flight still writes a storage."""
         return bool(self._running) and bool(self._conflicts({storage}, set()))
 
     def defer_release(self, storage: int, position: int) -> bool:
-        """Defer the release of a storage after a position to its last user in flight; return False when it has none."""
+        """Defer the release of a storage until the last operator in flight that uses it is joined.
+
+        Returns:
+            False if no operator in flight uses it, so that nothing is deferred.
+        """
         users = [i for i in self._running if storage in self._program.touched[i]]
         for index in users[-1:]:  # the last one to finish
             for releases in self._running.values():
@@ -84,30 +87,30 @@ class CommsInFlight:
         return bool(users)
 
     def cancel_release(self, storage: int) -> bool:
-        """Cancel the deferred release of a storage; return False when there is none."""
+        """Cancel the deferred release of a storage; return False if there is none."""
         deferred = [h for h in self._running.values() if storage in h]
         for releases in deferred:
             del releases[storage]
         return bool(deferred)
 
     def deferring(self) -> list[int]:
-        """Return collectives with deferred releases, in the order of their begin.
+        """Return the collectives with deferred releases, in the order in which they began.
 
-        Messages are left out, because their peer may be late.
+        Messages are omitted, because their peer may be late.
         """
         return [i for i, h in self._running.items() if h and not self._program.operators[i].message]
 
     def join(self, index: int) -> list[tuple[int, int]]:
-        """Record the join of an operator; return its deferred releases as (storage, position)."""
+        """Record that an operator is joined; return its deferred releases as (storage, position)."""
         return list(self._running.pop(index).items())
 
 
 def plain_actions(
     program: MemoryProgram, order: Sequence[int], last_use: Sequence[int]
 ) -> list[MemoryAction]:
-    """Return a program that runs every operator once, frees every storage after its last use, and moves none.
+    """Return actions that run every operator once and free every storage after its last use, without copies.
 
-    A collective is joined before the first use of its results, or once it completes if a `free` is deferred until then.
+    A collective is joined before the first use of its results, or when it completes if a `free` waits for it.
 
     Args:
         program: Operators and storages.
@@ -166,7 +169,7 @@ class UseDef:
 
 
 def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
-    """Return every storage's accesses in an order."""
+    """Return the accesses of every storage in an order of the operators."""
     uses: list[list[int]] = [[] for _ in program.storages]
     writes: list[list[int]] = [[] for _ in program.storages]
     producer = [-1] * len(program.storages)
@@ -182,7 +185,7 @@ def use_definitions(program: MemoryProgram, order: Sequence[int]) -> UseDef:
 
 
 def live_bytes(program: MemoryProgram, chains: UseDef) -> np.ndarray:
-    """Return the device bytes of every position while no storage moves."""
+    """Return the device bytes at every position, without offload and recomputation."""
     change = np.zeros(len(chains.order) + 1, np.int64)
     for s, storage in enumerate(program.storages):
         uses = chains.uses[s]
@@ -194,12 +197,11 @@ def live_bytes(program: MemoryProgram, chains: UseDef) -> np.ndarray:
 
 
 def dependencies(program: MemoryProgram) -> list[set[int]]:
-    """Return, per operator, the operators that must run before it, judged in the recorded order.
+    """Return, per operator, the set of operators that must run before it, derived from the recorded order.
 
     Dependencies are true (read after write), anti (write after read) and output (write after write) dependencies.
     Operators that draw random numbers, check a branch or communicate also keep their mutual order. An operator that
-    needs a message waits for another rank. It stays behind everything that was sent before it, so no ranks wait in a
-    circle.
+    needs a message stays after everything that was sent before it, so that ranks never wait for each other in a cycle.
     """
     before: list[set[int]] = []
     writer: dict[int, int] = {}
@@ -241,7 +243,7 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 
 
 def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[MemoryAction, ...]:
-    """Return the program without any copy: every operator once, every storage freed right after its last use."""
+    """Return the actions of a step without offload: operators run once, storages are freed after their last use."""
     chains = use_definitions(program, order)
     keep = [s.at_end for s in program.storages]
     unused = [
@@ -254,5 +256,5 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
 
 
 def working_set_bytes(program: MemoryProgram) -> int:
-    """Return the largest sum of one operator's operands and results, a lower bound of every plan's peak."""
+    """Return the maximum over operators of the bytes of operands and results: a lower bound of every plan's peak."""
     return max((sum(program.sizes[s] for s in op.touched) for op in program.operators), default=0)

@@ -1,8 +1,8 @@
-"""Emission: turn chosen gaps into an executable program.
+"""Emission: conversion of a residency choice (gaps, recomputation) into an executable list of actions.
 
-Emission walks forward over the order with the simulator's own clock. A store is issued right after the last use, or
-before it when the content is final and the lane is idle. The device bytes are detached at the first operator boundary
-after the copy, or earlier, by waiting, when the budget needs them. A prefetch is issued as late as its serial channel
+Emission walks forward over the order with the simulator's clock. A store is issued right after the last use, or earlier
+if the content is final and the lane is idle. The device bytes are released at the first operator boundary after the
+copy, or earlier, by waiting for it, if the budget needs them. A prefetch is issued as late as its serial channel
 allows, computed backwards from the deadlines.
 """
 
@@ -24,13 +24,13 @@ from hyper_parallel.memory.recompute import Recomputes
 
 @dataclass(frozen=True)
 class EmissionOptions:
-    """Limits and expectations of one emission.
+    """Budget of one emission, and expected bytes and waits.
 
     Attributes:
-        budget_bytes: Device bytes for which operators and early reloads wait; None: no limit.
-        planned: Device bytes that the choice takes at every position; early reloads are added to them.
-        pauses_s: Seconds that computing is expected to wait or recompute at every position.
-        on_demand: Every reload is issued by the operator that needs it.
+        budget_bytes: Device bytes that operators and early reloads must not exceed, else they wait; None: no limit.
+        planned: Device bytes that the choice needs at every position; early reloads add theirs.
+        pauses_s: Seconds of waiting and recomputation that are expected at every position.
+        on_demand: Whether every reload is issued only by the operator that needs it.
     """
 
     budget_bytes: int | None
@@ -40,11 +40,11 @@ class EmissionOptions:
 
 
 class Emitter:
-    """Emission of one program: `emit` returns the actions, `ledger` has the bytes and the time they take.
+    """Emission of one program: `emit` returns the actions, `ledger` holds their bytes and simulated time.
 
     Args:
         program: Operators and storages.
-        machine: Channels and capacities.
+        machine: Machine with channels and capacities.
         order: Order of the operators.
         gaps: Gaps of offloaded storages.
         recomputes: Recomputed storages.
@@ -91,10 +91,10 @@ class Emitter:
         recomputed_s = np.zeros(len(starts))
         for position, extra in recomputes.added_seconds(program).items():
             recomputed_s[position] = extra
-        # Least seconds from the start of a position to the start of the last one.
+        # Lower bound of the seconds from the start of a position to the start of the last one.
         remaining_s = np.cumsum((recomputed_s + np.diff(starts, append=starts[-1:]))[::-1])[::-1]
         self.remaining_s: list[float] = remaining_s.tolist()
-        # Next use of storages that are still on their way out when their reload is due.
+        # Next use of storages whose eviction is still in flight when their reload is due.
         self.late_reloads: dict[int, int] = {}
         self.writes = use_definitions(program, order).writes
         self.early = early_stores(
@@ -103,7 +103,7 @@ class Emitter:
 
     @property
     def waited_s(self) -> np.ndarray:
-        """Seconds that computing waited for copies at every position, and at the end."""
+        """Seconds that the compute lane waited for copies at every position, and at the end of the step."""
         return np.diff([*self._waited_s, self.ledger.clock.wait_s])
 
     def _ends(self) -> list[set[int]]:
@@ -119,7 +119,7 @@ class Emitter:
         return ends
 
     def emit(self, limit_s: float = float("inf")) -> tuple[MemoryAction, ...] | None:
-        """Return the whole program, or None as soon as it must take longer than the limit."""
+        """Return the actions of the whole program, or None once it is certain to take longer than `limit_s`."""
         for s, storage in enumerate(self.program.storages):
             if storage.at_start and not storage.at_end and not self.recomputes.uses[s]:
                 self.copies.release(s)
@@ -149,7 +149,7 @@ class Emitter:
         return tuple(self.ledger.actions)
 
     def _clear(self) -> None:
-        """Drop copies in other tiers of storages that stay; a cancelled eviction may have left them there."""
+        """Release copies outside the home tier of a storage, which a cancelled eviction has left."""
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:
@@ -158,7 +158,7 @@ class Emitter:
     # -- one operator --------------------------------------------------------------------------
 
     def _operator(self, position: int, index: int) -> None:
-        """Emit one operator: joins, room, operands, recomputation, the run itself, and releases after it."""
+        """Emit one operator: joins, waits for memory, reloads, recomputation, the run itself, and releases after it."""
         ledger, copies = self.ledger, self.copies
         operators, valid, sizes = self.program.operators, ledger.valid, self.program.sizes
         op = operators[index]
@@ -212,14 +212,14 @@ class Emitter:
                 self._release_or_evict(s, position, position)
 
     def _join(self, index: int, position: int) -> None:
-        """Wait for communication before a position, then apply the releases that it deferred."""
+        """Join the operator `index` before a position, then apply the releases that were deferred to it."""
         if index in self.comms.running:  # else it was joined earlier, to make room
             self.ledger.emit("join", index)
             for s, since in self.comms.join(index):
                 self._release_or_evict(s, since, position)
 
     def _used_at(self, s: int, position: int) -> bool:
-        """Return whether an operator uses a storage at a position."""
+        """Return whether the operator or the recomputation at a position uses a storage."""
         uses = self.recomputes.uses[s]
         index = bisect_right(uses, position)
         return index > 0 and uses[index - 1] == position
@@ -250,7 +250,7 @@ class Emitter:
     # -- evictions and reloads -----------------------------------------------------------------
 
     def _store_early(self, ready: list[Gap], position: int) -> list[Gap]:
-        """Store the next storages to evict while the store lane is idle; return the rest of the list."""
+        """Start stores of storages in `ready` while the store lane is idle; return those that were not started."""
         remaining: list[Gap] = []
         for rank, gap in enumerate(ready):
             if not self.ledger.clock.idle("store"):
@@ -268,7 +268,7 @@ class Emitter:
         return remaining
 
     def _retire_copies(self, position: int) -> None:
-        """Detach storages whose copies are complete, and join communication that is done."""
+        """Release storages whose outgoing copies are complete, and join communication that is complete."""
         if self.comms:
             for index in self.comms.deferring():
                 if self.ledger.clock.done_s(index) <= self.ledger.clock.now_s:
@@ -295,7 +295,7 @@ class Emitter:
                     return  # a lane completes its copies in order
 
     def _reload(self, number: int, gap: Gap, kind: MemoryActionKind, position: int) -> None:
-        """Issue a planned reload, or queue it for a later position when it lacks room."""
+        """Issue a planned reload, or let it sleep in the queue if it lacks memory."""
         s = gap.storage
         self.late_reloads.pop(s, None)
         if position > gap.last:
@@ -306,7 +306,7 @@ class Emitter:
         if "device" in self.ledger.valid[s]:
             outgoing = [p for p in self.copies.outgoing if p.storage == s and p.detaches]
             if outgoing and self.budget is not None and early:
-                # It is still resident. It leaves if the budget needs the room; otherwise the eviction is cancelled.
+                # It is still resident: it is evicted if the budget needs its bytes; else the eviction is cancelled.
                 self.late_reloads[s] = gap.last
                 self.reloads.wait_for_copy(number, s)
                 return
@@ -320,7 +320,7 @@ class Emitter:
                 return
             self.copies.copy_in(s)
         elif not early and self.budget is not None and self.program.sizes[s] > self._free_bytes():
-            return  # the operator itself prefetches it once there is room
+            return  # the operator itself prefetches it once it fits
         elif early and not self._may_prefetch_early(number, gap, position):
             return
         else:
@@ -331,7 +331,7 @@ class Emitter:
         return 0 if self.budget is None else self.budget - self.ledger.live["device"]
 
     def _may_prefetch_early(self, number: int, gap: Gap, position: int) -> bool:
-        """Return whether an early reload leaves enough bytes for the operators before its use; queue it otherwise."""
+        """Return whether an early reload leaves the operators before its use enough bytes; if not, queue it again."""
         if self.budget is None:
             return True
         size = self.program.sizes[gap.storage]
@@ -344,9 +344,9 @@ class Emitter:
         return full is None
 
     def _earliest_fit(self, s: int, position: int, last: int) -> int | None:
-        """Return the first position from which a storage fits until its next use.
+        """Return the first later position from which a storage fits on the device until its next use.
 
-        None: it fits now, and its bytes are reserved.
+        None means that it fits now; its bytes are then reserved.
         """
         assert self.budget is not None
         ahead, size = self.planned[position:last], self.program.sizes[s]
@@ -357,7 +357,7 @@ class Emitter:
         return None
 
     def _prefetch(self, s: int) -> None:
-        """Begin the copy to the device unless the bytes are there or on their way."""
+        """Start the copy of a storage to the device unless its bytes are there or in flight."""
         tiers = self.ledger.valid[s]
         if "device" in tiers:
             if self.comms:
@@ -375,7 +375,7 @@ class Emitter:
         self.copies.incoming[s, "device"] = None
 
     def _await_arrival(self, s: int, position: int) -> None:
-        """Wait for the copy to the device, then drop host copies without a later use."""
+        """Wait for the copy of a storage to the device, then release host copies without a later use."""
         if (s, "device") not in self.copies.incoming:
             return
         for tier in ("dram", "device"):
@@ -391,7 +391,7 @@ class Emitter:
             self.ledger.emit("detach", s, "flash")
 
     def _make_room(self, need: int, keep: set[int], position: int) -> None:
-        """Wait for running stores and for other ranks until `need` more bytes fit the budget."""
+        """Wait for stores and communication in flight until `need` more device bytes fit the budget."""
         if self.budget is None:
             return
         while self.ledger.live["device"] + need > self.budget:

@@ -1,4 +1,4 @@
-"""Search for programs of a target: every residency choice is emitted and judged by the emitted program."""
+"""Search for programs that meet a target in device bytes; every residency choice is judged by its emitted program."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 from hyper_parallel.memory.rounding import ResidencyChoice, Rounding
 
-_DRAM_SHARES = (0.75, 0.5, 0.25)  # shares of the DRAM for resident storages; tried in turn
+_DRAM_SHARES = (0.75, 0.5, 0.25)  # fractions of DRAM for storages that stay there, in turn
 _POLISHED_OPERATORS, _POLISH_PASSES = 300, 3  # programs of up to 300 operators are polished
-# Storages in flight beyond the count of the linear program. Programs that are emitted fast try finer steps.
+# Numbers of mean offloaded storages by which targets of the linear program are lowered; small programs try more.
 _HEADROOMS, _FINER_HEADROOMS, _FAST_PROGRAM = (0, 2), (0, 1, 2, 4), 3000
-_ROUNDS = 6  # solutions of the linear program per aim
+_ROUNDS = 6  # maximum of solutions of the linear program per lowered target
 # Every rank plans its own program while the others wait: a large one with collectives takes seconds per round.
 _SHARED_HEADROOMS, _SHARED_ROUNDS = (0,), 2
-_SLOWER_BY = 1.25  # times the limit: slower programs are useless even as a hint
+_SLOWER_BY = 1.25  # factor on the limit: slower programs do not help to find a faster one
 
 
 @dataclass(frozen=True)
 class EmittedProgram:
-    """Emitted program with the emitter's own account; the final one is replayed.
+    """Emitted program with the bytes and seconds counted by the emitter.
 
     Attributes:
         actions: Actions in program order.
         homes: Tier of every storage between steps.
         seconds: Simulated seconds.
         peaks: Peak bytes per tier.
-        dram_bytes: Bytes of the host slabs.
+        dram_bytes: Bytes of the host slabs that its DRAM buffers need.
         gaps: Gaps of offloaded storages.
-        recomputes: Recomputed storages; None: no choice was made.
+        recomputes: Recomputed storages; None for the program without offload.
         statement: Sentence about the choice.
-        waited_s: Seconds that computing waits for copies at every position, and at the end.
+        waited_s: Seconds that the compute lane waits for copies at every position, and at the end.
     """
 
     actions: tuple[MemoryAction, ...]
@@ -65,7 +65,7 @@ class EmittedProgram:
 
 
 def identity_program(program: MemoryProgram, order: tuple[int, ...]) -> EmittedProgram:
-    """Return the program of an order in which no storage moves."""
+    """Return the program of an order without offload and recomputation."""
     actions = identity_actions(program, order)
     peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
     peaks["device"] = order_peak(program, order)
@@ -86,16 +86,16 @@ def emit(
     pauses_s: np.ndarray,
     statement: str,
 ) -> EmittedProgram | None:
-    """Return the program of a choice; None when it takes longer than the limit.
+    """Return the program of a choice; None if it takes longer than `limit_s`.
 
     Args:
         program: Operators and storages.
         machine: Channels and capacities.
         order: Order of the operators.
         choice: Storages to offload and to recompute.
-        limit_bytes: Device bytes for which operators and early reloads wait; None: no limit.
+        limit_bytes: Device bytes that operators and early reloads must not exceed, else they wait; None: no limit.
         limit_s: Seconds after which emission stops.
-        pauses_s: Seconds that computing is expected to wait or recompute at every position.
+        pauses_s: Seconds of waiting and recomputation that are expected at every position.
         statement: Sentence about the choice.
     """
     recomputes, emitted = choice.candidates.recomputes, None
@@ -129,16 +129,16 @@ def assign_tiers(
     chosen: Sequence[OffloadCandidate],
     share: float,
 ) -> list[Gap]:
-    """Return the gaps of a choice, each with its tier.
+    """Return the gaps of the chosen candidates, each with the tier to evict to.
 
-    DRAM is filled up to its share; then flash takes the storages with the longest idle time. The account of DRAM sums
-    all chosen candidates, an upper bound of the bytes there at any one time; replay gives the exact peak.
+    DRAM is filled up to its share; then flash takes the storages with the longest idle time. All chosen candidates
+    count at once, an upper bound of the bytes in DRAM; replay gives the exact peak.
 
     Args:
-        program: Sizes.
-        machine: Capacities.
+        program: Program with the storage sizes.
+        machine: Machine with the capacities.
         chosen: Candidates to offload.
-        share: Share of the DRAM to fill; the rest is for bytes on their way between device and flash.
+        share: Fraction of the DRAM to fill; the rest is for copies between device and flash.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes
@@ -162,14 +162,14 @@ def assign_tiers(
 
 @dataclass
 class Search:
-    """Emitted programs of one order, with a cache.
+    """Search for emitted programs in one order of the operators, with a cache.
 
     Attributes:
         program: Operators and storages.
         machine: Channels and capacities.
         order: Order of the operators.
-        rounding: Source of the choice for a target.
-        identity: Program in which no storage moves.
+        rounding: Rounded linear program, which returns the choice for a target.
+        identity: Program without offload and recomputation.
         best_seen: Program of least peak so far.
     """
 
@@ -178,7 +178,7 @@ class Search:
     order: tuple[int, ...]
     rounding: Rounding
     identity: EmittedProgram
-    # Cache by choice, device bytes and waits: time limit and program.
+    # (choice, device bytes, waits) -> (time limit, program).
     _emissions: dict[tuple[object, ...], tuple[float, EmittedProgram | None]] = field(
         default_factory=dict
     )
@@ -191,24 +191,26 @@ class Search:
         return replace(self, rounding=self.rounding.without_cache(), _emissions={})
 
     def for_machine(self, machine: MemoryMachine) -> Search:
-        """Return the search with other capacities."""
+        """Return the search on a machine with other capacities, with an empty cache."""
         return replace(
             self, machine=machine, rounding=self.rounding.for_machine(machine), _emissions={}
         )
 
     def feasible(self, target: int, limit_s: float) -> bool:
-        """Return whether the linear program meets a target within a time."""
+        """Return whether the linear program meets a target in device bytes within `limit_s`."""
         return self.rounding.feasible(target, limit_s)
 
     def programs(
         self, target: int, limit_s: float = float("inf"), lowers: bool = False
     ) -> list[EmittedProgram]:
-        """Return emitted programs for a target that respect the capacities of the other tiers.
+        """Return emitted programs for a target that respect the capacities of DRAM and flash.
+
+        They may miss the target or the time limit; the caller checks.
 
         Args:
             target: Device bytes to reach.
-            limit_s: Seconds after which emission of a program stops.
-            lowers: Only the fastest program is wanted: each result becomes the time limit.
+            limit_s: Seconds of a step; emission of a slower program stops.
+            lowers: Whether only the fastest program is wanted, so that each result lowers `limit_s`.
         """
         result: list[EmittedProgram] = []
         emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []
@@ -239,13 +241,13 @@ class Search:
 
     @property
     def _headrooms(self) -> tuple[int, ...]:
-        """Numbers of storages by which aims are lower than the target."""
+        """Numbers of mean offloaded storages by which targets of the linear program are lowered."""
         if self._is_fast:
             return _FINER_HEADROOMS
         return _SHARED_HEADROOMS if self.program.communicates else _HEADROOMS
 
     def _shortfall(self, emitted: EmittedProgram, target: int) -> tuple[int, int, float]:
-        """Return the bytes by which a program exceeds the capacities and the target, and its seconds."""
+        """Return (bytes over the capacities, bytes over the target, seconds) of a program, to compare programs."""
         return emitted.excess_bytes(self.machine), max(emitted.peak - target, 0), emitted.seconds
 
     def _polish(
@@ -257,7 +259,7 @@ class Search:
         *,
         lowers: bool,
     ) -> EmittedProgram:
-        """Return the program after flips of the most fractional decisions, each kept while it improves the program."""
+        """Return the program improved by local search: flips of the most fractional decisions, if they improve it."""
         enough = 0, 0, 0.0 if lowers else limit_s
         for _ in range(_POLISH_PASSES):
             before = best
@@ -282,7 +284,10 @@ class Search:
     def _refine(
         self, aim: int, target: int, limit_s: float
     ) -> Iterator[tuple[ResidencyChoice, EmittedProgram]]:
-        """Yield programs of one aim; each leaves more bytes free where the one before waited unexpectedly."""
+        """Yield (choice, program) for one target `aim` of the linear program.
+
+        Each next program leaves more bytes free where the previous one waited unexpectedly.
+        """
         reserve: dict[int, float] = {}
         shared = self.program.communicates and not self._is_fast
         for _ in range(_SHARED_ROUNDS if shared else _ROUNDS):
@@ -306,7 +311,7 @@ class Search:
                 reserve[j] = reserve.get(j, 0.0) + num_bytes
 
     def _emit(self, choice: ResidencyChoice, target: int, limit_s: float) -> EmittedProgram | None:
-        """Return the program of a choice, from the cache if it is there; None when it takes longer than the limit."""
+        """Return the program of a choice, cached; None if it takes longer than `limit_s`."""
         recomputed = choice.candidates.recomputes.gaps
         key = (
             tuple(recomputed.items()),

@@ -1,7 +1,7 @@
-"""Builder of the residency linear program: offload and recomputation of one order, with the least waits.
+"""Builder of the residency linear program: fractions of storages to offload and recompute, with the least waits.
 
-All candidates and all recomputation are weighed at once, by fractions. Gradients that wait for a norm before they are
-clipped are no special case: they are candidates between their production and the norm.
+One program covers all candidates for offload and recomputation. Gradients that wait for their norm before clipping are
+no special case: they are candidates between their production and their use.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hyper_parallel.memory.residency_lp import LPOptimum, ResidencyLP, SolverFai
 _LOG = logging.getLogger(__name__)
 
 _SAMPLES = 128  # initial positions
-_MIN_RETAINED_POSITIONS = 8  # positions; storages retained for fewer are not offloaded meanwhile
+_MIN_RETAINED_POSITIONS = 8  # storages retained for fewer positions are not offloaded meanwhile
 
 
 class LPBuilder:
-    """Linear program of the candidates of one order.
+    """Residency linear program of one order, with the variables of its candidates.
 
     Args:
-        candidates: Candidates for offload, without recomputation.
-        finder: Finder of recomputation; None: no storage is recomputed.
+        candidates: Candidates for offload if nothing is recomputed.
+        finder: Finder of recomputation chains; None: no storage is recomputed.
         positions: Sampled positions, ascending.
 
     Attributes:
-        offloaded_at_start: By storage, the fraction that starts and ends the step off the device.
-        offloads: By storage, (low, high, fraction) that is offloaded at positions [low, high).
-        recomputed: By storage, the fraction that is dropped and recomputed.
+        offloaded_at_start: Storage to the variable of its fraction that is off the device at both ends of the step.
+        offloads: Storage to (low, high, variable) of its fractions offloaded at positions [low, high).
+        recomputed: Storage to the variable of its fraction that is dropped and recomputed.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class LPBuilder:
         self.offloaded_at_start: dict[int, int] = {}
         self.offloads: dict[int, list[tuple[int, int, int]]] = {}
         self.recomputed: dict[int, int] = {}
-        self._store_of: dict[int, int] = {}  # offloaded fraction -> stored fraction that limits it
-        # (storage, content) -> fraction, first position at which it leaves.
+        # variable of an offloaded fraction -> variable of the stored fraction that limits it
+        self._store_of: dict[int, int] = {}
+        # (storage, position of its last write) -> (variable of the stored fraction, first position off the device)
         self._stored: dict[tuple[int, int], tuple[int, int]] = {}
         for c in candidates.all:
             if c.starts_offloaded:
@@ -62,7 +63,7 @@ class LPBuilder:
 
     @classmethod
     def sampled(cls, candidates: OffloadCandidates, finder: ChainFinder | None) -> LPBuilder:
-        """Return the program over the fullest position of each interval; intervals divide positions and time evenly."""
+        """Return the program sampled at the fullest position of each of many equal intervals of position and time."""
         profile, ends_s = candidates.profile, np.cumsum(candidates.seconds)
         along = ends_s / max(ends_s[-1], 1e-30) + np.linspace(0.0, 1.0, len(profile))
         edges = np.searchsorted(along, np.linspace(0.0, 2.0, _SAMPLES + 1)[1:-1])
@@ -73,30 +74,33 @@ class LPBuilder:
         return cls(candidates, finder, np.array(fullest))
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum for a target; None when it is out of reach or the solver fails.
+        """Return the optimum for a target in device bytes; None if it is infeasible or the solver fails.
 
         See `ResidencyLP.solve`.
         """
         try:
             return self.model.solve(target_bytes, reserve)
-        except SolverFailed as error:  # another target may still have an answer
+        except SolverFailed as error:  # another target may still be solved
             _LOG.warning("nothing is planned for %d bytes: %s", target_bytes, error)
             return None
 
     def add_store(self, s: int, since: int, leaves: int) -> int:
-        """Return the fraction of a storage's content that is copied to DRAM.
+        """Return the variable of the fraction of a storage's content that is copied to DRAM; add it if it is new.
 
         Args:
             s: Storage.
-            since: Position from which on the content is final.
-            leaves: Position at which the storage may leave the device.
+            since: Position of the last write of the content.
+            leaves: First position at which the storage may be off the device.
         """
         fraction, first = self._stored.get((s, since)) or (self.model.add_fraction(), leaves)
         self._stored[s, since] = fraction, min(first, leaves)
         return fraction
 
     def add_offload(self, s: int, low: int, high: int, stored: int | None) -> int:
-        """Return the fraction of a storage that is offloaded at positions [low, high), at most its stored fraction."""
+        """Add the variable of a fraction that is offloaded at positions [low, high), and return it.
+
+        The fraction is at most that of the variable `stored`; None: no store is needed.
+        """
         fraction = self.model.add_fraction()
         self.model.add_offload(fraction, low, high, self.sizes[s])
         clean = stored is None or stored == self.offloaded_at_start.get(s)
@@ -112,7 +116,13 @@ class LPBuilder:
     def add_early_return(
         self, s: int, gap: tuple[int, int, int], wanted: dict[int, list[int]]
     ) -> None:
-        """Add the return of a storage within its gap, for recomputation that needs it there."""
+        """Add the reload of an offloaded storage within its gap, for recomputation that reads it there.
+
+        Args:
+            s: Storage.
+            gap: First position, end, and variable of the offloaded fraction.
+            wanted: Dict from position to the variables of recomputations there that read the storage.
+        """
         low, _, whole = gap
         fraction = self.add_offload(s, low, min(wanted), None)
         self.model.add_at_most_one([whole, fraction])
@@ -122,7 +132,7 @@ class LPBuilder:
             self.model.add_sum_le([whole, fraction], self._store_of[whole])
 
     def _add_home(self, c: OffloadCandidate) -> int:
-        """Return the fraction of a storage that starts and ends the step off the device."""
+        """Add the variable of a storage's fraction that is off the device at both ends of the step; return it."""
         model, fraction = self.model, self.model.add_fraction()
         model.add_dram_bytes(fraction, 0, self.candidates.n, c.num_bytes)
         *inside, (low, high) = c.spans
@@ -138,7 +148,7 @@ class LPBuilder:
         return fraction
 
     def _add_gap(self, c: OffloadCandidate) -> None:
-        """Add a storage that is offloaded between two uses."""
+        """Add the variables of a candidate that is offloaded between two uses."""
         s, gap = c.storage, c.gaps[0]
         stored = self.offloaded_at_start.get(s) if self.candidates.is_unmodified(gap) else None
         if stored is None:
@@ -147,12 +157,12 @@ class LPBuilder:
 
 
 def _add_recomputations(builder: LPBuilder, finder: ChainFinder) -> None:
-    """Add results that may be dropped over their longest gap, with their operators and the inputs that they need."""
+    """Add recomputation of all results that may be dropped over their longest gap, with the inputs that it needs."""
     model, uses = builder.model, finder.chains.uses
     runs: dict[tuple[int, int], int] = {}
-    # storage -> position of recomputation -> fractions that need it
+    # storage -> position of recomputation -> variables of the fractions that need it
     retained: dict[int, dict[int, list[int]]] = {}
-    # (storage, gap) -> position in the gap -> fractions that need the storage there
+    # (storage, gap) -> position in the gap -> variables of the fractions that need the storage there
     early: dict[tuple[int, tuple[int, int, int]], dict[int, list[int]]] = {}
     chains: dict[int, tuple[Chain, int, int]] = {}
     gaps = {s: list(offload) for s, offload in builder.offloads.items()}
@@ -198,18 +208,18 @@ def _add_chain_inputs(
     requested: dict[tuple[int, int], int],
     depth: int,
 ) -> None:
-    """Add recomputation of the inputs that a storage needs at a position.
+    """Add early recomputation of the dropped inputs that the recomputation of `s` needs at a position.
 
-    They are resident from there to their next use.
+    These inputs are then resident until their next use.
 
     Args:
         builder: Builder of the linear program.
-        chains: By recomputable storage, its chain and the positions of its gap.
+        chains: Recomputable storage to its chain and the two positions of its gap.
         s: Storage that is recomputed at the position.
-        fraction: Fraction of it that is recomputed.
+        fraction: Variable of its recomputed fraction.
         position: Position of the recomputation.
-        requested: By storage and position, fractions that were added before.
-        depth: Depth to which inputs of inputs are followed.
+        requested: (storage, position) to the variable added before.
+        depth: Remaining depth to which inputs of inputs are followed.
     """
     model = builder.model
     for x in chains[s][0].inputs if depth else ():
@@ -228,7 +238,7 @@ def _add_chain_inputs(
 def _add_retained(
     builder: LPBuilder, finder: ChainFinder, x: int, needed: dict[int, list[int]]
 ) -> None:
-    """Add a dead storage that is retained until the last of its chains; it may be offloaded between them."""
+    """Add retention of a dead storage until the last recomputation that reads it; it may be offloaded in between."""
     model, size = builder.model, builder.sizes[x]
     low, writes = finder.chains.uses[x][-1], finder.chains.writes[x]
     since = max(writes, default=finder.chains.uses[x][0])

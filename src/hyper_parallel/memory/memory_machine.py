@@ -13,7 +13,7 @@ class Channel:
     """Copy direction between two tiers; its copies run one after another.
 
     Attributes:
-        bytes_s: Contended bytes per second: the rate of one device while all devices of its node copy.
+        bytes_s: Bytes per second of one device while all devices of its node copy.
         latency_s: Seconds before the first byte of a copy.
     """
 
@@ -50,7 +50,7 @@ class Roofline:
 
         Args:
             program: Program to annotate.
-            link: Link between ranks, for `comm_s` of collectives; None: collectives are timed like other operators.
+            link: Link between ranks, for the `comm_s` of collectives; None: they are timed like other operators.
         """
 
         def timed(op: Operator) -> Operator:
@@ -64,7 +64,7 @@ class Roofline:
 def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
     """Return the program with measured seconds of its operators.
 
-    An operator keeps its seconds when it communicates, or its measured seconds are 0. None: all operators keep them.
+    An operator that communicates, or whose measured seconds are 0, keeps its own. With `measured=None` all keep theirs.
     """
     if measured is None:
         return program
@@ -96,10 +96,10 @@ class MemoryMachine:
     flash_bytes: int | None = None
 
     def derated(self, margin: float) -> MemoryMachine:
-        """Return the machine with every channel slower by the factor 1 + margin."""
+        """Return the machine with the rate of every channel divided by 1 + margin."""
 
         def slower(channel: Channel | None) -> Channel | None:
-            """Return a channel at the lower rate."""
+            """Return a channel at the lower rate, or None for None."""
             return channel and replace(channel, bytes_s=channel.bytes_s / (1 + margin))
 
         return replace(
@@ -111,7 +111,7 @@ class MemoryMachine:
         )
 
     def channel(self, kind: str) -> Channel:
-        """Return the channel of a copying action."""
+        """Return the channel of a copying action, such as `store` or `prefetch`."""
         channel = {
             "store": self.store,
             "prefetch": self.prefetch,

@@ -1,14 +1,13 @@
 """The planner: least peak at a bounded slowdown, or least time under a byte budget; and a cache of plans in files.
 
-Five passes: an order of the operators; one linear program for offload and recomputation; rounding to whole storages;
-emission of a program; addresses. Both goals search emitted programs for targets in bytes. The exact replay and the
-simulator judge each program, so no choice rests on an estimate.
+There are five passes: ordering of operators, a linear program for offload and recomputation, rounding to whole
+storages, emission of actions, and address assignment. Both goals search emitted programs for targets in bytes. Each
+program is judged by exact replay and simulation, not by an estimate.
 
-With the cache, one step on one machine with one goal is planned once.
-A file is named after the fingerprint of all inputs of a plan (program, machine, goal, planner). It holds the decisions,
-in columns of numbers, without the program, which the caller has. No content is trusted: the actions are replayed on the
-caller's program and timed on its machine, and the addresses are checked for overlap. A file that fails is reported, and
-the step is planned again.
+With the cache, a step is planned once per machine and goal. A file is named by the fingerprint of all inputs of a plan
+(program, machine, goal, planner version) and holds only the decisions, as columns of numbers. Its content is checked:
+the actions are replayed on the caller's program and timed on its machine, and the addresses are checked for overlap. If
+a check fails, this is logged and the step is planned again.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from hyper_parallel.serde import write_text
 from hyper_parallel.topology import cache_dir
 from hyper_parallel.units import MiB
 
-_MARGIN = 0.3  # share of the bandwidth; a least-peak plan keeps its time limit on links that are 30 % slower
+_MARGIN = 0.3  # a least-peak plan keeps its time limit on channels that are slower by this fraction
 
 
 def plan_memory(
@@ -65,26 +64,25 @@ def plan_memory(
     reorder: bool = True,
     bandwidth_margin: float | None = None,
 ) -> MemoryPlan:
-    """Plan the memory of one step.
+    """Return a memory plan of one training step.
 
     Args:
         program: Operators with their seconds.
         machine: Channels and capacities.
-        budget_bytes: Device bytes for the arena and the staging buffers; the plan is the fastest one found within them.
-        max_slowdown: Allowed extra time as a share (0.02 is 2 %); the plan is the one with the least peak found.
+        budget_bytes: Device bytes for the arena and the staging buffers; the result is the fastest plan found.
+        max_slowdown: Allowed extra time as a fraction (0.02 is 2 %); the result is the plan of least peak found.
         move: Kinds of storages that may leave the device; None: all but inputs and outputs.
-        recompute: Results may be dropped and computed again.
-        reorder: Operators may change their order (never their results).
-        bandwidth_margin: Factor 1 + margin by which every channel may be slower than stated while the plan keeps its
-            time limit. None: 0.3 for the least peak, where a plan that fills the channels has no reserve; 0 under a
-            byte budget. `seconds` of the plan are always those of the stated machine.
+        recompute: Whether results may be dropped and recomputed.
+        reorder: Whether operators may be reordered; results do not change.
+        bandwidth_margin: The search assumes channels slower by the factor 1 + margin, as a reserve. None: 0.3 for
+            `max_slowdown`, 0 for `budget_bytes`. `seconds` of the plan are those of the stated machine.
 
     Returns:
-        A plan whose replay passed; the identity program, with the reason, when no plan pays.
+        A plan whose replay passed. If offload and recomputation bring nothing, a plan without them, with the reason.
 
     Raises:
         BadValue: HP102 unless exactly one goal is set.
-        BudgetImpossible: HP402 with the least bytes reached and the bound that no plan can pass.
+        BudgetImpossible: HP402 with the least bytes reached, and a lower bound for every plan.
         TierFull: HP403 when only the capacity of DRAM or flash is too small.
     """
     if (budget_bytes is None) == (max_slowdown is None):
@@ -108,7 +106,7 @@ def plan_memory(
 
 @contextmanager
 def _paused_garbage_collection() -> Iterator[None]:
-    """Disable the cycle collector, which takes a quarter of the time on the millions of small objects of planning."""
+    """Disable garbage collection of cycles, which takes a quarter of the planning time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -119,16 +117,16 @@ def _paused_garbage_collection() -> Iterator[None]:
 
 
 def baseline_seconds(program: MemoryProgram, *, reorder: bool) -> float:
-    """Return the simulated seconds of a step in which no storage moves, the baseline of a slowdown."""
+    """Return the simulated seconds of a step without offload and recomputation, the baseline of `max_slowdown`."""
     if not program.communicates:
         return program.seconds
     return min(order_seconds(program, order) for order in _orders(program, reorder)[0])
 
 
 def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
-    """Return the orders to plan in, and one sentence per pass of refinement.
+    """Return the orders of operators to plan in, and one sentence per pass of refinement.
 
-    Without communication that is the order of least peak. With it, collectives begin more or less early.
+    Without communication this is the order of least peak. With it, there are orders with later and earlier collectives.
     """
     if not reorder:
         return [tuple(range(len(program.operators)))], ()
@@ -158,7 +156,7 @@ def _plan_best_order(
     orders: Sequence[tuple[int, ...]],
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Return the better plan of two orders: the fastest one and the smallest one while no storage moves."""
+    """Return the better plan of two orders: the fastest order, and the order of least peak without offload."""
     unmoved = {order: identity_program(program, order) for order in orders}
     fast = min(orders, key=lambda o: (unmoved[o].seconds, unmoved[o].peak))
     small = min(orders, key=lambda o: (unmoved[o].peak, unmoved[o].seconds))
@@ -203,12 +201,12 @@ def _plan_in_order(
 
     Args:
         program: Operators and storages.
-        true_machine: Machine as stated; the search runs on it less the margin.
+        true_machine: Stated machine; the search runs on one slower by the margin.
         goal: Goal of the plan.
         order: Order of the operators.
         statement: Sentences about earlier passes.
-        limit_s: Seconds allowed for the least peak; None: those of this order with the slowdown.
-        best_s: Under a budget, seconds from which on a plan is useless.
+        limit_s: Seconds allowed for the least peak; None: `max_slowdown` of this order.
+        best_s: Under a budget, seconds that a useful plan must beat.
     """
     machine = true_machine.derated(goal.margin)
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
@@ -254,7 +252,7 @@ def _to_plan(
     emitted: EmittedProgram,
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Replay a program, assign its addresses, and return it as a plan with the reasons of its choices."""
+    """Return a program as a plan: replayed, with addresses, and with the reasons of its choices."""
     replayed = replay(program, emitted.homes, emitted.actions)
     counted = replayed.peak_bytes, slab_bytes(replayed.host_buffers)
     assert counted == (emitted.peaks, emitted.dram_bytes), (
@@ -290,7 +288,7 @@ def _to_plan(
 
 
 PLANNER = 16
-"""Version of the planner's passes and of the file format; raised with every change, so old files are never matched."""
+"""Version of planner and file format; it is part of the fingerprint, so files of other versions are not used."""
 
 _KINDS: tuple[MemoryActionKind, ...] = get_args(MemoryActionKind)
 _CHOICE_KINDS = ("offload", "recompute", "stream")
@@ -299,7 +297,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _CachedGoal:
-    """Goal arguments of the planner; part of the fingerprint."""
+    """Arguments of `plan_memory` that state the goal; part of the fingerprint of a cached plan."""
 
     budget_bytes: int | None
     max_slowdown: float | None
@@ -308,11 +306,11 @@ class _CachedGoal:
 
 
 _LIMITS: Final = Limits(256 * MiB, num_elements=20_000_000)
-"""Limits for plans of about a million actions."""
+"""Size limits of a cache file, for plans of about a million actions."""
 
 
 class _UnusableFile(ValueError):
-    """Reason why a cache file must not be used."""
+    """Error for a cache file that must not be used, with the reason."""
 
 
 def plan_memory_cached(
@@ -326,14 +324,14 @@ def plan_memory_cached(
     recompute: bool = True,
     reorder: bool = True,
 ) -> MemoryPlan:
-    """Return the plan of `plan_memory`, or its result from an earlier call with equal arguments.
+    """Return the result of `plan_memory`, read from the cache after an earlier call with equal arguments.
 
     Args:
         program: See `plan_memory`.
         machine: See `plan_memory`.
-        cache: Directory of the plans; None: `plans` in the user's cache directory.
-        measured: Measured seconds of the operators. They differ from run to run and are not part of the fingerprint: a
-            cached plan keeps the seconds that it was made with.
+        cache: Directory of the cache; None: `plans` in the user's cache directory.
+        measured: Measured seconds of the operators. They vary between runs, so they are not part of the fingerprint: a
+            cached plan keeps the seconds with which it was planned.
         budget_bytes: See `plan_memory`.
         max_slowdown: See `plan_memory`.
         recompute: See `plan_memory`.
@@ -366,7 +364,7 @@ def plan_memory_cached(
 
 
 def fingerprint(program: MemoryProgram, machine: MemoryMachine, goal: object) -> str:
-    """Return the hash of all inputs of a plan; equal arguments give equal text in every process."""
+    """Return the hash of all inputs of a plan as text; equal inputs give equal hashes in every process."""
     # `repr` of a frozen dataclass of numbers is exact, but slow for thousands of operators; columns are not.
     units = program.alignment_bytes, program.address_bytes
     digest = hashlib.sha256(repr((PLANNER, machine, goal, units)).encode())
@@ -382,7 +380,7 @@ def fingerprint(program: MemoryProgram, machine: MemoryMachine, goal: object) ->
 
 
 def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
-    """Write the decisions of a plan."""
+    """Write the decisions of a plan to a cache file."""
     actions, choices, ranges = plan.actions, plan.choices, plan.addresses
     document = {
         "fingerprint": key,
@@ -412,7 +410,7 @@ def _write(path: Path, key: str, plan: MemoryPlan, timed: bool) -> None:
 def _read(
     path: Path, key: str, program: MemoryProgram, machine: MemoryMachine, goal: _CachedGoal
 ) -> MemoryPlan:
-    """Return the plan of a file, checked against the goal and the machine."""
+    """Return the plan in a cache file, checked against the goal and the machine."""
     try:
         document = read_json(path, _LIMITS)
         if (seconds := document["seconds"]) is not None:
@@ -425,7 +423,7 @@ def _read(
 
 
 def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMachine) -> MemoryPlan:
-    """Decode columns into a plan that was replayed and timed; every index is checked by use or by range."""
+    """Return the plan decoded from the columns of a cache file, replayed and timed; every index is checked."""
     if document["fingerprint"] != key:
         raise _UnusableFile("it belongs to another program, machine, goal or planner")
     homes = tuple(MEMORY_TIERS[_natural(i)] for i in document["homes"])
@@ -457,14 +455,14 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
 
 
 def _natural(value: Any) -> int:
-    """Return a value that must be a natural number."""
+    """Return a decoded value; raise _UnusableFile if it is not a natural number."""
     if type(value) is not int or value < 0:
         raise _UnusableFile(f"{value!r} is not a natural number")
     return value
 
 
 def _check(plan: MemoryPlan, machine: MemoryMachine, goal: _CachedGoal) -> None:
-    """Check that the plan keeps its goal and the capacities, and that its addresses are right."""
+    """Raise _UnusableFile if a plan misses its goal, exceeds a capacity, or has wrong addresses."""
     if goal.budget_bytes is not None and plan.device_bytes > goal.budget_bytes:
         raise _UnusableFile(f"it takes {plan.device_bytes} bytes of the device, above the budget")
     if goal.max_slowdown is not None:

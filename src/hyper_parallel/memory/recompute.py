@@ -1,9 +1,9 @@
-"""Recomputation: drop a result between two uses and run its operator again before the later one.
+"""Recomputation: a result is dropped between two uses, and its operator runs again before the later use.
 
-A result may be recomputed when its operator is repeatable and its inputs still have the contents of the first run.
-Other results of the operator (the sums of an attention, the statistics of a norm) are dropped and recomputed with it.
-An input that is dead by then is recomputed too, for that position only and up to a small depth. It is retained instead
-when it is small compared with the storages that depend on it.
+A result may be recomputed if its operator is repeatable and the inputs still have the contents of the first run. Other
+results of the operator (such as the statistics of a norm) are dropped and recomputed with it. An input that is dead at
+that position is recomputed too, for that position only and up to a small depth. It is retained instead if it is small
+compared with the storages that depend on it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_CHAIN = 4
 
 @dataclass
 class Recomputes:
-    """Recomputed storages of one order.
+    """Recomputed storages in one order of the operators, and when to run which operators again.
 
     Attributes:
-        uses: Accesses per storage in this order, including the inputs of recomputed operators.
-        gaps: Per recomputed storage the positions (last use before, first use after) of its drop.
-        rerun: Operators to recompute before a position, in recorded order.
-        helpers: Results that exist at one position only.
-        seconds: Added compute seconds.
+        uses: Positions that access each storage, including reads by recomputed operators.
+        gaps: Recomputed storage to (last use before it is dropped, first use after).
+        rerun: Position to the operators to run again before it, in recorded order.
+        helpers: Position to recomputed results that exist only there.
+        seconds: Compute seconds that recomputation adds.
     """
 
     uses: list[list[int]]
@@ -39,13 +39,13 @@ class Recomputes:
 
     @property
     def dropped(self) -> set[int]:
-        """Storages that are off the device before their recomputation, helpers included."""
+        """Storages that are dropped before their recomputation, helpers included."""
         return {*self.gaps, *(h for helpers in self.helpers.values() for h in helpers)}
 
     def added_seconds(self, program: MemoryProgram) -> dict[int, float]:
         """Return, per position, a lower bound of the compute seconds that recomputation adds to a program.
 
-        An operator counts if a result is certainly absent before it: dropped, or used for the last time. Results of
+        An operator counts if one of its results is certainly absent: dropped, or past its last use. Results of
         collectives and messages do not count, because they may still be on the device.
         """
         communicated = {s for op in program.operators if op.group or op.message for s in op.touched}
@@ -66,14 +66,14 @@ class Recomputes:
 
 @dataclass(frozen=True)
 class Chain:
-    """Operators that recompute a storage.
+    """Operators that together recompute a storage.
 
     Attributes:
         operators: Operators to run, in order.
-        helpers: Results that exist only while it runs.
-        inputs: Storages that must be alive, `retained` included.
-        retained: Inputs that would be dead by then and must be retained.
-        seconds: Compute seconds.
+        helpers: Results that exist only while the chain runs.
+        inputs: Storages that must be alive when the chain runs, `retained` included.
+        retained: Inputs that would be dead when the chain runs, so they are kept alive.
+        seconds: Compute seconds of the chain.
     """
 
     operators: tuple[int, ...]
@@ -84,11 +84,11 @@ class Chain:
 
 
 class ChainFinder:
-    """Finder of the chain of every storage, and of the dead inputs that are retained for it.
+    """Finder of the recomputation chain of a storage, and of the dead inputs to retain for it.
 
-    A float32 copy made inside a norm can be recomputed from the bfloat16 residual, half its size. The residual is dead
-    by then, and recomputing it needs a matrix product. So it is retained, and its cheap descendants are dropped. An
-    input is retained when its dependent storages are together clearly larger.
+    Example: a float32 copy inside a norm can be recomputed from the bfloat16 residual, which has half its size but is
+    dead by then and needs a matmul to recompute. So the residual is retained, and storages that are cheap to recompute
+    from it are dropped. An input is retained if the storages that depend on it are together clearly larger.
     """
 
     def __init__(self, program: MemoryProgram, chains: UseDef) -> None:
@@ -106,7 +106,7 @@ class ChainFinder:
         }
 
     def for_longest_gap(self, storage: int) -> Chain | None:
-        """Return the chain that recomputes a storage at the end of its longest idle gap."""
+        """Return the chain that recomputes a storage at the end of its longest gap between uses; None if impossible."""
         gap = longest_gap(self.chains.uses[storage])
         if (
             gap is None
@@ -117,7 +117,7 @@ class ChainFinder:
         return self.find(storage, gap[1])
 
     def find(self, storage: int, until: int, depth: int = MAX_CHAIN) -> Chain | None:
-        """Return the operators that recompute `storage` before position `until`; None when that is impossible."""
+        """Return the chain that recomputes `storage` before position `until`; None if that is impossible."""
         program, chains = self.program, self.chains
         producer = chains.producer[storage]
         if producer < 0:
@@ -156,9 +156,9 @@ class ChainFinder:
         return Chain(tuple(operators), tuple(helpers), tuple(inputs), tuple(retained), seconds)
 
     def _better_retained(self, s: int, chain: Chain | None) -> bool:
-        """Return whether a dead input should be retained.
+        """Return whether a dead input `s` should be retained instead of recomputed by `chain`.
 
-        It should when recomputing it is impossible, needs FLOPs, or would retain more bytes than it has.
+        It should be if its chain is None, needs FLOPs, or would retain more bytes than `s` has.
         """
         if self.retained is not None:
             return s in self.retained
@@ -171,10 +171,10 @@ class ChainFinder:
 
 
 def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recomputes:
-    """Place the recomputation of the chosen storages.
+    """Return the chosen storages with the positions at which they are dropped and recomputed.
 
-    Storages with later producers come first: their inputs become uses of earlier storages, whose own drop then ends
-    there.
+    Storages with later producers are placed first: their inputs become uses of earlier storages, which must then be
+    recomputed before them.
     """
     program, chains, place = finder.program, finder.chains, finder.place
     result = Recomputes([list(u) for u in chains.uses])
@@ -212,7 +212,7 @@ def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recompute
 
 
 def _places(chains: UseDef) -> list[int]:
-    """Return the position of every operator."""
+    """Return a list from operator index to its position in the order."""
     place = [0] * len(chains.order)
     for position, index in enumerate(chains.order):
         place[index] = position
@@ -220,7 +220,7 @@ def _places(chains: UseDef) -> list[int]:
 
 
 def longest_gap(uses: list[int] | tuple[int, ...]) -> tuple[int, int] | None:
-    """Return the two consecutive uses that lie furthest apart; None when all uses are adjacent."""
+    """Return the two consecutive uses with the most positions between them; None if all uses are adjacent."""
     gaps = [(b - a, a, b) for a, b in pairwise(uses) if b - a > 1]
     if not gaps:
         return None

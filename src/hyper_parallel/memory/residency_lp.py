@@ -1,9 +1,9 @@
-"""Linear program of the seconds that computing waits, with bytes that flow over both channels.
+"""Linear program that minimizes the seconds of waits for copies, under a target of device bytes.
 
-It relaxes emission in two ways. Fractions of storages may be offloaded. Stored bytes are interchangeable: any of them
-count as absent once enough were to leave, and any may return as long as enough are there at every deadline. The rest
-decides a tight budget: bytes at every position, the traffic of both channels up to there, and the waits. Positions are
-sampled; each sample stands for its neighbors and is the fullest of them.
+It relaxes emission in two ways. Fractions of storages may be offloaded. Copied bytes are interchangeable: only the
+total of bytes that must be stored or reloaded by each position counts, not which storage they belong to. It keeps the
+bytes at every position, the traffic of both channels up to there, and the waits. Positions are sampled; each sample is
+the fullest position of its interval and stands for the others.
 
 Linear programs are solved by HiGHS. Source: Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018.
 """
@@ -30,7 +30,7 @@ _TOLERANCES = dict.fromkeys(("primal_feasibility_tolerance", "dual_feasibility_t
 
 
 class SolverFailed(RuntimeError):
-    """The solver found neither an optimum nor a proof of infeasibility."""
+    """Error of a solver that found neither an optimum nor a proof of infeasibility."""
 
 
 @dataclass
@@ -74,12 +74,12 @@ class LinearProgram:
                 self._solver.changeRowBounds(row, bound, high)
 
     def solve(self) -> np.ndarray | None:
-        """Return a point of least cost; None when no point satisfies every row.
+        """Return the values of all variables at an optimum; None if the program is infeasible.
 
-        After changes of bounds only, the solver starts from its last solution and takes a small part of the time.
+        If only bounds have changed since the last call, the solver starts from its last solution, which is much faster.
 
         Raises:
-            SolverFailed: The solver ended without an answer.
+            SolverFailed: When the solver ends without an answer.
         """
         import highspy  # imported here: it takes 4 MiB in every rank
 
@@ -102,7 +102,7 @@ class LinearProgram:
         raise SolverFailed(f"HiGHS ended without an answer: {solver.modelStatusToString(status)}")
 
     def _loaded(self, options: Mapping[str, str | float]) -> highspy._core._Highs:
-        """Return a solver with the whole program."""
+        """Return a HiGHS solver with the whole program loaded."""
         import highspy
 
         lp = highspy.HighsLp()
@@ -127,7 +127,7 @@ class LinearProgram:
 # fraction's index too, else choices whose indices have the same sum would cost the same.
 _TIE_BREAK, _GOLDEN = 1e-7, (5**0.5 - 1) / 2
 _LATE_WAIT_COST = 1e-4  # extra cost of a wait at the end of the step
-_TARGET_TOLERANCE = 2e-3  # share of the bytes to save; a smaller excess adds no position
+_TARGET_TOLERANCE = 2e-3  # fraction of the bytes to save; a smaller excess adds no position
 _DIGITS = 6  # digits in which solvers agree
 _TRAFFIC_COST = 1e-3  # cost of a second of copying: among equal waits, fewer copies win
 
@@ -137,9 +137,9 @@ class LPOptimum:
     """Optimum of the linear program.
 
     Attributes:
-        fractions: Value of every variable.
+        fractions: Values of the fraction variables, by index.
         seconds: Seconds of the step.
-        waits_s: Seconds that computing waits or recomputes, by sample.
+        waits_s: Seconds of waits and recomputation, by sample.
     """
 
     fractions: np.ndarray
@@ -151,9 +151,9 @@ class ResidencyLP:
     """Linear program over fractions, from 0 to 1, of storages that are offloaded, reloaded or recomputed.
 
     Args:
-        profile: Device bytes of every position while no storage moves.
+        profile: Device bytes at every position without offload.
         seconds: Compute seconds of every position.
-        machine: Channels to DRAM and back.
+        machine: Machine with the channels between device and DRAM.
         positions: Sampled positions, ascending.
     """
 
@@ -168,10 +168,10 @@ class ResidencyLP:
         self._ends = np.cumsum(seconds)
         self._starts = np.concatenate(([0.0], self._ends))
         self.positions = positions
-        # The first sample at or after each position.
+        # For each position, the index of the first sample at or after it.
         self._sample: list[int] = np.searchsorted(positions, np.arange(len(profile) + 1)).tolist()
         self._full_profile = profile
-        # Absent bytes as (fraction, low, high, bytes).
+        # Absent bytes as (fraction variable, low, high, bytes).
         self._spans: list[tuple[int, int, int, int]] = []
         self._profile = profile[self.positions]
         self._between_s = np.diff([0.0, *self._starts[self.positions], self._starts[-1]])
@@ -179,19 +179,20 @@ class ResidencyLP:
         self._store, self._prefetch = machine.store, machine.prefetch
         self._dram_bytes = machine.dram_bytes
         self._flash = (machine.copy_out, machine.copy_in)
-        self._unit = max(float(profile.max()), 1.0)  # numbers near 1 for the solver
-        # A step whose operators have no seconds is measured in copies.
+        # bytes of one unit in the solver, so that its numbers are near 1
+        self._unit = max(float(profile.max()), 1.0)
+        # If operators have no seconds, the unit of time is a copy of the peak bytes.
         self._unit_s = self.step_s or self._unit / machine.store.bytes_s
         count = len(self.positions) + 1
-        # Changes of each account at a sample: absent bytes, bytes to evict by copy, bytes that may be stored, bytes due
-        # back, seconds of delay, bytes in DRAM.
+        # Changes per sample, by fraction variable: absent bytes, bytes that should have left, bytes that may be stored,
+        # bytes due back, seconds of delay, bytes in DRAM.
         self._absent, self._leave, self._final, self._due, self._longer, self._dram = (
             [dict[int, float]() for _ in range(count)] for _ in range(6)
         )
-        # The same: bytes on their way back when no copy is early, and bytes whose copy back has begun.
+        # Likewise: bytes being prefetched if every copy starts as late as possible, and bytes whose prefetch has begun.
         self._coming, self._started = ([dict[int, float]() for _ in range(count)] for _ in range(2))
-        self._longest_s = 0.0  # longest copy back
-        # Copies to and from flash: seconds of each fraction by direction; by size, the fraction that uses a buffer.
+        self._longest_s = 0.0  # longest prefetch in seconds
+        # Per direction of flash copies, seconds by fraction variable; and size to the variable of its DRAM buffer.
         self._flash_seconds: tuple[dict[int, float], dict[int, float]] = {}, {}
         self._flash_buffers: dict[int, int] = {}
         self._stalls: list[tuple[int, range, float]] = []
@@ -201,21 +202,21 @@ class ResidencyLP:
         self._num_fractions = self._count = 0
 
     def add_fraction(self) -> int:
-        """Add a variable from 0 to 1 and return its index."""
+        """Add a fraction, a variable from 0 to 1, and return its index."""
         self._count += 1
         unlike = self._count * _GOLDEN % 1 + self._count**2 * _GOLDEN % 1 / 100
         return self.lp.variable(1.0, _TIE_BREAK * (1 + unlike))
 
     def add_sum_le(self, fractions: Sequence[int], whole: int) -> None:
-        """Add a row: the sum of the fractions is at most another fraction."""
+        """Add a row: the sum of `fractions` is at most the fraction `whole`."""
         self.lp.at_least({whole: 1.0, **dict.fromkeys(fractions, -1.0)}, 0.0)
 
     def add_at_most_one(self, fractions: Sequence[int]) -> None:
-        """Add a row: the sum of the fractions is at most 1."""
+        """Add a row: the sum of `fractions` is at most 1."""
         self.lp.at_least(dict.fromkeys(fractions, -1.0), -1.0)
 
     def add_dram_bytes(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
-        """Add bytes that are in DRAM at positions [low, high), or on flash behind a DRAM buffer of their size."""
+        """Add a fraction of `num_bytes` that is in DRAM, or on flash via a DRAM buffer, at positions [low, high)."""
         if self._dram_bytes is None:
             return
         in_dram = {fraction: 1.0}
@@ -233,18 +234,18 @@ class ResidencyLP:
             self._add(self._dram[self._sample[high]], variable, -sign * num_bytes / self._unit)
 
     def same_sample(self, a: int, b: int) -> bool:
-        """Return whether two positions have the same sample."""
+        """Return whether two positions belong to the same sample."""
         return self._sample[a] == self._sample[b]
 
     def add_absence(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
-        """Add bytes that are not needed on the device at positions [low, high)."""
+        """Add a fraction of `num_bytes` that is absent from the device at positions [low, high), without copies."""
         self._spans.append((fraction, low, high, num_bytes))
         self._add_span(self._absent, fraction, low, high, num_bytes)
 
     def add_offload(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
-        """Add bytes that are off the device at positions [low, high) and are copied back.
+        """Add a fraction of `num_bytes` that is off the device at positions [low, high) and is then prefetched.
 
-        They take all their room as the copy back begins.
+        All its bytes count as resident from the start of the prefetch.
         """
         idle_s = self._starts[high] - self._starts[low]
         copy_s = min(self._prefetch.seconds(num_bytes), idle_s / 2)
@@ -257,7 +258,7 @@ class ResidencyLP:
         self.add_prefetch(fraction, high, num_bytes, begins)
 
     def add_store(self, fraction: int, final: int, leaves: int, num_bytes: int) -> None:
-        """Add a store that may begin at one position; its bytes leave at a later position once they are copied."""
+        """Add a store of a fraction that may begin at position `final`; its bytes leave at `leaves` if it has ended."""
         self._add(
             self._final[self._sample[final]], fraction, self._channel_units(self._store, num_bytes)
         )
@@ -267,7 +268,7 @@ class ResidencyLP:
         self.lp.costs[fraction] += self._traffic_cost(self._store.seconds(num_bytes))
 
     def add_prefetch(self, fraction: int, position: int, num_bytes: int, begins: int) -> None:
-        """Add a copy that must complete before a position; its bytes count as resident from `begins`."""
+        """Add a prefetch of a fraction that must complete before a position; its bytes are resident from `begins`."""
         copied = self._channel_units(self._prefetch, num_bytes)
         self._add(self._due[self._sample[position]], fraction, copied)
         self._add(self._started[self._sample[begins]], fraction, copied)
@@ -276,7 +277,7 @@ class ResidencyLP:
     def add_gap_stall(
         self, fraction: int, low: int, high: int, num_bytes: int, stored: bool
     ) -> None:
-        """Add the wait for copies that take longer than positions [low, high)."""
+        """Add the wait for the copies of a fraction, if they take longer than positions [low, high)."""
         copies_s = self._prefetch.seconds(num_bytes)
         if stored:
             copies_s += self._store.seconds(num_bytes)
@@ -286,17 +287,17 @@ class ResidencyLP:
             self._stalls.append((fraction, samples, stall_s / self._unit_s))
 
     def add_delay(self, fraction: int, position: int, seconds: float) -> None:
-        """Add seconds to the duration of a position."""
+        """Add a fraction of `seconds` to the duration of a position."""
         self._add(self._longer[self._sample[position]], fraction, seconds / self._unit_s)
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the choice of least waits within a byte target; None when there is none.
+        """Return the optimum with the least waits within a target of device bytes; None if there is none.
 
         No fraction may be added afterwards.
 
         Args:
             target_bytes: Device bytes.
-            reserve: By position, bytes that stay free; at the end of the step, bytes that are copied no more.
+            reserve: Position to bytes to keep free there; the key past the last position: bytes not to copy at the end.
         """
         if not self._waits:
             self._num_fractions = len(self.lp.costs)
@@ -319,9 +320,9 @@ class ResidencyLP:
         return LPOptimum(result[: self._num_fractions], self.step_s + float(waits.sum()), waits)
 
     def violated_positions(self, optimum: LPOptimum, target_bytes: int) -> np.ndarray:
-        """Return, per interval between samples, the fullest position where the optimum exceeds the target.
+        """Return the fullest position of each interval between samples in which the optimum exceeds the target.
 
-        This is the separation step of the sampled program.
+        Adding these positions as samples is the separation step of the sampled program.
         """
         change = np.zeros(len(self._full_profile) + 1)
         indices, lows, highs, sizes = np.array(self._spans, dtype=np.int64).reshape(-1, 4).T
@@ -344,16 +345,16 @@ class ResidencyLP:
         )
 
     def sum_by_sample(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the sum of a series over the positions up to each sample."""
+        """Return, per sample, the sum of `seconds` over the positions from the previous sample to this one."""
         sums = np.concatenate(([0.0], np.cumsum(seconds)))
         return np.diff(sums[np.concatenate(([0], self.positions + 1, [len(seconds)]))])
 
     def max_by_sample(self, num_bytes: np.ndarray) -> np.ndarray:
-        """Return the maximum of a series over the positions up to each sample."""
+        """Return, per sample, the maximum of `num_bytes` over the positions from the previous sample to this one."""
         return np.maximum.reduceat(num_bytes, np.concatenate(([0], self.positions[:-1] + 1)))
 
     def _add_sample_rows(self) -> None:
-        """Add, per sample, the totals of the fractions and the traffic of both channels up to there."""
+        """Add the rows of every sample: running totals of the fractions, traffic of both channels, and device bytes."""
         lp, count = self.lp, len(self.positions)
         channels = (self._store, self._prefetch)
         unit_s = [self._unit / channel.bytes_s / self._unit_s for channel in channels]
@@ -388,7 +389,7 @@ class ResidencyLP:
                 dram = (self._running_total(self._dram[j], dram, lower=-np.inf),)
                 buffers = {y: -size / self._unit for size, y in self._flash_buffers.items()}
                 lp.at_least({dram[0]: -1.0, **buffers}, -self._dram_bytes / self._unit)
-            # Resident: bytes to evict that are not stored yet, and bytes that are back before they are due.
+            # Also resident: bytes that should have left but are not stored yet, and bytes prefetched early.
             leaving, early = lp.variable(), lp.variable()
             lp.at_least({leaving: 1.0, outbound: 1.0, leave: -1.0}, 0.0)
             lp.at_least({early: 1.0, inbound: -1.0, begun: 1.0}, 0.0)
@@ -398,7 +399,7 @@ class ResidencyLP:
                 resident = {absent: 1.0, leaving: -1.0, early: -1.0, later[j]: 1.0}
                 self._byte_rows.append(lp.at_least(resident, -np.inf))
             before = (absent, leave, final, due, begun, coming, outbound, inbound)
-        # A copy back that runs while computing waits has not begun before.
+        # Prefetches that run while the compute lane waits need not begin before.
         times = np.cumsum(self._between_s)
         lasts = np.searchsorted(times, times + self._longest_s).clip(max=count).tolist()
         for j, returning in enumerate(later):
@@ -424,7 +425,7 @@ class ResidencyLP:
         changes[fraction] = changes.get(fraction, 0.0) + value
 
     def _channel_units(self, channel: Channel, num_bytes: int) -> float:
-        """Return the channel's share of a copy: its bytes and the bytes of its latency."""
+        """Return the load of a copy on its channel: its bytes plus those lost to latency, in units of the solver."""
         return (num_bytes + channel.latency_bytes) / self._unit
 
     def _traffic_cost(self, seconds: float) -> float:
@@ -433,7 +434,7 @@ class ResidencyLP:
     def _running_total(
         self, changes: dict[int, float], before: tuple[int, ...], lower: float = 0.0
     ) -> int:
-        """Add a variable that equals the one of the sample before plus the changes of this sample."""
+        """Add a variable equal to the previous sample's total plus the changes at this sample, and return its index."""
         total = self.lp.variable(lower=lower)
         row = {fraction: -value for fraction, value in changes.items()}
         self.lp.equal({**row, total: 1.0, **dict.fromkeys(before, -1.0)}, 0.0)

@@ -1,4 +1,4 @@
-"""Rounding: from the fractions of the linear program to whole storages."""
+"""Rounding of the fractions of the linear program to whole storages to offload and recompute."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hyper_parallel.memory.residency_lp import LPOptimum
 
 # Decisions of each kind that may be flipped. With as many, small chains are within 10 % of exhaustive search.
 _NUM_FRACTIONAL = 6
-_MAX_REFINEMENTS = 12  # times that positions are added per target
-_NEGLIGIBLE_WAIT = 1e-5  # share of the step
-_NEARLY_WHOLE = 0.98  # fraction that counts as whole; the rest is no rounding error
+_MAX_REFINEMENTS = 12  # maximum of refinements of the sampled positions per target
+_NEGLIGIBLE_WAIT = 1e-5  # fraction of the step
+_NEARLY_WHOLE = 0.98  # a fraction closer to 1 counts as whole, without rounding error
 
 
 @dataclass(frozen=True)
 class ResidencyChoice:
-    """Storages to offload and to recompute.
+    """Storages to offload and to recompute, rounded from an optimum.
 
     Attributes:
-        candidates: Candidates that remain once recomputation is fixed.
+        candidates: Candidates for offload with the recomputation of this choice.
         offloaded: Candidates to offload.
-        profile: Device bytes of every position.
+        profile: Device bytes at every position under the choice.
         recomputed: Storages to recompute.
         optimum: Optimum that was rounded.
         builder: Linear program of the optimum.
@@ -46,25 +46,25 @@ class ResidencyChoice:
 
     @property
     def peak(self) -> int:
-        """Peak device bytes, copies not counted."""
+        """Peak device bytes, without bytes of copies in flight."""
         return int(self.profile.max(initial=0))
 
     @property
     def copied_bytes(self) -> int:
-        """Mean size of the storage that an offloaded byte belongs to."""
+        """Mean size of the offloaded storages, weighted by size."""
         sizes = [c.num_bytes for c in self.offloaded]
         return sum(size * size for size in sizes) // max(sum(sizes), 1)
 
 
 class Rounding:
-    """Linear program of one order, with its optima rounded to whole storages.
+    """Residency linear program of one order of operators, with optima rounded to whole storages.
 
     Args:
         program: Operators and storages, with the duration of each operator.
         machine: Machine with its channels.
         order: Order of the operators.
         movable_kinds: Storage kinds that may be offloaded; None: all except inputs and outputs.
-        recompute: Results may be recomputed.
+        recompute: Whether results may be recomputed.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Rounding:
         )
 
     def _solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum for a target; None when it is out of reach.
+        """Return the optimum for a target in device bytes; None if it is infeasible.
 
-        It is solved for sampled positions, then again with the positions where the optimum exceeds the target.
+        The program is solved for sampled positions, then again with the positions where the optimum exceeds the target.
         """
         for refinement in range(_MAX_REFINEMENTS + 1):
             optimum = self._builder.solve(target_bytes, reserve)
@@ -116,11 +116,11 @@ class Rounding:
         return optimum
 
     def without_cache(self) -> Rounding:
-        """Return a copy without state: a solver that starts from another solution may end at another optimum."""
+        """Return a copy without solver state, because results may depend on the solution from which a solver starts."""
         return self.for_machine(self._machine)
 
     def for_machine(self, machine: MemoryMachine) -> Rounding:
-        """Return a copy with other capacities."""
+        """Return a copy for a machine with other capacities, without solver state."""
         copied = copy(self)
         copied.__dict__.pop("_builder", None)
         copied._machine, copied._candidates = machine, {}
@@ -129,11 +129,11 @@ class Rounding:
     def choice(
         self, target_bytes: int, reserve: Mapping[int, float], limit_s: float = float("inf")
     ) -> ResidencyChoice | None:
-        """Return the rounded optimum for a target; None when it is out of reach or takes longer than the limit.
+        """Return the rounded optimum for a target; None if it is infeasible or takes longer than `limit_s`.
 
         Args:
             target_bytes: Device bytes.
-            reserve: By position, bytes that stay free.
+            reserve: Dict from position to bytes to keep free there.
             limit_s: Seconds of the step.
         """
         optimum = self._solve(target_bytes, reserve)
@@ -143,7 +143,7 @@ class Rounding:
         return self._residency_choice(self._builder, optimum, target_bytes, recomputed)
 
     def _round_recompute(self, optimum: LPOptimum) -> tuple[int, ...]:
-        """Return whole storages to recompute whose bytes add up to those of the fractions."""
+        """Return the storages to recompute, rounded so that their bytes add up to those of the fractions."""
         result: list[int] = []
         missing = 0.0
         for s, fraction in self._builder.recomputed.items():
@@ -157,18 +157,18 @@ class Rounding:
         return tuple(result)
 
     def feasible(self, target_bytes: int, limit_s: float) -> bool:
-        """Return whether the linear program meets a target within a time."""
+        """Return whether the linear program meets a target in device bytes within `limit_s`."""
         optimum = self._solve(target_bytes, {})
         return optimum is not None and optimum.seconds <= limit_s * (1 + 1e-9)
 
     def expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
-        """Return the seconds that computing waits at every position, by the linear program."""
+        """Return the seconds that the compute lane waits at every position by the linear program."""
         result = np.zeros(len(self._order))
         result[choice.builder.model.positions] = self._expected_waits_s(choice)[:-1]
         return result
 
     def excess_by_position(self, choice: ResidencyChoice, target_bytes: int) -> dict[int, float]:
-        """Return, by position, the bytes by which whole storages exceed a target."""
+        """Return a dict from sampled position to the bytes by which a rounded choice exceeds the target there."""
         model = choice.builder.model
         excess = model.max_by_sample(choice.profile - target_bytes)
         return {
@@ -178,13 +178,14 @@ class Rounding:
         }
 
     def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
-        """Return, by position, the bytes that are copied during waits that the linear program does not have.
+        """Return a dict from position to the bytes that could be copied during the unexpected waits there.
 
-        The sample before has to leave as many bytes free.
+        A wait is unexpected if the linear program does not have it. That many bytes should be kept free at the
+        position, and at the sample before it.
 
         Args:
             choice: Emitted choice.
-            waited_s: Seconds that its program waits at every position, and at the end.
+            waited_s: Seconds that the emitted program waits at every position, and at the end.
         """
         model = choice.builder.model
         excess_s = model.sum_by_sample(waited_s[:-1]) - self._expected_waits_s(choice)
@@ -196,7 +197,7 @@ class Rounding:
         return {position: num_bytes for position, num_bytes in by_position if num_bytes}
 
     def _expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
-        """Return, by sample of the linear program, the seconds that computing waits without recomputing."""
+        """Return, per sample, the seconds of waits by the linear program, without recomputation."""
         recompute_s = np.zeros(len(self._order))
         for position, seconds in choice.candidates.recomputes.added_seconds(self._program).items():
             recompute_s[position] = seconds
@@ -204,7 +205,7 @@ class Rounding:
         return waits.clip(0.0)
 
     def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
-        """Return the storages to recompute and the candidates to offload whose fractions are closest to a half."""
+        """Return the storages to recompute and the candidates to offload whose fractions are closest to 0.5."""
         recomputed = {
             s: float(choice.optimum.fractions[fraction])
             for s, fraction in choice.builder.recomputed.items()
@@ -224,7 +225,7 @@ class Rounding:
             flipped = set(choice.recomputed) ^ {decision}
             recomputed = tuple(s for s in choice.builder.recomputed if s in flipped)
             return self._residency_choice(choice.builder, choice.optimum, target_bytes, recomputed)
-        # The fractions led to the choice as it is, so the flip must not be undone by them.
+        # All fractions are set to 0, so that filling to the target does not undo the flip.
         fractions = dict.fromkeys(choice.candidates.all, 0.0)
         if decision not in fractions:  # an earlier flip has changed the recomputation
             return choice
@@ -238,7 +239,7 @@ class Rounding:
     def _residency_choice(
         self, builder: LPBuilder, optimum: LPOptimum, target_bytes: int, recomputed: tuple[int, ...]
     ) -> ResidencyChoice:
-        """Return the choice of an optimum with fixed recomputation."""
+        """Return the choice of an optimum with the given storages recomputed."""
         candidates = self._candidates_for(recomputed)
         values = optimum.fractions.tolist()
         fractions = {c: _fraction(builder, values, c) for c in candidates.all}
@@ -255,9 +256,9 @@ class Rounding:
         target_bytes: int,
         without: OffloadCandidate | None = None,
     ) -> ResidencyChoice:
-        """Offload more storages until the target is met.
+        """Return the choice with more storages offloaded, until the target is met or no candidate is left.
 
-        Candidates with the largest fractions come first, then the size closest to the excess.
+        Candidates with the largest fractions come first, then those whose size is closest to the excess.
         """
         chosen = list(choice.offloaded)
         selected = {without, *chosen}
@@ -287,20 +288,20 @@ class Rounding:
 
 
 def _fraction(builder: LPBuilder, fractions: Sequence[float], c: OffloadCandidate) -> float:
-    """Return the fraction of a candidate that the linear program chose."""
+    """Return the fraction of a candidate to offload in a solution of the linear program."""
     if c.starts_offloaded:
         return fractions[builder.offloaded_at_start[c.storage]]
     low, high = c.gaps[0].first + 1, c.gaps[0].last
     result = 0.0
     for a, b, fraction in builder.offloads.get(c.storage, ()):
-        # A fraction counts when it is offloaded for most of the gap: recomputation within it may shift its ends.
+        # Recomputation inside a gap may shift its ends, so a fraction counts if it is offloaded for most of the gap.
         if (a == low and b == high) or (2 * (min(b, high) - max(a, low)) > max(high - low, b - a)):
             result += fractions[fraction]
     return result
 
 
 def _error_diffusion_round(fractions: Mapping[OffloadCandidate, float]) -> list[OffloadCandidate]:
-    """Round fractions to whole candidates in the order of their return, carrying the rounding error in bytes."""
+    """Return the candidates to offload, rounding fractions in the order of reload and carrying the error in bytes."""
     chosen: list[OffloadCandidate] = []
     missing = 0.0  # rounding error: bytes of the fractions less bytes of the chosen candidates
     for c in sorted(fractions, key=lambda c: c.gaps[0].last):
@@ -315,6 +316,6 @@ def _error_diffusion_round(fractions: Mapping[OffloadCandidate, float]) -> list[
 
 
 def _subtract(profile: np.ndarray, c: OffloadCandidate) -> None:
-    """Subtract a candidate's bytes from a profile."""
+    """Subtract a candidate's bytes from `profile` in place, at the positions where it is offloaded."""
     for low, high in c.spans:
         profile[low:high] -= c.num_bytes

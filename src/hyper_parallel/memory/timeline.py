@@ -1,7 +1,7 @@
-"""Times of the actions of a memory plan by a clock, the timeline of a plan, and figures of a timeline.
+"""Simulated times of the actions of a memory plan, the timeline of a plan, and summaries of it.
 
-The compute lane issues the actions in program order. An operator that runs there takes its seconds, every other action
-none. The other lanes are serial and work in the order of issue; a copy also waits for the copy that fills its source.
+The compute lane issues the actions in program order. An operator on it takes its seconds, every other action no time.
+The other lanes are serial and work in the order of issue; a copy also waits for the copy that fills its source.
 Collectives are on `communication`. A `wait` or `join` waits on the compute lane for the copy or collective it names.
 Emission asks for the time at which an action would end, thousands of times per plan, so the clock applies one action at
 a time. A test holds it to the event simulation of the same actions.
@@ -27,7 +27,7 @@ from hyper_parallel.sim import Schedule
 
 
 def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
-    """Return the timeline of a plan's step: spans of all lanes, waits of the compute lane, and bytes of every tier.
+    """Return the timeline of a plan's step: spans on all lanes, waits of the compute lane, and bytes in every tier.
 
     Bytes change where an action is issued. The end includes copies that outlast the compute lane.
     """
@@ -60,7 +60,7 @@ def _span(
     action: MemoryAction,
     begin_s: float,
 ) -> Span | None:
-    """Return the span of an action that the clock has just applied, issued at `begin_s`; None: it takes no time."""
+    """Return the span of an action that `clock` has just applied, issued at `begin_s`; None if it takes no time."""
     kind, target = action.kind, action.target
     if kind in COPIES:
         storage, destination = program.storages[target], COPIES[kind][1]
@@ -82,7 +82,7 @@ def _span(
 
 
 def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
-    """Return the device bytes at the peak by kind of storage, largest first."""
+    """Return a dict from kind of storage to its device bytes at the peak, largest first."""
     peak_action = plan.replayed.peak_action
     result: dict[StorageKind, int] = {}
     for stay in plan.replayed.residency:
@@ -93,10 +93,10 @@ def peak_by_kind(plan: MemoryPlan) -> dict[StorageKind, int]:
 
 
 def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
-    """Return a timeline of a plan that is short enough to draw.
+    """Return the timeline of a plan, shortened for a chart.
 
-    Neighboring operators of one phase become one span; copies are named after the kind of their storage; counters keep
-    only changes.
+    Consecutive operators of one phase become one span. Copies are named by the kind of their storage. Counters have
+    only the samples that change.
     """
     operators = plan.program.operators
     runs = iter(
@@ -141,28 +141,28 @@ def summarise(timeline: Timeline, plan: MemoryPlan) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copies of one kind: their number, their bytes, and the seconds their lane was busy."""
+    """Totals of one kind of copy: number, bytes, and seconds for which the lane was busy."""
 
     count: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
 
     def bytes_s(self, latency_s: float) -> float | None:
-        """Return bytes per second after the latency of every copy; None when that cannot be derived."""
+        """Return the bandwidth in bytes/s without the latency of each copy; None without copied bytes."""
         moving = self.seconds - self.count * latency_s
         return self.num_bytes / moving if self.num_bytes and moving > 0 else None
 
 
 class ProgramClock:
-    """Virtual time of one step.
+    """Simulated clock of one step, advanced action by action.
 
     Args:
         program: Program that the actions refer to.
         machine: Channels; None: no action copies.
 
     Attributes:
-        wait_s: Seconds the compute lane waited for copies.
-        join_s: Seconds the compute lane waited for other ranks.
+        wait_s: Seconds that the compute lane waited for copies.
+        join_s: Seconds that the compute lane waited for collectives and messages.
     """
 
     def __init__(self, program: MemoryProgram, machine: MemoryMachine | None = None) -> None:
@@ -174,15 +174,15 @@ class ProgramClock:
         self.join_s = 0.0
         self._copied: dict[str, list[tuple[int, float]]] = {kind: [] for kind in COPIES}
         self._arrival_s: dict[tuple[int, str], float] = {}
-        self._done_s: dict[int, float] = {}  # operators begun outside the compute lane
+        self._done_s: dict[int, float] = {}  # operator on the communication lane -> its end
 
     @property
     def now_s(self) -> float:
-        """Time on the compute lane."""
+        """Current time on the compute lane in seconds."""
         return self._free["compute"]  # type: ignore[no-any-return]
 
     def apply(self, action: MemoryAction) -> None:
-        """Advance by one action."""
+        """Advance the clock by one action."""
         kind, target = action.kind, action.target
         if kind in ("run", "recompute"):
             operator = self._program.operators[target]
@@ -198,30 +198,30 @@ class ProgramClock:
 
     @property
     def copied(self) -> dict[str, Copied]:
-        """Copies so far, by kind."""
+        """Dict from kind of copy to the totals of the copies so far."""
         return {
             kind: Copied(len(each), sum(n for n, _ in each), sum(s for _, s in each))
             for kind, each in self._copied.items()
         }
 
     def arrival_s(self, storage: int, tier: str) -> float:
-        """Return the time at which the newest copy of a storage into a tier is complete."""
+        """Return the time at which the latest copy of a storage into a tier is complete."""
         return self._arrival_s[storage, tier]
 
     def done_s(self, index: int) -> float:
-        """Return the time at which an operator outside the compute lane ends."""
+        """Return the time at which an operator on the communication lane ends."""
         return self._done_s[index]
 
     def stand_until(self, time_s: float) -> float:
-        """Advance the compute lane to a time and return the seconds that it waited."""
+        """Let the compute lane wait until a time, and return the seconds that it waited; 0 if the time has passed."""
         return float(self._schedule.hold("compute", time_s))
 
     def idle(self, kind: str) -> bool:
-        """Return whether the lane of a kind of copy is idle now."""
+        """Return whether the lane of a kind of copy, such as `store`, is idle now."""
         return bool(self._free[kind] <= self._free["compute"])
 
     def _append(self, lane: str, seconds: float, *ready_s: float) -> float:
-        """Append work that the compute lane issues now, and return its end."""
+        """Append work that the compute lane issues now to a lane, and return its end."""
         self._schedule.append(lane, seconds, (self._free["compute"], *ready_s))
         return self._free[lane]  # type: ignore[no-any-return]
 
@@ -238,7 +238,7 @@ class ProgramClock:
 def clocked(
     program: MemoryProgram, machine: MemoryMachine | None, actions: tuple[MemoryAction, ...]
 ) -> ProgramClock:
-    """Return the clock after these actions."""
+    """Return a clock advanced by all of `actions`."""
     clock = ProgramClock(program, machine)
     for action in actions:
         clock.apply(action)

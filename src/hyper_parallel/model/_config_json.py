@@ -17,7 +17,7 @@ STANDARD_KEYS = (
 )
 """Keys that every Llama-like config has."""
 _MOST = 2**31 - 1
-"""Largest accepted number: no model has a larger one, and products of a few still fit a machine integer."""
+"""Largest accepted number; no published model has a larger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ConfigView:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
-        """Return the raw value: by the family's key, else by the standard key, else the default, else None."""
+        """Return the raw value under the family's key, else under the standard key, else the default, else None."""
         for name in (self.aliases.get(key, key), key):
             if name in self.values:
                 return self.values[name]
@@ -67,18 +67,18 @@ class ConfigView:
         return value
 
     def optional_integer(self, key: str, minimum: int = 1) -> int | None:
-        """Return a whole number, or None when null or absent without a default."""
+        """Return a whole number; None when the key is null, or absent without a default."""
         return None if self.get(key) is None else self.integer(key, minimum)
 
     def flag(self, key: str) -> bool:
-        """Return a boolean; null and absent without a default are False."""
+        """Return a boolean; False when the key is null, or absent without a default."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             self._refuse(key, value, "true or false")
         return bool(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return a list of whole numbers; null and absent are ()."""
+        """Return a list of whole numbers as a tuple; empty when the key is null or absent."""
         value = self.get(key)
         if value is None:
             return ()

@@ -1,4 +1,4 @@
-"""Reader of GPT-2 and GPT-3 shapes: learned positions, fused attention, plain MLP, LayerNorm with bias, Conv1D."""
+"""Reader of GPT-2 and GPT-3 configs: learned positions, fused attention, ungated MLP, LayerNorm with bias, Conv1D."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ RULES = (("transformer.wte", "vocab"), ("lm_head", "head"), ("*", "whole"))
 
 
 def read_blocks(config: ConfigView) -> tuple[Block, ...]:
-    """Read embedding with positions, decoder, final norm and head; names as in transformers' `GPT2LMHeadModel`.
+    """Return the blocks of a model: embedding with positions, decoder, final norm and head.
+
+    Parameter names are those of transformers' `GPT2LMHeadModel`.
 
     Raises:
         ModelUnreadable: HP305 with the missing keys or values of the wrong type.
@@ -82,7 +84,7 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
 
 
 def _conv1d(name: str, inner: tuple[str, int], out: tuple[str, int]) -> Params:
-    """Return weight [in, out] and bias [out] of transformers' Conv1D."""
+    """Return the parameters of transformers' Conv1D: weight [in, out] and bias [out]."""
     return (
         ParamSpec(f"{name}.weight", (inner[1], out[1]), (inner[0], out[0])),
         ParamSpec(f"{name}.bias", (out[1],), (out[0],)),

@@ -1,4 +1,4 @@
-"""Reader of a Llama-like decoder from its config and its family entry; shapes as torch stores them.
+"""Reader of Llama-like decoders, from a config and the entry of its family; shapes are those that torch stores.
 
 Letters: D embed, F mlp width, E experts, V vocab.
 """
@@ -22,7 +22,7 @@ Params = tuple[ParamSpec, ...]
 
 
 class _Kind(NamedTuple):
-    """Properties by which layers of a model differ."""
+    """Kind of a decoder layer: with or without experts, and its attention window in tokens."""
 
     experts: bool
     window: int | None
@@ -33,7 +33,7 @@ _MOST_LAYERS: Final = 100_000
 
 
 def read_blocks(config: ConfigView, family: Family) -> tuple[Block, ...]:
-    """Read embedding, decoder blocks by type of layer, final norm and head.
+    """Return the blocks of a model: embedding, one decoder block per kind of layer, final norm and head.
 
     Raises:
         ModelUnreadable: HP305 with missing keys, values of the wrong type, or unsupported features.
@@ -129,7 +129,9 @@ def _attention(
 def _latent_attention(
     config: ConfigView, family: Family, hidden: int, heads: int
 ) -> tuple[AttentionSpec, Params]:
-    """Return low-rank query and key-value projections with norms between them; all heads share the rotary key.
+    """Return spec and parameters of DeepSeek's latent attention.
+
+    Query and key-value projections are low-rank, with norms between the factors. All heads share the rotary key.
 
     Source: DeepSeek-V2 technical report 2024, section 2.1.
     """
@@ -153,7 +155,7 @@ def _latent_attention(
 
 
 def _mlp(hidden: int, width: int, path: str, bias: bool = False, fused: bool = False) -> Params:
-    """Return a gated MLP: gate and up [F, D] (stacked [2F, D] when `fused`), down [D, F]."""
+    """Return the parameters of a gated MLP: gate and up [F, D], or stacked [2F, D] if `fused`, and down [D, F]."""
     embed, mlp = ("embed", hidden), ("mlp", width)
     inputs = {"gate_proj": mlp, "up_proj": mlp}
     if fused:
@@ -165,9 +167,9 @@ def _mlp(hidden: int, width: int, path: str, bias: bool = False, fused: bool = F
 
 
 def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
-    """Return the router [E, D] and the experts as two tensors: gate_up [E, 2F, D] and down [E, D, F].
+    """Return spec and parameters of a mixture of experts: router [E, D], gate_up [E, 2F, D] and down [E, D, F].
 
-    GPT-OSS stores them as (in, out), with interleaved gate and up columns, and all with a bias.
+    GPT-OSS stores the experts transposed, (in, out), with interleaved gate and up columns, and gives all a bias.
     """
     hidden, width = config.integer("hidden_size"), config.integer(experts.width_key)
     num, per_token = config.integer("num_experts"), config.integer("num_experts_per_tok")
@@ -202,7 +204,7 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
 def _expert_layers(
     config: ConfigView, experts: Experts | None, num_layers: int
 ) -> tuple[bool, ...]:
-    """Return, per layer, whether it has experts."""
+    """Return, for every layer, whether it has experts."""
     if experts is None:
         return (False,) * num_layers
     if experts.layers == "step":
@@ -215,7 +217,7 @@ def _expert_layers(
 
 
 def _windows(config: ConfigView, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Return, per layer, the attention window in tokens, or None for full attention."""
+    """Return the attention window of every layer in tokens; None for full attention."""
     if family.windows == "none":
         return (None,) * num_layers
     window = config.optional_integer("sliding_window")
@@ -243,7 +245,7 @@ def _windows(config: ConfigView, family: Family, num_layers: int) -> tuple[int |
 
 
 def _refuse_unread(config: ConfigView) -> None:
-    """Refuse, by name, features that change parameters or attention and are not supported."""
+    """Raise ModelUnreadable (HP305) for a key that changes parameters or attention and is not supported."""
     types = config.get("layer_types")
     if isinstance(types, list):
         known = ("full_attention", "sliding_attention")
@@ -278,16 +280,19 @@ def _decided(config: ConfigView, bias: Bias) -> bool:
 
 
 def linear(name: str, out: tuple[str, int], inner: tuple[str, int], bias: bool = False) -> Params:
-    """Return weight [out, in] and optional bias [out] of a linear layer; `out` and `inner` are (dim, size)."""
+    """Return the parameters of a linear layer: weight [out, in] and, with `bias`, bias [out].
+
+    `out` and `inner` are pairs of logical dim name and size.
+    """
     weight = ParamSpec(f"{name}.weight", (out[1], inner[1]), (out[0], inner[0]))
     return (weight, ParamSpec(f"{name}.bias", (out[1],), (out[0],))) if bias else (weight,)
 
 
 def norm(name: str, size: int, dim: str = "embed") -> Params:
-    """Return the scale of an RMSNorm."""
+    """Return the parameters of an RMSNorm: its scale."""
     return (ParamSpec(f"{name}.weight", (size,), (dim,)),)
 
 
 def head(vocab: int, hidden: int, tied_to: str | None) -> ParamSpec:
-    """Return the output projection [V, D]."""
+    """Return the output projection [V, D]; `tied_to` names the parameter that shares its storage, or is None."""
     return ParamSpec("lm_head.weight", (vocab, hidden), ("vocab", "embed"), tied_to)

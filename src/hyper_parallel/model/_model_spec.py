@@ -20,7 +20,7 @@ from hyper_parallel.serde import encode
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """Parameter, or the same parameter of several layers.
+    """Parameter, or the parameters with the same name and shape in several layers.
 
     Sharding rules refer to these logical dims:
 
@@ -68,7 +68,7 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """True if it has two dims besides the expert dim: used in a matmul (or a lookup), unlike norms and biases."""
+        """True if the parameter has two dims besides the expert dim: it is used in a matmul or lookup, unlike norms."""
         return len(self.shape) - self.is_expert >= 2
 
 
@@ -95,12 +95,12 @@ class AttentionSpec:
     kv_cache_width: int = 0
 
     def forward_flops_per_token(self, seq_len: int, causal: bool = False) -> float:
-        """Return the FLOPs of scores and their product with the values, one token, one layer, forward.
+        """Return the forward FLOPs of attention scores and their product with the values, per token and layer.
 
         Args:
             seq_len: Tokens per sequence.
-            causal: Count only the tokens a query attends to, on average `w * (1 - w / 2s)` for w = min(window, s);
-                False: count w for every query, the convention of most published MFU numbers.
+            causal: Count only the tokens that a query attends to, on average `w * (1 - w / 2s)` for s = `seq_len` and w
+                = min(window, s). False: count w tokens for every query, the convention of most published MFU numbers.
         """
         attended = min(seq_len, self.window or seq_len)
         average = attended * (1 - attended / (2 * seq_len)) if causal else attended
@@ -113,7 +113,7 @@ class MlpSpec:
 
     Attributes:
         intermediate_size: Width of one expert, or of the dense MLP.
-        gated: Two input projections (SwiGLU, GeGLU) instead of one.
+        gated: True for two input projections (SwiGLU, GeGLU), False for one.
         num_experts: Routed experts; 0 is a dense MLP.
         experts_per_token: Number of experts per token.
         shared_intermediate_size: Total width of the shared experts; 0 is none.
@@ -158,19 +158,19 @@ class Block:
         return sum(p.num_elements for p in self.params)
 
     def _active(self, size: int, param: ParamSpec) -> int:
-        """Return the part of `size` elements that one token uses."""
+        """Return the share of a parameter's `size` elements that one token uses; all, except of routed experts."""
         if not param.is_expert or self.mlp is None:
             return size
         return size * self.mlp.experts_per_token // self.mlp.num_experts
 
     @property
     def num_active_params(self) -> int:
-        """Number of parameters of one instance used by one token; of routed experts, only the selected ones."""
+        """Number of parameters of one instance that one token uses; counts only the selected routed experts."""
         return sum(self._active(p.num_elements, p) for p in self.params)
 
     @property
     def num_matmul_params(self) -> int:
-        """Matmul weights of one instance used by one token; a tied head counts, an embedding lookup does not."""
+        """Number of matmul weights of one instance that one token uses; counts a tied head, but no embedding lookup."""
         if self.name == "embedding":
             return 0
         return sum(self._active(p.size, p) for p in self.params if p.is_matrix)
@@ -178,15 +178,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class KeptActivations:
-    """Measured bytes per token that a bfloat16 forward keeps for backward on one device.
+    """Measured bytes per token of the activations that a bfloat16 forward keeps for backward on one device.
 
     Attributes:
-        layer: A pair (a, b) for a mean decoder layer without its routed experts: a + b T in a sequence of T tokens.
-        outside: Bytes kept outside the layers.
-        fullest: The `a` of the layer that keeps the most; None: that of the mean layer.
-        last: The `a` of the last layer; None: that of the mean layer.
-        modules: Shares of the mean `a` by module, as `model.layers.*.mixer`, experts included.
-        expert_rows: Rows per token that reach the routed experts of a layer; 0 without such a module.
+        layer: Pair (a, b): a mean decoder layer without its routed experts keeps a + b T bytes per token of a sequence
+            of T tokens.
+        outside: Bytes per token kept outside the layers.
+        fullest: `a` of the layer that keeps the most; None: as the mean layer.
+        last: `a` of the last layer; None: as the mean layer.
+        modules: Bytes of the mean `a` that each module keeps, experts included, by name such as `model.layers.*.mixer`.
+        expert_rows: Rows per token that reach the routed experts of a layer; 0 without experts.
     """
 
     layer: tuple[float, float]
@@ -212,11 +213,12 @@ class ModelSpec:
         blocks: Parts in forward order (decoder blocks by their first layer).
         notes: Sentences about assumptions of the reader.
         max_position_embeddings: Maximum sequence length of the model; None when the config does not state it.
-        rules: Pattern and style of modules sharded by tensor and expert parallelism, for a model read from its module;
-            None: those of the family.
-        unsplit: Axes, `pp` or `cp`, that a probe of the forward pass refused, each with the reason.
+        rules: Pairs of module pattern and sharding style for tensor and expert parallelism, for a model read from its
+            module; None: the rules of its family.
+        unsplit: Axes, `pp` or `cp`, that the model does not support according to a probe of its forward, with the
+            reason.
         quantised: True if the published weights are quantised; sizes are those of `dtype`.
-        kept: Activations kept by its forward, if measured.
+        kept: Activations that its forward keeps; None when not measured.
     """
 
     name: str
@@ -251,22 +253,22 @@ class ModelSpec:
 
     @property
     def decoder_blocks(self) -> tuple[Block, ...]:
-        """Blocks that represent layers."""
+        """Blocks that consist of decoder layers."""
         return tuple(b for b in self.blocks if b.layers)
 
     @property
     def num_heads(self) -> int:
-        """Query heads; the greatest common divisor when layers differ, so its divisors divide every layer."""
+        """Number of query heads; the greatest common divisor over layers that differ."""
         return math.gcd(*(b.attention.num_heads for b in self.blocks if b.attention))
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads; the greatest common divisor when layers differ."""
+        """Number of key and value heads; the greatest common divisor over layers that differ."""
         return math.gcd(*(b.attention.num_kv_heads for b in self.blocks if b.attention))
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of the expert layers (the greatest common divisor); 0 for dense models."""
+        """Number of routed experts; the greatest common divisor over layers that differ, 0 for dense models."""
         return math.gcd(*(b.mlp.num_experts for b in self.blocks if b.mlp and b.mlp.num_experts))
 
     @property
@@ -288,7 +290,7 @@ class ModelSpec:
     def flops_per_token(self, seq_len: int, causal: bool = False) -> float:
         """Return training FLOPs per token: 6 N_matmul + 12 L * heads * head_dim * seq_len for full attention.
 
-        Sliding layers count min(seq_len, window) tokens, MLA its query-key and value widths.
+        Sliding layers count min(seq_len, window) tokens. Latent attention (MLA) counts its query-key and value widths.
 
         Args:
             seq_len: Tokens per sequence.
@@ -315,7 +317,7 @@ class ModelSpec:
         raise IndexError(f"layer {layer} of a model with {self.num_layers} layers")
 
     def named_params(self) -> Iterator[tuple[str, ParamSpec]]:
-        """Yield every parameter with its full name, `*` replaced by the layer index; planning does not use this."""
+        """Yield full name and spec of every parameter, with `*` replaced by the layer index."""
         for block in self.blocks:
             for layer in block.layers or (None,):
                 for param in block.params:

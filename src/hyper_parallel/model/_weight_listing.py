@@ -29,9 +29,9 @@ _EMBEDDING: Final = re.compile(
     r"(^|\.)(embed_tokens|wte|word_embeddings?|embeddings|tok_embeddings|embed_in|tokens_embed|shared"
     r"|transformer\.w)\.weight$"
 )
-"""Names of output and input embeddings in all transformers classes that tie the two."""
+"""Names of heads (`_HEAD`) and input embeddings in all transformers classes that tie the two."""
 _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
-"""Names inside layers and prediction layers, where an embedding or head is not that of the model."""
+"""Names inside decoder layers and prediction layers, whose embeddings and heads are not those of the model."""
 _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
 """Limits of an index: names of tensors, as in the headers of its files."""
@@ -45,7 +45,7 @@ class WeightListing:
     Attributes:
         files: Sorted file names; a listed file may be missing.
         index: Name of the index file; None without an index.
-        promised: File of each tensor in the index.
+        promised: File of each tensor by name, according to the index.
     """
 
     files: tuple[str, ...]
@@ -55,7 +55,7 @@ class WeightListing:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Tensor of a safetensors file: dtype in the file's notation (`BF16`), shape, first byte and end in the file."""
+    """Tensor of a safetensors file: dtype in the file's notation (`BF16`), shape, and byte range [start, end)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -173,13 +173,13 @@ def with_files_ties(values: Mapping[str, Any], directory: Path) -> Mapping[str, 
 
 
 def _has_tie(part: Any) -> bool:
-    """Return whether a value of a config is the config of a submodel that ties embeddings."""
+    """Return whether a config value is the config of a submodel with the key `tie_word_embeddings`."""
     return isinstance(part, Mapping) and "tie_word_embeddings" in part
 
 
 @lru_cache
 def _warn_once(directory: str, head: str, embedding: str) -> None:
-    """Warn once per process, and its forks, that embeddings are not tied."""
+    """Log, once per process and its forks, that head and embedding are not tied although the config ties them."""
     logger.warning(
         "%s: the config ties `%s` to `%s`, but the files hold different values: the two are not tied",
         directory, head, embedding,
@@ -196,7 +196,7 @@ def _place(path: Path, info: TensorInfo) -> _Place:
 
 @lru_cache(maxsize=64)  # a config is read several times, also in forked ranks
 def _same_bytes(first: _Place, second: _Place) -> bool:
-    """Return whether two byte ranges of files are equal; stops at the first difference."""
+    """Return whether two byte ranges of files have equal content."""
     remaining = first[3] - first[2]
     if remaining != second[3] - second[2]:
         return False
@@ -212,7 +212,7 @@ def _same_bytes(first: _Place, second: _Place) -> bool:
 
 
 def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
-    """Return the complete list of shards without an index.
+    """Return the file names of all shards of a model without an index, derived from the count in a shard's name.
 
     Raises:
         WeightsUnreadable: HP703 with the missing ones.
@@ -233,7 +233,7 @@ def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor in an index.
+    """Return the file of each tensor by name, from an index file.
 
     Raises:
         WeightsUnreadable: HP703 when it is damaged or refers to a file outside its directory.

@@ -1,4 +1,4 @@
-"""Check of a model description against names, shapes and dtypes of published weights; only file headers are read."""
+"""Check of a model spec against the names, shapes and dtypes in the headers of weight files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BUFFERS = ("inv_freq", "e_score_correction_bias", "attn.bias", "attn.masked_bia
 
 
 def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
-    """Return the tensors of the safetensors files of a directory by name, and notes; empty when there are none.
+    """Return the tensors in the safetensors files of a directory by name, and notes for the user; both may be empty.
 
     Raises:
         WeightsUnreadable: HP703 with the missing, truncated or corrupt file.
@@ -62,14 +62,14 @@ def check_weights(
     known_family: bool,
     quantized: bool,
 ) -> ModelSpec:
-    """Return the spec with the dtype of the weights, after comparing every name and shape.
+    """Return the spec with the dtype of the weights, after comparing names and shapes.
 
-    Parameters that are missing in the files or have another shape are refused; for an unknown family, they are
-    reported in a note. Tensors without a parameter in the spec (prediction layers, a vision tower) are reported in a
-    note. Quantised weights are stored in other shapes and are not compared.
+    A missing parameter, or one of another shape, raises an error; for an unknown family, it adds a note. Tensors
+    without a parameter in the spec (a vision tower) add a note. Quantised weights have other shapes and are not
+    compared.
 
     Raises:
-        WeightsUnreadable: HP703 with the parameters.
+        WeightsUnreadable: HP703 with the missing or different parameters.
     """
     if quantized:
         return replace(spec, notes=(*spec.notes, "quantized weights: shapes are not checked"))
@@ -117,7 +117,10 @@ def check_weights(
 
 
 def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:
-    """Return the tensors by names of a causal language model: prefixes of multimodal or headless models are mapped."""
+    """Return the tensors under the names that a causal language model gives them.
+
+    Prefixes of multimodal models and of models without a head are replaced.
+    """
     base = spec.blocks[0].params[0].name.partition(".")[0]
     prefixes = (
         ("model.language_model.", "model."),
@@ -140,9 +143,10 @@ def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict
 def _stored_as(
     name: str, param: ParamSpec, experts: Experts | None
 ) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Yield the forms in which published files may store a parameter, each as a list of tensors with their shapes.
+    """Yield the forms in which files may store a parameter; a form is a list of tensor names with shapes.
 
-    Transformers stacks experts in memory; published files contain one matrix per expert. GPT-OSS stacks them in both.
+    Published files contain one matrix per expert, although transformers stacks experts in memory. Files of GPT-OSS
+    contain stacked experts.
     """
     yield [(name, param.shape)]
     if experts is None or experts.storage != "stacked":
@@ -162,7 +166,7 @@ def _stored_as(
 
 
 def _main_dtype(tensors: list[TensorInfo]) -> str | None:
-    """Return the dtype of most elements, or None when it is unknown."""
+    """Return the dtype of the majority of elements; None when this package does not know it."""
     elements: Counter[str] = Counter()
     for tensor in tensors:
         elements[tensor.dtype] += math.prod(tensor.shape)

@@ -1,7 +1,7 @@
-"""Bounds on a config.json, checked before a model, a plan or a transformers class is built from it.
+"""Bounds on the numbers in a config.json, checked before a model, a plan or a transformers class is built from it.
 
-The publisher of a config determines the cost of reading it: lists of layers, label names and expert modules are built
-eagerly. Each bound is the largest published value with a margin of several times.
+Large numbers in a config would make reading it slow, because lists of layers, label names and expert modules are built
+eagerly. Each bound is several times the largest published value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth
 
 
 class _Count(NamedTuple):
-    """Bound on one kind of number: its keys, the largest allowed value, and the largest published one."""
+    """Bound on one kind of number: its config keys, the largest allowed value, and the largest published value."""
 
     label: str
     keys: re.Pattern[str]
@@ -39,13 +39,13 @@ _COUNTS: Final = (
 )  # fmt: skip
 """Bounds by kind of number; a key belongs to the first matching row."""
 _MOST_EXPERTS: Final = 2**17
-"""Maximum number of experts in all layers, each a few modules; Switch-C has 30,720."""
+"""Maximum number of experts in all layers together; Switch-C has 30,720."""
 _MOST: Final = 2**53
 """Bound on all other numbers."""
 
 
 def check_config(values: Mapping[str, Any], where: str) -> None:
-    """Refuse a config with a number beyond all published models.
+    """Raise an error for a config with a number far beyond all published models.
 
     Args:
         values: The JSON object.

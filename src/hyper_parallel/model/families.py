@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from hyper_parallel.model._config_json import STANDARD_KEYS
 
 Bias = bool | str
-"""True, False, or the config key that decides."""
+"""Whether a layer has a bias: True, False, or the config key that states it."""
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -26,13 +26,13 @@ _SANDWICH_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layer
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Placement and storage of a family's experts.
+    """Layers with experts in a family, and the form in which their weights are stored.
 
     Attributes:
-        width_key: Key of one expert's width.
+        width_key: Config key of one expert's width.
         layers: Layers with experts: all, every `decoder_sparse_step`-th, or all after `first_k_dense_replace`.
         storage: [E, 2F, D] stacked, or GPT-OSS's transposed and interleaved form with biases.
-        shared_key: Key of the number of shared experts.
+        shared_key: Config key of the number of shared experts.
         checkpoint_names: Names of one expert's gate, up and down in published files, which store experts separately.
         checkpoint_block: Name of the expert module in published files.
     """
@@ -47,25 +47,25 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Entry of one `model_type` for the reader.
+    """Description of one `model_type` for the reader of configs.
 
     Attributes:
-        defaults: Values of keys that a config may omit; a key absent here too is required or None.
+        defaults: Values of keys that a config may omit. An omitted key without a default is None, unless `required`.
         aliases: Map from standard key to the family's key.
         attention: Grouped-query attention or DeepSeek's latent attention.
         qkv_bias: Bias on query, key and value.
         o_bias: Bias on the output projection.
         mlp_bias: Bias on the MLP.
-        qk_norm: Norms on each query and key head, or one over all heads of each.
+        qk_norm: Norms of queries and keys: per head, or one over all heads.
         sinks: Learned attention sinks.
         fused_qkv: Query, key and value stacked (`qkv_proj`).
         fused_mlp: Gate and up stacked (`gate_up_proj`).
         norms: Names of a layer's norms, except those inside attention.
-        windows: Layers with a window of `sliding_window` tokens: none, all (if the key is set), the layers from
-            `max_window_layers` on if `use_sliding_window`, all layers if `use_sliding_window`, or all except every
-            n-th (n = `sliding_window_pattern`).
+        windows: Layers with a window of `sliding_window` tokens: none; all, if the key is set; all, if
+            `use_sliding_window`; from layer `max_window_layers` on, if `use_sliding_window`; or all except every n-th
+            (n = `sliding_window_pattern`).
         experts: Mixture of experts, or None.
-        required: Keys that must be present or have a default.
+        required: Keys that a config must contain unless `defaults` has them.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -251,4 +251,4 @@ TEXT_PARTS: Mapping[str, str] = MappingProxyType(
 """Decoder family by `model_type` of a multimodal model or of its text part."""
 
 KEEPS_MORE: Final = ("gemma2", "phi3")
-"""Families whose layers keep more activations than the formulas predict: capped scores, packed inputs."""
+"""Families whose layers keep more activations than the formulas predict."""

@@ -1,4 +1,4 @@
-"""Checked reading of `generation_config.json`, of which this package uses the tokens that end a text."""
+"""Reader of `generation_config.json`, in which this package uses the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LIMITS: Final = Limits(num_bytes=1024**2, num_elements=100_000)
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """Return the generation config of a model directory; None without one.
+    """Return the content of a model directory's generation_config.json; None if the file does not exist.
 
     Raises:
-        ModelUnreadable: HP305 when it is not a JSON object within limits, or `eos_token_id` holds other values than
-            tokens.
+        ModelUnreadable: HP305 when the file is not a JSON object within limits, or `eos_token_id` is not a token id or
+            a list of token ids.
     """
     path = directory / GENERATION
     if not path.is_file():

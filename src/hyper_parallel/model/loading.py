@@ -1,4 +1,4 @@
-"""load_model: ModelSpec of a directory, a config.json, a preset name or a hub name."""
+"""Readers of a ModelSpec from a directory, a config.json, a preset name or a hub name."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return the config of a preset; keys that start with `_` are additions of this package: `_source`, `_aliases`."""
+    """Return the config of a preset, with the keys `_source` and `_aliases` that this package adds."""
     values: dict[str, Any] = json.loads((_FOLDER / f"{name}.json").read_text())
     return values
 
 
 def find_preset(text: str) -> str | None:
-    """Return the preset for a name or hub id, or None.
+    """Return the name of the preset that a text names, by its own name or by a hub id that it lists; else None.
 
-    Case and punctuation are ignored. `org/name` must be a hub id listed by the preset, because another organisation may
-    publish another model with the same name. A name alone may be that of the preset or the last part of such an id.
+    Case and punctuation are ignored. The organisation of a hub id may be omitted. If it is given it must match, because
+    another organisation may publish another model with the same name.
     """
     normalized = _normal(text)
     if "/" not in text and normalized in preset_names():
@@ -93,7 +93,7 @@ FAMILIES_READ = (*sorted(FAMILIES), "gpt2")
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Config of a model that was named by path, hub id or preset.
+    """Content of a model's config.json, with its origin.
 
     Attributes:
         values: Content of config.json.
@@ -109,7 +109,7 @@ class ConfigFile:
 
 
 def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ConfigFile:
-    """Find and read the config of a named model; arguments and errors as in `load_model`."""
+    """Find and read the config of a model given by path, hub id or preset; arguments and errors as in `load_model`."""
     text = os.fspath(path_or_name)
     # os.path, because pathlib raises for a text that cannot be a path: too long, home of an unknown user.
     path = Path(os.path.expanduser(text))  # noqa: PTH111
@@ -150,7 +150,7 @@ UNMEASURED_ACTIVATIONS: Final = (
 
 
 def _refuse_no_config(path: Path) -> None:
-    """Refuse a recipe or a data file in place of a model.
+    """Raise an error if a recipe or a data file is given in place of a model.
 
     Raises:
         ModelUnreadable: HP305 with the command that plans for a recipe.
@@ -171,16 +171,16 @@ def _refuse_no_config(path: Path) -> None:
 
 
 def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None) -> ModelSpec:
-    """Read a model without weights and without a framework.
+    """Return the ModelSpec of a model, without reading weights or importing a framework.
 
     Args:
-        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the
-            hub, `org/name` or `org/name@revision`, whose config.json is downloaded unless a preset matches. An existing
-            path takes precedence over a preset.
+        path_or_name: A Hugging Face directory, a config.json, a preset name such as `llama-3-8b`, or a name on the hub
+            (`org/name` or `org/name@revision`). The config of a hub name is downloaded unless a preset matches. An
+            existing path takes precedence.
         where: Origin of the value, for errors: `recipe.yaml: model.path`.
 
     Raises:
-        UnknownModel: HP304 when it is none of these, or the hub refuses it.
+        UnknownModel: HP304 when the text is none of these, or the hub refuses the download.
         ModelUnreadable: HP305 when the config cannot be read; names the keys.
         WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
     """
@@ -250,7 +250,7 @@ def _name_of(path: Path) -> str:
 
 
 def _special_float(value: dict[str, Any]) -> Any:
-    """Return infinity or NaN, which transformers writes as `{"__float__": "Infinity"}`."""
+    """Return the float that transformers writes as `{"__float__": "Infinity"}`; return other objects unchanged."""
     if value.keys() != {"__float__"}:
         return value
     number = value["__float__"]
@@ -260,10 +260,10 @@ def _special_float(value: dict[str, Any]) -> Any:
 
 
 def read_config_values(path: Path) -> dict[str, Any]:
-    """Return the values of a config.json after checking their limits.
+    """Return the values of a config.json, checked against limits.
 
     Raises:
-        ModelUnreadable: HP305 when it is not a JSON object, or exceeds every published model.
+        ModelUnreadable: HP305 when the file is not a JSON object, or a number is far beyond all published models.
     """
     try:
         text = read_text(path, CONFIG_LIMITS)
@@ -304,7 +304,7 @@ def read_config_values(path: Path) -> dict[str, Any]:
 
 
 def _text_part(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the language part of a multimodal config, with a note; a text config is returned unchanged."""
+    """Return the config of the language part of a multimodal model, and notes; a text config is returned unchanged."""
     text = values.get("text_config")
     outer = values.get("model_type")
     if text is None:
@@ -339,7 +339,7 @@ def _model_type(values: Mapping[str, Any], where: str) -> str:
 
 
 def is_read(values: Mapping[str, Any]) -> bool:
-    """Return whether the family of a config has a reader."""
+    """Return whether this package can read a config's model family without transformers."""
     family = values.get("model_type")
     return TEXT_PARTS.get(str(family), family) in FAMILIES_READ
 
@@ -347,7 +347,7 @@ def is_read(values: Mapping[str, Any]) -> bool:
 def _family(
     model_type: str, values: Mapping[str, Any], where: str
 ) -> tuple[Family, tuple[str, ...]]:
-    """Return the entry of a `model_type`; an unknown one is read as Llama unless a key contradicts it."""
+    """Return the family of a `model_type`, and notes; an unknown type is read as Llama unless a key contradicts it."""
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:
         return known, ()
@@ -372,7 +372,7 @@ def _family(
 
 
 def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
-    """Return the published dtype and notes; like transformers, float32 when the config does not state it."""
+    """Return the dtype in the config, and notes; float32 when the config states none, as in transformers."""
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype is None or dtype == "auto":
         dtype = "float32"
@@ -395,7 +395,7 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
 
 
 def _nearest_model(text: str) -> list[str]:
-    """Return the model directory most likely meant by a missing one; empty when none is similar."""
+    """Return a list with the model directory most likely meant by a missing path; empty when none is similar."""
     near = nearest_path(text)
     # os.path, because pathlib raises for a text that is too long for a path.
     has_config = near is not None and os.path.isfile(f"{near}/config.json")  # noqa: PTH113

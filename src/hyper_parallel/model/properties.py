@@ -1,4 +1,4 @@
-"""Measured properties of a model class: answers to "does changing this input change that output?"."""
+"""Measured properties of a model class, such as whether an output depends on later tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Property:
-    """Answer to one question about a model.
+    """Measured answer to a yes-or-no question about a model.
 
     Attributes:
-        holds: Answer; None: not measured.
+        holds: Whether the property holds; None: not measured.
         difference: Largest absolute difference between two outputs that should be equal, divided by the largest
             absolute value of the output.
-        reason: Reason why it was not measured.
+        reason: Reason why the property was not measured.
         error: The measurement raised an exception or returned non-finite numbers.
     """
 
@@ -24,7 +24,7 @@ class Property:
 
     @property
     def agrees(self) -> bool:
-        """True if the outputs were equal, or the question does not apply and was therefore not measured."""
+        """True if the property holds, or does not apply to the model and was therefore not measured."""
         return self.holds is True or (self.holds is None and not self.error)
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class ModelProperties:
         fixed_cache: As `growing_cache`, with a cache of fixed length and one text.
         slot_cache: As `growing_cache`, with a cache of fixed length and several texts of different lengths.
         idle_modules: Outermost modules with parameters that a text batch does not run.
-        measured_on: Sizes and construction of the copy.
+        measured_on: Sizes of the copy and how it was built, as text.
     """
 
     model_class: str

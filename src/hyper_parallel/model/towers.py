@@ -1,7 +1,7 @@
-"""Encoders of a multimodal model as models of their own, read from its parameters and its config, for planning.
+"""Towers: encoders of images or audio in a multimodal model, described as separate models for planning.
 
-Planning prices a tower like any other model: a sequence is an image or a recording, its tokens are the positions of the
-encoder.
+The planner prices a tower like any other model, with an image or recording as a sequence, and the encoder's positions
+as its tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Final
 from hyper_parallel.model._model_spec import AttentionSpec, Block, MlpSpec, ModelSpec, ParamSpec
 
 _KINDS: Final = {"vision": re.compile("vis|image"), "audio": re.compile("audio|speech")}
-"""Names of modules of a tower; its config is the section `<kind>_config`."""
+"""Patterns of module names by kind of tower; the config section of a tower is `<kind>_config`."""
 _PROJECTOR: Final = re.compile("projector|merger|adapter|connector|aligner")
 _LAYER: Final = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 _HEADS: Final = ("num_heads", "num_attention_heads", "encoder_attention_heads", "attention_heads")
 IMAGE_SIZE: Final = 896
-"""Pixels of a side of an image, for encoders of any size: with patches of 14 and merged pairs, 1,024 tokens.
+"""Default side of an image in pixels, for encoders that accept any size.
 
-Qwen2-VL's model card recommends 256 to 1,280 tokens per image.
+Patches of 14 pixels, merged 2 x 2, give 1,024 tokens. Qwen2-VL's model card recommends 256 to 1,280 tokens per image.
 """
 _RECORDING_S: Final = 30
 """Seconds of a recording: the window of Whisper (Radford et al. 2022)."""
@@ -31,17 +31,17 @@ _RECORDING_S: Final = 30
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """Encoder of images or recordings, with its projector.
+    """Encoder of images or audio recordings, with its projector.
 
     Attributes:
         name: `vision` or `audio`.
-        spec: Its layers, and as embedding all of its other parameters.
-        positions: Tokens of the encoder per image or recording.
-        item: Words for such an image or recording.
-        forward_flops: FLOPs of the forward of one image or recording.
-        extra_bytes: Bytes that a bfloat16 forward of one keeps beyond those of a decoder layer: around the layers, by a
-            fused projection of queries, keys and values, and by an activation of several operators.
-        reaches_later_layers: Whether decoder layers after the first read features.
+        spec: The encoder as a model; parameters outside its layers form the embedding block.
+        positions: Tokens of the encoder per item, an image or recording.
+        item: Description of the items, such as `images of 224x224 pixels`.
+        forward_flops: FLOPs of the forward of one item.
+        extra_bytes: Bytes of activations that a bfloat16 forward of one item keeps, beyond those that decoder layers of
+            this size keep.
+        reaches_later_layers: Whether decoder layers after the first one also read features of the encoder.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Tower:
 
     @property
     def layer_flops(self) -> float:
-        """FLOPs of the forward of the layers for one item, with the causal attention that decoders have."""
+        """Forward FLOPs of the layers for one item, if their attention were causal, as the planner prices decoders."""
         per_token = 2.0 * self.spec.num_matmul_params
         per_token += sum(
             b.attention.forward_flops_per_token(self.positions, causal=True) * b.count
@@ -65,7 +65,7 @@ class Tower:
 
 
 def language_of(spec: ModelSpec, towers: Collection[str] | None = None) -> ModelSpec:
-    """Return a model without the parameters of its towers, or of those with the given names only."""
+    """Return the spec without the parameters of its towers; `towers` restricts the removal to these names."""
     kinds = tower_kinds(spec)
     names = set(kinds if towers is None else towers)
     if towers is None or not names.isdisjoint(kinds[:1]):
@@ -78,13 +78,13 @@ def language_of(spec: ModelSpec, towers: Collection[str] | None = None) -> Model
 
 
 def tower_kinds(spec: ModelSpec) -> list[str]:
-    """Return the names of the towers with parameters in a model, whether their configs are known or not."""
+    """Return the names of the towers that have parameters in a model."""
     outside = [p for b in spec.blocks if not b.layers for p in b.params]
     return [kind for kind in _KINDS if any(_kind(p.name) == kind for p in outside)]
 
 
 def fixed_image_size(config: Mapping[str, Any]) -> int | None:
-    """Return the pixels of a side of every image, for an encoder of one size of images; None: of any size."""
+    """Return the side of an image in pixels; None if the encoder accepts images of any size."""
     section = config.get("vision_config")
     return (_side(section.get("image_size")) or None) if isinstance(section, Mapping) else None
 
@@ -92,12 +92,12 @@ def fixed_image_size(config: Mapping[str, Any]) -> int | None:
 def towers_of(
     spec: ModelSpec, config: Mapping[str, Any], image_size: int | None = None
 ) -> tuple[Tower, ...]:
-    """Return the towers of a model, without those whose config states no number of heads or size of patches.
+    """Return the towers of a model; omits a tower whose config lacks the number of heads or the patch size.
 
     Args:
-        spec: The model with the parameters of its towers, as read from its module.
+        spec: Spec of the whole model, with the parameters of its towers.
         config: Values of its config.json.
-        image_size: Pixels of a side of an image for encoders of images of any size; None: `IMAGE_SIZE`.
+        image_size: Side of an image in pixels, for encoders that accept any size; None: `IMAGE_SIZE`.
     """
     outside = [p for b in spec.blocks if not b.layers for p in b.params]
     towers, kinds = [], tower_kinds(spec)
@@ -113,7 +113,7 @@ def towers_of(
 
 
 def _kind(name: str) -> str | None:
-    """Return the tower of a parameter outside of decoder layers, `projector`, or None for the language part."""
+    """Return the tower's name for a parameter name, or `projector`; None for the language part."""
     for kind, pattern in _KINDS.items():
         if pattern.search(name):
             return kind
@@ -164,9 +164,9 @@ def _tower(
     inner += len(layers) * positions * attention.forward_flops_per_token(positions)
     merged = _merged(config)
     outer = sum(_outer_flops(p, positions, merged) for p in rest)
-    # The projections around the layers keep their inputs, and those of the norm or activation before them.
+    # Projections outside the layers keep their inputs, and the inputs of the norm or activation before them.
     extra = sum(2.0 * math.prod(p.shape[1:]) * positions * _rows(p, merged) for p in rest)
-    # Rotated queries and keys are copies: the fused projection stays for the values.
+    # Rotated queries and keys are copies, while the values keep the whole output of the fused projection.
     widths = 2 * hidden * any("qkv" in p.name for p in matrices)
     widths += width * (config.get("hidden_act") == "quick_gelu")
     extra += 2.0 * len(layers) * positions * widths
@@ -175,7 +175,7 @@ def _tower(
 
 
 def _with_dims(p: ParamSpec, hidden: int) -> ParamSpec:
-    """Return a parameter of a layer whose dims tell its input from its output."""
+    """Return the parameter with logical dims for input and output; the dim of size `hidden` is `embed`."""
     if not p.is_matrix:
         return p
     return replace(
@@ -184,13 +184,13 @@ def _with_dims(p: ParamSpec, hidden: int) -> ParamSpec:
 
 
 def _merged(config: Mapping[str, Any]) -> float:
-    """Return the positions of the encoder per position of its projector."""
+    """Return the number of encoder positions that are merged into one position of the projector."""
     ratio = config.get("pixel_shuffle_ratio") or 1.0
     return float(config.get("spatial_merge_size") or 1) ** 2 / float(ratio) ** 2
 
 
 def _outer_flops(p: ParamSpec, positions: int, merged: float) -> float:
-    """Return the FLOPs per item of a matrix outside of the layers; tables of positions have none."""
+    """Return the forward FLOPs per item of a matrix outside the layers; 0 for a position table."""
     if not _rows(p, merged):
         return 0.0
     is_projector = len(p.shape) == 2 and _PROJECTOR.search(p.name) is not None
@@ -198,14 +198,17 @@ def _outer_flops(p: ParamSpec, positions: int, merged: float) -> float:
 
 
 def _rows(p: ParamSpec, merged: float) -> float:
-    """Return the rows of kept inputs per position of the encoder: of a projector two, its own and its norm's."""
+    """Return how many input rows per encoder position are kept for the backward of a matrix outside the layers.
+
+    A projector matrix counts two rows per projector position: its input, and the input of the norm before it.
+    """
     if not p.is_matrix or re.search(r"pos\w*embed|embed\w*pos|wpe", p.name):
         return 0.0
     return 2.0 / merged if len(p.shape) == 2 and _PROJECTOR.search(p.name) else 1.0
 
 
 def _positions(kind: str, config: Mapping[str, Any], image_size: int | None) -> tuple[int, str]:
-    """Return the tokens of the encoder per item, and words for an item; 0 if the config does not state them."""
+    """Return encoder tokens per item and a description of the items; (0, "") if the config lacks the patch size."""
     if kind == "audio":
         frames = 100 * _RECORDING_S
         longest = config.get("max_source_positions") or 0
@@ -224,7 +227,7 @@ def _positions(kind: str, config: Mapping[str, Any], image_size: int | None) -> 
 
 
 def _side(value: Any) -> int:
-    """Return a number of pixels, given alone or as a pair; 0 if it is neither."""
+    """Return the side of an image or patch from an integer or a pair of integers; 0 for other values."""
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         value = value[0]
     return value if isinstance(value, int) and value > 0 else 0

@@ -38,6 +38,7 @@ from hyper_parallel.mpmd._submodel_schedule import (
 from hyper_parallel.mpmd._tasks import (
     bubble_fraction,
     makespan_s,
+    nanoseconds,
     on_shared_cores,
     replay,
     schedule_tasks,
@@ -71,6 +72,7 @@ __all__ = [
     "lower",
     "make_schedule",
     "makespan_s",
+    "nanoseconds",
     "on_shared_cores",
     "one_by_one",
     "replay",

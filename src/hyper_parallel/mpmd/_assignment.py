@@ -1,8 +1,8 @@
-"""Assignment of the sub-models of a multimodal model to devices, searched from the costs of one step's microbatches.
+"""Search for the assignment of a multimodal model's encoders and language part to devices.
 
-A rank is a group of devices that works in lockstep. Language ranks form a pipeline; ranks of their own compute
-encoders only; and copies of the encoders may lie on language ranks, where they fill bubbles. An encoder has several
-stages; each microbatch passes through one copy of each, and the copies of a stage reduce their gradients once per step.
+A rank is a group of devices that works in lockstep. Language ranks form a pipeline. Encoders run on ranks of their own,
+or copies of them run on language ranks, where they fill bubbles. An encoder has several stages; each microbatch passes
+through one copy of each, and the copies of a stage reduce their gradients once per step.
 
 Each choice of widths, copies, stages, I/W split and order of microbatches is completed by balanced layers, balanced
 encoder microbatches and list scheduling, and has a lower bound. Choices are tried in the order of their bounds until
@@ -26,10 +26,12 @@ from hyper_parallel.sim import simulate
 
 _Order: TypeAlias = Literal["given", "light", "heavy", "mixed"]
 _Variant: TypeAlias = tuple[bool, _Order, bool]
-"""The last three fields of a choice, which share layers and homes."""
+"""The fields `split`, `order` and `reduce_first` of a `Choice`: they do not change layers and placement."""
 _ORDERS: Final[tuple[_Order, ...]] = get_args(_Order)
 _MOST_PIECES: Final = 6
-"""Stages of an encoder: a rank can run more urgent actions between them, and large microbatches divide over ranks.
+"""Maximum number of stages of an encoder.
+
+Between stages a rank can run more urgent actions, and the stages of a large microbatch can run on several ranks.
 
 Chosen on drawn cases on 8 devices (benchmarks/multimodal_schedule.py); more stages lengthen the search.
 """
@@ -40,18 +42,18 @@ class SubModel:
     """Encoder or language part, with its costs on one device.
 
     Attributes:
-        name: Name for people: `vision`, `language`.
+        name: Displayed name: `vision`, `language`.
         layers: Number of equal layers.
-        forward_s: Seconds of the forward of each microbatch; 0 for an encoder without data.
-        activation_bytes: Saved activations of each microbatch.
+        forward_s: Seconds of the forward of each microbatch; 0 if a microbatch has no data for an encoder.
+        activation_bytes: Bytes of saved activations of each microbatch.
         output_bytes: Bytes sent per microbatch: features of an encoder, hidden states of the language part.
-        state_bytes: Parameters, gradients and optimizer state.
-        gradient_bytes: Gradients, which the copies reduce.
+        state_bytes: Bytes of parameters, gradients and optimizer states.
+        gradient_bytes: Bytes of the gradients that copies of an encoder reduce.
         frozen: Whether an encoder has no backward.
-        input_grad: Seconds of I relative to F.
-        weight_grad: Seconds of W relative to F.
-        speedup: Speed on 1, 2, ... devices relative to one.
-        readers: First layers of the language part that read the features; more than one for deepstack.
+        input_grad: Time of the input gradient (I) relative to the forward (F).
+        weight_grad: Time of the weight gradient (W) relative to the forward.
+        speedup: Number of devices to the speed on them, relative to one device.
+        readers: Number of first language layers that read an encoder's features; more than one for deepstack.
     """
 
     name: str
@@ -69,11 +71,17 @@ class SubModel:
 
     @property
     def passes(self) -> float:
-        """Seconds of forward and backward relative to the forward."""
+        """Time of forward and backward relative to the forward."""
         return 1.0 if self.frozen else 1.0 + self.input_grad + self.weight_grad
 
     def stage_costs(self, share: float, width: int, reduce_s: float = 0.0) -> list[StageCost]:
-        """Return the cost of each microbatch on a stage with a share of the layers."""
+        """Return the cost of each microbatch on a stage.
+
+        Args:
+            share: Fraction of the layers on the stage.
+            width: Devices of the rank.
+            reduce_s: Seconds to reduce the gradients of the stage.
+        """
         factor = share / self.speedup[width]
         return [
             StageCost(
@@ -90,12 +98,12 @@ class SubModel:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Equal devices.
+    """Identical devices to assign sub-models to.
 
     Attributes:
         count: Number of devices.
         memory_bytes: Memory of one device.
-        bytes_per_s: Bandwidth between two ranks.
+        bytes_per_s: Bandwidth between two ranks in bytes/s.
     """
 
     count: int
@@ -105,16 +113,16 @@ class Devices:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Choice:
-    """Point of the searched space; a pin fixes one of its fields.
+    """Choice of ranks, copies and order that the search evaluates.
 
     Attributes:
         width: Devices of each language rank.
-        own: Devices that compute encoders only, each a rank.
+        own: Devices that run encoders only, each a rank.
         copies: Language ranks with copies of the encoders, counted from the first.
         stages_per_rank: Language stages of a rank: 1 for a chain, 2 for a V.
         split: Whether backwards are split into I and W.
-        order: Order of microbatches: `given`, `light` or `heavy` encoder costs first, or `mixed`: a quarter light ones,
-            which start the pipeline soon, then the heavy ones.
+        order: Order of microbatches: `given`, `light` or `heavy` encoder costs first, or `mixed`: the lightest quarter,
+            which starts the pipeline soon, then the heavy ones.
         reduce_first: As for `list_schedule`.
     """
 
@@ -129,7 +137,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Result of the search.
+    """Best assignment of sub-models to ranks, with its schedule and costs.
 
     Attributes:
         choice: The best choice.
@@ -138,11 +146,11 @@ class Assignment:
         widths: Devices of each rank: language ranks first, then those of encoders only.
         schedule: Compute-only schedule; `lower(schedule, costs=..., transfer_s=...)` adds messages.
         costs: Cost per stage and microbatch.
-        transfer_s: Seconds per edge and microbatch.
-        max_bytes: Memory of each rank for activations.
+        transfer_s: Transfer seconds per edge and microbatch.
+        max_bytes: Bytes that each rank has for activations.
         value_s: Seconds of the step, gradient reductions included.
-        lower_s: Seconds that no assignment of the searched space can beat, whatever its order.
-        tried: Number of choices, and number of those that were scheduled.
+        lower_s: Lower bound of the seconds of a step over the whole search space.
+        tried: Number of choices, and number of choices that were scheduled.
     """
 
     choice: Choice
@@ -159,12 +167,12 @@ class Assignment:
 
     @property
     def gap(self) -> float:
-        """Fraction of the step by which it may exceed the optimum."""
+        """Upper bound of the fraction by which the step is longer than optimal."""
         return 1.0 - self.lower_s / self.value_s
 
     @property
     def bubble(self) -> float:
-        """Fraction of the device time of a step without computation."""
+        """Fraction of the device time of a step in which devices are idle."""
         busy = 0.0
         for rank, _, a in self.schedule.leaves():
             c = self.costs[a.stage][a.microbatch or 0]
@@ -229,14 +237,14 @@ class Best(NamedTuple, Generic[_Number]):
 def search_by_bound(
     bounds: Sequence[_Number], price: Callable[[int, _Number | None], _Number | None]
 ) -> Best[_Number] | None:
-    """Return the candidate with the least value; None if none has a value.
+    """Return the candidate with the least value; None if no candidate has one.
 
     Candidates are priced in the order of their bounds until the next bound reaches the best value.
 
     Args:
         bounds: Lower bound of the value of each candidate.
-        price: Returns the value of the candidate at a position, or None if it cannot run or does not undercut its
-            second argument, the best value so far.
+        price: Function from (position of a candidate, best value so far) to its value. It returns None if the candidate
+            cannot run or is not better.
     """
     best: Best[_Number] | None = None
     priced = 0
@@ -262,7 +270,7 @@ def assign_submodels(
         encoders: Encoders, which do not read each other.
         language: Language part, trained, of at least as many layers as language stages.
         devices: Devices to use, all of them.
-        pins: Field of `Choice` to its only value.
+        pins: Dict from a field of `Choice` to its only allowed value.
 
     Raises:
         ScheduleError: HP320 for an unknown pin, incomplete costs, or when no choice fits into memory.
@@ -305,7 +313,7 @@ def assign_submodels(
 
 
 def _check(parts: Sequence[SubModel]) -> None:
-    """Refuse sub-models with equal names, without a speed on one device, or without a cost for every microbatch."""
+    """Raise ScheduleError for equal names, a missing speed on one device, or missing costs of microbatches."""
     names, count = [part.name for part in parts], len(parts[-1].forward_s)
     if len(set(names)) < len(names):
         raise ScheduleError(
@@ -330,7 +338,7 @@ def _check(parts: Sequence[SubModel]) -> None:
 def _geometries(
     encoders: Sequence[SubModel], language: SubModel, devices: Devices
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield widths, own devices, copies and stages per rank that use all devices."""
+    """Yield (width, own, copies, stages_per_rank) of every `Choice` that uses all devices."""
     for width, own in product(sorted(language.speedup), range(devices.count)):
         ranks, rest = divmod(devices.count - own, width)
         if rest or not ranks:
@@ -346,7 +354,7 @@ def _geometries(
 
 
 class _Plan:
-    """Choice of widths, copies and stages, completed by layers and homes of encoder microbatches."""
+    """Assignment with fixed widths, copies and stages; layers and encoder microbatches are balanced over the ranks."""
 
     def __init__(
         self,
@@ -380,10 +388,10 @@ class _Plan:
             self._layers = (*(n - n // 2 for n in counts), *(n // 2 for n in reversed(counts)))
 
     def _balanced(self, shares: Sequence[float]) -> tuple[list[int], list[list[int]], list[float]]:
-        """Return layers per language rank, rank of every microbatch per encoder, and seconds of work per rank.
+        """Return layers per language rank, rank of every microbatch per encoder stage, and seconds of work per rank.
 
-        Layers go where the load with the share of encoders is least; then the encoders' microbatches, the longest
-        first, where the load stays least.
+        Each layer goes to the least loaded rank; `shares` are the seconds of encoder work to expect on each. Then each
+        encoder microbatch, the longest first, goes to the rank whose load stays least.
         """
         p, per_rank = self._ranks, self._key[3]
         layer_s = self._language_s / self._language.layers
@@ -410,7 +418,7 @@ class _Plan:
 
     @cached_property
     def _max_bytes(self) -> tuple[int, ...]:
-        """Memory of each rank without the state of its sub-models."""
+        """Bytes of memory that each rank has in addition to the states of its sub-models."""
         memory = [self._devices.memory_bytes * width for width in self.widths]
         for rank, layers in zip(self._places, self._layers, strict=True):
             memory[rank] -= -(-self._language.state_bytes * layers // self._language.layers)
@@ -422,11 +430,14 @@ class _Plan:
 
     @property
     def is_possible(self) -> bool:
-        """True if the state of the sub-models fits."""
+        """True if the states of the sub-models fit in memory."""
         return min(self._max_bytes) >= 0
 
     def bound(self, split: bool) -> int:
-        """Return nanoseconds of the fullest rank: its work, after the first inputs and before the last backward."""
+        """Return a lower bound of the step in nanoseconds: the time of the most loaded rank.
+
+        It is the rank's work, plus the wait for its first input and for the backward after its last action.
+        """
         language, width = self._language, self._key[0]
         used = {rank for homes in self._homes for rank in homes}
         first = min(
@@ -445,7 +456,10 @@ class _Plan:
 
     @property
     def work_bound(self) -> int:
-        """Nanoseconds for any layers, homes and order: all work on all devices, or one microbatch from end to end."""
+        """Lower bound of the step in nanoseconds for any split of layers and microbatches.
+
+        It is the larger of all work spread over all devices, and one microbatch from end to end.
+        """
         (width, own, copies, _), n = self._key, self._devices.count
         language_s, shared_s, alone_s = self._language_s * width, 0.0, 0.0
         longest = [0.0] * len(self._language.forward_s)
@@ -465,7 +479,7 @@ class _Plan:
 
     @cached_property
     def _graph(self) -> tuple[StageGraph, list[list[int]], list[list[StageCost]], tuple[str, ...]]:
-        """Stages of the encoders, then those of the language part: graph, homes, costs and names."""
+        """Graph, rank per microbatch, costs and names of all stages: stages of encoders, then of the language part."""
         language, (width, *_) = self._language, self._key
         edges, frozen, copied = [], set[int](), set[int]()
         homes: list[list[int]] = []
@@ -523,7 +537,7 @@ class _Plan:
         return ListProblem(graph, homes, costs, self._transfer_s, split)
 
     def end(self, variant: _Variant, stop: int | None) -> int | None:
-        """Return the nanoseconds of a step, or None if they reach `stop` or a microbatch does not fit."""
+        """Return the nanoseconds of a step, or None if it takes `stop` or longer or a microbatch exceeds memory."""
         split, order, reduce_first = variant
         options = {} if stop is None else {"stop": stop}
         try:
@@ -537,7 +551,7 @@ class _Plan:
     def assignment(
         self, variant: _Variant, end: int, lower: int, tried: tuple[int, int]
     ) -> Assignment:
-        """Return the result with the schedule of a variant."""
+        """Return the result of the search with the schedule of a variant."""
         split, order, reduce_first = variant
         problem = self._problem(split)
         arranged = problem.arrange(self._order(order), self._max_bytes, reduce_first)
@@ -558,5 +572,5 @@ class _Plan:
 
 
 def _floor(seconds: float) -> int:
-    """Return nanoseconds that rounded durations of actions cannot undercut."""
+    """Return nanoseconds, reduced by 1e-6, so that a sum of rounded durations is never below this bound."""
     return nanoseconds(seconds * (1 - 1e-6))

@@ -1,11 +1,11 @@
-"""List scheduling: an order of actions from costs, for any graph of stages and costs per microbatch.
+"""List scheduling: orders the actions of every rank by their costs, for any graph of stages.
 
 Whenever a rank is free, it starts its most urgent action that is ready and fits its memory:
 
     1. B or I whose gradient another stage waits for;
-    2. F, if the activations of all earlier microbatches still find room after it;
+    2. F, if the activations of all earlier microbatches still fit after it;
     3. W, and B or I of stages without trained producers: nothing waits for them, so they fill bubbles. With
-       `reduce_first`, those of stages with a gradient reduction come first, so that other fillers hide the reduction.
+       `reduce_first`, stages with a gradient reduction come first, so that other actions overlap the reduction.
 
 Ties go to the earlier microbatch, then to the deeper stage. A rank that can start an action does not wait for a more
 urgent one. By rule 2, the earliest unfinished microbatch can always finish, so memory limits lead to no deadlock.
@@ -43,8 +43,8 @@ def list_schedule(
     """Return a compute-only schedule in the order of list scheduling.
 
     Args:
-        graph: Stages; those with homes on several ranks must be `copied`.
-        homes: Rank of every microbatch, per stage.
+        graph: Stages; a stage whose microbatches run on several ranks must be in `copied`.
+        homes: For every stage, the rank of each microbatch.
         costs: Costs as for `schedule_tasks`.
         transfer_s: Seconds per edge as for `schedule_tasks`.
         max_bytes: Limit of `held_bytes` per rank; None: no limit.
@@ -66,7 +66,7 @@ class ListProblem:
 
     Attributes:
         duration: Nanoseconds per kind, stage and microbatch; 0 for actions that do not exist.
-        held: Bytes from the start of F to the end of B or I, and those of them until the end of W, likewise.
+        held: Per stage and microbatch, bytes held from F to the end of B or I, and the part of them kept until W ends.
         transfer: Nanoseconds per pair of stages and microbatch.
         reduce: Nanoseconds to reduce the gradients of each stage.
     """
@@ -117,13 +117,15 @@ class ListProblem:
         reduce_first: bool,
         stop: int = _NEVER,
     ) -> tuple[list[_Row], int] | None:
-        """Return the actions of every rank, and the end in nanoseconds with gradient reductions.
+        """Return the actions of every rank in order, and the end of the step in nanoseconds.
+
+        The end includes gradient reductions.
 
         Args:
             order: Microbatches, most urgent first.
-            max_bytes: Limit of held bytes per rank.
+            max_bytes: Limit of held bytes per rank; None: no limit.
             reduce_first: As for `list_schedule`.
-            stop: Return None as soon as the end cannot be earlier.
+            stop: Nanoseconds; the result is None if the step cannot end earlier.
 
         Raises:
             ScheduleError: HP320 when one microbatch exceeds the limit of a rank.
@@ -131,7 +133,7 @@ class ListProblem:
         return _Arrangement(self, order, max_bytes, reduce_first).run(stop)
 
     def schedule(self, rows: Sequence[_Row]) -> Schedule:
-        """Return arranged actions as a schedule."""
+        """Return the result of `arrange` as a compute-only schedule."""
         kinds = ("F", "I" if self.split else "B", "W")
         ranks = tuple(tuple(Action(s, kinds[k], i) for k, s, i in row) for row in rows)  # type: ignore[arg-type]
         return Schedule("list", len(self.stages), self.m, ranks, self._form.graph)
@@ -139,15 +141,16 @@ class ListProblem:
 
 @dataclass(slots=True)
 class _Rank:
-    """State of a rank; an action is (position of its microbatch, -stage, kind).
+    """State of a rank during list scheduling; an action is (position of its microbatch, -stage, kind).
 
     Attributes:
-        left: Nanoseconds of its actions that have not started.
-        free: End of its last action.
-        held: Bytes held, in all, and by each microbatch.
-        needed: Bytes that the forwards of each microbatch will still take.
-        coming: Actions by the time at which their last input arrives, with their rule.
-        ready: Actions whose inputs have arrived, per rule.
+        left: Nanoseconds of actions that have not started.
+        free: Nanoseconds at which its last action ends.
+        held: Bytes held in total.
+        held_by: Bytes held by each microbatch.
+        needed: Bytes that the remaining forwards of each microbatch will allocate.
+        coming: Heap of (arrival of the last input, rule, action).
+        ready: Heap of actions whose inputs have arrived, per rule.
     """
 
     left: int
@@ -177,7 +180,7 @@ class _Arrangement:
         self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [], [])) for _ in range(count)]
         self._limits, self._reduce_first = max_bytes, reduce_first
         self._links: dict[tuple[int, int], int] = {}
-        # Missing inputs of F and of B or I, and the arrival of the latest so far, by stage and microbatch.
+        # By F or backward, stage and microbatch: number of missing inputs, and arrival of the latest input so far.
         self._missing = [
             [[len(p.before[s])] * m for s in p.stages],
             [[1 + len(p.after[s])] * m for s in p.stages],
@@ -195,7 +198,7 @@ class _Arrangement:
         self._most_needed = [max(rank.needed) for rank in self._ranks]
 
     def run(self, stop: int) -> tuple[list[_Row], int] | None:
-        """Return as `ListProblem.arrange`."""
+        """Return the result of `ListProblem.arrange`."""
         p = self._p
         actions = sum((1 + (1 + p.split) * trained) * p.m for trained in p.trained)
         starts = [self._start(r) for r in range(len(self._ranks))]
@@ -226,7 +229,7 @@ class _Arrangement:
         heappush(self._ranks[p.homes[stage][microbatch]].coming, (time, rule, action))
 
     def _arrive(self, kind: int, stage: int, microbatch: int, time: int) -> int:
-        """Count an input of an action; return the action's rank."""
+        """Record the arrival of an input of an action, and return the action's rank."""
         missing, arrived = self._missing[kind][stage], self._arrived[kind][stage]
         missing[microbatch] -= 1
         if time > arrived[microbatch]:
@@ -236,7 +239,7 @@ class _Arrangement:
         return self._p.homes[stage][microbatch]
 
     def _start(self, r: int) -> int:
-        """Return the time at which a rank can start an action, given all arrivals known so far."""
+        """Return the earliest time at which a rank can start an action, by the arrivals known so far."""
         rank = self._ranks[r]
         while rank.coming and rank.coming[0][0] <= rank.free:
             _, rule, action = heappop(rank.coming)
@@ -255,7 +258,7 @@ class _Arrangement:
         return _NEVER
 
     def _fits(self, r: int, action: tuple[int, int, int]) -> bool:
-        """Return whether all earlier microbatches find room after a forward has started."""
+        """Return whether all earlier microbatches still fit in memory after the forward `action`."""
         if self._limits is None:
             return True
         rank, limit = self._ranks[r], self._limits[r]
@@ -274,7 +277,7 @@ class _Arrangement:
         return True
 
     def _execute(self, r: int, start: int) -> Iterator[int]:
-        """Start the most urgent action of a rank, and yield the ranks with new arrivals."""
+        """Start the most urgent action of a rank, and yield every rank whose next start may have changed."""
         p, rank = self._p, self._ranks[r]
         while rank.coming and rank.coming[0][0] <= start:
             _, rule, action = heappop(rank.coming)
@@ -303,7 +306,7 @@ class _Arrangement:
         yield r
 
     def _hold(self, rank: _Rank, kind: int, stage: int, i: int) -> None:
-        """Count the bytes of an action as they are at its end."""
+        """Change the held bytes of a rank to those at the end of an action."""
         activation, kept = self._p.held[stage][i]
         change = (activation if self._p.trained[stage] else 0, kept - activation, -kept)[kind]
         position = self._position[i]

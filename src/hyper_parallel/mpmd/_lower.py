@@ -22,21 +22,22 @@ def lower(
     costs: StageCosts | None = None,
     transfer_s: Transfers = MappingProxyType({}),
 ) -> Schedule:
-    """Add SEND, RECV and, if wanted, UNSHARD, RESHARD and REDUCE_GRAD to a compute-only schedule.
+    """Return a compute-only schedule with SEND, RECV and, optionally, UNSHARD, RESHARD and REDUCE_GRAD added.
 
     Actions are placed in the order of a simulation, by default with unit times. When a computation ends and another
-    rank needs its result, the send is appended to one rank and the receive to the other at the same moment. A total
-    order of all actions therefore exists in which each send is adjacent to its receive. This excludes deadlock even
-    with blocking sends. Between two ranks, receives have the order of the sends, as NCCL requires because it has no
-    message tags. The copies of a stage reduce their gradients together, so their reductions are appended at one moment.
+    rank needs its result, the send and the receive are appended to both ranks at the same simulated time. So a total
+    order of all actions exists in which each send is adjacent to its receive, which excludes deadlock even with
+    blocking sends. Between two ranks, receives have the order of the sends, as NCCL requires because it has no message
+    tags. The gradient reductions of all copies of a stage are appended at one time.
 
     Args:
         schedule: Compute-only schedule.
-        unshard: Gather the parameters of a stage before use and free them when they are not among the next
-            `max_unsharded` stages of the rank.
-        max_unsharded: Stages whose parameters a rank holds gathered at once, prefetched ones included; 2 or more.
-        reduce_grad: Reduce (and scale) the gradients of a stage after its last backward. torch's runtime needs this
-            action without data parallelism too, because it divides by the number of microbatches.
+        unshard: Whether to gather the parameters of a stage before use, and free them when the stage is not among the
+            next `max_unsharded` stages of the rank.
+        max_unsharded: Maximum number of stages whose parameters are gathered on a rank, prefetched ones included; at
+            least 2.
+        reduce_grad: Whether to reduce and scale the gradients of a stage after its last backward. torch's pipeline
+            runtime needs this action even without data parallelism: it divides by the number of microbatches.
         costs: Costs as for `schedule_tasks`; None: F, I and W take one unit of time each, B two.
         transfer_s: Seconds per edge as for `schedule_tasks`.
 
@@ -95,7 +96,7 @@ def _with_messages(
 
 
 def _events(times: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, bool, int, int]]:
-    """Return (time, whether it is a start, rank, position) for starts and ends of all actions, in order."""
+    """Return (time, True for a start and False for an end, rank, position) of all actions, in order of time."""
     # At equal times, ends precede starts: a message is received before its use.
     return sorted(
         (time, starting, rank, position)
@@ -106,7 +107,7 @@ def _events(times: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, bool,
 
 
 def one_by_one(schedule: Schedule) -> Schedule:
-    """Split every OVERLAP_F_B into its parts, for an executor that runs them one after the other.
+    """Return the schedule with every OVERLAP_F_B split into its parts, for an executor without overlap.
 
     `lower` places the sends of an overlap after both parts. A serial executor would delay the result of the first part,
     and the rank that receives it, until the second part ends. Here each part is an action followed by its send.
@@ -124,7 +125,7 @@ def one_by_one(schedule: Schedule) -> Schedule:
 
 
 def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
-    """Insert UNSHARD and RESHARD so that the next `limit` distinct stages of the rank are gathered."""
+    """Return the actions with UNSHARD and RESHARD inserted, so that the next `limit` distinct stages are gathered."""
     # The next distinct stages at each position, built from the end.
     ahead: list[list[int]] = []
     following: list[int] = []

@@ -39,12 +39,12 @@ class RankProgram:
         self._done = Counter[tuple[bool, int]]()
 
     def add(self, pattern: str, times: int = 1) -> None:
-        """Append a pattern `times` times.
+        """Append the actions of a pattern, repeated `times` times.
 
         Args:
             pattern: Words separated by blanks: `F0`, `B1`, `I0` for a forward, backward or input gradient of the
                 rank's stage 0 or 1; `W` for the oldest pending weight gradient; `F0+B1` for an overlap.
-            times: Repetitions; nothing is added for 0 and less.
+            times: Repetitions; 0 or less appends nothing.
         """
         for word in pattern.split() * times:
             parts = tuple(self._next(part) for part in word.split("+"))
@@ -52,7 +52,7 @@ class RankProgram:
             self.actions.append(overlap if len(parts) > 1 else parts[0])
 
     def count(self, kind: ActionKind, stage: int) -> int:
-        """Return the number of forwards, or of backwards of any kind, added for a stage."""
+        """Return the number of forwards added for a stage, or for any other kind the number of backwards (B or I)."""
         return self._done[kind == "F", stage]
 
     def _next(self, word: str) -> Action:
@@ -157,14 +157,14 @@ def dualpipev(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Entry of the table, for p ranks, m microbatches and v stages per rank.
+    """Named schedule, for p ranks, m microbatches and v stages per rank.
 
     Attributes:
-        write: Appends the actions of a rank, from (program, rank, p, m, v).
-        in_flight: Maximum of activations in flight on a rank, from (rank, p, m, v).
+        write: Function of (program, rank, p, m, v) that appends the actions of a rank.
+        in_flight: Function of (rank, p, m, v) to the maximum number of stage activations in flight.
         stages: Allowed numbers of stages per rank.
-        legal: Whether m microbatches are allowed, from (p, m).
-        rule: The allowed numbers of microbatches in words, from p.
+        legal: Function of (p, m) to whether m microbatches are allowed.
+        rule: Function of p to the allowed numbers of microbatches in words.
     """
 
     write: Callable[[RankProgram, int, int, int, int], None]
@@ -260,7 +260,7 @@ def microbatch_rule(name: str, ranks: int) -> str:
 
 
 def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
-    """Return the nearest legal numbers of microbatches at or below and at or above `near`."""
+    """Return the legal numbers of microbatches nearest to `near`: one at or below it, and one at or above it."""
     below = next((m for m in range(near, 0, -1) if is_legal(name, ranks, m)), None)
     above = next(m for m in range(max(1, near), near + 4 * ranks + 2) if is_legal(name, ranks, m))
     return tuple(sorted({m for m in (below, above) if m is not None}))
@@ -269,7 +269,7 @@ def legal_microbatches(name: str, ranks: int, near: int) -> tuple[int, ...]:
 def in_flight_limit(
     name: str, ranks: int, microbatches: int, stages_per_rank: int = 1
 ) -> Sequence[int]:
-    """Return the maximum of (stage, microbatch) activations in flight on each rank, by closed form.
+    """Return the maximum number of (stage, microbatch) activations in flight on each rank, by closed form.
 
     Exact, except for V-shaped schedules with fewer than two microbatches per rank, where it is an upper bound.
     """

@@ -29,13 +29,13 @@ _NAMES: Final = {"interleaved": "interleaved_1f1b", "zb-h1": "zb_h1"}
 def check_pipeline(
     strategy: Strategy, layers: int, microbatches: int, where: str | None = None
 ) -> None:
-    """Raise when the pipeline of a strategy cannot run.
+    """Raise an error if the pipeline of a strategy cannot run.
 
     Args:
         strategy: Degrees, schedule and virtual stages.
         layers: Decoder layers of the model.
         microbatches: Microbatches of one step on one data-parallel rank.
-        where: Location of the setting, for error messages.
+        where: Origin of the setting, for error messages.
 
     Raises:
         UnsupportedSharding: HP205 for a number of virtual stages that the schedule does not support, or for pipeline
@@ -61,7 +61,7 @@ def check_pipeline(
 
 
 def _check_no_pipeline(s: Strategy, where: str | None) -> None:
-    """Refuse pipeline settings of a strategy without a pipeline."""
+    """Raise UnsupportedSharding (HP205) for pipeline settings of a strategy without a pipeline."""
     for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
         if (value := getattr(s, name)) != idle:
             raise UnsupportedSharding(
@@ -74,7 +74,7 @@ def _check_no_pipeline(s: Strategy, where: str | None) -> None:
 
 
 def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> None:
-    """Refuse a number of microbatches that the schedule of a pipeline does not support."""
+    """Raise BatchMismatch (HP308) for a number of microbatches that the schedule does not support."""
     name = schedule_name(s)
     if s.pp * s.virtual_stages * microbatches > _MOST_PASSES:
         most = max(s.pp, _MOST_PASSES // (s.pp * s.virtual_stages))
@@ -105,10 +105,10 @@ def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> No
 
 
 def check_virtual(s: Strategy, where: str | None = None) -> None:
-    """Raise when the schedule of a strategy does not support its number of virtual stages.
+    """Raise an error if the schedule of a strategy does not support its number of virtual stages.
 
     Raises:
-        UnsupportedSharding: HP205.
+        UnsupportedSharding: HP205 for such a number, with a number or schedule that works.
     """
     change: tuple[str, object]
     if s.schedule in V_SHAPED and s.virtual_stages != 2:
@@ -153,7 +153,7 @@ def step_schedule(strategy: Strategy, microbatches: int) -> Schedule:
 
 
 def _read(strategy: Strategy, microbatches: int) -> Schedule:
-    """Read a schedule file, compute-only or with communication."""
+    """Return the verified schedule of the strategy's schedule file; messages are added if it has none."""
     path = strategy.schedule_file
     try:
         text = read_text(Path(path), _LIMITS)
@@ -201,7 +201,7 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
 def forward_schedule(strategy: Strategy, microbatches: int) -> Schedule:
     """Return a forward-only schedule for evaluation, for any number of microbatches.
 
-    A rank computes in the order of stage + microbatch. Each input has a smaller sum, so the order has no deadlock.
+    A rank computes in the order of stage + microbatch. Inputs come from a smaller sum, so there is no deadlock.
     """
     rows = []
     for rank in range(strategy.pp):

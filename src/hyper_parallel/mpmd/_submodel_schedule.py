@@ -1,7 +1,7 @@
-"""Schedule of one step of a tower and a language part with pipeline stages: stage 0 is the tower.
+"""Schedule of one step of a multimodal model: stage 0 is a tower (encoder), the others are language stages.
 
-Ranks of the schedule are lanes. Lane k < p runs language stage k + 1; the tower has copies on lanes of the language
-part, where they fill bubbles, or on lanes of its own. Each microbatch passes through one copy.
+Ranks of the schedule are called lanes. Lane k < p runs language stage k + 1. Copies of the tower run on lanes of the
+language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hyper_parallel.mpmd._tasks import StageCosts, Transfers, nanoseconds
 from hyper_parallel.mpmd._verify import verify
 
 AHEAD = 2
-"""Microbatches that a lane with the tower holds in addition to those of 1F1B, so that encoder work fills bubbles.
+"""Extra microbatches in flight, beyond 1F1B, on a lane with the tower, so that encoder work fills bubbles.
 
-With 1, two simulated lanes are as slow as 1F1B. More than 2 hold more memory; they gain at most 5 % in simulation.
+With 1, two simulated lanes are as slow as 1F1B. More than 2 need more memory and save at most 5 % in simulation.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TowerLanes:
-    """Lanes of a step.
+    """Lanes on which the language stages and the tower of a step run.
 
     Attributes:
-        stages: Language stages p, on lanes 0 to p - 1.
-        towers: Lane of each tower rank.
+        stages: Number p of language stages, which are on lanes 0 to p - 1.
+        towers: For each rank of the tower, its lane.
     """
 
     stages: int
@@ -50,7 +50,7 @@ class TowerLanes:
         return StageGraph(edges, frozenset({0} if frozen else ()), frozenset({0}))
 
     def limits(self, ahead: int = AHEAD) -> list[int]:
-        """Return the microbatches in flight on each lane: those of 1F1B, and `ahead` more on lanes with the tower."""
+        """Return the limit of microbatches in flight per lane: that of 1F1B, plus `ahead` on lanes with the tower."""
         p = self.stages
         return [
             (p - lane if lane < p else p) + ahead * (lane in self.towers)
@@ -58,7 +58,7 @@ class TowerLanes:
         ]
 
     def owners(self, schedule: Schedule) -> list[int]:
-        """Return the tower rank of every microbatch; several tower ranks of a lane take turns."""
+        """Return the tower rank that encodes each microbatch; several tower ranks of one lane take turns."""
         homes = schedule.homes()
         turns = dict.fromkeys(self.towers, 0)
         owners = []
@@ -81,8 +81,8 @@ def submodel_schedule(
 ) -> Schedule:
     """Return the fastest verified schedule of a step, with sends and receives.
 
-    Homes of the tower's microbatches and orders of microbatches are tried, each with list scheduling and the backward
-    split into I and W. Lanes hold the microbatches of `TowerLanes.limits`.
+    Several placements of the tower's microbatches on lanes and orders of microbatches are tried. Each is
+    list-scheduled, with the backward split into I and W and at most `TowerLanes.limits` microbatches in flight.
 
     Args:
         lanes: Lanes of the parts.
@@ -91,10 +91,10 @@ def submodel_schedule(
             input gradient: its whole backward is W.
         frozen: Whether the tower is frozen.
         transfer_s: Seconds per edge as for `schedule_tasks`.
-        ahead: Microbatches that lanes with the tower hold in addition to those of 1F1B.
+        ahead: Extra microbatches in flight on lanes with the tower, beyond 1F1B.
 
     Raises:
-        ScheduleError: HP320 for another number of costs.
+        ScheduleError: HP320 if the number of costs is not the number of stages.
     """
     costs = costs or [StageCost(1.0, 0.0, 2.0), *[StageCost(1.0, 1.0, 1.0)] * lanes.stages]
     if len(costs) != lanes.stages + 1:
@@ -122,12 +122,12 @@ def _fastest_order(
     frozen: bool,
     transfer_s: Transfers,
 ) -> Schedule:
-    """Return the fastest schedule without messages, for all candidates of homes and orders.
+    """Return the fastest compute-only schedule over all tried placements and orders of microbatches.
 
     Args:
         lanes: Lanes of the parts.
         rows: Cost of each stage and microbatch, with one byte per microbatch in flight.
-        limits: Microbatches in flight on each lane.
+        limits: Maximum number of microbatches in flight per lane.
         frozen: As for `submodel_schedule`.
         transfer_s: As for `submodel_schedule`.
     """
@@ -156,7 +156,7 @@ def _fastest_order(
 
 
 def _homes(lanes: TowerLanes, rows: Sequence[Sequence[StageCost]]) -> list[list[int]]:
-    """Return candidates for the lanes of the tower's microbatches: dealt in turn, and by load."""
+    """Return placements of the tower's microbatches on lanes to try: round-robin, and the least loaded lane."""
     count = len(rows[0])
     in_turn = [lanes.towers[i % len(lanes.towers)] for i in range(count)]
     loads = dict.fromkeys((*range(lanes.stages), *lanes.towers), 0.0)
@@ -174,7 +174,7 @@ def _seconds(cost: StageCost) -> float:
 
 
 def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool) -> Schedule:
-    """Return a schedule of a step with messages, verified.
+    """Return a schedule of a step, verified and with sends and receives.
 
     Args:
         schedule: Schedule with or without messages.
@@ -204,8 +204,8 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
 
 
 def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
-    """Return the forwards of a schedule, with messages: the step without gradients, on the same homes."""
-    # Microbatches in order: a stage of 1F1B may start later ones before earlier ones arrive.
+    """Return the forward-only schedule, with messages and with every microbatch on the same lanes."""
+    # Order by microbatch, because 1F1B may start later microbatches before earlier ones arrive.
     rows = tuple(
         tuple(
             sorted(
@@ -224,12 +224,14 @@ def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
 def rounds_schedule(
     lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False
 ) -> Schedule:
-    """Return the order of a tower that computes in rounds and of 1F1B of the language part, for a simulation.
+    """Return the schedule of a tower that computes in rounds, with 1F1B of the language part, for simulation.
+
+    In a round all ranks of the tower work together.
 
     Args:
-        lanes: Lanes, one of them of the whole tower: its own, or that of a language part without pipeline stages.
+        lanes: Lanes; the whole tower has one, its own or that of a language part without pipeline stages.
         microbatches: Microbatches of each language rank.
-        costs: As for `submodel_schedule`, of the tower per microbatch of the language part.
+        costs: As for `submodel_schedule`; the cost of the tower is per microbatch of the language part.
         frozen: Whether the tower is frozen.
     """
     homes = [[lane] * microbatches for lane in (*lanes.towers, *range(lanes.stages))]
@@ -242,7 +244,7 @@ def rounds_schedule(
 
 
 def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
-    """Return 1F1B of the language part whose first lane runs the tower right before and after its own passes.
+    """Return 1F1B of the language part, where lane 0 runs the tower right before its forwards and after its backwards.
 
     Args:
         lanes: Lanes, with the tower on lane 0.
@@ -267,18 +269,18 @@ def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = Fals
 
 
 def submodel_bound_s(lanes: TowerLanes, microbatches: int, costs: StageCosts) -> float:
-    """Return seconds that no order of the same work undercuts, wherever the tower's microbatches lie.
+    """Return a lower bound of the seconds of a step, for any placement and order of the tower's microbatches.
 
     Args:
         lanes: Lanes of the parts.
         microbatches: Microbatches of the step.
-        costs: As for `submodel_schedule`, with W = 0 for a frozen tower.
+        costs: As for `submodel_schedule`; a frozen tower has no weight gradient.
     """
     rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
     loads = dict.fromkeys(range(lanes.count), 0.0)
     for lane, row in enumerate(rows[1:]):
         loads[lane] = sum(map(_seconds, row))
-    # The tower's work fills its lanes up to one level, the emptiest ones first.
+    # The tower's work raises the least loaded lanes to one level.
     free = sorted(loads[lane] for lane in {*lanes.towers})
     work = sum(map(_seconds, rows[0]))
     levels = [(sum(free[:k]) + work) / k for k in range(1, len(free) + 1)]

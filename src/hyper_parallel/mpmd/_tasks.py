@@ -1,10 +1,10 @@
 """Order, task graph and makespan of a schedule with costs.
 
 `replay` finds an order of all actions without times, or the deadlock. `schedule_tasks` returns the graph for
-`sim.simulate`. A search evaluates many plans: a schedule without gathers and offload is a fixed graph, in which a
-computation waits for its predecessor on the rank and for one result of a neighbouring stage, and a transfer waits for
-its predecessor on the link. `makespan_s` returns the longest path, evaluated for all ranks at once, one computation per
-rank and round.
+`sim.simulate`. `makespan_s` is faster, for a search that evaluates many plans. Without gathers a schedule is a
+fixed graph: a computation waits for its predecessor on the rank and for one result of a neighbouring stage, a
+transfer for its predecessor on the link. The longest path is evaluated for all ranks at once, one computation per rank
+and round.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.sim import simulate
 
 _Event: TypeAlias = Action | tuple[Action, int]
-"""Completed action, without the rank except for a reduction; I also counts as B for the producers of its stage."""
+"""Completed action; a gradient reduction also has its rank. For the stages that wait for it, I counts as B."""
 
 
 def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Iterator[_Event]]:
-    """Return a function from an action to the events that must precede its end."""
+    """Return a function from an action to the events that must happen before it ends."""
     homes = schedule.homes()
     communicates = schedule.has_communication
     copies: dict[int, set[int]] = {}
@@ -78,7 +78,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
 
     Args:
         schedule: Schedule with or without communication, complete in the sense of `verify`.
-        rendezvous: A send also waits for its receive, as for large messages, instead of being buffered.
+        rendezvous: Whether a send waits for its receive, as for large messages, instead of being buffered.
 
     Raises:
         ScheduleError: HP320 with the deadlocked ranks and the event each waits for.
@@ -126,7 +126,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
 StageCosts: TypeAlias = Sequence[StageCost | Sequence[StageCost]]
 """Cost of each stage: one for all microbatches, or one per microbatch."""
 Transfers: TypeAlias = Mapping[tuple[int, int], Sequence[float]]
-"""Edge between two stages to the seconds of its transfer per microbatch, the same in both directions."""
+"""Dict from an edge (stage, stage) to the transfer seconds of each microbatch, the same in both directions."""
 
 
 def schedule_tasks(
@@ -143,8 +143,8 @@ def schedule_tasks(
       assumed to slow neither each other nor the computation. Sends and receives of a lowered schedule add no tasks:
       they are these transfers, started as soon as the data exists.
     * Exposed collectives follow their computation on `rank r/communication`; the rank computes nothing until they end.
-    * Gathers and reductions run in order on the same lane; offload and reload run on `rank r/copy`. The copies of a
-      stage start to reduce its gradients when the last one is ready.
+    * Gathers and reductions run in order on the same lane. The copies of a stage start to reduce its gradients when the
+      last one is ready.
     * The counter `rank r/device` is the memory of a rank's device.
 
     Args:
@@ -152,7 +152,7 @@ def schedule_tasks(
         costs: One per stage, or one per stage and microbatch.
         overlap: Time of an OVERLAP_F_B, run as one task, over the sum of its parts' times. None: the parts run one
             after the other, and each sends its result when it ends.
-        transfer_s: Transfers between ranks; an edge that is missing has the times of its sender's cost.
+        transfer_s: Transfers between ranks; for a missing edge, the send times in the sender's cost apply.
 
     Raises:
         ScheduleError: HP320 when the schedule deadlocks, or the number of costs is not the number of stages.
@@ -195,7 +195,7 @@ def action_times(
     costs: StageCosts | None = None,
     transfer_s: Transfers = MappingProxyType({}),
 ) -> list[list[tuple[int, int]]]:
-    """Return start and end of every action of a compute-only schedule, in nanoseconds of 1 and more.
+    """Return (start, end) of every action of a compute-only schedule, per rank, in nanoseconds.
 
     Args:
         schedule: Compute-only schedule.
@@ -216,7 +216,7 @@ def action_times(
 
 
 def byte_changes(schedule: Schedule, costs: StageCosts) -> Callable[[Action], tuple[int, int]]:
-    """Return a function from an action to the changes in bytes of its rank's memory at its start and end."""
+    """Return a function from an action to the changes of its rank's memory in bytes, (at its start, at its end)."""
     table = _table(schedule, costs)
     return lambda a: _of(table, a)[2:]
 
@@ -225,7 +225,7 @@ _Costs: TypeAlias = dict[str, tuple[float, float, int, int]]
 
 
 def _table(schedule: Schedule, costs: StageCosts) -> list[list[_Costs]]:
-    """Return `action_costs` per stage and microbatch; one entry for all microbatches if they have one cost."""
+    """Return `action_costs` per stage and microbatch; a stage with one cost for all microbatches has one entry."""
     return [
         [
             action_costs(c, schedule.is_trained(s))
@@ -243,7 +243,11 @@ def _of(table: list[list[_Costs]], action: Action) -> tuple[float, float, int, i
 
 
 def action_costs(c: StageCost, trained: bool = True) -> _Costs:
-    """Return per kind: seconds, seconds of exposed collectives after it, and byte changes at its start and end."""
+    """Return the costs of each kind of action of a stage.
+
+    Returns:
+        Dict from kind to (seconds, seconds of exposed collectives after it, byte change at its start, at its end).
+    """
     activation, grad_input = c.activation_bytes, c.weight_grad_input_bytes
     return {
         "F": (c.forward_s, c.exposed_forward_s, activation, 0 if trained else -activation),
@@ -281,7 +285,7 @@ class _Builder:
         self.last_backward: dict[tuple[int, int], int] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
-        """Add one action, or the parts of an overlap as one task of `factor` times the sum of their times."""
+        """Add one action, or the parts of an overlap as one task that takes `factor` times the sum of their times."""
         if actions[0].kind in PEERS:
             return
         effects = (_of(self.costs, a) for a in actions)
@@ -322,13 +326,13 @@ class _Builder:
         return len(self.tasks) - 1
 
     def _needs(self, action: Action, rank: int) -> Iterator[_Key]:
-        """Yield the possible inputs of a computation."""
+        """Yield the key in `producers` of every possible input of a computation."""
         s, i = action.stage, action.microbatch
         yield s, "UNSHARD", rank, None
         yield from ((o, action.kind.replace("I", "B"), i, s) for o in self._schedule.inputs(action))
 
     def _send(self, rank: int, action: Action, task: int) -> None:
-        """Record the task after which each reader has a result: the transfer or the computation itself."""
+        """Add transfers of a result; record, per reading stage, the task after which the result is available."""
         s, i = action.stage, action.microbatch
         way = "F" if action.kind == "F" else "B"
         self.producers[s, way, i, None] = task
@@ -383,12 +387,12 @@ def on_shared_cores(graph: TaskGraph, pace: Sequence[float]) -> TaskGraph:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return whole nanoseconds, the unit of task graphs."""
+    """Return seconds as whole nanoseconds, the unit of task graphs."""
     return round(seconds * 1e9)
 
 
 def bubble_fraction(timeline: Timeline) -> float:
-    """Return the fraction of the step in which compute lanes are idle, averaged over ranks."""
+    """Return the mean over ranks of the fraction of the step in which the compute lane is idle."""
     busy: dict[str, float] = {}
     for span in timeline.spans:
         if span.lane.endswith("/compute"):
@@ -411,7 +415,7 @@ def makespan_s(
         ranks: Pipeline ranks p.
         microbatches: Microbatches of a step.
         stages_per_rank: Virtual stages of a rank.
-        costs: One per stage. Gathers, reductions, offload and the update are not counted.
+        costs: One per stage. Gathers, reductions and the update are not counted.
         pace: Relative speed of a rank while 1, 2, ... ranks are busy; events are simulated unless all are 1.
 
     Raises:
@@ -440,13 +444,13 @@ def _program(name: str, p: int, m: int, v: int) -> _Program:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Schedule as arrays, computations sorted by round: a computation waits only for earlier rounds.
+    """Schedule as index arrays, with computations sorted by round; a computation waits only for earlier rounds.
 
     An index of -1 means "none": it addresses a last entry that is always 0.
 
     Attributes:
         stages: Number of stages.
-        times: [2, computations]: index into the flat cost table of the computation, and of sending its result.
+        times: [2, computations]: indices into the flat cost table, of the computation and of the send of its result.
         waits: [3, computations]: producer of its input, predecessor on its rank, predecessor on the link of its result.
         rounds: First computation of every round, and the number of computations.
     """
@@ -458,7 +462,7 @@ class _Program:
 
     @classmethod
     def of(cls, schedule: Schedule) -> _Program:
-        """Build the arrays: number the computations of a schedule round by round."""
+        """Return the arrays of a schedule, with its computations numbered round by round."""
         homes = schedule.homes()
         # Producer of an output (F) or a gradient (B); the stages of a preset form a chain.
         producer: dict[tuple[int, str, int | None], int] = {}

@@ -25,22 +25,22 @@ def verify(
     costs: StageCosts = (),
     max_bytes: int | Sequence[int] | None = None,
 ) -> None:
-    """Prove that a schedule can run and computes every gradient once.
+    """Raise an error unless a schedule can run and computes every gradient once.
 
     Checks:
         * each stage lies on one rank, or each microbatch of a copied stage on one of its copies;
         * each (stage, microbatch) has one F, then, unless frozen, either one B or one I followed by one W;
         * sends and receives, if present, are complete, on the right ranks, after the producer and before the consumer,
           and in one order per pair of ranks and direction;
-        * parameters are gathered and offloaded activations reloaded before their use;
+        * parameters are gathered before their use, and gradients reduced after the last backward;
         * the ranks do not deadlock with blocking receives;
         * activations in flight, and their bytes, stay within the limits.
 
     Args:
         schedule: Schedule with or without communication.
         max_in_flight: Limit of (stage, microbatch) activations in flight on a rank: one number, or one per rank.
-        rendezvous: Also prove it for sends that block until their receives.
-        costs: Costs as for `schedule_tasks`, whose bytes are limited.
+        rendezvous: Whether to check for deadlock with sends that block until their receives, too.
+        costs: Costs as for `schedule_tasks`, for `max_bytes`.
         max_bytes: Limit of `held_bytes`: one number, or one per rank.
 
     Raises:
@@ -67,7 +67,7 @@ def verify(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the maximum of activations in flight on each rank: from F to B or W, without offloaded ones.
+    """Return the maximum number of activations in flight on each rank, from F to B or W.
 
     The activations of a frozen stage live only during F.
     """
@@ -75,7 +75,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def held_bytes(schedule: Schedule, costs: StageCosts) -> tuple[int, ...]:
-    """Return the maximum of activation and gathered parameter bytes on each rank, as in the simulation.
+    """Return the maximum bytes of activations and gathered parameters on each rank, as the simulation counts them.
 
     Args:
         schedule: Schedule of any form.
@@ -85,7 +85,7 @@ def held_bytes(schedule: Schedule, costs: StageCosts) -> tuple[int, ...]:
 
 
 _Changes: TypeAlias = Callable[[Action], tuple[int, int]]
-"""Function from an action to the changes of an amount at its start and at its end."""
+"""Function from an action to the changes of a held quantity, (at its start, at its end)."""
 
 
 def _counted(schedule: Schedule) -> _Changes:
@@ -100,7 +100,7 @@ def _maxima(schedule: Schedule, changes: _Changes) -> tuple[int, ...]:
 
 
 def _live(row: Sequence[Action], changes: _Changes) -> Iterator[tuple[int, int]]:
-    """Yield the amount during each action, and its position."""
+    """Yield (held quantity during an action, position of the action) for each action of a rank."""
     live = 0
     for position, action in enumerate(row):
         for leaf in action.leaves:
@@ -125,7 +125,11 @@ def _fail(schedule: Schedule, spot: _Spot, what: str, **facts: object) -> NoRetu
 
 
 def _index(schedule: Schedule) -> dict[Action, _Spot]:
-    """Return (rank, position) of every action that has a microbatch; refuse numbers out of range and repetitions."""
+    """Return a dict from each action with a microbatch to its (rank, position).
+
+    Raises:
+        ScheduleError: HP320 for a stage or microbatch out of range, or a repeated action.
+    """
     spots: dict[Action, _Spot] = {}
     for rank, position, leaf in schedule.leaves():
         spot = (rank, position)

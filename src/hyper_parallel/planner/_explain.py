@@ -1,4 +1,4 @@
-"""Notes of a plan: reasons why strategies lost, counts of the search, and changes that would change the choice."""
+"""Notes of a plan: reasons why strategies lost, counts of the search, and sensitivity to hardware constants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes, format_seconds
 
 MAX_FACTOR: Final = 2.0
-"""Constants are trusted within this factor; sensitivities to larger errors are omitted."""
+"""Largest error of a hardware constant, as a factor, for which a change of the choice is reported."""
 
 _CONSTANTS: Final = {
     "matmul": "speed of matmuls",
@@ -33,10 +33,10 @@ _CONSTANTS: Final = {
 
 
 def half_width(plan: Plan) -> float | None:
-    """Return half the width of the 80 % interval of a plan's step time, in log ratio; None for an unmeasured machine.
+    """Return h such that 80 % of measured step times are between `step_s / e**h` and `step_s * e**h`.
 
-    The cards of accelerators are fitted to runs of other stacks, so the interval is that of stacks excluded from the
-    fit.
+    None on the topology `local` without measurements by `calibrate`. Device cards of accelerators are fitted to runs of
+    other training frameworks, so the interval is the one for frameworks excluded from the fit.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH
@@ -49,7 +49,10 @@ def half_width(plan: Plan) -> float | None:
 def slower_reason(
     cheapest: Sequence[CostTerm], best_s: float, loser: Sequence[CostTerm], loser_s: float
 ) -> str:
-    """Return why a strategy that fits lost: the slowdown for the same number of tokens, and the largest term of it."""
+    """Return why a strategy that fits lost, as text: its slowdown and the cost term that grew most.
+
+    Both step times, `best_s` and `loser_s`, are for the same number of tokens.
+    """
     share = loser_s / best_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
@@ -69,14 +72,14 @@ def memory_reason(
     microbatch: int,
     fitting: int | None = None,
 ) -> str:
-    """Return why a strategy that does not fit lost.
+    """Return why a strategy does not fit in device memory, as text.
 
     Args:
         memory_bytes: Peak of the strategy without recomputation.
         least_bytes: Peak of the strategy with all allowed sharding and recomputation.
         capacity_bytes: Memory of a device.
         microbatch: Sequences of a microbatch.
-        fitting: Smaller microbatch with which the degrees fit; None: no microbatch fits.
+        fitting: Smaller microbatch at which the same degrees fit; None: no microbatch fits.
     """
     least = f" ({format_bytes(least_bytes)} at its leanest)" if least_bytes < memory_bytes else ""
     reason = (
@@ -93,7 +96,7 @@ def barred_strategy_note(barred: PricedStrategy, cheapest: PricedStrategy, reaso
 
 
 def not_executable_note(strategy: Strategy) -> str | None:
-    """Return the note of a plan that this version cannot run yet; None if it can."""
+    """Return the note that this version cannot run a strategy yet; None if it can."""
     choices = unimplemented(strategy)
     if not choices:
         return None
@@ -104,7 +107,7 @@ def not_executable_note(strategy: Strategy) -> str | None:
 
 
 def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
-    """Return the note about offloaded and recomputed bytes; empty without offload."""
+    """Return the note about offloaded and recomputed bytes, as a tuple of one; empty without offload."""
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:
         return ()
@@ -120,7 +123,7 @@ def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
 
 
 def search_note(certificate: Certificate) -> str:
-    """Return the note about completeness and size of the search."""
+    """Return the note that states whether the search was complete and how many strategies it priced and pruned."""
     c = certificate
     proof = "nothing better exists" if c.gap < 1e-9 else f"nothing is more than {c.gap:.2%} better"
     note = f"searched: {proof} within the cost model; {c.priced:,} strategies priced in full"
@@ -136,7 +139,7 @@ def search_note(certificate: Certificate) -> str:
 
 
 def _counted(reasons: Mapping[str, int]) -> str:
-    """Return reasons with their counts, the most frequent first."""
+    """Return reasons with their counts as text, the most frequent first."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{reason} ({n:,})" for reason, n in ordered)
 
@@ -144,15 +147,15 @@ def _counted(reasons: Mapping[str, int]) -> str:
 def sensitivity(
     cheapest: PricedStrategy, runners_up: Sequence[PricedStrategy]
 ) -> tuple[Sensitivity, ...]:
-    """Return the least change of every constant at which a runner-up overtakes the winner, the smallest change first.
+    """Return, per hardware constant, the smallest change that makes a runner-up the fastest; smallest changes first.
 
-    A term is inversely proportional to its constant. With the constant of term i times f, a step takes
-    T + (1/f - 1) t_i; two strategies tie at 1/f - 1 = (T' - T) / (t_i - t_i').
+    A time term is inversely proportional to its constant. If the constant of term i is multiplied by f, a step takes
+    T + (1/f - 1) t_i. Two strategies tie at 1/f - 1 = (T' - T) / (t_i - t_i').
     """
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in cheapest.cost}
     for loser in runners_up:
-        # Steps may differ in tokens: scale the loser's step to the tokens of the winner's.
+        # The runner-up's step may have another number of tokens: scale its times to the winner's.
         token_ratio = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
         rival = {t.name: t.seconds / token_ratio for t in loser.cost}
         behind = sum(rival.values()) - cheapest.step_s
@@ -173,5 +176,5 @@ def sensitivity(
 
 
 def _size(factor: float) -> float:
-    """Return the size of a change by a factor, at least 1."""
+    """Return `factor` or its inverse, whichever is at least 1."""
     return max(factor, 1.0 / factor)

@@ -20,21 +20,21 @@ from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.units import DTYPE_BYTES
 
 LAYOUT_AXES: Final = ("pp", "dp_replicate", "dp_shard", "tp_x", "ep")
-"""Axes of a generation layout."""
+"""Mesh axes that a generation layout may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedLayout:
-    """Layout with its pipeline stages."""
+    """Generation layout split into pipeline stages, with the weight and cache bytes of each stage."""
 
     strategy: Strategy
-    needed: int  # slots for all prompts at once
-    weights: NDArray[np.int64]  # [pp] bytes of a rank
-    cache: NDArray[np.int64]  # [pp] bytes of a sequence on a rank
+    needed: int  # prompts of one data-parallel rank: with as many slots, none waits
+    weights: NDArray[np.int64]  # [pp] bytes of the weights on a rank
+    cache: NDArray[np.int64]  # [pp] bytes of the keys and values of one sequence on a rank
 
 
 def layout_candidates(r: PlanRequest) -> Iterator[Strategy]:
-    """Yield every combination of degrees over all devices."""
+    """Yield every strategy whose degrees of `LAYOUT_AXES` multiply to the number of devices."""
     devices, experts = r.num_devices, r.experts or 1
     for pp in (d for d in divisors(devices) if d <= r.model.num_layers):
         for tp in divisors(devices // pp):
@@ -45,9 +45,9 @@ def layout_candidates(r: PlanRequest) -> Iterator[Strategy]:
 
 
 def local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
-    """Return the bytes of every parameter on a rank, by name, or the reason why the layout has no price.
+    """Return a dict from parameter name to its bytes on a rank, or the reason why generation cannot be priced.
 
-    Stages and replicas do not change the result.
+    The degrees `pp` and `dp_replicate` do not change the result.
     """
     try:
         shards = r.shard(s)
@@ -65,7 +65,10 @@ def local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
 def cut_into_stages(
     r: PlanRequest, work: GenerateWorkload, s: Strategy, sizes: dict[str, int]
 ) -> StagedLayout:
-    """Return a layout with stages that minimize the bytes of the fullest rank."""
+    """Return the layout with pipeline stages that minimize the bytes of the fullest rank.
+
+    `sizes` is the result of `local_bytes`. An explicit split in `s.stage_layers` is kept.
+    """
     needed, dtype = -(-work.prompts // s.dp), r.workload.compute_dtype
     weights, cache = np.zeros((2, r.model.num_layers), dtype=np.int64)
     for block in r.model.blocks:
@@ -82,7 +85,7 @@ def cut_into_stages(
 
 
 def pricing_case(r: PlanRequest, layouts: Sequence[StagedLayout], slots: Any = 1) -> PricingCase:
-    """Return layouts as columns for pricing, with `slots` sequences in flight per data share."""
+    """Return the pricing case of the layouts, with `slots` sequences at a time per data-parallel rank."""
     columns = {name: [getattr(x.strategy, name) for x in layouts] for name in LAYOUT_AXES}
     return PricingCase(
         r.numbers, r.machine, r.workload, Candidates.of_columns(**columns, microbatch=slots)
@@ -90,7 +93,7 @@ def pricing_case(r: PlanRequest, layouts: Sequence[StagedLayout], slots: Any = 1
 
 
 def layer_kinds_of(r: PlanRequest) -> Iterator[LayerKind]:
-    """Yield the layers of the model, by kind."""
+    """Yield one `LayerKind` per group of equal layers of the model."""
     for layers, numbers in r.layer_kinds:
         params = r.model.block_of(layers[0]).params
         latent = (p.shape for p in params if p.name.endswith("kv_b_proj.weight"))
@@ -100,10 +103,11 @@ def layer_kinds_of(r: PlanRequest) -> Iterator[LayerKind]:
 def pass_memory(
     r: PlanRequest, work: GenerateWorkload, layouts: Sequence[StagedLayout]
 ) -> tuple[NDArray[np.float64], ...]:
-    """Return the memory of a pass, and the batch that fits, per layout.
+    """Return the memory of a forward pass and the batch that fits, as three arrays with one entry per layout.
 
     Returns:
-        Bytes other than weights and cache: fixed, and per sequence. Then the most sequences of a data share that fit.
+        Bytes other than weights and cache that do not depend on the batch, such bytes per sequence, and the number of
+        sequences that fit on a data-parallel rank.
     """
     terms = pass_bytes(pricing_case(r, layouts), work)
     fixed, per_sequence = (np.broadcast_to(b, len(layouts)) for b in terms)

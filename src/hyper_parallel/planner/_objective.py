@@ -1,4 +1,4 @@
-"""plan(): the best strategy for an objective, by searches for the fastest step under different limits."""
+"""plan(): the best strategy for an objective, by searches for the fastest step under limits on memory or devices."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hyper_parallel.units import format_seconds
 
 OBJECTIVES: Final = ("step-time", "tokens-per-device-second", "memory", "fewest-devices")
 MEMORY_STEPS: Final = 10
-"""Bisection steps in the search for the least memory: a resolution of 1/1000 of a device."""
+"""Bisection steps in the search for the least memory; the resolution is 1/1024 of the fastest strategy's peak."""
 
 
 def _check_types(model: object, topology: object, workload: object) -> None:
-    """Refuse arguments of unsupported types.
+    """Raise an error if an argument has an unsupported type.
 
     Raises:
         BadValue: HP102 naming the argument.
@@ -72,7 +72,7 @@ def plan(
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
-        workload: Training step; None, or a workload without batch numbers: assumed, with a note.
+        workload: Training step. Missing batch numbers, or the whole workload if None, are assumed, with a note.
         num_devices: Devices to use; None: the product of the degrees of `strategy`, else all of the topology.
         strategy: Price exactly this strategy instead of searching.
         pins: Fixed choices, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. Pinned choices that this
@@ -86,7 +86,7 @@ def plan(
             memory. A given strategy has its own `offload`.
         all_layouts: Include strategies that this version cannot run, for studies; the notes name them.
         memory_headroom: Share of a device's memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
-        towers: Towers of a multimodal model that a search prices, of `model.towers_of`.
+        towers: Encoders of a multimodal model, from `model.towers_of`, whose time and memory a search includes.
         media: Images or recordings per sequence, for every tower.
 
     Raises:
@@ -114,7 +114,10 @@ def plan(
 def _find_executable(
     request: PlanRequest, find: Callable[[PlanRequest], Plan], or_priced: bool
 ) -> Plan:
-    """Return the best plan that can run; with `or_priced`, else one whose pinned choices are priced only."""
+    """Return the best plan that this version can run.
+
+    If there is none and `or_priced` is set, return the best plan that this version can only price.
+    """
     try:
         return find(request)
     except NoLegalStrategy:
@@ -131,7 +134,7 @@ def _restrict(
     offload: bool,
     executable: bool,
 ) -> PlanRequest:
-    """Return the request with the choices that the search may make; arguments and errors as for `plan`."""
+    """Return the request limited to the choices that the search may make; arguments and errors as for `plan`."""
     if offload:
         request = replace(request, offload=HostMemory())
     fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
@@ -186,7 +189,7 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
 def _least_memory(
     request: PlanRequest, deadline_s: float | None, limit: float | None, top: int
 ) -> Plan:
-    """Return the Plan with the least memory, by bisection between a sufficient and an insufficient capacity."""
+    """Return the Plan with the least peak memory, by bisection over the memory of a device."""
     best = find_best(request, top + 1, limit)
     if not best.fits and deadline_s is not None:
         raise _deadline_missed(request, "strategy", deadline_s)
@@ -209,7 +212,7 @@ def _least_memory(
 def _deadline_missed(
     request: PlanRequest, subject: str, deadline_s: float | None, where: str = ""
 ) -> DeadlineMissed:
-    """Return the error for an unreachable deadline, with a reachable one; raise the errors of `require_fit`."""
+    """Return the error for a deadline that no plan meets, with one that is met; raise the errors of `require_fit`."""
     outcome = find_best(request)
     require_fit(request, outcome)
     fastest_s = outcome.ranked[0].step_s

@@ -30,7 +30,7 @@ _STRATEGY_KEYS: Final = tuple(
 )
 """Keys of a recipe's `parallel:` section that are fields of `Strategy` with the same name."""
 _PINNED_SEPARATELY: Final = ("zero", "cp_ulysses")
-"""Keys that also have a value for "not set"."""
+"""Keys of `parallel:` that `_pins` translates itself, because one of their values means "not set"."""
 SINGLE_STAGE_SCHEDULES: Final = ("gpipe", "1f1b", "zb-h1")
 """Schedules with one stage per rank."""
 
@@ -45,19 +45,19 @@ def plan_recipe(
 ) -> Plan:
     """Return the plan of a recipe.
 
-    Explicit degrees are planned as they are. With `parallel: auto` the planner chooses the other degrees, among the
-    axes that this version can run, for the recipe's tokens per step. Without batch numbers a step has one sequence per
-    rank, so that the choice of axes does not change the training.
+    Explicit degrees are kept. With `parallel: auto` the planner chooses the degrees that are not set, for the recipe's
+    tokens per step. Without batch numbers a step has one sequence per rank, so that the choice of axes does not change
+    the training.
 
     Args:
         recipe: The run.
-        world_size: Started ranks that train, with `grpo.rollout_ranks: auto` all ranks; None: the product of explicit
-            degrees; with auto `parallel.world_size`, else every accelerator of the topology, or 4 on a machine without
-            one.
-        where: Returns the origin of a key's value, for errors; `LoadedRecipe.where`.
+        world_size: Number of started ranks that train; with `grpo.rollout_ranks: auto`, of all started ranks. None: the
+            product of explicit degrees. With `parallel: auto`, None means `parallel.world_size`, else every accelerator
+            of the topology, or 4 on a machine without one.
+        where: Function from a recipe key to the origin of its value, for errors: `LoadedRecipe.where`.
         model: The recipe's model, if already read; None: it is read from `model.path`.
-        trained: Elements with a gradient over the parameters of the model; None: estimated from the specification.
-        half_batches: Whether `overlap: auto` may choose half-batches, if that is known.
+        trained: Elements with a gradient divided by all parameters; None: estimated from the specification.
+        half_batches: Whether `overlap: auto` may choose half-batches.
 
     Raises:
         DegreesMismatch: HP301 when explicit degrees do not multiply to the ranks.
@@ -99,7 +99,7 @@ def _plan_explicit(
 def _evaluate_overlaps(
     request: PlanRequest, strategy: Strategy, where: str | None, num_devices: int | None
 ) -> Plan:
-    """Return the fastest Plan of one strategy over all overlaps that are legal with it; arguments as for `evaluate`."""
+    """Return the Plan of one strategy with its fastest legal `overlap`; arguments as for `evaluate`."""
     best = evaluate(request, strategy, where, num_devices)
     for overlap in filter(request.may_overlap, OVERLAPS):
         candidate = replace(strategy, overlap=overlap)
@@ -128,7 +128,7 @@ def _plan_auto(
             allowed=world_size,
             changes={"parallel.world_size": world_size},
         )
-    # Choices without a column in the search.
+    # The search has no columns for these choices.
     base = Strategy(
         rules=strategy.rules,
         schedule_file=strategy.schedule_file,
@@ -151,7 +151,7 @@ def _plan_auto(
 def _request(
     recipe: Recipe, model: ModelSpec | None, num_devices: int | None, trained: float | None
 ) -> PlanRequest:
-    """Return model, machine and workload of a recipe; without batch numbers, one sequence per rank and step.
+    """Return the planning request of a recipe; without batch numbers, a step has one sequence per rank.
 
     With `offload`, its budget limits the bytes of a device, and host memory holds the excess.
     """
@@ -205,7 +205,7 @@ def _request(
 def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> dict[str, int]:
     """Return the explicit choices of a recipe with `parallel: auto`, as pins of the search.
 
-    Choices that depend on an axis apply if the search uses the axis: shapes to tp_y, the kind to cp, the schedule to
+    Some pins take effect only if the search uses an axis: block shapes with tp_y, `cp_kind` with cp, the schedule with
     pp.
 
     Raises:
@@ -269,7 +269,7 @@ def _culprit(strategy: Strategy) -> str:
 
 
 def _strategy(recipe: Recipe) -> Strategy:
-    """Return the explicit strategy of a recipe."""
+    """Return the strategy that a recipe states; keys that are not set have their defaults."""
     t = recipe.training
     return strategy_of(
         recipe.parallel,
@@ -281,12 +281,12 @@ def _strategy(recipe: Recipe) -> Strategy:
 
 
 def _searches_overlap(recipe: Recipe) -> bool:
-    """Return whether the planner chooses the overlap of a recipe; a capacity of experts allows none."""
+    """Return whether the planner chooses the overlap; with an expert capacity factor there is none to choose."""
     return recipe.overlap.auto and recipe.moe.capacity_factor is None
 
 
 def _overlap(recipe: Recipe) -> Overlap:
-    """Return the overlap of a recipe; `overlap.tp` and `overlap.ep` share half-batches."""
+    """Return the overlap of a recipe; half-batches apply if `overlap.tp` or `overlap.ep` asks for them."""
     section = recipe.overlap
     return Overlap(
         half_batch="half-batch" in (section.tp, section.ep),
@@ -296,7 +296,7 @@ def _overlap(recipe: Recipe) -> Overlap:
 
 
 def strategy_of(parallel: Parallel, **choices: Any) -> Strategy:
-    """Return the strategy of a `parallel` section, with choices of other sections as keywords."""
+    """Return the strategy of a `parallel` section; `choices` are fields of `Strategy` from other sections."""
     return Strategy(
         **{name: getattr(parallel, name) for name in _STRATEGY_KEYS},
         rules=tuple(Rule(pattern, style) for pattern, style in parallel.rules.items()),
@@ -363,7 +363,7 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _value(key: str, text: str) -> Any:
-    """Return a YAML value; raise HP102 if the text is not YAML."""
+    """Return `text` parsed as YAML; raise HP102 if it is not YAML."""
     try:
         return parse_yaml(text)
     except (yaml.YAMLError, LimitExceeded) as cause:

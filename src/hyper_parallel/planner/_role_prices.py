@@ -1,7 +1,7 @@
-"""Prices of a split of devices among the roles of `stage: grpo`: seconds to sample, to learn, per step; memory.
+"""Predicted time and memory of `stage: grpo`, for each split of the devices between sampling and learning.
 
-The passes of sampling are those of `plan_generation`, with two differences. A rank samples its completions in rounds of
-one per slot. Weights are stored in the parameter format, so every pass casts them.
+Sampling is priced by the forward passes of `plan_generation`, with two differences. A rank samples its completions in
+rounds of one completion per slot. Weights are stored in the parameter format, so every pass casts them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from hyper_parallel.units import DTYPE_BYTES, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class RolloutPrice:
-    """Seconds and bytes of sampling on a rank."""
+    """Predicted seconds to sample the completions of one step, and bytes on a rank."""
 
     seconds: float
     weight_bytes: int
@@ -66,14 +66,14 @@ def rollout_prices(
     slots: int,
     cache: dict[Strategy, dict[str, int] | str],
 ) -> list[RolloutPrice | str]:
-    """Return the prices of sampling in some layouts, or the reasons why they have none.
+    """Return, for each strategy, the predicted time and memory of sampling, or the reason why there is no prediction.
 
     Args:
         r: Model, machine and formats.
         strategies: Degrees of dp_replicate, dp_shard, tp_x and ep.
         work: Completions of the step over all ranks, and their lengths.
-        slots: Completions that a data share samples at a time.
-        cache: Bytes of parameters by layout of one replica; new layouts are added.
+        slots: Completions that a data-parallel rank samples at a time.
+        cache: Results of `local_bytes` by the strategy of one replica; new results are added.
     """
     prices: dict[Strategy, RolloutPrice | str] = {}
     layouts = []
@@ -95,7 +95,7 @@ def rollout_prices(
 def _priced(
     r: PlanRequest, layouts: Sequence[StagedLayout], work: GenerateWorkload, slots: int
 ) -> Iterator[RolloutPrice]:
-    """Yield the price of every layout."""
+    """Yield the predicted time and memory of sampling in each layout."""
     case, w, num_layouts = pricing_case(r, layouts, float(slots)), r.workload, len(layouts)
     prefill, decode = (
         sum((np.broadcast_to(v, num_layouts) for v in terms.values()), np.zeros(num_layouts))
@@ -104,7 +104,7 @@ def _priced(
     fixed, per_sequence, _ = pass_memory(r, work, layouts)
     passes = work.prompt_passes + work.new_tokens - 1
     stored_width, compute_width = DTYPE_BYTES[w.param_dtype], DTYPE_BYTES[w.compute_dtype]
-    # Cast weights of the current and the next layer, embedding and head; gathered weights are in `fixed`.
+    # Casts of the current and the next layer, embedding and head; `fixed` includes those of gathered weights.
     inside = 2.0 * (case.dense() + case.experts()) + case.ends(case.outside)
     casts = float(stored_width != compute_width)
     cast = compute_width * np.where(case.c.dp_shard > 1, 0.0, inside) * casts
@@ -119,22 +119,25 @@ def _priced(
 
 
 MAX_LAYOUTS: Final = 1024
-"""Layouts of ranks with both roles; larger than the number of combinations of degrees, so all of them are priced."""
+"""Maximum number of learner layouts that a search returns if all ranks both sample and learn.
+
+It exceeds the number of combinations of degrees, so all of them are priced.
+"""
 MAX_RUNNERS_UP: Final = 4
-"""Runners-up of the chosen mode in the plan."""
+"""Maximum number of runners-up in the plan that share the kind of split and the staleness of the best one."""
 ROUNDING: Final = 1e-6
-"""Relative difference below which two steps are equal: simulated times are whole nanoseconds."""
+"""Relative difference below which two step times count as equal: simulated times are whole nanoseconds."""
 
 
 def rows_of(work: Workload) -> int | None:
-    """Return the sequences of a step; None if they follow from the layout."""
+    """Return the number of sequences of a step; None if it follows from the layout."""
     tokens = work.tokens_per_step
     return None if tokens is None else tokens // work.seq_len
 
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """Priced layout of the ranks that learn."""
+    """Layout of the ranks that learn, with its predicted time and memory."""
 
     strategy: Strategy
     workload: Workload
@@ -144,30 +147,33 @@ class Learner:
 
     @classmethod
     def of(cls, p: PricedStrategy) -> Learner:
-        """Return the learner of a priced strategy."""
+        """Return the learner with the layout and the predictions of a priced strategy."""
         return cls(p.strategy, p.workload, p.step_s, p.stages, p.memory)
 
     @property
     def forward_s(self) -> float:
-        """Seconds of one forward of the step's sequences."""
+        """Seconds of one forward pass over all sequences of a step."""
         each = sum(stage.cost.forward_s + stage.cost.exposed_forward_s for stage in self.stages)
         return each * (self.workload.accumulation_steps or 1)
 
     @property
     def states_bytes(self) -> int:
-        """Bytes of a rank between two steps: parameters and optimizer states."""
+        """Bytes that a rank keeps between two steps: parameters and optimizer states."""
         return sum(t.bytes for t in self.memory if t.name in ("parameters", "optimizer states"))
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split of the devices with a layout of the ranks that learn, and the seconds and bytes of both roles."""
+    """Split of the devices between sampling and learning, with the predicted seconds and bytes of both roles.
+
+    `ranks` devices only sample, in replicas of `tp` ranks each; with 0, all devices both sample and learn.
+    """
 
     ranks: int
     tp: int
     sampling: RolloutPrice
     learn_s: float
-    # Seconds of an optimizer step by staleness; 0 also for colocated roles
+    # Seconds of an optimizer step by staleness; devices with both roles have staleness 0
     steps_s: dict[int, float]
     staleness: int
     memory_bytes: int  # of a rank while it samples; learner states included if it also learns
@@ -175,23 +181,23 @@ class Split:
 
     @property
     def step_s(self) -> float:
-        """Seconds of an optimizer step."""
+        """Seconds of an optimizer step at the chosen staleness."""
         return self.steps_s[self.staleness]
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """Sort key, best first: among equal seconds, fewer ranks that only sample, smaller copies, less learning."""
+        """Sort key, best first: seconds per token, then `ranks`, `tp` and seconds of learning, the smaller first."""
         per_token = self.step_s / self.tokens
         digits = -math.floor(math.log10(per_token * ROUNDING))
         return round(per_token, digits), self.ranks, self.tp, self.learn_s
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Return whether a rank has enough memory while it samples."""
+        """Return whether the peak of a rank that samples is at most `capacity_bytes`."""
         return self.memory_bytes <= capacity_bytes
 
 
 class Roles:
-    """Prices of the splits of a number of devices."""
+    """Predicted time and memory of every split of `devices` devices between sampling and learning, cached."""
 
     def __init__(self, recipe: Recipe, request: PlanRequest, devices: int) -> None:
         self.grpo = recipe.grpo
@@ -207,30 +213,31 @@ class Roles:
         self._simulated: dict[tuple[object, ...], float] = {}
 
     def for_devices(self, devices: int) -> PlanRequest:
-        """Return the request for a number of the devices."""
+        """Return the planning request for a subset of the devices, `devices` in number."""
         if devices not in self._requests:
             self._requests[devices] = replace(self.request, num_devices=devices)
         return self._requests[devices]
 
     @cached_property
     def capacity_bytes(self) -> float:
-        """Memory of a rank while both roles run."""
+        """Usable memory of a rank in bytes, while all devices run."""
         return self.for_devices(self.devices).machine.memory_bytes
 
     def learners(self, devices: int) -> list[Outcome]:
-        """Return the fastest learner layouts of a number of devices, for every microbatch size."""
+        """Return the search results for learners on `devices` devices, one per microbatch size that fits."""
         if devices not in self._outcomes:
             outcomes = (find_best(q) for q, _ in self._by_batch(devices))
             self._outcomes[devices] = [o for o in outcomes if o.fits]
         return self._outcomes[devices]
 
     def colocated(self, least_s_per_token: Callable[[], float]) -> Iterator[Outcome]:
-        """Yield all layouts of all devices that may beat the best step with both roles, for every microbatch size.
+        """Yield search results for devices that both sample and learn, one per microbatch size.
+
+        A result contains every layout that may beat the best step so far: its learning must take less than that step
+        minus the fastest sampling. Microbatch sizes with the fastest sampling come first.
 
         Args:
-            least_s_per_token: Returns seconds per token of the best step so far. The bound of learning is this minus
-                the
-                fastest sampling, so microbatch sizes with the fastest sampling come first.
+            least_s_per_token: Function that returns the seconds per token of the best step so far.
         """
         rows, batches = rows_of(self.request.workload), []
         for r, batch in self._by_batch(self.devices):
@@ -245,7 +252,7 @@ class Roles:
                 yield outcome
 
     def _by_batch(self, devices: int) -> Iterator[tuple[PlanRequest, int | None]]:
-        """Yield a request per microbatch size, with that size."""
+        """Yield (request, microbatch size) for each size; None is a size that follows from the other batch numbers."""
         r = self.for_devices(devices)
         sizes = Space(r).microbatches()
         for n in sizes:
@@ -253,7 +260,7 @@ class Roles:
             yield (replace(r, pins={**r.pins, "microbatch": n}) if pinned and n else r), n
 
     def splits(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of ranks that only sample, and the ranks per copy."""
+        """Yield (ranks that only sample, tensor-parallel ranks of a sampler replica) for every split to price."""
         grpo, rows = self.grpo, rows_of(self.request.workload)
         rollout_ranks = grpo.rollout_ranks
         for ranks in range(self.devices) if rollout_ranks == "auto" else [rollout_ranks]:
@@ -266,16 +273,22 @@ class Roles:
 
     @cached_property
     def _tps(self) -> list[int]:
-        """Legal tensor-parallel degrees of a copy that only samples."""
+        """Legal tensor-parallel degrees of a sampler replica."""
         r, degrees = self.request, range(1, self.devices)
         return [t for t in degrees if r.refusal(self.sampler_strategy(t)) is None]
 
     def sampler_strategy(self, tp: int) -> Strategy:
-        """Return the layout of a copy that only samples, with `tp` ranks of tensor parallelism."""
+        """Return the strategy of one sampler replica with `tp` tensor-parallel ranks."""
         return Strategy(tp_x=tp, dp_shard=self.grpo.rollout_dp_shard, ep=self.grpo.rollout_ep)
 
     def split(self, ranks: int, tp: int, learner: Learner) -> Split | str:
-        """Return a split with a layout of the ranks that learn, or the reason why it has no price."""
+        """Return the predicted split with the given learner layout, or the reason why there is no prediction.
+
+        Args:
+            ranks: Ranks that only sample; 0: the learner's ranks also sample.
+            tp: Tensor-parallel ranks of a sampler replica.
+            learner: Layout of the ranks that learn.
+        """
         work, grpo = learner.workload, self.grpo
         rows, batch = rows_of(work) or 1, work.microbatch or 1
         slots, shares = batch, ranks // tp
@@ -316,7 +329,7 @@ class Roles:
     def _sampling(
         self, request: PlanRequest, strategy: Strategy, rows: int, slots: int
     ) -> RolloutPrice | str:
-        """Return the price of sampling in one layout, or the reason why it has none."""
+        """Return the predicted time and memory of sampling in one layout, or the reason why there is no prediction."""
         if request.model.family not in FAMILIES_READ:
             return f"it is not known whether the cache of the family `{request.model.family}` has slots"
         if self.grpo.exact_logprobs:
@@ -331,7 +344,7 @@ class Roles:
         return self._sampled[key]
 
     def _price_all_layouts(self, request: PlanRequest, rows: int, slots: int) -> list[RolloutPrice]:
-        """Return the prices of sampling in all layouts of the devices."""
+        """Return the predicted time and memory of sampling, for every layout of the devices with a prediction."""
         devices = [s for s in layout_candidates(request) if s.pp == 1 and rows % s.dp == 0]
         self._price(
             request, [s for s in devices if (s, rows, slots) not in self._sampled], rows, slots
@@ -342,14 +355,17 @@ class Roles:
     def _price(
         self, request: PlanRequest, strategies: Sequence[Strategy], rows: int, slots: int
     ) -> None:
-        """Price sampling in some layouts into the cache."""
+        """Predict time and memory of sampling in the layouts `strategies`, and store the results in `_sampled`."""
         dtype = request.workload.compute_dtype
         work = GenerateWorkload(rows, self.prompt_len, self.new_tokens, dtype)
         priced = rollout_prices(request, strategies, work, slots, self._weights)
         self._sampled |= {(s, rows, slots): p for s, p in zip(strategies, priced, strict=True)}
 
     def _step_s(self, sample_s: float, learn_s: float, ranks: int, staleness: int) -> float:
-        """Return the steady seconds per step; `sample_s` and `learn_s` are those of a role that runs alone."""
+        """Return the steady-state seconds per step of both roles.
+
+        `sample_s` and `learn_s` are the seconds of each role while the ranks of the other role are idle.
+        """
         if not ranks:
             return sample_s + learn_s
         key = (sample_s, learn_s, ranks, staleness)
@@ -366,13 +382,13 @@ class Roles:
         return self._simulated[key]
 
     def _relative_speed(self, ranks: int) -> float:
-        """Return the speed of a rank while `ranks` ranks run, relative to all ranks running, which prices assume."""
+        """Return the speed of a rank while `ranks` ranks run, relative to its speed while all ranks run."""
         return (self.for_devices(self.devices).machine.paces(self.devices) or [1.0] * ranks)[
             ranks - 1
         ]
 
     def notes(self, split: Split) -> Iterator[str]:
-        """Yield notes about limits of the prediction."""
+        """Yield notes about the limits of the prediction for a split."""
         yield (
             f"sampling is priced for prompts of {self.prompt_len} tokens and completions of {self.new_tokens}, the "
             "most there can be: an upper bound"
@@ -382,7 +398,11 @@ class Roles:
         yield f"not in the predicted step: {', '.join(omitted)}"
 
     def plan_of(self, best: Split, splits: Sequence[Split]) -> RolesPlan:
-        """Return the roles of the best split, with its runners-up and the best split of every other mode."""
+        """Return the plan section of the best split, with the splits that lost.
+
+        A mode is a staleness with separate, or with shared, ranks for the two roles. The plan lists the runners-up in
+        the mode of the best split, and the best split of every other mode.
+        """
         candidates = [
             replace(split, staleness=staleness)
             for split in splits
@@ -410,7 +430,7 @@ class Roles:
 
 
 def _rejected(other: Split, best: Split) -> RejectedRoles:
-    """Return a split that lost, with the reason."""
+    """Return the plan entry of a split that lost, with the reason."""
     share = other.step_s / other.tokens / (best.step_s / best.tokens) - 1.0
     parts = f"sampling {format_seconds(other.sampling.seconds)}, learning {format_seconds(other.learn_s)}"
     if abs(share) < ROUNDING:

@@ -3,8 +3,8 @@
 A step samples completions (priced by `cost.generation_passes`) and learns from them (priced as training, plus one
 forward per additional pass). With separate ranks, a task graph of several steps is simulated, with one lane per role;
 splits are compared by its steady seconds per step. The space is small and priced in full: every number of ranks that
-only sample, every tensor-parallel degree of a copy, and every learner layout that the search returns, one per
-combination of degrees. Imported only by code that plans `stage: grpo`.
+only sample, every tensor-parallel degree of a sampler replica, and every learner layout that the search returns, one
+per combination of degrees. Imported only by code that plans `stage: grpo`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hyper_parallel.units import format_bytes, format_seconds
 def with_roles(
     recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable[[str], str]
 ) -> Plan:
-    """Return the plan of explicit degrees with the roles of the recipe.
+    """Return a plan of explicit degrees with the predicted sampling and learning of its recipe added.
 
     Args:
         recipe: A recipe of `stage: grpo`.
         request: Request of the plan.
         plan: Plan of the ranks that learn.
-        where: Returns the origin of a key's value.
+        where: Function from a recipe key to the origin of its value, for errors.
 
     Raises:
         DoesNotFit: HP401 when a rank that only samples has too little memory.
-        NotDivisible: HP203, UnsupportedSharding: HP205 for an illegal layout of a copy that only samples.
+        NotDivisible: HP203, UnsupportedSharding: HP205 for an illegal layout of a sampler replica.
     """
     ranks, tp = recipe.grpo.sampling_ranks, recipe.grpo.copy_tp
     roles = Roles(recipe, request, plan.strategy.world_size + ranks)
@@ -60,16 +60,17 @@ def with_roles(
 
 
 def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], str]) -> Plan:
-    """Return the plan of the split with the least seconds per step, and of the best layout for it.
+    """Return the plan of the split of devices with the fewest seconds per step, with its best learner layout.
 
     Args:
         recipe: A recipe of `stage: grpo` with `parallel: auto`.
         request: With `rollout_ranks: auto` its devices are those of both roles, else those that learn.
-        where: Returns the origin of a key's value.
+        where: Function from a recipe key to the origin of its value, for errors.
 
     Raises:
-        NoLegalStrategy: HP302. DoesNotFit: HP401 for either role.
-        UnsupportedSharding: HP205 for a split of a model whose sampling is not priced.
+        NoLegalStrategy: HP302 without a legal layout.
+        DoesNotFit: HP401 if a rank of either role has too little memory.
+        UnsupportedSharding: HP205 if sampling of the model cannot be predicted.
     """
     roles = Roles(recipe, request, request.num_devices + recipe.grpo.sampling_ranks)
     if recipe.grpo.sampling_ranks and recipe.grpo.rollout_tp != "auto":
@@ -106,14 +107,14 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
 
 @dataclass(slots=True)
 class _SplitPrices:
-    """Priced splits: fitting ones, ones that exceed memory, and the reason of the last one without a price."""
+    """Priced splits: those that fit, those that exceed memory, and why the last split without a price has none."""
 
     fitting: list[tuple[Split, Outcome, PricedStrategy]] = field(default_factory=list)
     oversized: list[tuple[Split, PricedStrategy]] = field(default_factory=list)
     reason: str = "no split is legal"
 
     def add(self, roles: Roles, ranks: int, tp: int, outcome: Outcome) -> None:
-        """Price a split with the layouts of a search."""
+        """Price a split with the learner layouts of a search result, and record it."""
         # Ranks that only sample do not depend on the learners' layout, so the fastest learner suffices.
         for priced in outcome.ranked[:1] if ranks else outcome.ranked:
             split = roles.split(ranks, tp, Learner.of(priced))
@@ -125,18 +126,21 @@ class _SplitPrices:
                 self.oversized.append((split, priced))
 
     def least_s_per_token(self) -> float:
-        """Return the seconds per token of the best split that fits."""
+        """Return the seconds per token of the best split that fits; infinity without one."""
         return min((s.step_s / s.tokens for s, *_ in self.fitting), default=math.inf)
 
 
 def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPrices:
-    """Return the prices of all splits; colocated roles with all layouts that may be best."""
+    """Return the predictions for all splits, each with the fastest learner layout per microbatch size.
+
+    If devices may have both roles, every other learner layout that may win is predicted too.
+    """
     prices = _SplitPrices()
     for ranks, tp in splits:
         for outcome in roles.learners(roles.devices - ranks):
             prices.add(roles, ranks, tp, outcome)
     if (0, 1) in splits:
-        # The fastest learner layout may sample slowly.
+        # Here the learner layout also samples, and the fastest learner may sample slowly.
         for outcome in roles.colocated(prices.least_s_per_token):
             prices.add(roles, 0, 1, outcome)
     return prices
@@ -148,7 +152,13 @@ def _plan_without_split(
     prices: _SplitPrices,
     where: Callable[[str], str],
 ) -> Plan:
-    """Return the plan of learning alone if the only split has no price; else raise an error."""
+    """Return the plan of learning alone if the only split cannot be priced.
+
+    Raises:
+        DoesNotFit: HP401 if a split exceeds memory, or no layout fits.
+        NoLegalStrategy: HP302 without a legal layout.
+        UnsupportedSharding: HP205 if none of several splits can be priced.
+    """
     if prices.oversized:
         split, priced = min(prices.oversized, key=lambda f: f[0].memory_bytes)
         raise _memory_error(roles, split, Learner.of(priced), where)
@@ -167,7 +177,7 @@ def _plan_without_split(
 
 
 def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
-    """Refuse an illegal layout of a copy that only samples."""
+    """Raise the error of an illegal layout of a sampler replica, with the recipe keys of `grpo` that fix it."""
     copy, numbers = roles.sampler_strategy(tp), roles.request.numbers
     try:
         check_legal(numbers, roles.request.workload.resolve(1), copy)

@@ -1,8 +1,9 @@
 """Discrete-event simulation of a plan's step: stages, microbatches, transfers, exposed collectives and the step's tail.
 
 Stages of a plan hold the cost of a microbatch, so a plan file suffices. One rank represents all ranks of its stage,
-because they run in lockstep. The tail starts when every stage has its gradients, because the gradient norm is global.
-Contention of ranks for shared cores is included.
+because they run in lockstep. The tail of a step is the work once per step after the gradient reduction: gradient norm,
+optimizer, host work. It starts when every stage has its gradients, because the gradient norm is global. Contention of
+ranks for shared cores is included.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hyper_parallel.errors import PlanUnreadable
 from hyper_parallel.ir import Plan, Task, TaskGraph, Timeline
 from hyper_parallel.mpmd import (
     make_schedule,
+    nanoseconds,
     on_shared_cores,
     schedule_name,
     schedule_tasks,
@@ -25,7 +27,7 @@ from hyper_parallel.sim import simulate
 from hyper_parallel.units import format_seconds
 
 WIDTH: Final = 100
-"""Columns of a chart."""
+"""Default width of a chart in characters."""
 MAX_RANKS: Final = 16
 _TAIL_CATEGORIES: Final = {
     "gradient norm": "communication",
@@ -33,19 +35,15 @@ _TAIL_CATEGORIES: Final = {
     "every step": "host",
     COPIES: "copies",
 }
-"""Categories of the terms of the tail other than the optimizer."""
+"""Timeline category of each cost term of the step's tail except the optimizer."""
 _MARKS: Final = ("F", "B", "I", "W")
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
 
 
 def plan_tasks(plan: Plan) -> TaskGraph:
     """Return the task graph of one optimizer step of a plan.
 
-    Lanes per pipeline rank r: `rank r/compute`, `rank r/communication`, `link r->q`, `rank r/copy`; the memory counter
-    `rank r/device` counts activations.
+    Lanes per pipeline rank r: `rank r/compute`, `rank r/communication`, `link r->q`; the memory counter `rank r/device`
+    counts bytes of activations.
 
     Args:
         plan: A plan with stages.
@@ -80,7 +78,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
         rank = place[stage]
         lane = f"rank {rank}/communication"
         deps = tuple(last[n] for n in (f"rank {rank}/compute", lane) if n in last)
-        ns = _nanoseconds(cost.reduce_grad_s)
+        ns = nanoseconds(cost.reduce_grad_s)
         last[lane] = len(tasks)
         reductions.append(len(tasks))
         tasks.append(Task(f"{stage}REDUCE_GRAD", lane, ns, "communication", deps))
@@ -89,14 +87,14 @@ def plan_tasks(plan: Plan) -> TaskGraph:
         for name, seconds in _tail(plan, cost.update_s):
             category = _TAIL_CATEGORIES.get(name, "optimizer")
             tasks.append(
-                Task(f"{stage} {name}", lane, _nanoseconds(seconds), category, tuple(reductions))
+                Task(f"{stage} {name}", lane, nanoseconds(seconds), category, tuple(reductions))
             )
     graph = TaskGraph(tuple(tasks), microbatch_graph.policies, microbatch_graph.initial_bytes)
     return on_shared_cores(graph, plan.pace)
 
 
 def _tail(plan: Plan, update_s: float) -> list[tuple[str, float]]:
-    """Return the terms that a stage executes after its gradient reduction, with shares of `update_s`."""
+    """Return (name, seconds) of the cost terms of the step's tail on one stage; the seconds add up to `update_s`."""
     terms = [t for t in plan.cost if t.name in STEP_TAIL and t.seconds > 0]
     total = sum(t.seconds for t in terms)
     if not total:
@@ -105,19 +103,19 @@ def _tail(plan: Plan, update_s: float) -> list[tuple[str, float]]:
 
 
 def simulate_plan(plan: Plan) -> Timeline:
-    """Simulate one optimizer step of a plan, with activation memory per pipeline rank; see `plan_tasks`."""
+    """Return the timeline of one simulated optimizer step, with activation bytes of all ranks; see `plan_tasks`."""
     return simulate(plan_tasks(plan))
 
 
 def gantt(plan: Plan, width: int = WIDTH) -> str:
-    """Return the schedule as a chart: F forward, B backward (I, W its halves), c exposed collectives, u update, . idle.
+    """Return the schedule as a text chart with one line per pipeline rank.
 
-    A step of many microbatches is drawn with two per stage, as the title says; of many ranks the first and last are
-    drawn.
+    F is a forward, B a backward (I and W its halves), c an exposed collective, u the update, and a dot idle time. Long
+    steps are drawn with two microbatches per stage, as the title says. Only the first and last of many ranks are drawn.
 
     Args:
         plan: A plan with stages.
-        width: Columns.
+        width: Characters of the chart.
     """
     s, microbatches = plan.strategy, plan.workload.accumulation_steps or 1
     drawn = min(microbatches, max(2 * s.pp, 4))
@@ -153,7 +151,7 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
 
 
 def _mark(name: str, category: str) -> str:
-    """Return the letter of a task."""
+    """Return the letter of a task in the chart."""
     if category in ("optimizer", "host", "wait", "copies"):
         return "u"
     if category == "communication":

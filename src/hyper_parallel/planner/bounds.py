@@ -1,9 +1,9 @@
-"""Prices and memory of complete strategies, and lower bounds of both for partial strategies; one strategy per row.
+"""Time and memory of complete strategies, and lower bounds of both for partial strategies; one strategy per row.
 
-A partial strategy lacks columns and is priced with the best value of every open column. Without an order, every group
-is on the fastest links of the machine. Without `zero`, time assumes no sharding and memory the most sharding. Three
-choices free memory: re-gather inputs of matmuls in backward, recompute activations, or offload the bytes that exceed
-the device to host memory.
+A partial strategy lacks columns and is priced with the best value of every open column. Without an order of
+the axes, every process group is on the fastest links of the machine. Without `zero`, time assumes no sharding and
+memory the most sharding. Three choices free memory: re-gather inputs of matmuls in backward, recompute activations, or
+offload the bytes that exceed the device to host memory.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ FULL: Final = RECOMPUTE.index("full")
 FREED: Final = ("offload", "regather", "recompute")
 """Columns of a `Choice`, which `Completer` solves for each strategy."""
 PRICES: Final = ("per_token_s", "memory_bytes", "layers")
-"""Seconds per token, peak bytes, and layers per rank that are recomputed as `recompute` says (-1: all)."""
+"""Columns of predictions: seconds per token, peak bytes, and recomputed layers per rank (-1: all)."""
 TIE: Final = 1e-9
 """Relative difference below which two values are equal: rounding errors are smaller."""
-_MANY_MICROBATCHES: Final = 1e12  # the share of costs that occur once per step vanishes
+_MANY_MICROBATCHES: Final = 1e12  # makes costs once per step negligible
 _ROWS_IN_CACHE: Final = 2**14
-"""Rows per pricing call whose few dozen columns fit in the processor's cache; more rows take twice as long each."""
+"""Rows per pricing call; with more rows the columns exceed the processor's cache, and each row takes twice as long."""
 _DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 
 
@@ -59,7 +59,7 @@ def select(rows: Columns, indices: NDArray[np.intp] | NDArray[np.bool_]) -> Colu
 
 
 def join(parts: Sequence[Columns]) -> Columns:
-    """Return the concatenated rows of several tables; without a table, empty columns of a complete strategy."""
+    """Return the concatenated rows of several tables; without tables, zero rows with all columns."""
     if not parts:
         return dict.fromkeys((*Candidates.__slots__, *PRICES), np.empty(0))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -77,7 +77,7 @@ def tuples(rows: Columns, names: Sequence[str] = _DEGREES) -> list[tuple[int, ..
 
 
 def ranked(rows: Columns) -> NDArray[np.intp]:
-    """Return row indices, fastest first; ties prefer smaller tp, cp, pp, ep, then less memory, then plainer choices."""
+    """Return row indices, fastest first; ties prefer smaller tp, cp, pp, ep, then less memory, then simpler choices."""
     value = rows["per_token_s"]
     rounded = np.round(value / value.min() / TIE) if len(value) else value
     plain = [rows[name] for name in sorted(rows) if name not in PRICES]
@@ -97,10 +97,12 @@ def strategy_at(
 
 @dataclass(frozen=True, slots=True)
 class RelaxedMachine(Machine):
-    """Lower bound of a machine: one tier, at least as fast as the real tiers for every placement of a group.
+    """Machine with a single tier of links, for lower bounds of communication.
 
-    A ring sends at the lowest rate of the tiers it crosses, so the fastest tier bounds it. An all-to-all uses the links
-    of several tiers at once, and may send a token once for several copies of it to another domain.
+    The tier is at least as fast as the real tiers for every placement of a process group.
+
+    A ring sends at the lowest rate of the tiers that it crosses, so the fastest tier bounds it. An all-to-all uses the
+    links of several tiers at once, and may send a token once for several copies of it to another domain.
     """
 
     exchange_gain: float = 1.0  # total bandwidth of all sets of links over the fastest set
@@ -110,7 +112,7 @@ class RelaxedMachine(Machine):
 
     @classmethod
     def relax(cls, machine: Machine) -> RelaxedMachine:
-        """Return the relaxation of a machine: all ranks on its fastest links, with its least latency."""
+        """Return the relaxed machine: all ranks are on the fastest links of `machine`, with its least latency."""
         sets: list[float] = []
         for tier in machine.tiers:
             bandwidth = tier.bytes_s.value * machine.link_share(tier)
@@ -162,7 +164,7 @@ class RelaxedMachine(Machine):
 
 
 def link_domains(machine: Machine) -> tuple[int, ...]:
-    """Return the sizes of the domains with links of their own; tiers of one fabric count as one domain."""
+    """Return the devices per domain of every tier with links of its own, inner to outer."""
     return tuple(
         tier.size
         for tier, outer in itertools.pairwise(machine.tiers)
@@ -171,11 +173,11 @@ def link_domains(machine: Machine) -> tuple[int, ...]:
 
 
 class Pricer:
-    """Pricer of rows in seconds and bytes, with a count of the priced rows.
+    """Predictor of seconds and bytes of strategies, one per row; counts the rows.
 
     Attributes:
-        choices: Priced choices that free memory, the plainest first, the one with the least memory last.
-        selectable: Mask of the choices that a plan may have; the others are end points of interpolations only.
+        choices: Priced choices that free memory, the simplest first, the one with the least memory last.
+        selectable: Mask over `choices`: those that a plan may have; the others only serve interpolation.
         fastest_choice: Choice without recomputation and offload.
         capacity: Bytes of a device, plus the rounding tolerance.
         rows: Number of priced rows.
@@ -203,7 +205,7 @@ class Pricer:
         self.leanest = [z for z in space.zeros if z in (3, 1)] or space.zeros
 
     def case(self, columns: Columns, **fixed: float) -> PricingCase:
-        """Return the pricing case of some rows, with columns that are the same for all rows in `fixed`."""
+        """Return the pricing case of some rows; `fixed` are columns with one value for all rows."""
         named: dict[str, Any] = columns | fixed
         named = {n: c for n, c in named.items() if n not in ("dp", "block")}
         if "halves" not in named:
@@ -235,17 +237,17 @@ class Pricer:
         return step_seconds(self.case(columns, **fixed, dp_shard=1.0, zero=0.0), "pace", blocks)
 
     def price_blocks(self, columns: Columns) -> Columns:
-        """Price a slice of blocks; return it with column `block`, the index of each row's prices.
+        """Price the layers of some rows; return the rows with a column `block`, the index of each row's cached prices.
 
-        The prices are those that do not depend on pipeline and states. One slice is cached at a time: the search
-        completes the deepest levels first, and complete strategies, whose groups have a placement, use no cached price.
+        These prices do not depend on pipeline and sharded states. Only the last call is cached, because the search
+        completes the deepest levels first. Complete strategies, whose groups have a placement, use no cached price.
         """
         self._blocks = BlockPrices.of(with_choices(self.case(columns), self._pairs))
         self._priced = len(self._pairs), count(columns)
         return columns | {"block": np.arange(count(columns), dtype=np.float64)}
 
     def microbatch_s(self, columns: Columns) -> Array:
-        """Return a lower bound of seconds per token: one microbatch, all layers, equal stages, no sharding."""
+        """Return a lower bound of seconds per token: one microbatch through equal stages, without sharded states."""
         once = dict.fromkeys(("pp", "dp_shard", "dp_replicate", "vpp"), 1.0)
         fixed = {
             **once,
@@ -287,5 +289,5 @@ class Pricer:
         return min_layers, peak
 
     def _zero_choices(self, columns: Columns) -> list[dict[str, float]]:
-        """Return the columns to substitute for an open `zero`; one empty substitution if it is not open."""
+        """Return the values of column `zero` to try if the rows lack it; one empty dict if they have it."""
         return [{}] if "zero" in columns else [{"zero": float(zero)} for zero in self.leanest]

@@ -1,4 +1,4 @@
-"""plan_generation(): the layout with the fastest continuation of prompts, among all that `generate --parallel` runs.
+"""plan_generation(): the fastest layout for generation from prompts, among all that `generate --parallel` runs.
 
 The space is small: every layout that fits is priced, in one vectorized call, and ranked. The search is exact within the
 cost model.
@@ -46,7 +46,7 @@ class GenerationLayout:
     """Predictions for one layout; bytes are those of the fullest device."""
 
     parallel: str  # value of `generate --parallel`; "" for one device
-    slots: int  # sequences of a data share at a time, value of `generate --slots`
+    slots: int  # sequences of a data-parallel rank at a time, value of `generate --slots`
     batch: int  # sequences at a time on all devices
     prefill_s: float  # until every sequence in the slots has its first token
     token_s: float  # decode step: one token of every sequence, at the mean length
@@ -89,14 +89,14 @@ def plan_generation(
     top: int = 5,
     memory_headroom: float | None = None,
 ) -> GenerationPlan:
-    """Return the layout with the fastest continuation of prompts on a machine, among all that fit.
+    """Return the fastest layout for generation from prompts on a machine, among all that fit in memory.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
         workload: Prompts and lengths.
         num_devices: Devices to use; None: those of `strategy`, else all of the topology.
-        strategy: Price exactly this layout, words as of `generate --parallel` or a `Strategy`.
+        strategy: Layout to price instead of a search: a `Strategy`, or text as for `generate --parallel`.
         objective: `throughput`: the most new tokens per second, where prompts may wait for a slot; `latency`: the least
             seconds until the last token, with all prompts in slots at once.
         top: Number of runners-up to return.
@@ -138,7 +138,7 @@ def plan_generation(
 
 
 def _rank_key(s: Strategy, layout: GenerationLayout, all_at_once: bool) -> tuple[float, ...]:
-    """Return the sort key of a layout, best first; ties prefer the simpler layout."""
+    """Return the sort key of a layout, best first: by latency if `all_at_once`, else by tokens per second."""
     value = layout.total_s if all_at_once else -layout.tokens_s
     return value, s.tp_x, s.pp, s.ep, s.dp_shard
 
@@ -162,14 +162,14 @@ def _price_fitting(
     all_at_once: bool,
     keep_all: bool,
 ) -> list[tuple[Strategy, GenerationLayout]]:
-    """Return the predictions of the layouts that fit in memory, or of all.
+    """Return (strategy, predictions) of every layout that fits in memory; with `keep_all`, of every layout.
 
     Args:
         r: Model and machine.
         work: Prompts and lengths.
         layouts: Legal layouts.
         all_at_once: Whether all prompts have a slot at once.
-        keep_all: Whether to price layouts that do not fit, too.
+        keep_all: Whether to include layouts that do not fit.
 
     Raises:
         DoesNotFit: HP401 when no layout fits.
@@ -200,7 +200,10 @@ def _priced(
     per_sequence: NDArray[np.float64],
     largest: NDArray[np.float64],
 ) -> list[tuple[Strategy, GenerationLayout]]:
-    """Return the predictions of layouts with `slots` sequences per data share; other columns as of `pass_memory`."""
+    """Return (strategy, predictions) of layouts with `slots` sequences at a time per data-parallel rank.
+
+    `fixed`, `per_sequence` and `largest` are the results of `pass_memory`.
+    """
     case = pricing_case(r, layouts, slots.astype(np.float64))
     terms = pass_seconds(case, [*layer_kinds_of(r)], work)
     priced = []
@@ -237,7 +240,7 @@ def _priced(
 def _request(
     model: str | Path | ModelSpec, topology: str | Supernode, work: GenerateWorkload, num_devices: int | None
 ) -> PlanRequest:  # fmt: skip
-    """Return model and machine, with a workload for the number formats; refuse models that cannot generate."""
+    """Return the planning request of a generation run; raise an error for models that cannot generate."""
     formats = Workload(work.prompt_len, microbatch=1)
     request = resolve(model, topology, formats, num_devices)
     spec = request.model
@@ -278,7 +281,7 @@ def _request(
 
 
 def _check_axes(strategy: Strategy) -> None:
-    """Refuse choices that generation does not run or has no price for."""
+    """Raise UnsupportedSharding (HP205) for choices that generation cannot run or that cannot be priced."""
     plain = Strategy(**{name: getattr(strategy, name) for name in (*LAYOUT_AXES, "stage_layers")})
     names = [f.name for f in fields(Strategy)]
     unpriced = [n for n in names if getattr(strategy, n) != getattr(plain, n)]
@@ -307,7 +310,7 @@ def _words(strategy: Strategy) -> str:
 def _layouts(
     r: PlanRequest, work: GenerateWorkload, ruled_out: Counter[str], chosen: Strategy | None = None
 ) -> Iterator[StagedLayout]:
-    """Yield the chosen layout, or all legal ones; count the others by reason."""
+    """Yield the layout of `chosen`, or of every legal strategy; count illegal ones by reason in `ruled_out`."""
     unsplit = dict(r.model.unsplit)
     cache: dict[tuple[int, ...], dict[str, int] | str] = {}
     for s in layout_candidates(r) if chosen is None else [chosen]:
@@ -328,7 +331,7 @@ def _layouts(
 def _no_legal_layout_error(
     r: PlanRequest, work: GenerateWorkload, ruled_out: Counter[str]
 ) -> NoLegalStrategy:
-    """Return the error without a legal layout, with the nearest number of devices that has one."""
+    """Return the error for a request without a legal layout, with the nearest number of devices that has one."""
     fewer = (replace(r, num_devices=n) for n in range(r.num_devices - 1, 0, -1))
     near = next(q.num_devices for q in fewer if any(_layouts(q, work, Counter())))
     reasons = ", ".join(f"{reason} ({n})" for reason, n in ruled_out.items())
@@ -342,7 +345,7 @@ def _no_legal_layout_error(
 def _memory_error(
     r: PlanRequest, work: GenerateWorkload, layouts: Sequence[StagedLayout], all_at_once: bool
 ) -> DoesNotFit:
-    """Return the error without a layout that fits, with fewer prompts or a doubled number of devices that fit."""
+    """Return the error for layouts that all exceed memory; its hint is fewer prompts or twice the devices."""
 
     def max_prompts(r: PlanRequest, layouts: Sequence[StagedLayout]) -> int:
         return max(

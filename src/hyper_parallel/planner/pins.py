@@ -1,4 +1,4 @@
-"""Choices of a search: the table of keys that can be pinned, and pins as columns.
+"""Pins of a search: the table of choices that can be pinned, and checks of pins.
 
 The table is derived from the recipe's sections. A key of `parallel:` or `training:` that is a column of
 `cost.Candidates` can be pinned to the values that its section allows. Choices that only a search has are listed here.
@@ -20,12 +20,12 @@ from hyper_parallel.ir import Overlap
 
 @dataclass(frozen=True, slots=True)
 class Pinnable:
-    """Key that can be pinned.
+    """Strategy choice that can be pinned to a value.
 
     Attributes:
-        name: Name in limits: the column of `cost.Candidates` if there is one.
+        name: Key in `PlanRequest.pins`: the column of `cost.Candidates` if there is one.
         recipe_key: Dotted key of a recipe; "" for choices that only a search has.
-        values: Allowed values, pinned as their index; (): any positive number.
+        values: Allowed values; a pin is the index of one. (): a pin is any positive number.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Pinnable:
     values: tuple[object, ...] = ()
 
     def shown(self, pinned: int) -> object:
-        """Return the value of a pin."""
+        """Return the value that the number `pinned` stands for."""
         return self.values[pinned] if self.values else pinned
 
 
@@ -44,7 +44,7 @@ _COLUMNS: Final = {
     "gathered_inputs": "regather",
     "cp_kind": "cp_gather",
 }
-"""Columns with another name than their key."""
+"""Recipe key to column of `cost.Candidates`, where the names differ."""
 _SEARCH_VALUES: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
 """Choices with more values in a search than in a recipe."""
 OVERLAPS: Final = (
@@ -53,9 +53,9 @@ OVERLAPS: Final = (
     *(Overlap(ep_chunks=chunks) for chunks in (2, 4, 8)),
     *(Overlap(tp_chunks=chunks) for chunks in (2, 4)),
 )
-"""Overlap that a search tries, the plainest first."""
+"""Kinds of overlap that a search tries, the simplest first."""
 AUTO_OVERLAP: Final = len(OVERLAPS)
-"""Pin of `overlap` to the choice of the search."""
+"""Pin of `overlap` that lets the search choose among `OVERLAPS`."""
 _SEARCH_ONLY: Final = (
     Pinnable("tp", ""),
     Pinnable("etp", ""),
@@ -66,14 +66,14 @@ _COLUMN_NAMED: Final = ("virtual_stages", "accumulation_steps")
 
 
 def _literals(annotation: Any) -> tuple[object, ...]:
-    """Return the values of a literal type, or of the literals in a union; empty for other types."""
+    """Return the values of a `Literal` annotation, or of the literals in a union; () for other types."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return tuple(value for part in get_args(annotation) for value in _literals(part))
 
 
 def _table() -> Mapping[str, Pinnable]:
-    """Return the table of pins, by name."""
+    """Return a dict from every accepted name to its `Pinnable`; one choice may have two names."""
     table = {key.name: key for key in _SEARCH_ONLY}
     for section, fields in (
         ("parallel", Parallel.model_fields),
@@ -90,16 +90,16 @@ def _table() -> Mapping[str, Pinnable]:
 
 
 PINNABLE: Final = _table()
-"""Keys that can be pinned, by each of their names."""
+"""Choices that can be pinned, by each of their names."""
 
 EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offload")
-"""Choices that can be excluded like an axis: they are pinned to their first value."""
+"""Choices that can be excluded; an excluded choice is pinned to its first value."""
 
 
 def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
-    """Return pins by the name of `Pinnable`: numbers unchanged, choices as their index.
+    """Return a dict from `Pinnable.name` to the pinned number, or to the index of the pinned value.
 
-    As in a recipe `tp` is `tp_x`: pinned alone, it excludes a second axis.
+    A pin of `tp` without `tp_y` pins `tp_y` to 1; with `tp_y`, it is a pin of `tp_x`.
 
     Raises:
         UnknownKey: HP101 for a name that is neither an axis nor a choice.
@@ -174,5 +174,5 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
 
 
 def shown_pin(name: str, pinned: int) -> str:
-    """Return a pin as text: `schedule=zbv`."""
+    """Return a pin as text, such as `schedule=zbv`."""
     return f"{name}={PINNABLE[name].shown(pinned) if name in PINNABLE else pinned}"

@@ -1,4 +1,4 @@
-"""Construction of plans: of a given strategy, of the best of a search with its runners-up, and of a loaded plan."""
+"""Construction of plans from a given strategy, from the best strategies of a search, and from a loaded plan."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
 MAX_OVERSIZED: Final = 2
-"""Strategies exceeding memory in a list of runners-up: more would push runnable ones off the screen."""
+"""Maximum number of runners-up that exceed memory, so that executable ones stay on the screen."""
 MAX_PRICED: Final = 24
-"""Strategies that are priced in full for a list of runners-up or a note: a few milliseconds each."""
+"""Maximum number of strategies priced in full for runners-up or a note; each takes a few milliseconds."""
 
 
 def rejected_runner_up(best: PricedStrategy, loser: PricedStrategy) -> Rejected:
-    """Return a strategy that fits, with the reason why it lost."""
+    """Return the plan entry of a slower strategy that fits, with the reason why it lost."""
     share = loser.per_token_s / best.per_token_s
     reason = slower_reason(best.cost, best.step_s, loser.cost, best.step_s * share)
     return Rejected(loser.strategy, reason, loser.step_s, loser.memory_bytes)
@@ -57,10 +57,10 @@ def rejected_runner_up(best: PricedStrategy, loser: PricedStrategy) -> Rejected:
 def faster_oversized_strategies(
     request: PlanRequest, result: BranchAndBound, best: PricedStrategy
 ) -> tuple[Rejected, ...]:
-    """Return the fastest strategies that would win if they fitted, one per mesh, each with its full price.
+    """Return plan entries of strategies that exceed memory but would otherwise win, one per combination of degrees.
 
-    The search has only lower bounds of them, so each is priced. Meshes that fit with other choices are omitted: those
-    choices are slower than the winner.
+    The search has only lower bounds of their time, so each is priced in full. Degrees that fit with other choices are
+    omitted, because those choices are slower than the winner.
     """
     misses, faster = result.closest_misses(), []
     fitting = {*tuples(result.rows), *tuples(result.slower)}
@@ -85,7 +85,7 @@ def faster_oversized_strategies(
 def barred_note(
     request: PlanRequest, result: BranchAndBound, best: PricedStrategy
 ) -> tuple[str, ...]:
-    """Return the note about the fastest strategy that fits and has refused layouts; empty if it is not faster."""
+    """Return the note about a faster strategy that fits but that this version cannot run; () if there is none."""
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
         priced = price(
@@ -99,7 +99,10 @@ def barred_note(
 
 
 def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) -> Iterator[int]:
-    """Yield the row of every mesh with the least closed form below a price, the least first."""
+    """Yield the index of the fastest row per combination of degrees, the fastest first.
+
+    Rows whose closed form is not below `per_token_s`, and degrees in `excluded`, are omitted.
+    """
     seen, meshes = set(excluded), tuples(rows)
     for position in np.argsort(rows["per_token_s"], kind="stable").tolist():
         if rows["per_token_s"][position] >= per_token_s or len(seen) - len(excluded) == MAX_PRICED:
@@ -112,7 +115,7 @@ def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) 
 def _without_limit(
     request: PlanRequest, result: BranchAndBound, rows: Columns, position: int
 ) -> PricedStrategy:
-    """Return the fastest strategy with the row's columns and unlimited memory."""
+    """Return the priced strategy of one row with its fastest choices, as if memory were unlimited."""
     pricer, row = result.pricer, select(rows, np.array([position]))
     allowed = (
         c for c, selectable in zip(pricer.choices, pricer.selectable, strict=True) if selectable
@@ -127,7 +130,7 @@ def _without_limit(
 
 
 def _oversize_reason(request: PlanRequest, priced: PricedStrategy, least_bytes: int) -> str | None:
-    """Return why a strategy does not fit; None if its degrees fit with another searched choice."""
+    """Return why a strategy does not fit in memory; None if its degrees fit with other choices."""
     degrees, micro = priced.strategy.degrees(), priced.workload.microbatch or 1
     pins = {**request.pins, **degrees}
     if fits(replace(request, pins=pins)):
@@ -174,7 +177,7 @@ def evaluate(
 
 
 def _exceeds(priced: PricedStrategy, capacity_bytes: int) -> str:
-    """Return the note about a peak that is larger than the device's memory."""
+    """Return the note that the peak of a strategy exceeds the device's memory."""
     return (
         f"the predicted peak of {format_bytes(priced.memory_bytes)} exceeds the device's "
         f"{format_bytes(capacity_bytes)}"
@@ -192,7 +195,8 @@ def require_fit(request: PlanRequest, outcome: Outcome) -> None:
     """Raise an error if a search has no result.
 
     Raises:
-        NoLegalStrategy: HP302. DoesNotFit: HP401.
+        NoLegalStrategy: HP302 without a legal strategy.
+        DoesNotFit: HP401 if every legal strategy exceeds memory.
     """
     if outcome.fits:
         return
@@ -254,9 +258,9 @@ def _pareto(
 def _layouts(
     request: PlanRequest, strategy: Strategy, where: str | None
 ) -> tuple[dict[str, Layout], tuple[str, ...]]:
-    """Return layouts and their notes; for a strategy that this version only prices, a note without layouts.
+    """Return (dict from parameter name to layout, notes); without layouts if this version can only price the strategy.
 
-    If the plan must run (`where` is given, or the machine is this one), the strategy is refused instead.
+    A plan must run if `where` is given or the machine is this one; then an unsupported strategy raises its error.
     """
     must_run = where is not None or request.supernode.name == LOCAL
     note = not_executable_note(strategy)

@@ -1,4 +1,4 @@
-"""Full price of one strategy: every term, stages, and the simulated schedule."""
+"""Full price of one strategy: all terms of time and memory, pipeline stages, and the simulated schedule."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ MIN_SCHEDULE_SHARE: Final = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class PricedStrategy:
-    """Strategy with its price.
+    """Strategy with its predicted time and memory.
 
     Attributes:
         strategy: Degrees and choices.
         workload: Resolved batch numbers.
         cost: Terms of the step time.
         memory: Terms of the peak memory.
-        stages: Virtual stages.
+        stages: Pipeline stages, virtual ones included.
     """
 
     strategy: Strategy
@@ -74,10 +74,10 @@ class PricedStrategy:
 
 
 def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStrategy:
-    """Return a priced pipeline with the peak memory of its actual stages.
+    """Return a priced strategy with the peak memory of its actual pipeline stages.
 
-    The search has no stages and splits layers by FLOPs for memory. Actual stages are split by seconds, or explicit.
-    With bytes in host memory the price is unchanged.
+    The search predicts memory for layers split by FLOPs. Actual stages are split by seconds, or explicitly. A strategy
+    without a pipeline, or with bytes in host memory, is returned unchanged.
     """
     w, model = priced.workload, request.model
     s = replace(priced.strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
@@ -100,7 +100,7 @@ def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStr
 
 
 def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> PricedStrategy:
-    """Return terms, stages and simulated schedule of one legal strategy with resolved batch numbers.
+    """Return the predicted time and memory of one legal strategy; batch numbers in `workload` must be resolved.
 
     With partial recomputation, time and memory are interpolated between no and full recomputation. If the simulated
     schedule is slower than the closed form (uneven layers, full links), the difference is a term of its own. If it is
@@ -140,12 +140,12 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
 
 
 def _scalar(column: ArrayLike) -> float:
-    """Return the value of the only candidate."""
+    """Return the value of a column of one candidate."""
     return float(np.ravel(column)[0])
 
 
 def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ...]:
-    """Return the terms interpolated between two scores; `share` is the weight of `full`."""
+    """Return the time terms interpolated between two scores; `share` is the weight of `full`."""
     mixed = []
     for plain_term, full_term in zip(plain.time, full.time, strict=True):
         term = full_term.term_of(0)
@@ -163,7 +163,7 @@ def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
     """Return the seconds of the simulated schedule, from the first forward to the last backward.
 
     A step of very many microbatches is simulated for one and two rounds of one microbatch per rank and extrapolated
-    linearly: in a full pipeline every round takes the same time.
+    linearly: in a full pipeline every round takes the same time. `pace` is as for `makespan_s`.
     """
     s, m = priced.strategy, priced.workload.accumulation_steps or 1
     name, costs = schedule_name(s), [stage.cost for stage in priced.stages]
@@ -185,8 +185,8 @@ def _layer_seconds(
 ) -> tuple[list[tuple[float, ...]], float, float]:
     """Return seconds of one microbatch: per decoder layer, of the head, and of exposed traffic outside the layers.
 
-    A layer has its forward, the two halves of its backward, and the exposed communication per direction. A `share` of
-    the layers is recomputed as in `setting`, the others as in `plain`.
+    The tuple of a layer has its forward, input gradient, weight gradient, and exposed communication per direction. A
+    `share` of the layers is priced as in `recomputed_case`, the others as in `plain`.
     """
     by_layer: dict[int, tuple[float, ...]] = {}
     head = outside = 0.0
@@ -216,7 +216,10 @@ def _stages(
     send_s: float,
     activation_bytes: float,
 ) -> tuple[Stage, ...]:
-    """Return stages that minimize the time of the slowest one, from `_layer_seconds` and the kept activation bytes."""
+    """Return pipeline stages with their costs; the split minimizes the time of the slowest stage.
+
+    `seconds` is the result of `_layer_seconds`, `activation_bytes` the kept bytes of a rank and microbatch.
+    """
     terms = {t.name: t.seconds for t in cost}
     share, count = 1.0 / strategy.virtual_stages, strategy.pp * strategy.virtual_stages
     added = sum(terms.get(n, 0.0) for n in ("gradient accumulation", "host work of axes"))
@@ -276,9 +279,8 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
         Number of elements of every part. Among optimal partitions, the one that fills from the end, because the first
         stages hold the most activations.
 
-    Cost: only sums of contiguous runs are candidates for the greatest sum. A binary search over them tests each
-    greedily:
-        O(n^2 log n) to sort, O(n log n) to search. Exact for contiguous parts.
+    Cost: O(n^2 log n). Only sums of contiguous runs are candidates for the greatest sum. They are sorted, and a binary
+    search tests them greedily. The result is exact.
     """
     n = len(costs)
     prefix = np.array([0.0, *accumulate(costs)])

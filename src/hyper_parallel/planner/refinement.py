@@ -1,4 +1,4 @@
-"""Best strategies of a space with full prices: real layers on stages, and simulated schedules.
+"""Best strategies of a space by full price: actual layers on stages, and simulated schedules.
 
 The full price is the closed form plus the extra time of the simulated schedule. So the closed form, and every lower
 bound of it, is a lower bound of the full price. The search keeps every strategy with a closed form of at most the best
@@ -23,14 +23,14 @@ from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Columns, Space
 
 MIN_RANKED_STRATEGIES: Final = 4
-"""Least number of ranked strategies with distinct degrees, the best included."""
+"""Minimum number of ranked strategies with distinct degrees, including the best one."""
 MAX_SIMULATIONS: Final = 4000
-"""Simulations after which the search stops; the certificate then states the gap."""
+"""Maximum number of simulations of a search; if it is reached, the certificate states the gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Finished search."""
+    """Result of a search: the best strategies, and the lower bound that proves them."""
 
     search: BranchAndBound  # state of branch and bound
     # Strategies of distinct degrees with full prices, best first
@@ -79,7 +79,7 @@ class _FullPrices:
         self.prices: dict[tuple[Strategy, int], PricedStrategy] = {}
 
     def price_of(self, rows: Columns, position: int) -> PricedStrategy:
-        """Return the full price of one row."""
+        """Return the strategy of one row with its full price: time and memory with simulated schedule."""
         r = self.request
         strategy, workload = strategy_at(rows, position, r.base, r.workload)
         key = (strategy, workload.microbatch or 1)
@@ -94,11 +94,11 @@ class _FullPrices:
         return self.price_of(rows, position).per_token_s
 
     def price_until_proved(self, rows: Columns) -> tuple[NDArray[np.float64], float]:
-        """Compute full prices until the best row is proved.
+        """Compute full prices in order of the closed form, until no other row can beat the best full price.
 
         Returns:
-            Seconds per token of every row, the closed form for rows without a full price. Then the least closed form of
-            rows that may still be better.
+            Seconds per token of every row: the full price if computed, else the closed form. Also the least closed form
+            of rows that may still be better; infinity if the best row is proved.
         """
         values, unpiped = rows["per_token_s"].copy(), rows["pp"] == 1
         least = float(values[unpiped].min(initial=math.inf))
@@ -113,7 +113,7 @@ class _FullPrices:
         return values, math.inf
 
     def ranked(self, rows: Columns, values: NDArray[np.float64], keep: int) -> list[PricedStrategy]:
-        """Return the best strategies of distinct degrees with full prices, best first."""
+        """Return up to `keep` strategies of distinct degrees with full prices, best first by `values`."""
         order, degrees = ranked(rows), tuples(rows)
         chosen: dict[tuple[int, ...], PricedStrategy] = {}
         for position in order[np.argsort(np.round(values[order], 18), kind="stable")].tolist():

@@ -30,7 +30,7 @@ from hyper_parallel.units import format_bytes
 MAX_DOUBLINGS: Final = 7
 """Doublings of the number of devices that are tried for a hint."""
 MAX_REFUSALS: Final = 12
-"""Refusals that are followed to a legal strategy."""
+"""Maximum number of successive suggested changes that are tried to make a strategy legal."""
 
 
 def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
@@ -91,7 +91,10 @@ def follow_changes(
     workload: Workload,
     check: Callable[[Strategy, Workload], None],
 ) -> dict[str, object]:
-    """Return recipe keys and values that make a refused strategy legal by `check`; empty if there are none."""
+    """Return recipe changes, as a dict from key to value, that make a refused strategy pass `check`.
+
+    The changes of `error`, and of each following error, are applied in turn. Empty if they lead to no legal strategy.
+    """
     changes: dict[str, object] = {}
     for _ in range(MAX_REFUSALS):
         if not error.changes:
@@ -159,7 +162,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
 
 
 def _impossible_pins(request: PlanRequest) -> Iterator[str]:
-    """Yield pins that are illegal with all other choices."""
+    """Yield pins, as text, that are illegal whatever the other choices are."""
     experts = request.experts
     for name, value in request.pins.items():
         if name not in (*DEGREES, "tp"):

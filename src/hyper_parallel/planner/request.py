@@ -21,14 +21,16 @@ TOKENS_PER_DEVICE = 8192
 TOKENS_PER_CPU_RANK = 1024
 MAX_TOKENS_PER_STEP = 2**24
 HEADROOM = 0.05
-"""Share of an accelerator's memory that stays free. The formulas are off by some percent of published peaks. An
-allocator at its limit flushes its cache and retries, which costs more than the last percent of memory gains.
+"""Default share of an accelerator's memory that a search leaves free.
+
+The formulas are off by some percent of published peaks. An allocator at its limit flushes its cache and retries, which
+costs more than the last percent of memory gains.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Resources of a memory plan other than the device."""
+    """Host memory and bandwidth that offload may use."""
 
     num_bytes: float | None = None  # host memory per device; None: that of the topology
     bytes_s: float | None = None  # bandwidth of copies per direction; None: that of the topology
@@ -42,7 +44,7 @@ class PlanRequest:
     model: ModelSpec
     supernode: Supernode
     workload: Workload  # number formats and the explicit batch numbers
-    num_devices: int  # the degrees multiply to it
+    num_devices: int  # the product of the degrees
     notes: tuple[str, ...] = ()  # assumptions, as sentences
     from_recipe: bool = False  # hints are overrides of a recipe, not options of the plan command
     offload: HostMemory | None = None  # limits of offload to host memory; None: no offload
@@ -73,7 +75,7 @@ class PlanRequest:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[tuple[int, ...], ModelNumbers], ...]:
-        """Layers of every kind, each with the numbers of a model whose layers are all of that kind."""
+        """For every kind of layer, (indices of its layers, numbers of a model with only such layers)."""
         other_blocks = tuple(b for b in self.model.blocks if not b.layers)
         return tuple(
             (tuple(b.layers), ModelNumbers.of(replace(self.model, blocks=(*other_blocks, b))))
@@ -87,7 +89,7 @@ class PlanRequest:
         return max((b.mlp.num_experts for b in self.model.blocks if b.mlp), default=0)
 
     def hint(self, option: str, key: str, value: object) -> str:
-        """Return a change that can be pasted: an option of `plan`, or an override of the recipe."""
+        """Return a change to paste: `option` with the value for the plan command, or `key=value` for a recipe."""
         return f"{key}={value}" if self.from_recipe else f"{option}{value}"
 
     @cached_property
@@ -112,7 +114,7 @@ class PlanRequest:
         return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
 
     def with_headroom(self, share: float | None = None) -> PlanRequest:
-        """Return the request with a free share of the memory; None: the device's default share."""
+        """Return the request with a share of device memory left free; None: `HEADROOM`, but 0 on a CPU."""
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
         if not share or self.capacity_bytes is not None:
@@ -130,7 +132,7 @@ class PlanRequest:
         return replace(self, supernode=detect_local(ranks))
 
     def model_ref(self) -> ModelRef:
-        """Return the plan's reference to the model."""
+        """Return the identity of the model for a plan."""
         return ModelRef(
             name=self.model.name,
             family=self.model.family,
@@ -178,10 +180,12 @@ def resolve(
     workload: Workload | None,
     num_devices: int | None,
 ) -> PlanRequest:
-    """Read the model and the machine and fill in the workload.
+    """Return the planning request: read the model and the machine, and complete the workload.
 
     Raises:
-        UnknownModel: HP304. ModelUnreadable: HP305. UnknownTopology: HP303.
+        UnknownModel: HP304 for an unknown model name.
+        ModelUnreadable: HP305 for an unreadable model configuration.
+        UnknownTopology: HP303 for an unknown topology.
     """
     spec = model if isinstance(model, ModelSpec) else load_model(model)
     if isinstance(topology, Supernode):
@@ -245,7 +249,7 @@ def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
 
 
 def unimplemented(strategy: Strategy) -> list[str]:
-    """Return choices of a strategy that this version can price and cannot run, except those that layouts refuse."""
+    """Return names of choices that this version can price but not run; choices that layouts refuse are omitted."""
     s = strategy
     choices = []
     if s.order != AXES:

@@ -47,7 +47,10 @@ def launch_settings(plan: Plan, stack: str) -> str:
 
 
 def recipe_values(plan: Plan) -> dict[str, Any]:
-    """Return layout, batch and formats of a plan as recipe sections, with the standard library's source as data."""
+    """Return layout, batch and number formats of a plan as the sections of a recipe.
+
+    A plan has no data set, so `data.source` is `python-stdlib`.
+    """
     s, w = plan.strategy, plan.workload
     parallel: dict[str, object] = {
         name: degree for name, degree in s.degrees().items() if degree > 1
@@ -98,7 +101,7 @@ def _recipe(plan: Plan) -> str:
 
 
 def _host_bytes(plan: Plan) -> dict[str, int]:
-    """Return bytes in host memory at the peak, by content."""
+    """Return a dict from memory term to its bytes in host memory at the peak."""
     return {t.name: t.bytes for t in plan.memory if t.tier == "dram"}
 
 
@@ -201,7 +204,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
     Args:
         plan: The saved plan.
         recipe: The recipe without the overrides.
-        where: Origin of a key of the recipe.
+        where: Function from a recipe key to the origin of its value.
         file: Path of the plan, for errors.
 
     Raises:
@@ -239,7 +242,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
 
 
 def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
-    """Refuse a run whose plan differs from the saved plan.
+    """Raise an error if the plan of a run differs from the saved plan.
 
     Args:
         saved: The saved plan.

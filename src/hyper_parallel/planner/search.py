@@ -10,7 +10,7 @@ The bounds hold because they price a partial strategy with the best value of eve
     pipeline   adds pp, the schedule and its bubble; no data-parallel cost and no recomputation; memory with all
                allowed sharding, offload and recomputation
     states     adds data parallelism and recomputation; every group on the best links of the machine
-    order      complete except for overlap inside of layers: no overlap is priced as it is, the others by their bound
+    order      complete except for overlap inside of layers: exact price without overlap, a bound with overlap
     overlap    complete strategy: the price itself
 
 The bound of overlap hides communication behind all computation of a layer, except for the first and last chunk.
@@ -57,7 +57,7 @@ from hyper_parallel.planner.strategy_space import (
 
 
 class PeakBytes:
-    """Cache of peak bytes and recomputed layers, by kind of row; a kind is an integer.
+    """Cache of peak bytes and recomputed layers; rows with equal memory share an integer, their kind.
 
     Memory depends on few columns, neither on shapes nor on the order of the axes. So there are far fewer kinds than
     rows, and complete strategies reuse the kinds of their partial strategies.
@@ -70,7 +70,7 @@ class PeakBytes:
         self._min_layers: dict[Choice, Array] = {}
 
     def kinds(self, columns: Columns) -> NDArray[np.intp]:
-        """Return the kind of every row; price new kinds."""
+        """Return, per row, the integer that rows with equal memory share; compute the peak bytes of new ones."""
         key, numbers = memory_key(columns, self.pricer.request.workload.seq_len), self._numbers
         first, index = distinct(key)
         table = np.column_stack(key)[first]
@@ -87,7 +87,7 @@ class PeakBytes:
         return kinds[index]
 
     def bytes(self, kinds: NDArray[np.intp]) -> Array:
-        """Return a lower bound of the peak bytes of some kinds under every choice of the pricer, [choices, rows]."""
+        """Return a lower bound of the peak bytes, [choices, rows]; `kinds` is a result of the method `kinds`."""
         return self._bytes[:, kinds]
 
     def min_recompute_layers(
@@ -134,7 +134,7 @@ class _ChoiceSeconds:
 
 
 class Completer:
-    """Completion of rows with the choice that frees memory; prunes rows that do not fit or cannot be among the best.
+    """Solver that chooses for every row how to free memory, and prunes rows that cannot fit or win.
 
     Attributes:
         pricer: Pricer of the rows.
@@ -163,7 +163,7 @@ class Completer:
         return select(columns, self.faster(per_token_s))
 
     def fit(self, columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Return the kind of every row in `PeakBytes`, and whether it fits under any choice."""
+        """Return the result of `PeakBytes.kinds`, and per row whether it fits in memory under any choice."""
         kinds = self.peaks.kinds(columns)
         peaks = self.peaks.bytes(kinds)[self.pricer.selectable]
         fits: NDArray[np.bool_] = (peaks <= self.pricer.capacity).any(axis=0)
@@ -173,8 +173,8 @@ class Completer:
     def complete(self, columns: Columns) -> Columns:
         """Return the rows that can be among the best, with their prices and the choice that frees memory.
 
-        A partial strategy becomes one row, with its fastest choice. A strategy with an order of its axes becomes a row
-        per choice, because simulation decides among them. A choice as slow as an earlier one is omitted.
+        A partial strategy becomes one row, with its fastest choice. A complete strategy becomes a row per choice,
+        because simulation decides among them. A choice as slow as an earlier one is omitted.
 
         Recomputation covers the smallest number of layers per rank that fits. Layers are equal, so time and the bytes
         of every phase are linear in that number. With offload, partial recomputation is left to the memory plan, which
@@ -223,13 +223,16 @@ class Completer:
         return self._rows(columns, options)
 
     def _rows(self, columns: Columns, options: list[tuple[NDArray[np.intp], Array]]) -> Columns:
-        """Return the rows of all options of complete strategies, or of the fastest option of partial ones."""
+        """Return a row per option of complete strategies, or per partial strategy with its fastest option.
+
+        `options` are pairs of row indices and values of the columns `PRICES` and `FREED`, [columns, rows].
+        """
         indices = np.concatenate([np.empty(0, dtype=np.intp), *(rows for rows, _ in options)])
         table = np.concatenate([np.empty((6, 0)), *(values for _, values in options)], axis=1)
         if "order" in columns:
             self.priced += len(indices)
         else:
-            # Among equally fast options, up to rounding, the plainest wins: it comes first.
+            # Among equally fast options, up to rounding, the simplest wins: it comes first.
             place = np.repeat(np.arange(len(options)), [len(rows) for rows, _ in options])
             fastest = np.lexsort((table[0] * (1 + TIE * place), indices))
             fastest = fastest[np.diff(indices[fastest], prepend=-1) > 0]
@@ -241,13 +244,13 @@ class Completer:
 
 
 MISSES_PER_BATCH: Final = 2
-"""Strategies exceeding device memory that are reported per batch of pruned rows."""
+"""Number of strategies that exceed device memory and that `closest_misses` returns per batch of pruned rows."""
 MAX_MISSES: Final = 64
-"""Strategies exceeding device memory that are kept per batch of pruned rows."""
+"""Number of strategies that exceed device memory and that are kept per batch of pruned rows."""
 SLICE: Final = 768
-"""Partial strategies per call, large because each call has a fixed cost."""
+"""Partial strategies completed per vectorized call, many because each call has a fixed cost."""
 MOST_ROWS: Final = 2_500_000
-"""Priced rows after which a search stops with its best strategies; the certificate then states the gap."""
+"""Maximum number of priced rows; a search that reaches it stops, and the certificate states the gap."""
 
 _OpenNode: TypeAlias = tuple[float, int, Columns, NDArray[np.intp], Array]
 """Partial strategies in a queue: least bound, serial number, columns, row indices sorted by bound, and the bounds."""
@@ -361,7 +364,10 @@ class BranchAndBound:
         options: Callable[..., Sequence[Any]],
         *keys: Array,
     ) -> Columns:
-        """Return every row repeated for each option of its key; options are cached by key."""
+        """Return the rows with columns `names` added: one row per option of each row.
+
+        `options` returns the values of `names` for one row of the columns `keys`; its results are cached.
+        """
         first, index = distinct(keys)
         parts = []
         for values in np.column_stack(keys)[first].astype(int).tolist():
@@ -374,7 +380,7 @@ class BranchAndBound:
         return {**select(columns, source), **added}
 
     def _blocks(self) -> tuple[Columns, Array]:
-        """Return degrees with their blocks, and bounds by computation and communication of the layers."""
+        """Return rows of degrees and block choices, and bounds from computation and communication of the layers."""
         first, _ = distinct([self.meshes[n] for n in _MESH_COLUMNS])
         columns = {n: self.meshes[n][np.sort(first)] for n in _MESH_COLUMNS}
         inner = [columns[n] for n in _MESH_COLUMNS[:3]]
@@ -383,7 +389,7 @@ class BranchAndBound:
         return expanded, self.pricer.microbatch_s(expanded) if count(expanded) else np.empty(0)
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Return blocks with pp and a schedule, and their bounds; prune rows that cannot fit.
+        """Return the rows with pp and a schedule added, and their bounds; prune rows that cannot fit.
 
         Many blocks need the same memory, so the memory check comes before rows are built.
         """
@@ -408,9 +414,9 @@ class BranchAndBound:
         return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _pipelines_of(self, columns: Columns) -> list[Array]:
-        """Return the pipelines of rows of `_MEMORY_COLUMNS` with tp_x = tp.
+        """Return, per row of `_MEMORY_COLUMNS`, a table of its legal pipelines; `tp_x` holds all tensor-parallel ranks.
 
-        Columns are `_PIPELINE_COLUMNS`, the factor of the step time for filling, and whether the row fits.
+        Columns are `_PIPELINE_COLUMNS`, the factor of the step time for pipeline fill, and whether the row fits.
         """
         keys = tuples(columns, _MEMORY_COLUMNS)
         new = [row for row, key in enumerate(keys) if key not in self._cache]
@@ -445,7 +451,7 @@ class BranchAndBound:
         ]
 
     def _states(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Return pipelines with data parallelism and recomputation, complete except for the order, and their bounds."""
+        """Return the rows with data parallelism and recomputation added, and bounds; only the order is missing."""
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         keys = (columns["pp"], columns["dp"], inner, columns["ep"] * columns["etp"])
         expanded = self._expand(columns, _STATE_COLUMNS, self.space.states, *keys)
@@ -456,13 +462,17 @@ class BranchAndBound:
         return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _with_orders(self, columns: Columns, bound: Array, inner: bool) -> tuple[Columns, Array]:
-        """Complete strategies with the distinct orders of the axes; return the rows unchanged for the next level."""
+        """Complete the rows with the distinct orders of the axes and every overlap, and record them.
+
+        Returns:
+            The rows and bounds unchanged, for the next level: the remaining orders.
+        """
         keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
         expanded = self._expand(_drop_columns(columns, "block"), ("order",), self._orders_of, *keys)
         if self._is_plain:
             self._complete(expanded | dict.fromkeys(OVERLAP_COLUMNS, np.ones(count(expanded))))
         if self.space.overlaps != (Overlap(),):
-            # The plainest overlap lowers the threshold first, which prunes most rows by their bound.
+            # No overlap, priced first, has lowered the threshold, which prunes most rows by their bound.
             fast = self.completer.promising(expanded)
             overlaps = self._expand(
                 fast, OVERLAP_COLUMNS, self._overlaps_of, *(fast[n] for n in OVERLAP_KEY)
@@ -476,11 +486,11 @@ class BranchAndBound:
             self._record(self.completer.complete(rows))
 
     def _overlaps_of(self, *key: int) -> list[tuple[int, int, int]]:
-        """Return the overlaps to try for a key, without the plain one, which is priced before."""
+        """Return the overlaps to try for a row of `OVERLAP_KEY`; no overlap is omitted if it was priced before."""
         return [o for o in self.space.overlaps_of(*key) if not self._is_plain or max(o) > 1]
 
     def _orders_of(self, *key: int) -> list[int]:
-        """Return the orders to try for the degrees and the `inner` flag in a key."""
+        """Return the orders to try for a key: the degrees, then the argument `inner` of `Space.orders`."""
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
     def is_executable(self, rows: Columns, position: int) -> bool:
@@ -530,7 +540,7 @@ class BranchAndBound:
     def closest_misses(self) -> Columns:
         """Return the fastest strategies of each batch that exceed device memory under every choice.
 
-        They have the choice with the least memory, and serve the refusal message and the list of rejected strategies.
+        Each row has the choice with the least memory. The rows serve the refusal message and the rejected strategies.
         """
         batch = np.repeat(np.arange(len(self._misses)), [count(part) for part in self._misses])
         if not len(batch):
@@ -560,7 +570,7 @@ class BranchAndBound:
 def _expand_rows(
     names: Sequence[str], parts: Sequence[Array], index: NDArray[np.intp]
 ) -> tuple[Columns, NDArray[np.intp]]:
-    """Return the columns of `parts[index]` of every row, concatenated, and the source row of each entry."""
+    """Return the concatenated tables `parts[i]` for i in `index`, as columns, and the position in `index` per row."""
     sizes = np.array([len(part) for part in parts], dtype=np.intp)
     counts, starts = sizes[index], np.cumsum(sizes) - sizes
     source = np.repeat(np.arange(len(index)), counts)

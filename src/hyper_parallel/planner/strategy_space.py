@@ -35,11 +35,13 @@ from hyper_parallel.shard import check_overlap, legal_tp
 TENSOR_INNERMOST: Final = frozenset(
     i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
 )
-"""Orders with tensor parallelism innermost, which communicates most."""
+"""Indices of the orders with tensor parallelism, which communicates most, on the innermost axes."""
 
 
 def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[int]:
-    """Return one order per equivalence class, as indices into `cost.ORDERS`; tensor parallelism innermost if possible.
+    """Return one order of the axes per equivalence class, as indices into `cost.ORDERS`.
+
+    Orders with tensor parallelism innermost are preferred.
 
     Two orders are equivalent if every axis has the same share of its ranks in every domain of links. `tiers` are the
     numbers of devices per domain with links of its own, inner to outer.
@@ -59,7 +61,7 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
 
 @lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    """Return orders that permute some axes of `ir.AXES`: indices, and axes inner to outer, [orders, axes]."""
+    """Return one order per permutation of some axes: indices into `ORDERS`, and the axes inner to outer."""
     first: dict[tuple[int, ...], int] = {}
     for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
         places = (AXES.index(axis) for axis in reversed(ORDERS[index]))
@@ -97,7 +99,7 @@ class Space:
         recomputes: Allowed kinds of recomputation, as indices into `cost.RECOMPUTE`.
         regathers: Whether gathered inputs may be re-gathered in backward; 0 (keep them, faster) first.
         offloads: Whether bytes that exceed the device may be offloaded to host memory.
-        overlaps: Allowed overlap inside of layers, the plainest first.
+        overlaps: Allowed overlaps inside of layers, the simplest first.
     """
 
     def __init__(self, request: PlanRequest) -> None:
@@ -131,7 +133,7 @@ class Space:
         return [value for value in values if self.request.allows(name, value)]
 
     def _allowed_overlaps(self) -> tuple[Overlap, ...]:
-        """Return the pinned overlap, or all that a search tries; without a pin, the overlap of the base."""
+        """Return the overlaps that the pin `overlap` allows; without a pin, that of `request.base`."""
         pinned = self.request.pins.get("overlap")
         if pinned is None:
             return (self.request.base.overlap,)
@@ -149,7 +151,7 @@ class Space:
         return number > 0
 
     def meshes(self) -> Columns:
-        """Return level one: (pp, tp_x, tp_y, cp, dp, microbatch, accumulation), one row each."""
+        """Return level one: rows of pp, tp_x, tp_y, cp, dp, microbatch and accumulation."""
         table = np.array(list(self._meshes()), dtype=np.float64).reshape(-1, 5)
         rows = np.concatenate([self._batched(table, micro) for micro in self.microbatches()])
         names = ("pp", "tp_x", "tp_y", "cp", "dp", "microbatch", "accumulation")
@@ -192,7 +194,7 @@ class Space:
         return [(dp // s, s) for s in shards if self.request.allows("dp_replicate", dp // s)]
 
     def microbatches(self) -> Sequence[int | None]:
-        """Return sequences per microbatch; None if they follow from the other batch numbers."""
+        """Return the sequences per microbatch to try; None is a size that follows from the other batch numbers."""
         w = self.request.workload
         microbatch = self.request.pins.get("microbatch", w.microbatch)
         if microbatch or w.tokens_per_step is None or w.accumulation_steps is not None:
@@ -200,7 +202,7 @@ class Space:
         return divisors(max(1, w.tokens_per_step // w.seq_len))
 
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
-        """Return meshes with sequences per microbatch and microbatches per step, where the batch divides."""
+        """Return the meshes over which the batch divides, with columns for microbatch size and count added."""
         w, ones = self.request.workload, np.ones(len(table))
         steps = ones * (w.accumulation_steps or 1)
         if w.tokens_per_step is None:
@@ -251,7 +253,7 @@ class Space:
         return [s for s, legal in attention.items() if legal], [s for s, ok in mlp.items() if ok]
 
     def blocks(self, x: int, y: int, cp: int, dp: int) -> list[tuple[int, ...]]:
-        """Return level two of a mesh: rows of `BLOCKS`.
+        """Return level two: legal rows of `BLOCKS` for the degrees tp_x, tp_y, cp and data parallelism.
 
         Ring attention sends at most as much as an all-gather of keys and values, whose gradients are summed in float32,
         and it may overlap. So all-gather is a choice only if it is pinned.
@@ -305,7 +307,7 @@ class Space:
         return "" if pinned is None else str(PINNABLE["cp_kind"].shown(pinned))
 
     def _ulysses(self, tp: int, cp: int) -> list[int]:
-        """Return context-parallel ranks that may exchange heads; without context parallelism the kind has no effect."""
+        """Return the allowed numbers of ranks inside cp that exchange heads (Ulysses)."""
         r, kind = self.request, self._cp_kind()
         local, kv = r.model.num_heads // tp, max(1, r.model.num_kv_heads // tp)
         candidates = {"ulysses": [cp], "hybrid": divisors(cp)[1:-1], "": divisors(cp)}.get(
@@ -318,7 +320,7 @@ class Space:
         ]
 
     def _tokens(self, x: int, y: int, cp: int) -> int | None:
-        """Return whether 2-D attention on x y ranks scatters tokens over y (1) or heads (0); None if neither is legal.
+        """Return 1 if 2-D attention on x y ranks scatters tokens over y, 0 if heads; None if neither is legal.
 
         Scattering tokens sends at least as much, so it is chosen only if heads do not divide or if it is pinned. It
         excludes context parallelism.
@@ -356,7 +358,7 @@ class Space:
         return self._refusals[key]
 
     def open_overlap(self, columns: Columns) -> Columns:
-        """Return columns of rows without a chosen overlap, for a lower bound over all allowed ones."""
+        """Return `OVERLAP_COLUMNS` of rows without a chosen overlap, for a lower bound over all allowed ones."""
         if self.overlaps == (Overlap(),):
             return {}
         chunks = max(o.ep_chunks for o in self.overlaps)
@@ -374,7 +376,7 @@ class Space:
         }
 
     def overlaps_of(self, *key: int) -> list[tuple[int, int, int]]:
-        """Return level six: legal values of `OVERLAP_COLUMNS` that have an effect, for `OVERLAP_KEY`."""
+        """Return level six: legal values of `OVERLAP_COLUMNS` for a row of `OVERLAP_KEY`."""
         named: dict[str, Any] = dict(zip(OVERLAP_KEY, key, strict=True))
         micro, zero = named.pop("microbatch"), named.pop("zero")
         plain = Strategy(**named, zero=zero if zero < 2 else None)
@@ -394,7 +396,7 @@ class Space:
         return options
 
     def _holds_all_tokens(self, tp: int) -> bool:
-        """Return whether tensor-parallel ranks hold all tokens, or cannot shard the model."""
+        """Return whether every tensor-parallel rank holds all tokens between blocks, or layouts refuse the degree."""
         if tp not in self._whole_streams:
             try:
                 whole = tp > 1 and self.request.shard(Strategy(tp_x=tp)).whole_stream
@@ -404,7 +406,7 @@ class Space:
         return self._whole_streams[tp]
 
     def overlaps_with(self, offload: int, regather: int) -> bool:
-        """Return whether overlap of tensor parallelism is legal with a choice that frees memory."""
+        """Return whether overlap of tensor parallelism is legal with these choices of offload and re-gathering."""
         strategy = Strategy(
             tp_x=2,
             offload=bool(offload),
@@ -418,7 +420,10 @@ class Space:
         return True
 
     def states(self, pp: int, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
-        """Return level three: (dp_replicate, dp_shard, zero), where ep x etp folds over dp_shard x cp x tp."""
+        """Return level three: legal (dp_replicate, dp_shard, zero) of `dp` data-parallel ranks.
+
+        dp_shard times `inner`, the ranks of cp and tp, is divisible by `fold`, the ranks of ep and etp.
+        """
         splits = [s for s in self._splits(dp) if (s[1] * inner) % fold == 0]
         return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]
 
@@ -427,7 +432,7 @@ class Space:
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
-        """Return the mask of rows whose `zero` is a distinct choice.
+        """Return the mask of rows to keep: those whose ZeRO stage differs in effect from all other stages.
 
         Gradients of a single microbatch are reduced layer by layer, so ZeRO-1 gains nothing there. On one rank ZeRO-0
         equals ZeRO-1. With a pinned stage, all rows with that stage are kept.
@@ -445,7 +450,7 @@ class Space:
         return distinct
 
     def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return whether strategies with this many ranks of dp_shard x cp satisfy a pinned ZeRO stage.
+        """Return the mask of strategies that satisfy a pinned ZeRO stage; `shards` are their ranks of dp_shard x cp.
 
         A recipe's stage applies only if there are ranks to shard over; a pin of the plan command requires such ranks.
         """
@@ -453,7 +458,7 @@ class Space:
         return np.asarray((shards > 1) | (not pinned))
 
     def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
-        """Return level four: (schedule, vpp)."""
+        """Return level four: legal (index into `cost.SCHEDULES`, virtual stages per rank)."""
         layers = self.request.model.num_layers
         options = [("1f1b", 1)]
         if pp > 1:
@@ -472,7 +477,7 @@ class Space:
         return [(SCHEDULES.index(s), v) for s, v in options]
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
-        """Return level five: `distinct_orders`; `inner` selects those with tensor parallelism innermost."""
+        """Return level five: the `distinct_orders` with (`inner`) or without tensor parallelism as innermost axis."""
         if len(self._orders) == 1:
             return self._orders if inner else []
         return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]

@@ -1,7 +1,7 @@
-"""Multimodal models: price of their encoders, and the step of encoders and language part on given ranks.
+"""Multimodal models: predicted time and memory of encoders, and of the step of encoders and language part.
 
-An encoder is priced like any other model, with the constants of the same machine: its layers, exposed collectives and
-memory follow from its `Tower.spec`.
+A tower is an encoder of images or audio. It is priced like any other model, with the constants of the same machine: its
+layers, exposed collectives and memory follow from its `Tower.spec`.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from hyper_parallel.units import DTYPE_BYTES, format_bytes, format_seconds
 
 LANGUAGE: Final = "language"
 MEDIA: Final = 4
-"""Images or recordings per sequence that a plan without data assumes: half of 8,192 tokens are those of images."""
+"""Images or recordings per sequence that a plan without data assumes; their tokens are about half of 8,192."""
 _COLUMNS: Final = 40
-"""Columns of the lanes in a plan: with their names they fit a terminal of 80."""
+"""Width of the lanes in a plan, in characters: with their names they fit a terminal of 80."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerPrice:
-    """Price of a tower on one of its ranks.
+    """Predicted time and memory of a tower on one of its ranks.
 
     Attributes:
-        cost: One microbatch; the backward takes twice the forward and is all W: nothing waits for gradients of images.
-        memory: Parameters, gradients, optimizer states, and the activations of one microbatch.
+        cost: Cost of one microbatch. The backward takes twice the forward and is all weight gradient (W).
+        memory: Terms of parameters, gradients, optimizer states, and the activations of one microbatch.
     """
 
     cost: StageCost
@@ -74,14 +74,14 @@ def price_tower(
     microbatches: int = 1,
     frozen: bool = False,
 ) -> TowerPrice:
-    """Return the price of a tower in a layout.
+    """Return the predicted time and memory of a tower on one of its ranks.
 
     Args:
         request: Machine and number formats.
         tower: The tower.
-        strategy: Degrees of dp_replicate and dp_shard of its ranks.
-        items: Mean images or recordings per microbatch of a rank; 0: a step without any.
-        microbatches: Microbatches of a step; with more than one, gradients are added up.
+        strategy: Degrees dp_replicate and dp_shard of the tower's ranks.
+        items: Mean number of images or recordings per microbatch of a rank.
+        microbatches: Microbatches of a step; with more than one, gradients are accumulated.
         frozen: Whether the tower is frozen: no backward and no saved activations.
     """
     count = max(1, math.ceil(items))
@@ -112,18 +112,18 @@ def price_tower(
 
 @dataclass(frozen=True)
 class DividedStep:
-    """Step of the parts of a model on their ranks.
+    """Predicted training step of a multimodal model, whose parts (language part, towers) have ranks assigned.
 
     Attributes:
         plan: Plan of the language part.
         strategies: Strategy of every part, the language part first.
         members: Ranks of every part.
-        lanes: Lanes of the step; the towers share theirs.
+        lanes: Lanes of the step's schedule; all towers share their lanes.
         joint: Whether one schedule orders the microbatches of all parts; else towers compute in rounds.
         towers: Price of each tower per microbatch of a lane.
         frozen: Whether the towers are frozen.
         language_memory: Memory of a rank of the language part without towers.
-        inline: Whether towers are no parts of their own: ranks of the first stage run them inside of its passes.
+        inline: Whether ranks of the first pipeline stage run the towers as part of its forward and backward.
     """
 
     plan: Plan
@@ -142,7 +142,7 @@ class DividedStep:
 
     @cached_property
     def costs(self) -> list[StageCost]:
-        """Cost of a microbatch of the towers and of each pipeline rank of the language part."""
+        """Costs of one microbatch: of all towers, then of each pipeline rank of the language part."""
         prices = [tower.cost for tower in self.towers.values()]
         forward_s = sum(c.forward_s for c in prices)
         towers = StageCost(forward_s, 0.0, sum(c.weight_grad_s for c in prices))
@@ -160,7 +160,7 @@ class DividedStep:
 
     @cached_property
     def lower_s(self) -> float:
-        """Seconds of forwards and backwards that no order of the same work on these ranks undercuts."""
+        """Lower bound of the seconds of all forwards and backwards, for any order of the same work on these ranks."""
         return submodel_bound_s(self.lanes, self.count, self.costs)
 
     @property
@@ -202,7 +202,7 @@ class DividedStep:
         }
 
     def planned(self) -> Plan:
-        """Return the plan with the parts of the model, their predicted times and the schedule of a step."""
+        """Return the plan with section `submodels`: the parts, their predicted times, and the schedule of a step."""
         if self.inline:
             schedule = inline_schedule(self.lanes, self.count, frozen=self.frozen)
         else:
@@ -230,7 +230,7 @@ class DividedStep:
         )
 
     def _step(self, parts: Sequence[PartPlan], schedule: Schedule) -> SubmodelsPlan:
-        """Return the parts with the simulated step of a schedule: its seconds, idle fraction, bound and actions."""
+        """Return section `submodels` of the plan, with the seconds, idle fraction and bound of a simulated schedule."""
         timeline = simulate(schedule_tasks(schedule, self.costs))
         step_s = timeline.end_s
         # Seconds of ranks: all ranks of a lane work together.
@@ -262,7 +262,7 @@ def _bytes(terms: Sequence[MemoryTerm]) -> int:
 
 
 def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
-    """Return the cost of all stages of a pipeline rank as one stage; the first one sends no gradients."""
+    """Return the sum of the stage costs of a pipeline rank; without `sends_back`, gradients are not sent."""
     last = costs[-1]
     if len(costs) == 1:
         return replace(last, send_backward_s=last.send_backward_s * sends_back)
@@ -289,10 +289,12 @@ def language_memory(
 def choose_step(
     steps: Sequence[DividedStep], capacity_bytes: int | None = None
 ) -> tuple[int, Plan] | None:
-    """Return the position and the plan of the shortest step per token, with the proof; None if none fits.
+    """Return the index and the plan of the step with the fewest seconds per token; None if none fits in memory.
+
+    The certificate of `plan.submodels` states the lower bound over all steps.
 
     Args:
-        steps: Layouts that can run.
+        steps: Predicted steps of layouts that can run.
         capacity_bytes: Memory of a device; None: no limit.
     """
     fitting = [
@@ -341,7 +343,10 @@ def is_joint(strategies: Mapping[str, Strategy]) -> bool:
 def joint_lanes(
     strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
 ) -> TowerLanes | None:
-    """Return the lanes of a joint schedule; None without one. A lane is a stage, or a rank of the tower alone."""
+    """Return the lanes of a joint schedule (see `is_joint`); None if the parts have none.
+
+    A lane is a pipeline stage of the language part, or a rank that runs the tower alone.
+    """
     if not is_joint(strategies):
         return None
     lane_of = stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
@@ -358,8 +363,8 @@ def submodel_lanes(
 ) -> tuple[TowerLanes, bool]:
     """Return the lanes of a step, and whether one schedule orders both parts.
 
-    Otherwise the tower computes in rounds, all of its ranks together: it has one lane, or, with shared ranks, that of a
-    language part without pipeline stages.
+    Without a joint schedule the tower computes in rounds, all of its ranks together. It then has one lane of its own,
+    or with shared ranks the lane of a language part without pipeline stages.
 
     Args:
         strategies: Strategies of `submodel_strategies`.
@@ -381,7 +386,7 @@ def stage_of_rank(language: Strategy, ranks: Sequence[int]) -> dict[int, int]:
 
 
 def layouts(kind: str, ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Yield layouts of the language part and a tower that use all ranks.
+    """Yield layouts of the language part and a tower that use all ranks, as values of `parallel.submodels`.
 
     The tower has ranks of its own, or shares those of the language part: all of them, or those of the first or the last
     pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and no data
@@ -423,7 +428,7 @@ def plan_with_towers(
         request: The model with its towers, machine, workload and choices.
         towers: Towers of the model.
         media: Images or recordings per sequence, for every tower.
-        find: Returns the best plan of a request.
+        find: Function that returns the best plan of a request.
 
     Raises:
         DoesNotFit: HP401 if no plan leaves enough memory. Other errors as of `find`.
@@ -458,7 +463,7 @@ def plan_with_towers(
 def _fitting_step(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
 ) -> tuple[DividedStep, list[str]]:
-    """Return the step of the best plan that leaves room for the towers, and notes; arguments as `plan_with_towers`.
+    """Return the step of the best plan that leaves memory for the towers, and notes; see `plan_with_towers`.
 
     The first of p stages holds the towers' activations for p microbatches, so fewer stages are tried first, then less
     memory for the language part.
@@ -505,7 +510,7 @@ def _fitting_step(
 def _inline_step(
     request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int
 ) -> DividedStep:
-    """Return the step with the towers inside of the passes of the first stage."""
+    """Return the predicted step in which ranks of the first pipeline stage run the towers in its passes."""
     s = plan.strategy
     own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
     ranks = tuple(range(s.world_size))
@@ -526,13 +531,13 @@ def _inline_step(
 def _steps_apart(
     request: PlanRequest, towers: Sequence[Tower], media: int, longest_s: float
 ) -> Iterator[DividedStep]:
-    """Yield the steps of layouts with `parallel.submodels` that this version can run and that may be shorter.
+    """Yield predicted steps of executable layouts with `parallel.submodels` that may be shorter than `longest_s`.
 
     Args:
         request: As for `plan_with_towers`.
-        towers: Likewise.
-        media: Likewise.
-        longest_s: Layouts are omitted whose language part takes longer at the peak rate of its devices.
+        towers: As for `plan_with_towers`.
+        media: As for `plan_with_towers`.
+        longest_s: Seconds; a layout is omitted if its language part takes longer at the peak rate of its devices.
     """
     if len(tower_kinds(request.model)) != 1 or request.pins:
         return
@@ -569,7 +574,7 @@ def _step_apart(
     tower: Tower,
     media: int,
 ) -> DividedStep:
-    """Return the step of a layout of `layouts` with the plan of its language part."""
+    """Return the predicted step of one layout of `layouts`; `plan` is the plan of its language part."""
     size = plan.strategy.world_size
     axes = {k: v for k, v in parts[tower.name].items() if k != "ranks"}
     own = Strategy(**axes)

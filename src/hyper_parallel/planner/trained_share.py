@@ -11,7 +11,7 @@ from hyper_parallel.model import ModelSpec, ParamSpec
 
 
 def trained_share(model: ModelSpec, recipe: Recipe) -> float:
-    """Return the number of elements with a gradient, adapters included, over all parameters of the model.
+    """Return the number of elements with a gradient, adapters included, divided by all parameters of the model.
 
     It is an estimate, because a specification has no module classes: with `all-linear`, every matrix of a layer that is
     no routed expert counts as a linear module. If the module itself is available, count its parameters instead.
@@ -52,7 +52,7 @@ def _parameters(model: ModelSpec) -> Iterator[tuple[str, ParamSpec, bool]]:
 
 
 def _has_adapter(module: str, inside: bool, lora: Lora) -> bool:
-    """Return whether a module has an adapter."""
+    """Return whether a module has a LoRA adapter; `inside` is False for modules of embedding and head."""
     if lora.target_modules == "all-linear":
         return inside
     if isinstance(lora.target_modules, str):
@@ -61,5 +61,5 @@ def _has_adapter(module: str, inside: bool, lora: Lora) -> bool:
 
 
 def _is_one_of(module: str, ends: tuple[str, ...]) -> bool:
-    """Return whether a module's name ends with one of some names."""
+    """Return whether the last parts of a module's name equal one of `ends`."""
     return any(module == end or module.endswith(f".{end}") for end in ends)

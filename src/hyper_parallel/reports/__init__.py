@@ -1,4 +1,4 @@
-"""Reports: one self-contained HTML page and a Perfetto trace from a run directory; imports no framework."""
+"""Reports of a run directory: a self-contained HTML page and a Perfetto trace. Imports no framework."""
 
 import json
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def write_report(directory: str | Path) -> tuple[Path, Path]:
 
 
 def write_comparison(directories: Sequence[str | Path]) -> Path:
-    """Write `comparison.html`, several runs in one page, into the directory of the first, and return its path.
+    """Write `comparison.html`, a page that compares several runs, into the first run's directory; return its path.
 
     Raises:
         RunUnreadable: HP603 when a directory is not a run. OutputNotWritable: HP105.
@@ -56,7 +56,7 @@ def write_comparison(directories: Sequence[str | Path]) -> Path:
 
 
 def _check_written(*paths: Path) -> None:
-    """Raise OutputNotWritable (HP105) when a file of other origin would be replaced."""
+    """Raise OutputNotWritable (HP105) if a file to write exists and was not written by a report."""
     for path in paths:
         check_output_file(path, _is_report, "a report or a trace of a run", "report")
 
@@ -66,5 +66,5 @@ def _is_report(text: str) -> bool:
 
 
 def _page(*runs: RunRecord) -> str:
-    """Return the page; lone surrogates, valid in JSON but not in UTF-8, are written as escape sequences."""
+    """Return the HTML page of one run or several, with lone surrogates escaped, which UTF-8 cannot encode."""
     return render(*runs).encode("utf-8", "backslashreplace").decode()

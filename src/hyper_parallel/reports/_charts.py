@@ -1,4 +1,4 @@
-"""Charts of a report as Bokeh figures: curves, stacked bars and lanes, with hover and zoom, at any screen width."""
+"""Charts of a report as full-width Bokeh figures with hover and zoom: curves, stacked bars, and lanes of spans."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Unit(NamedTuple):
 
     @classmethod
     def of(cls, largest: float, units: Sequence[tuple[str, float]]) -> Unit:
-        """Return the largest unit not larger than the largest value."""
+        """Return the largest of `units` that does not exceed the value `largest`."""
         return cls(*next((u for u in units if largest >= u[1]), units[-1]))
 
 
@@ -59,7 +59,7 @@ SECONDS: Final = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Line of a chart; predictions are dashed, sparse samples (evaluations) are dots without a line."""
+    """Line of a chart: dashed for predictions, dots only for sparse samples such as evaluations."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -69,7 +69,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Figure and its legend entries: label, colour, style."""
+    """Figure, with its legend entries as tuples of label, colour and style."""
 
     figure: Any
     keys: Sequence[tuple[str, str, str]]
@@ -88,7 +88,7 @@ def curves(
     marks: Sequence[float] = (),
     height: int = 260,
 ) -> Chart | None:
-    """Draw lines over training steps or another quantity; None when no line has a point.
+    """Return a chart of lines over training steps or another quantity; None when no line has a point.
 
     Args:
         lines: Lines to draw; long lines are thinned to every n-th point.
@@ -96,7 +96,7 @@ def curves(
         units: Candidate units of the y axis.
         x_label: Label of the x axis.
         x_unit: Unit of the x axis.
-        x_range: Range of another chart; both charts then pan and zoom together.
+        x_range: Range of another chart's x axis; both charts then pan and zoom together.
         from_zero: Start the y axis at 0.
         bands: Spans drawn behind the lines, in the colours of their kinds.
         marks: Positions of vertical lines at which the run was resumed.
@@ -159,7 +159,7 @@ def _draw_line(
 def _legend(
     lines: Sequence[Curve], bands: Sequence[Span], *, resumed: bool
 ) -> list[tuple[str, str, str]]:
-    """Return the legend entries of lines, bands and marks of resumption."""
+    """Return the legend entries of lines, bands and, if `resumed`, of the vertical lines that mark resumes."""
     styles = {line.label: (line.label, line.color, line.style) for line in lines}
     kinds = dict.fromkeys(s.category for s in bands)
     keys = [*styles.values(), *((k, COLORS[k], "band") for k in kinds)]
@@ -171,12 +171,12 @@ def bars(
     units: Sequence[tuple[str, float]],
     limit: float = 0.0,
 ) -> Chart:
-    """Draw horizontal stacked bars.
+    """Return a chart of horizontal stacked bars.
 
     Args:
-        rows: Per bar, its label, its value per kind, and an optional note per kind.
-        units: Candidate units.
-        limit: Capacity, drawn unless it would squash the bars; 0: none.
+        rows: One row per bar: label, value per kind, and a note for some kinds.
+        units: Candidate units of the axis.
+        limit: Capacity to draw as a line, unless it is far above all bars; 0: none.
     """
     totals = {label: sum(parts.values()) for label, parts, _ in rows}
     largest = max(totals.values(), default=0.0)
@@ -211,11 +211,11 @@ def bars(
 
 
 def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
-    """Draw spans over time, one colour per kind.
+    """Return a chart of spans over time in lanes, with one colour per kind.
 
     Args:
-        spans: Spans whose category is a kind and whose name is a readable label.
-        names: Label of each lane to draw, top to bottom.
+        spans: Spans whose category is a kind, and whose name is a readable label.
+        names: Label of each lane to draw, by lane, top to bottom.
     """
     visible = [s for s in spans if s.duration_s > 0 and s.lane in names]
     unit = Unit.of(max((s.end_s for s in visible), default=0.0), SECONDS)
@@ -252,10 +252,7 @@ def _boxes(plot: Any, data: dict[str, list[Any]]) -> Any:
 
 
 def _figure(height: int, x_label: str, unit: Unit, **ranges: Any) -> Any:
-    """Return an empty full-width figure.
-
-    No drag or scroll tool is active, so touch gestures scroll the page.
-    """
+    """Return an empty full-width figure, without an active drag or scroll tool, so that touch scrolls the page."""
     plot = figure(
         height=height,
         sizing_mode="stretch_width",

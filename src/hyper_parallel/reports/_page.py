@@ -1,4 +1,4 @@
-"""Report page: one self-contained HTML file with predictions and measurements. Texts are in `templates/page.html`."""
+"""Report page: a self-contained HTML file with predictions and measurements, from the template `page.html`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ _Label = Callable[[str, str], str]
 
 
 def render(*runs: RunRecord) -> str:
-    """Render the page of a run, or a comparison of several, as HTML text without external references."""
+    """Return the page of a run, or a comparison of several runs, as HTML without external references."""
     environment = Environment(
         loader=PackageLoader("hyper_parallel.reports"), autoescape=True, undefined=StrictUndefined
     )
@@ -142,7 +142,11 @@ def render(*runs: RunRecord) -> str:
 
 
 def _exposed(run: RunRecord) -> dict[str, Any] | None:
-    """Return medians over recorded steps: exposed seconds by kind of parallelism, and both figures of masking."""
+    """Return medians of the exposed communication over recorded steps; None without records.
+
+    `seconds` maps kinds of parallelism to exposed seconds; the other keys are the fractions `masking_timeline` and
+    `masking_wait`.
+    """
     steps = [m["overlap"] for m in run.last.rows if "exposed_s" in m.get("overlap", {})]
     if not steps:
         return None
@@ -158,7 +162,7 @@ def _exposed(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _balance(run: RunRecord) -> dict[str, float] | None:
-    """Return the mean imbalance of images and audio in the order of the data and balanced, by tokens."""
+    """Return the mean imbalance of media tokens, `in_order` of the data and `balanced`; None without media."""
     steps = [m["balance"] for m in run.last.rows if "balance" in m]
     total = sum(step["media_tokens"] for step in steps)
     if not total:
@@ -168,7 +172,7 @@ def _balance(run: RunRecord) -> dict[str, float] | None:
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the shortest distinct path suffixes of the run directories."""
+    """Return a short name per run: the shortest path suffix that distinguishes all run directories."""
     paths = [run.directory.resolve().parts for run in runs]
     for length in range(1, max(map(len, paths)) + 1):
         names = ["/".join(parts[-length:]) for parts in paths]
@@ -182,7 +186,7 @@ def _run_colors(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
-    """Draw the charts over steps of one run or several: one colour per run, zoomed together."""
+    """Return the charts over steps, by name, with one colour per run; all charts zoom together."""
     ends = [(m[0]["step"], m[-1]["step"]) for m in (run.metrics for run in runs) if m]
     first, last = min((a for a, _ in ends), default=1) - 1, max((b for _, b in ends), default=1)
     margin = 0.02 * (last - first)
@@ -198,7 +202,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
         losses.append(Curve(label(name, "training"), _points(run, "loss"), color))
         held_out = [(float(e["step"]), float(e["loss"])) for e in run.evals]
         losses.append(Curve(label(name, "held out"), held_out, color, "dots"))
-    # With several runs, marks of one run would be mistaken for those of another.
+    # With several runs, the resume marks of one run could be mistaken for those of another.
     resumed = [] if several else [part.step + 0.5 for part in runs[0].parts[1:]]
     options: dict[str, Any] = {"x_range": across, "marks": resumed}
     shared = {run.terms.loss for run in runs}
@@ -224,7 +228,7 @@ def _curves(runs: Sequence[RunRecord]) -> dict[str, Chart | None]:
 
 
 def _reward_chart(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
-    """Draw the rewards of rollouts; no chart without rewards."""
+    """Return the chart of rollout rewards, by name; empty without rewards."""
     rewards = [
         Curve(label(name, key.replace("_", " ")), _points(run, "rollout", key), color, dash)
         for run, name, color in named
@@ -240,7 +244,7 @@ def _reward_chart(named: _Named, label: _Label, **options: Any) -> dict[str, Cha
 
 
 def _rollout_charts(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
-    """Draw length, age and share of effective samples of rollouts; charts without a line are omitted."""
+    """Return the charts of rollouts by name: length, age, share of effective samples; omits charts without data."""
     charts: dict[str, Chart | None] = {}
     for key, y_label in _OF_ROLLOUTS:
         lines = [
@@ -254,7 +258,7 @@ def _rollout_charts(named: _Named, label: _Label, **options: Any) -> dict[str, C
 
 
 def _preference_charts(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
-    """Draw accuracy, margin and scores of the preference stages; charts without a point are omitted."""
+    """Return the charts of accuracy, margin and scores of preference stages, by name; omits charts without data."""
     charts: dict[str, Chart | None] = {}
     for chart, keys in _OF_PREFERENCES.items():
         lines = []
@@ -272,7 +276,7 @@ def _preference_charts(named: _Named, label: _Label, **options: Any) -> dict[str
 
 
 def _accuracy_chart(named: _Named, label: _Label, **options: Any) -> dict[str, Chart | None]:
-    """Draw the share of right held-out answers and tokens; no chart without them."""
+    """Return the chart of the fractions of right held-out answers and tokens, by name; empty without evaluations."""
     lines = [
         Curve(label(name, f"held-out {word}"), points, color, dash)
         for run, name, color in named
@@ -285,7 +289,7 @@ def _accuracy_chart(named: _Named, label: _Label, **options: Any) -> dict[str, C
 
 
 def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]]]]:
-    """Return the predicted time of a step as a flat line for each part of the run, with a label."""
+    """Return a label and the points of a flat line at the predicted step time, for each part of the run."""
     lines = []
     for part in run.parts:
         ends = [row["step"] for row in part.rows if row.get("step_s") is not None]
@@ -297,14 +301,14 @@ def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]
 
 
 def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[float, float]]:
-    """Return steps and values of a metric, or of its member `inside`."""
+    """Return pairs of step and value of a metric, or of the metric's member `inside`."""
     return _points_of(run.metrics, key, inside)
 
 
 def _points_of(
     rows: Sequence[dict[str, Any]], key: str, inside: str | None = None
 ) -> list[tuple[float, float]]:
-    """Return steps and values of a key of the records, or of its member `inside`."""
+    """Return pairs of step and value of a key in some records, or of the key's member `inside`."""
     pairs = [
         (m["step"], m[key] if inside is None else m[key][inside])
         for m in rows
@@ -314,7 +318,10 @@ def _points_of(
 
 
 def _within(runs: Sequence[tuple[str, str, RunRecord]]) -> Chart | None:
-    """Draw memory over one step of the fullest rank; for a single run, also its phases and the predicted peak."""
+    """Return a chart of memory over one step on the rank with the highest peak; None without records.
+
+    For a single run, it also shows the phases of the step and the predicted peak.
+    """
     lines, bands = [], []
     for label, color, run in runs:
         rank = run.fullest_rank
@@ -343,7 +350,7 @@ def _stairs(
 
 
 def _single(run: RunRecord) -> dict[str, Chart | None]:
-    """Draw the charts of a page of one run: predicted and measured terms, lanes, offload."""
+    """Return the charts that only the page of a single run has, by name: cost terms, memory, timelines, offload."""
     plan, timeline = run.plan, run.timeline
     charts: dict[str, Chart | None] = {"terms": _terms(run)}
     for tier in dict.fromkeys(t.tier for t in plan.memory):
@@ -363,7 +370,7 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def _lanes(timeline: Timeline) -> Chart:
-    """Draw one step, one lane per executor, at most `_MAX_LANES`."""
+    """Return a chart of one step with a lane per executor, at most `_MAX_LANES` lanes."""
     working = {s.lane for s in timeline.spans if s.duration_s > 0}
     busy = itertools.islice((lane for lane in timeline.lanes if lane in working), _MAX_LANES)
     names = {lane: lane.replace("/compute", "").replace("/", " ") for lane in busy}
@@ -371,7 +378,7 @@ def _lanes(timeline: Timeline) -> Chart:
 
 
 def _with_labels(timeline: Timeline, kind: Callable[[str, str], str]) -> list[Any]:
-    """Return the spans with readable names, and their kinds as categories."""
+    """Return the spans with a readable label as name, and with the result of `kind(name, category)` as category."""
     return [
         replace(s, name=words(s.name), category=kind(s.name, s.category)) for s in timeline.spans
     ]
@@ -382,7 +389,7 @@ def _offload_kind(name: str, category: str) -> str:
 
 
 def _terms(run: RunRecord) -> Chart:
-    """Draw predicted and measured seconds of a step by kind; hovering over a kind lists its terms."""
+    """Return a chart of predicted and measured seconds of a step by kind; hovering over a kind lists its terms."""
     rows = [
         _by_kind("predicted", {t.name: t.seconds for t in run.plan.cost}, time_kind, format_seconds)
     ]
@@ -404,7 +411,10 @@ def _by_kind(
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Return mean seconds per phase, step and rank; the first recorded step is excluded as slower: it counts bytes."""
+    """Return the seconds of each phase of a step, averaged over ranks and steps.
+
+    The first recorded step is excluded, because it is slower: it also counts bytes.
+    """
     steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
     # A collective in flight is no phase: the rank computes or waits meanwhile.
     spans = [s for s in timeline.spans if s.step in steps and s.category != "in flight"]
@@ -417,7 +427,7 @@ def _phases(timeline: Timeline) -> dict[str, float]:
 
 
 def _memory(run: RunRecord, tier: str) -> Chart:
-    """Draw the predicted and measured peak of a tier by kind."""
+    """Return a chart of the predicted and measured peak bytes of a memory tier by kind."""
     plan = run.plan
     predicted = {t.name: float(t.bytes) for t in plan.memory if t.tier == tier}
     rows = [_by_kind("predicted", predicted, memory_kind, format_bytes)]
@@ -431,7 +441,7 @@ def _memory(run: RunRecord, tier: str) -> Chart:
 
 
 def _measured_memory(run: RunRecord) -> dict[str, float]:
-    """Return the measured peak by kind, or undivided if the fullest rank has not recorded its kinds."""
+    """Return the measured peak bytes by kind; a single entry if the rank with the highest peak recorded no kinds."""
     peak, rank = float(run.last.peak_memory_bytes or 0), run.fullest_rank
     counters = run.timeline.counters if run.timeline else ()
     parts = {kind: c.value for kind in STATES for c in counters if c.lane == f"{rank}/peak {kind}"}
@@ -443,7 +453,7 @@ def _ranks(timeline: Timeline) -> set[str]:
 
 
 def _tier(run: RunRecord, tier: str) -> Chart | None:
-    """Draw the bytes of a tier over one planned step."""
+    """Return a chart of the bytes in a memory tier over one planned step; None if it stays empty."""
     lines = []
     for kind, style, timeline in zip(
         ("predicted", "measured"), ("dashed", "solid"), run.offload or (), strict=True
@@ -460,7 +470,7 @@ def _tier(run: RunRecord, tier: str) -> Chart | None:
 
 
 def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
-    """Return figures of the offloaded steps; None when the run did not offload."""
+    """Return facts about the offloaded steps for the template; None when the run did not offload."""
     if run.offload is None:
         return None
     steps = [m["offload"] for m in run.last.rows if "offload" in m]
@@ -472,7 +482,10 @@ def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any] | None:
-    """Return the groups of the innermost axes (tensor-parallel ones if present), one row each; None for one device."""
+    """Return a table of ranks for the template, with one row per group of the innermost axes; None for one device.
+
+    The innermost axes are the tensor-parallel axes if present, else the last axis.
+    """
     axes = [(n, d) for n, d in mesh.axes if d > 1]
     if not axes:
         return None
@@ -490,7 +503,7 @@ def _mesh(mesh: Mesh) -> dict[str, Any] | None:
 
 
 def _layout(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """Return the dims of a layout with their axes, and the number of shards of its first two dims."""
+    """Return the dims of a layout with their mesh axes, and the shard counts of the first two, for the template."""
     rows, columns = [*(mesh.degree(axes) for axes in layout.axes[:2]), 1, 1][:2]
     dims = layout.dims or [f"d{i}" for i in range(len(layout.axes))]
     return {

@@ -1,4 +1,4 @@
-"""Parts of a run: steps trained by one recipe and one plan, between two resumes."""
+"""Parts of a run: the steps between two resumes, trained with one recipe and one plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.received import Limits, read_json, read_text
 
 WARM_UP_STEPS: Final = 3
-"""Number of first steps of a part excluded from medians, due to allocation, lazy imports and compilation."""
+"""Number of first steps of a part that medians exclude, because allocation, imports and compilation slow them."""
 _FOLDER: Final = re.compile(r"step_(\d{8,15})")
 _LIMITS: Final = Limits()
 
@@ -24,10 +24,10 @@ class PartRecord:
     """Steps of a run between two resumes.
 
     Attributes:
-        step: Number of steps before the part.
-        plan: Plan of its steps.
+        step: Number of steps before this part.
+        plan: Plan of the steps of this part.
         rows: Metrics, one mapping per step.
-        changed: Recipe keys changed since the resumed checkpoint, with old and new value.
+        changed: Old and new value of recipe keys that changed at the resume.
     """
 
     step: int
@@ -37,11 +37,11 @@ class PartRecord:
 
     @property
     def warm_up(self) -> int:
-        """Number of steps excluded from medians; 0 for a part without further steps."""
+        """Number of first steps that medians exclude; 0 if the part has no other steps."""
         return WARM_UP_STEPS if len(self.rows) > WARM_UP_STEPS else 0
 
     def steady(self, key: str) -> float | None:
-        """Return the median of a metric after the warm-up; None when no step has it."""
+        """Return the median of a metric over the steps after the warm-up; None when no step has the metric."""
         values = [float(m[key]) for m in self.rows[self.warm_up :] if m.get(key) is not None]
         return median(values) if values else None
 
@@ -55,10 +55,10 @@ class PartRecord:
 def read_parts(
     directory: Path, plan: Plan, rows: Sequence[dict[str, Any]]
 ) -> tuple[PartRecord, ...]:
-    """Read the parts of a run that contain a step, in order; at least one.
+    """Return the parts of a run that contain steps, in order; always at least one part.
 
     Args:
-        directory: Run directory; an older one without parts is read as a single part.
+        directory: Run directory. A directory of an older version, which records no parts, is read as a single part.
         plan: Plan of the last part.
         rows: Metrics of all steps.
 

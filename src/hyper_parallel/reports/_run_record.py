@@ -45,7 +45,7 @@ class _Overlap(TypedDict):
 
 @with_config(_STRICT)
 class _Balance(TypedDict):
-    """Fields of the balance of a step."""
+    """Imbalance of media tokens in a step, in the order of the data and after balancing."""
 
     media_tokens: _Number
     in_order: _Number
@@ -117,8 +117,8 @@ class RunRecord:
         timeline: Measured spans of a window of steps, or None.
         parts: Steps between two resumes, each with its plan; at least one.
         data: Facts about the data from data.json; None for a run of an older version.
-        samplers: Measured spans of sampling ranks, on the same clock; None without such ranks.
-        simulated: Simulated events of one step of the plan, with the lanes of its pipeline ranks; or None.
+        samplers: Measured spans of sampling ranks, on the same clock as `timeline`; None without such ranks.
+        simulated: Simulated events of one step of the plan, with a lane per pipeline rank; None without simulation.
         config: Text of the resolved recipe.
         settings: Values of the resolved recipe by dotted key.
         sample: Text that the model generated after training, or "".
@@ -145,12 +145,12 @@ class RunRecord:
 
     @property
     def last(self) -> PartRecord:
-        """Last part of the run, for which measurements are compared with the plan."""
+        """Last part of the run; its measurements are compared with the plan."""
         return self.parts[-1]
 
     @property
     def model_name(self) -> str:
-        """Name of the model; for the export of a run, with the name of that run."""
+        """Name of the model; for a model exported by another run, with the name of that run."""
         name, path = self.plan.model.name, Path(str(self.settings.get("model.path", "")))
         is_export = path.name == name and name in ("export", "merged")
         return "/".join(path.parts[-2:]) if is_export else name
@@ -162,7 +162,7 @@ class RunRecord:
 
     @property
     def terms(self) -> StageTerms:
-        """Names of losses, counts and scores of the stage."""
+        """Names of the loss and the records of this run's stage."""
         return stage_terms(self.settings)
 
     @property
@@ -175,7 +175,7 @@ class RunRecord:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Share of time in which each role works, for runs with separate sampling ranks."""
+        """Fraction of time in which training and sampling ranks work; empty without separate sampling ranks."""
         keys = "step_s", "wait_s", "sample_s"
         rows = self.last.rows[self.last.warm_up :]
         steps = [{**m, **(m.get("rollout") or {})} for m in rows]
@@ -261,7 +261,7 @@ def _text(path: Path) -> str:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return the recipe by dotted key; empty for a run without a recipe file."""
+    """Return the values of the recipe by dotted key; empty for a run without a recipe file."""
     if not path.is_file():
         return {}
     flat: dict[str, Any] = {}
@@ -277,7 +277,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _about(path: Path) -> dict[str, Any]:
-    """Return machine and versions; empty if the trainer has not written them."""
+    """Return the content of run.json, such as machine and versions; empty if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -295,7 +295,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """Return the records of a JSON-lines file; for a step repeated after a resume, the later line."""
+    """Return the records of a JSON-lines file, with only the last record of a step that was repeated after a resume."""
     rows: dict[int, dict[str, Any]] = {}
     lines = _lines(path)
     for number, line in enumerate(lines, 1):

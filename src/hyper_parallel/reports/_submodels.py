@@ -1,4 +1,4 @@
-"""Predicted and measured seconds of the parts of a multimodal model, and the bubble of their step."""
+"""Table of predicted and measured seconds of a multimodal model's sub-models, and of the bubble of their step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _BACKWARD: Final = re.compile(r"(tower )?(backward|\d+[BIW]\d+)")
 
 
 class PartRow(NamedTuple):
-    """Seconds of a part in one step, on its busiest rank; the measured ones are None without a timeline.
+    """Row of the table: seconds of a sub-model in one step on its busiest rank, or of the whole step.
 
     Attributes:
-        name: Name of the part; `step` for all of them.
-        where: Degrees and ranks.
-        predicted: Seconds of forward and of backward; of the step: seconds, and fraction of bubbles.
-        measured: Likewise.
+        name: Name of the sub-model; `step` for the whole step.
+        where: Degrees and ranks of a sub-model, or the kind of schedule of the step.
+        predicted: Seconds of forward and of backward; for the step, its seconds and the fraction of bubbles.
+        measured: The same measured values; None without a timeline.
     """
 
     name: str
@@ -29,7 +29,7 @@ class PartRow(NamedTuple):
 
 
 def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list[PartRow]:
-    """Return one row per part, and one for the step; empty for a whole model."""
+    """Return one row per sub-model, and one for the step; empty for a model that is not divided."""
     if plan is None:
         return []
     rows = []
@@ -44,14 +44,14 @@ def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list
 
 
 def _steps(timeline: Timeline) -> list[int]:
-    """Return the recorded steps without the first one, which is slower."""
+    """Return the numbers of the recorded steps, without the first one if there are others, because it is slower."""
     return steps_of(timeline)[1:] or steps_of(timeline)
 
 
 def _part_s(
     timeline: Timeline, ranks: tuple[int, ...], of_tower: bool
 ) -> tuple[float, float] | None:
-    """Return mean seconds of forward and backward per step of the rank of a part with the longest ones."""
+    """Return mean seconds per step of forward and of backward on the sub-model's busiest rank; None without spans."""
     steps, seconds = _steps(timeline), {rank: [0.0, 0.0] for rank in ranks}
     for span in timeline.spans:
         rank = int(span.lane.split("/")[0].removeprefix("rank "))
@@ -66,7 +66,7 @@ def _part_s(
 
 
 def _step_s(timeline: Timeline) -> tuple[float, float] | None:
-    """Return mean seconds from the first to the last computation of a step, and the fraction of bubbles in it."""
+    """Return mean seconds from the first to the last computation of a step, and the fraction of bubbles in between."""
     lengths, busy = [], 0.0
     passes = [
         s for s in timeline.spans if _FORWARD.fullmatch(s.name) or _BACKWARD.fullmatch(s.name)

@@ -1,4 +1,4 @@
-"""Timelines of a report: the prediction of a plan, one measured step, and both as a Perfetto trace."""
+"""Timelines of a report: a plan's predicted step, measured steps, and both as a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_EVENTS: Final = 200_000
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
-    """Return one step of a plan as spans: the cost terms in sequence, because each term counts exposed time only."""
+    """Return a plan's predicted step: a sequence of spans, one per cost term, since terms count exposed time only."""
     spans, now = [], 0.0
     for term in plan.cost:
         if term.seconds > 0:
@@ -24,12 +24,12 @@ def predicted_timeline(plan: Plan) -> Timeline:
 
 
 def steps_of(timeline: Timeline) -> list[int]:
-    """Return the recorded steps in order."""
+    """Return the numbers of the recorded steps, ascending."""
     return sorted({span.step for span in timeline.spans if span.step is not None})
 
 
 def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
-    """Return spans and samples of one step (default: the middle of the window), shifted to start at time 0."""
+    """Return the spans and counters of one step, shifted to start at time 0; `step` None: the middle recorded step."""
     steps = steps_of(timeline)
     if not steps:
         return timeline
@@ -46,7 +46,7 @@ def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
 
 
 def some_steps(timeline: Timeline, count: int) -> Timeline:
-    """Return the spans of `count` steps in the middle of the window, shifted so that the first starts at time 0."""
+    """Return the spans of the `count` middle steps of a timeline, shifted to start at time 0."""
     inside = steps_of(timeline)
     middle = max(0, (len(inside) - count) // 2)
     chosen = inside[middle : middle + count]
@@ -113,7 +113,7 @@ def _flows(
     learners: Sequence[Span],
     lanes: dict[str, int],
 ) -> None:
-    """Append arrows from spans that sample completions to spans of training ranks that consume them."""
+    """Append trace arrows from each span that samples completions to the training ranks' spans that consume them."""
     takes: dict[int | None, list[Span]] = {}
     for span in learners:
         if span.name == "rollout":

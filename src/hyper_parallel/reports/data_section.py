@@ -63,7 +63,7 @@ class _DataFacts(TypedDict):
 
 @with_config(_STRICT)
 class _Answer(TypedDict):
-    """Held-out conversation of answers.json."""
+    """Held-out conversation in answers.json, with the expected answer and the model's answer."""
 
     prompt: str
     images: list[_Base64]
@@ -113,7 +113,7 @@ def _read(path: Path, schema: TypeAdapter[Any], name: str) -> Any:
 
 
 def data_section(facts: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the values of the template: rows, notes, histograms with bars of 0 to 100 %, and examples."""
+    """Return the values of the section's template: rows, notes, length histograms and examples; None without facts."""
     if facts is None:
         return None
     sources = []

@@ -1,8 +1,8 @@
-"""Dumps of torch's flight recorder: the first collective at which ranks diverge, and the ranks that cause it.
+"""Analysis of dumps of torch's flight recorder: the first collective at which ranks diverge, and the ranks at fault.
 
-A dump contains the last collectives of one rank, `entries`, and its groups, `pg_config`; it is a pickle or JSON. Each
-group numbers its collectives, equally on all of its ranks. Ranks diverge at the first number that a rank lacks, or at
-which its call differs. Messages between two ranks are numbered separately and are not compared.
+A dump, a pickle or JSON file, contains the last collectives of one rank (`entries`) and its groups (`pg_config`). All
+ranks of a group number its collectives alike. Ranks diverge at the first number that a rank lacks, or at which calls
+differ. Messages between two ranks are numbered separately and are not compared.
 Source: the format in torch/distributed/flight_recorder/components and its `Collective` (version 2.10).
 """
 
@@ -25,7 +25,7 @@ from hyper_parallel.errors import DumpUnreadable
 
 _RANK: Final = re.compile(r"(\d+)(?:\.\w+)?$")
 _SHAPES_DIFFER: Final = ("all_to_all", "gather", "scatter", "all_gather_v", "reduce_scatter_v")
-"""Prefixes of collectives with unequal shapes across ranks; `gather` and `scatter`, but not `all_gather`."""
+"""Prefixes of the names of collectives whose shapes may differ between ranks."""
 
 
 class _Frame(TypedDict):
@@ -34,7 +34,7 @@ class _Frame(TypedDict):
 
 
 class _Recorded(TypedDict):
-    """Fields of a recorded collective that are used; torch writes more."""
+    """Fields of a recorded collective that this module uses; torch writes more."""
 
     profiling_name: str
     collective_seq_id: int
@@ -69,9 +69,9 @@ class Divergence:
         ranks: Ranks of the group.
         number: Number of the collective in the group.
         kind: missing, operation, shape, dtype, or state (called on all ranks, but not completed on all).
-        culprits: Ranks that lack it, differ from the majority, or have not completed it.
-        calls: Call of each rank at this number; for a rank without one, its last call.
-        time_ns: Time of the first call.
+        culprits: Ranks that lack the collective, differ from the majority, or have not completed it.
+        calls: Call of each rank at this number; for a rank that lacks it, the rank's last call.
+        time_ns: Time of the first call at this number.
     """
 
     group: str
@@ -96,7 +96,9 @@ class Divergence:
 
 
 def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
-    """Return dumps by rank, the number at the end of a file name; from a directory, all files with such a number.
+    """Return the content of dump files by rank, which is the number at the end of a file name.
+
+    Of a directory, all files whose name ends in a number are read.
 
     Raises:
         DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is none.
@@ -154,7 +156,7 @@ def _unreadable(path: Path, why: str) -> DumpUnreadable:
 
 
 def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
-    """Return the first divergence of every group, in order of time."""
+    """Return the first divergence of every process group in which ranks diverge, in order of time."""
     groups: dict[tuple[str, str], dict[int, dict[int, Mapping[str, Any]]]] = defaultdict(dict)
     members: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, dump in dumps.items():
@@ -168,7 +170,7 @@ def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
             numbers = groups[key].setdefault(rank, {})
             if not entry.get("is_p2p"):
                 number = entry["collective_seq_id"]
-                # Numbering restarts: a later group of the same name
+                # Numbering restarts: the entries belong to a later group with the same name
                 if numbers and number < max(numbers):
                     numbers.clear()
                 numbers[number] = entry
@@ -213,7 +215,7 @@ def _first(
 
 
 def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
-    """Return the kind of difference in one collective and the ranks that cause it; an empty kind without difference."""
+    """Return how the ranks' calls of one collective differ, and the ranks at fault; an empty text if they are equal."""
     missing = [rank for rank, entry in entries.items() if entry is None]
     if missing:
         return "missing", missing
@@ -226,7 +228,7 @@ def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, l
 
 
 def _undone(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
-    """Return the ranks that have called a collective but not completed it."""
+    """Return `state` and the ranks that have not completed a collective; an empty text if all ranks have."""
     undone = [
         rank
         for rank, entry in entries.items()
@@ -236,7 +238,7 @@ def _undone(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[
 
 
 def _unlike_most(values: Mapping[int, str]) -> list[int]:
-    """Return the ranks whose value differs from the most common one; all ranks if several values are equally common."""
+    """Return the ranks whose value is not the most common one; all ranks if several values are equally common."""
     ordered = Counter(values.values()).most_common()
     if len(ordered) == 1:
         return []
@@ -260,7 +262,7 @@ def _dtypes(entry: Mapping[str, Any]) -> str:
 
 
 def _call(entry: Mapping[str, Any]) -> str:
-    """Describe one collective, with the innermost recorded line outside torch."""
+    """Return a description of one collective, with the innermost recorded line outside torch."""
     dtypes = ", ".join(map(str, entry.get("input_dtypes") or []))
     shapes = ", ".join(map(str, entry["input_sizes"]))
     state = entry.get("state") or "unknown"

@@ -1,4 +1,4 @@
-"""Summary of a run: results, conditions of measurement and prediction, and differences between runs."""
+"""Tables of a report: results of a run, conditions of measurement and prediction, and differences between runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONDITIONS: Final = {
 
 
 class Result(NamedTuple):
-    """Number of a run: name, text, value, and a note such as the prediction."""
+    """Result of a run: name, text to show, value, and a note such as the prediction."""
 
     name: str
     text: str
@@ -46,7 +46,7 @@ def results(run: RunRecord) -> list[Result]:
 
 
 def _settings_of(run: RunRecord) -> Iterator[Result]:
-    """Yield steps, data, learning rate and elapsed time."""
+    """Yield results about steps, data, learning rate and elapsed time."""
     tokens = float(sum(int(m.get("tokens", 0)) for m in run.metrics))
     amount = f"{format_count(tokens)} tokens"
     if run.terms.records and run.plan.workload.seq_len:
@@ -77,7 +77,7 @@ def _settings_of(run: RunRecord) -> Iterator[Result]:
 
 
 def format_duration(seconds: float) -> str:
-    """Print a duration in readable units: `12.3 s`, `4 min 5 s`, `3 h 20 min`."""
+    """Return a duration as text in readable units: `12.3 s`, `4 min 5 s`, `3 h 20 min`."""
     if seconds < 100:
         return format_seconds(seconds)
     minutes, rest = divmod(round(seconds), 60)
@@ -86,7 +86,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _quality(run: RunRecord) -> Iterator[Result]:
-    """Yield losses, rewards and scores at the end of the run, with those at its start as notes."""
+    """Yield losses, rewards and scores at the end of the run, with the values at its start as notes."""
     if not run.metrics:
         return
     first, last, loss = run.metrics[0], run.metrics[-1], run.terms.loss
@@ -120,7 +120,7 @@ def _quality(run: RunRecord) -> Iterator[Result]:
 def _preference(
     prefix: str, first: Mapping[str, float] | None, last: Mapping[str, float] | None
 ) -> Iterator[Result]:
-    """Yield accuracy and margin of the preference stages."""
+    """Yield accuracy and margin of a preference stage, from the first and last record that has them."""
     first, last = first or {}, last or {}
     if (accuracy := last.get("accuracy")) is not None:
         note = f"from {first['accuracy'] * 100:.1f} %" if first.get("accuracy") is not None else ""
@@ -160,7 +160,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
 
 
 def medians_text(run: RunRecord) -> str:
-    """Return a sentence about the steps over which medians are taken."""
+    """Return a sentence that states the steps over which medians are taken."""
     part, several = run.last, len(run.parts) > 1
     first, left_out = part.step + 1, part.warm_up
     steps = f"steps {first} to {part.step + len(part.rows)}" if several else "all steps"
@@ -217,7 +217,7 @@ def conditions(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return settings that differ between runs, with the value of each run; `-` for a missing one."""
+    """Return pairs of setting and its values, one per run, for settings that differ; `-` for a missing value."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, [f"{run.settings.get(key, '-')}" for run in runs]) for key in keys]
     strategies = ("mesh and strategy", [f"{run.plan.strategy}" for run in runs])

@@ -1,4 +1,4 @@
-"""Names of losses, counts and scores by stage, for reports."""
+"""Names of the loss and of the counted records in reports, by stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 
 class StageTerms(NamedTuple):
-    """Terms of a stage: its loss, the meaning of the loss, and the unit of its records.
+    """Wording of reports for one stage.
 
     Attributes:
         loss: Name of the loss.
@@ -42,7 +42,7 @@ _DPO_LOSSES: Final = {
 
 
 def stage_terms(settings: Mapping[str, Any]) -> StageTerms:
-    """Return the terms of the stage of a recipe, given by dotted keys."""
+    """Return the wording for the stage of a recipe, given as values by dotted key."""
     stage = settings.get("stage")
     terms = _STAGES.get(f"{stage}", _STAGES["pt"])
     if stage == "dpo":

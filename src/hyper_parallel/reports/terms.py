@@ -82,7 +82,7 @@ RUNS: Final = (
 
 
 def kind_of(name: str, category: str = "") -> str:
-    """Return the kind, a key of `COLORS`, of a span or of a term of the step time."""
+    """Return the kind of a span or of a cost term of the step time; a kind is a key of `COLORS`."""
     action = _ACTION.fullmatch(name)
     if action and action[2] in _ACTIONS:
         return _ACTIONS[action[2]][0]
@@ -98,7 +98,7 @@ def kind_of(name: str, category: str = "") -> str:
 
 
 def words(name: str) -> str:
-    """Return a readable label of a span: `forward, stage 2, microbatch 0` for `2F0`."""
+    """Return a readable label for the name of a span: `forward, stage 2, microbatch 0` for `2F0`."""
     action = _ACTION.fullmatch(name)
     if not action or action[2] not in _ACTIONS:
         if stage := _STAGE.match(name):
@@ -109,12 +109,12 @@ def words(name: str) -> str:
 
 
 def time_kind(name: str) -> str:
-    """Return the kind of a term of the step time, with forward and backward merged, as in the terms of a plan."""
+    """Return the kind of a cost term of the step time, with one kind for forward, backward and recompute."""
     kind = kind_of(name)
     return BOTH if kind.startswith(("forward", "backward", "recompute")) else kind
 
 
 def memory_kind(name: str) -> str:
-    """Return the kind of a term of a plan's memory: a persistent state, offloaded, or transient memory."""
+    """Return the kind of a memory term of a plan: a persistent state, offloaded, or transient memory."""
     kind = _KINDS.get(name, "optimizer states" if name == "optimizer" else name)
     return kind if kind in STATES else "offloaded" if name.startswith("offloaded") else MOVING

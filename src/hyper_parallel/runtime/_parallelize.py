@@ -46,13 +46,14 @@ def parallelize(
         world: Ranks to use; None: join the world of the environment until the process ends.
         ranks: Ranks of the world that share this model; None: all.
         routing: Options of expert routing; None: the model's own behavior.
-        average: Average the gradients of a plain `loss.backward()` over the data shares (`data_share`), as
-            `DistributedDataParallel` does, for loops whose loss is a mean over a rank's own data. False: sum them.
-            `forward_backward` gives the same result either way.
-        one_order: Ranks may skip submodules in a step, but run them in the order and as often as in the first steps.
-            False: order and number of calls may differ between ranks in any step, at the cost of one exchange between
-            hosts per module that FSDP gathers.
-        sync_replicas: False, for replicas that are not sharded: no collectives run, and the caller sums gradients.
+        average: Average the gradients of `loss.backward()` over data-parallel ranks (`data_share`), as
+            `DistributedDataParallel` does. Suits loops whose loss is the mean over a rank's own data. False: sum them.
+            Has no effect on `forward_backward`.
+        one_order: Every rank calls the submodules in the order of the first steps and equally often, except that it may
+            skip some in a step. False: order and number of calls may differ between ranks in any step, which costs one
+            exchange between hosts per module that FSDP gathers.
+        sync_replicas: False: run no collectives, and leave the sum of gradients to the caller; only for replicas that
+            are not sharded.
 
     Returns:
         The same model, with the same class and parameter names, its parameters sharded. Its `save_pretrained` writes
@@ -83,9 +84,8 @@ def parallelize(
 def _end(world: World) -> None:
     """Leave the world before the interpreter exits, and collect unreachable models with their process groups.
 
-    A process group is freed with the last reference to it, even after it is destroyed. A group that survives the
-    interpreter may have a thread that frees a tensor of its last collective too late, which ends the process by
-    SIGABRT.
+    A destroyed process group still exists until its last reference is gone. If it outlives the interpreter, one of its
+    threads may free a tensor of the last collective too late, which ends the process by SIGABRT.
     """
     world.leave()
     gc.collect()
@@ -100,9 +100,9 @@ def plan_of(
     """Return the plan of a module under one strategy.
 
     Args:
-        model: Any module, with values or on the meta device, Hugging Face or not; only its shapes are read.
-        strategy: Keys of a recipe's `parallel` section as `key=value` words, `"dp_shard=4 tp=2"`, or a `Strategy`;
-            "" is one rank.
+        model: Any module, also on the meta device; only its parameter shapes and structure are read.
+        strategy: A `Strategy`, or keys of a recipe's `parallel` section as text, such as `"dp_shard=4 tp=2"`; "" is one
+            rank.
         workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and lengths that
             `plan` assumes and lists in the notes of the plan.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
@@ -131,7 +131,7 @@ def plan_of(
 
 
 def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Rewrite an error that names keys of a recipe in the words of a strategy text."""
+    """Change an error in place: replace recipe keys (`parallel.tp_x`) by words of a strategy text (`tp=2`)."""
     if error.where is not None and error.where.startswith("parallel."):
         error.where = f"strategy: {error.where.removeprefix('parallel.')}"
     changes = error.changes

@@ -1,4 +1,4 @@
-"""Objects that a user's step refers to, and steps that `offload` refuses: before they run, and after a recording."""
+"""Search for the objects that a user's step refers to, and the checks by which `offload` refuses a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyper_parallel.errors import CaptureUnsupported
 
 
 def models_of(step: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules that a step refers to, except submodules of others."""
+    """Return the modules that a step refers to, without submodules of another module in the list."""
     modules = _referenced_objects(step, torch.nn.Module)
     inside = {id(part) for value in modules for part in [*value.modules()][1:]}
     return [value for value in modules if id(value) not in inside]
@@ -35,20 +35,20 @@ def _referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
 
 
 def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
-    """Yield the values that a function and its callees refer to, and members of these lists, dicts and objects."""
+    """Yield the closure variables and globals of a function and its callees, and the members of such containers."""
     seen.add(id(step))
     values: list[Any] = []
     if isinstance(step, partial):
         values += [*step.args, *step.keywords.values()]
         step = step.func
-    # Attributes are read of objects defined in the step's own module, and of plain namespaces.
+    # Only attributes of objects from the step's own module and of plain namespaces are searched.
     user_modules = getattr(step, "__module__", None), "types"
     if inspect.ismethod(step):
         values += [step.__self__, *vars(step.__self__).values()]
     try:
         scope = inspect.getclosurevars(step)
         values += [*scope.nonlocals.values(), *scope.globals.values()]
-    except TypeError:  # a callable that is no Python function
+    except TypeError:  # not a Python function
         values += vars(step).values() if hasattr(step, "__dict__") else []
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -65,7 +65,7 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
 
 
 def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
-    """Refuse compiled code, which has no operator stream: under the recorder, torch runs it eagerly with other bits."""
+    """Refuse a compiled step or model: while it is recorded, torch would run it eagerly, with other rounding."""
     if hasattr(step, "_torchdynamo_orig_callable") or any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()
@@ -77,7 +77,7 @@ def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
 
 
 def refuse_odd_arguments(leaves: list[Any]) -> None:
-    """Refuse arguments that are neither tensors nor plain values, because a change in them cannot be detected."""
+    """Refuse step arguments that are neither tensors nor plain values, because their changes cannot be detected."""
     kinds = (
         torch.Tensor,
         bool,
@@ -102,8 +102,8 @@ def refuse_odd_arguments(leaves: list[Any]) -> None:
 def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Refuse a step whose Python code reads a number that differs in every step, such as the loss or a step counter.
 
-    The guard on such a value would stop the next step in its middle, where the state is lost. Integers and booleans
-    that depend on the batch are accepted, because they may repeat.
+    A changed number violates its guard and would stop the next step halfway, when the state cannot be restored.
+    Integers and booleans that depend on the batch are accepted, because they may repeat.
     """
     program = captured.program
     varies = {*captured.input_storages, *captured.written_state}
@@ -139,7 +139,7 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
 def refuse_schedule(
     step: Callable[..., Any], captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Refuse a scheduler inside the step: its Python number would be constant in every planned step."""
+    """Refuse a step that calls a learning-rate scheduler: planned steps would repeat the recorded learning rate."""
     rates = {
         group["lr"].untyped_storage()._cdata
         for optimizer in optimizers

@@ -1,4 +1,4 @@
-"""parallelize_submodels: the tower and the language part of a multimodal model on ranks of their own."""
+"""parallelize_submodels: place the encoder (tower) and the language part of a multimodal model on separate ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hyper_parallel.runtime._parallelize import attach_save_pretrained, parallel
 from hyper_parallel.runtime._world import World
 
 _ALL: Final = 2**31
-"""Microbatches ahead under schedules that may run all forward passes first."""
+"""Number of microbatches in flight for schedules that may run all forward passes first: no limit."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
@@ -54,11 +54,11 @@ def parallelize_submodels(
     routing: Routing | None = None,
     schedule: Schedule | None = None,
 ) -> nn.Module:
-    """Apply one layout to the tower of a multimodal model and one to its language part, each on ranks of its own.
+    """Parallelize the encoder (tower) and the language part of a multimodal model, each with a layout on its own ranks.
 
-    The ranks of the tower compute the results of the model's own `get_image_features`, `get_video_features` or
-    `get_audio_features` and send them to the ranks of the language part, which send the gradients back unless the tower
-    is frozen. Every rank then calls `forward_backward`, `forward_loss` and `clip_grad_norm_`, with the microbatches of
+    The tower's ranks run the model's own `get_image_features`, `get_video_features` or `get_audio_features`, and send
+    the results to the ranks of the language part. These send gradients back unless the tower is frozen. Afterwards,
+    every rank calls `forward_backward`, `forward_loss` and `clip_grad_norm_`, with the microbatches of
     `microbatch_sources`.
 
     Args:
@@ -83,31 +83,31 @@ def parallelize_submodels(
             support.
         ScheduleError: HP320 for a schedule that does not fit, or without a joint schedule of both parts.
     """
-    strategies = _checked(division := divide(model), layouts, world.world_size, ranks)
+    strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
     lanes = joint_lanes(strategies, members)
     frozen = not any(model.get_parameter(name).requires_grad for name in division.tower)
     _check_schedule(schedule, strategies, lanes, frozen)
-    sides = _sides(strategies, members, division, world)
+    sides = _exchange_sides(strategies, members, division, world)
     twin = twin_of(model) if len(sides) > 1 else model
     roles = []
     for name, side in sides.items():
         is_tower = isinstance(side, Tower)
         part = TowerModel(model, division) if is_tower else keep_language(twin, division, side)
         plan = plan_of(part, strategies[name])
-        # A given workload is that of the language part: the tower's ranks need not divide its batch.
+        # `workload` is that of the language part; its batch need not be divisible by the tower's ranks.
         plan = replace(plan, workload=workload or plan.workload)
         copied = is_tower and lanes is not None and strategies[name].dp > 1
         options = _options(is_tower, copied, routing)
         parallelize(part, plan, world, members[name], **options)
         roles.append(_role(part, side, world))
     stages = stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
-    joint = lanes and _joint(lanes, roles, stages, world, frozen, schedule)
-    return _whole(roles, division, joint)
+    joint = lanes and _joint_steps(lanes, roles, stages, world, frozen, schedule)
+    return _rank_module(roles, division, joint)
 
 
 def _options(is_tower: bool, copied: bool, routing: Routing | None) -> dict[str, Any]:
-    """Return options of `parallelize` for a part.
+    """Return the keyword arguments of `parallelize` for one sub-model.
 
     A tower runs once for each microbatch with media, so the number of its calls differs from step to step.
     """
@@ -135,17 +135,17 @@ def _check_schedule(
 
 
 def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
-    """Return the role of a part that passed through `parallelize`; the language part reads features from now on."""
+    """Return the role of a parallelized sub-model; a language part then reads its features from the tower's ranks."""
     if isinstance(side, Reader):
         tp, pipeline = handle(part).tp, handle(part).pipeline
-        # Every rank reads its part of a sharded stream, and all tokens of a replicated one.
+        # A rank reads the features of its shard of the tokens, or of all tokens if activations are replicated.
         group = None if tp is None or tp.replicated_activations else tp.group
         side.watch(part, group, None if pipeline is None else pipeline.stages.running)
     return Role(part, side, world.rank == _first_rank(side))
 
 
-def _whole(roles: Sequence[Role], division: Division, joint: JointSteps | None) -> nn.Module:
-    """Return the module of this rank, with the state of all of its parts."""
+def _rank_module(roles: Sequence[Role], division: Division, joint: JointSteps | None) -> nn.Module:
+    """Return the module of this rank: its only sub-model, or a module that joins the sub-models of `roles`."""
     group = dist.group.WORLD
     assert group is not None
     attached, whole = handle(roles[0].part), roles[0].part
@@ -162,7 +162,7 @@ def _whole(roles: Sequence[Role], division: Division, joint: JointSteps | None) 
 def _members(
     strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of the world of each sub-model."""
+    """Return the world's ranks of each sub-model, by name; without `ranks`, sub-models use consecutive ranks."""
     if ranks is not None:
         return {name: tuple(ranks[name]) for name in strategies}
     members: dict[str, tuple[int, ...]] = {}
@@ -172,7 +172,7 @@ def _members(
     return members
 
 
-def _joint(
+def _joint_steps(
     lanes: TowerLanes,
     roles: Sequence[Role],
     stages: Mapping[int, int],
@@ -180,7 +180,7 @@ def _joint(
     frozen: bool,
     schedule: Schedule | None,
 ) -> JointSteps:
-    """Return the joint schedules of this rank."""
+    """Return the steps of this rank that interleave tower and pipeline stages, following a joint schedule."""
     side = roles[-1].side
     tower = side.border.tower
     attached = handle(roles[-1].part)
@@ -202,13 +202,16 @@ def _first_rank(side: Tower | Reader) -> int:
     return side.border.tower[0] if isinstance(side, Tower) else side.border.readers[0][0]
 
 
-def _sides(
+def _exchange_sides(
     strategies: Mapping[str, Strategy],
     members: Mapping[str, tuple[int, ...]],
     division: Division,
     world: World,
 ) -> dict[str, Tower | Reader]:
-    """Return this rank's sides of the exchange by sub-model, the language part first; collective over all ranks."""
+    """Return this rank's ends of the feature exchange, by name of its sub-models, the language part first.
+
+    Creates process groups, so all ranks must call it.
+    """
     for name, strategy in strategies.items():  # every rank creates the groups of both
         world.mesh(strategy, members[name])
     # One process group per direction: messages of both directions may wait for each other.
@@ -245,16 +248,16 @@ def submodel_strategies(
     Raises:
         BadValue: HP102, DegreesMismatch: HP301, UnsupportedSharding: HP205; see `parallelize_submodels`.
     """
-    return _checked(divide(model), layouts, world_size, ranks)
+    return _validated_strategies(divide(model), layouts, world_size, ranks)
 
 
-def _checked(
+def _validated_strategies(
     division: Division,
     layouts: Mapping[str, str | Strategy],
     world_size: int,
     ranks: Mapping[str, Sequence[int]] | None,
 ) -> dict[str, Strategy]:
-    """Return the strategies by name; arguments and errors as for `submodel_strategies`."""
+    """Return the validated strategy of each sub-model; arguments and errors as for `submodel_strategies`."""
     names = {division.kind, LANGUAGE}
     unknown, missing = sorted(layouts.keys() - names), sorted(names - layouts.keys())
     if unknown or missing:
@@ -301,7 +304,7 @@ def _checked(
 
 
 def _check_stages(language: Strategy, division: Division) -> None:
-    """Raise for pipeline stages after the first that read features, and for several stages on a rank."""
+    """Raise UnsupportedSharding (HP205) if a later pipeline stage reads features, or a rank has several stages."""
     if language.pp > 1 and (division.layers_with_features or language.virtual_stages > 1):
         raise UnsupportedSharding(
             "encoder features enter layers after the first pipeline stage"
@@ -317,7 +320,7 @@ def _check_stages(language: Strategy, division: Division) -> None:
 def _check_ranks(
     strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int
 ) -> None:
-    """Raise for ranks that do not fit the degrees of their sub-model, or that leave a rank without one."""
+    """Raise an error if a sub-model's ranks do not match its degrees, or a rank of the world has no sub-model."""
     for name, strategy in strategies.items():
         if len({*ranks.get(name, ())}) != strategy.world_size:
             first = ", ".join(map(str, range(strategy.world_size)))

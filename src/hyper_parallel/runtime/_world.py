@@ -1,4 +1,4 @@
-"""World: the ranks that one process belongs to, as a value that owns process groups and can be closed."""
+"""World: an object that represents the ranks of a training program, owns their process groups, and can be closed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
 
 
 class Hosts:
-    """Liveness records of the machines, in the store of the process group.
+    """Liveness flag of each machine, in the store of the process group.
 
     Args:
         store: The store.
@@ -68,11 +68,11 @@ class Hosts:
             store.set(self._names[rank // ranks_each], socket.gethostname())
 
     def alive(self) -> None:
-        """Report that this machine is alive, after any failure."""
+        """Set the flag of this machine; called after a failure of any rank."""
         self._store.set(self._alive[self._rank // self._ranks_each], "")
 
     def lost(self) -> HostLost | None:
-        """Return an error that names the machines that do not report in time; None when all do."""
+        """Return an error that names the machines without a flag after a few seconds; None when all have one."""
         missing, names = list(range(len(self._alive))), list[str]()
         answered = threading.Event()
 
@@ -148,17 +148,17 @@ class World:
         worlds: Sequence[int] = (),
         ending: Callable[[], bool] = lambda: False,
     ) -> World:
-        """Join the world that the environment describes: of this package's launcher, of torchrun, or a world of one.
+        """Join the world that the launcher's environment variables describe; without a launcher, a world of one rank.
 
         Args:
             device: cpu, cuda, npu, ... None: the accelerator of this machine if it has one, else cpu.
-            deadlines: Maximum time of a rank in one phase before the ranks of this machine are killed; None: no limit.
-                Ranks of this package's launcher are monitored by the launcher.
+            deadlines: Maximum time of a rank in one phase of a step. A rank that exceeds it ends all ranks of this
+                machine. None: no limit. This package's launcher monitors its ranks itself.
             debug: Let torch compare each collective across ranks before it runs, which is slow.
-            worlds: Sizes of the worlds into which the ranks of another launcher are split, in rank order. All ranks are
-                connected when this returns. This package's launcher splits them itself. (): one world of all ranks.
-            ending: With deadlines, returns whether a signal has asked ranks to end after their step; a waiting rank is
-                then killed.
+            worlds: Sizes of the worlds into which the ranks of another launcher, such as torchrun, are split, in rank
+                order. (): one world of all ranks. This package's launcher splits its ranks itself.
+            ending: Returns whether a signal has asked ranks to end after their step. A rank that then waits too long is
+                killed. Has no effect without deadlines.
 
         Raises:
             DeviceUnavailable: HP502 when this process has no accelerator of its own.
@@ -192,8 +192,8 @@ class World:
     def fake(cls, rank: int, world_size: int, backend: str = "fake") -> World:
         """Create one rank of a simulated world, in which collectives return at once and transfer nothing.
 
-        Traces the operations of a rank, for any number of ranks, in one process. The default process group must not be
-        initialized; `close` destroys it. `backend` is `fake` or `TRACED`.
+        One process can thus trace the operations of a rank in a world of any size. The default process group must not
+        be initialized; `close` destroys it. `backend` is `fake` or `TRACED`.
         """
         # Importing the module registers the backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -205,7 +205,7 @@ class World:
 
     def _open(self, init_method: str | None) -> None:
         """Create the default process group; a group of one when `init_method` is None."""
-        # gloo on the host, and on the device the backend that torch or the device plug-in has registered.
+        # gloo for the host; for the device, the backend that torch or its device plug-in has registered.
         kind = self.device.type
         self.backend = "gloo"
         if kind != "cpu":
@@ -231,7 +231,7 @@ class World:
             self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, local_size)
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
-        """Publish the heartbeats of this rank; under another launcher, also monitor the ranks of this machine."""
+        """Start to publish the heartbeats of this rank, and to monitor the machine's ranks unless the launcher does."""
         if BOARD_VARIABLE in os.environ:
             ranks, path = os.environ[BOARD_VARIABLE].split(" ", 1)
             board, poll = HeartbeatBoard(Path(path), int(ranks)), _ignore
@@ -247,14 +247,14 @@ class World:
                 poll = WaitReporter(board, first).poll if self.local_rank == 0 else _ignore
         else:
             return
-        # torch's own timeout has a less specific error, so it must come later
+        # torch's own timeout raises a less specific error, so it must expire later
         if deadlines is not None:
             self._timeout = timedelta(seconds=max(deadlines.step_s, deadlines.first_step_s) + 60)
         self.heartbeat = HeartbeatWriter(board, self.local_rank)
         self._watched.enter_context(self.heartbeat.watched(poll))
 
     def mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh:
-        """Return the device mesh of a strategy with all axes, outer to inner, including those of degree 1.
+        """Return the device mesh of a strategy; it has all axes, outermost first, including axes of degree 1.
 
         Creating a mesh creates process groups, so every rank of the world must call this in the same order, including
         ranks outside `ranks`. Meshes are cached.
@@ -321,7 +321,7 @@ class World:
         self.leave()
 
     def leave(self) -> None:
-        """Leave the world without waiting for the other ranks."""
+        """Leave the world and destroy its process groups without waiting for the other ranks."""
         self._watched.close()
         had_meshes = bool(self._meshes)
         self._meshes.clear()
@@ -361,13 +361,13 @@ class World:
 
 @dataclass(frozen=True)
 class _WorldPart:
-    """Part of the ranks of a launcher that forms one of several worlds.
+    """Member of a list of worlds into which a launcher's ranks are split.
 
     Attributes:
         number: Index of this world.
-        rank: Rank of this process in it.
-        world_size: Number of its ranks.
-        launched: Number of ranks of all worlds.
+        rank: Rank of this process in this world.
+        world_size: Number of ranks in this world.
+        launched: Number of ranks in all worlds.
     """
 
     number: int
@@ -377,7 +377,7 @@ class _WorldPart:
 
     @classmethod
     def of(cls, rank: int, worlds: Sequence[int]) -> _WorldPart:
-        """Return the part to which a rank of the launcher belongs."""
+        """Return the world to which a launcher's rank belongs; `worlds` are the sizes in rank order."""
         ends = list(accumulate(worlds))
         number = bisect_right(ends, rank)
         size = worlds[number]
@@ -396,16 +396,16 @@ def _ignore() -> None:
 
 
 def forget_meshes() -> None:
-    """Clear torch's caches that are keyed by device mesh, and thereby free the process groups of closed worlds.
+    """Clear torch's caches that are keyed by device mesh, which frees the process groups of closed worlds.
 
-    torch caches shardings and redistributions by mesh; the mesh of a later world may be equal but have other groups. A
-    rank forked later would inherit cached groups without their threads, and hang when it frees one.
+    An entry of a closed world would also match an equal mesh of a later world, whose groups differ. A rank forked later
+    would inherit cached groups without their threads, and hang when it frees one.
     """
     from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
     # As `torch.distributed.tensor.debug._clear_sharding_prop_cache`, whose import takes each rank 30 ms.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # not before its fast path
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # since the C++ fast path
         torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
@@ -433,7 +433,7 @@ def launched_rank() -> tuple[int, int, int]:
 
 
 def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) -> DegreesMismatch:
-    """Return the error for a strategy on another number of ranks; the hint names that number and a fitting dp_shard."""
+    """Return the error for a strategy whose degrees do not multiply to `num_ranks`, with a hint that fixes it."""
     size = strategy.world_size
     dp_shard, remainder = divmod(num_ranks, size // strategy.dp_shard)
     hint = f"ranks=range({size})" if is_subset else f"torchrun --nproc-per-node {size} SCRIPT"
@@ -445,7 +445,7 @@ def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) ->
 
 
 def _variables(*names: str) -> dict[str, str]:
-    """Return variables that every launcher sets; raise if one is missing."""
+    """Return environment variables by name; raise LauncherIncomplete (HP315) if one is missing."""
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise _incomplete(f"`{missing[0]}` is missing", f"RANK={os.environ['RANK']}")

@@ -1,4 +1,4 @@
-"""Preparation of a process before it forks ranks, and first steps of a forked rank; see `launch` for the reasons."""
+"""Preparation of a process before it forks ranks, and initialization of a forked rank; see `local_launch`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _QUIET_LOOKS: Final = 5  # catches a thread that computes with short pauses
 
 
 def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
-    """Start a forked process.
+    """Fork a process for a rank.
 
     Raises:
         RankFailed: HP601 when the system has no process or memory left.
@@ -64,7 +64,7 @@ def prepare_fork() -> None:
 
 
 def begin_forked() -> None:
-    """Initialize a forked rank: keep the parent's objects alive, and end when the parent ends."""
+    """Initialize a forked rank: keep inherited objects alive, and end this process when the parent ends."""
     parent = multiprocessing.parent_process()
     gc.freeze()  # objects of the parent must not be finalized here
     gc.enable()  # disabled while the command starts
@@ -76,7 +76,7 @@ def begin_forked() -> None:
 
 
 def _check_fork() -> None:
-    """Refuse an open process group, and collect closed groups with their threads.
+    """Raise ForkUnsafe (HP605) if a process group is open, and free closed groups with their threads.
 
     A rank inherits the groups without their threads, and would hang when it uses or frees one. Meshes are part of
     reference cycles, so a closed group survives until the next collection.
@@ -95,9 +95,9 @@ def _check_fork() -> None:
 
 
 def _check_threads() -> None:
-    """Refuse running threads: a thread in a library may hold a lock that the forked rank would wait for.
+    """Raise ForkUnsafe (HP605) if another thread computes, because it may hold a lock that a forked rank waits for.
 
-    Sleeping threads are accepted: those of a notebook or of a progress bar, and idle BLAS workers.
+    Sleeping threads are accepted, such as threads of a notebook or progress bar, and idle BLAS workers.
     """
     deadline, quiet = time.monotonic() + _LONGEST_WAIT_S, 0
     running: set[tuple[int, str]] = set()
@@ -126,7 +126,7 @@ def _running() -> Iterator[tuple[int, str]]:
 def _end_openmp_threads() -> None:
     """End the worker threads of torch's OpenMP runtime; its next parallel loop starts them again.
 
-    GNU's OpenMP runtime expects them in a forked child, where they do not exist; LLVM's and Intel's do not.
+    GNU's OpenMP runtime would wait for them in a forked child, where they do not exist; LLVM's and Intel's would not.
     Source: OpenMP 5.0, `omp_pause_resource_all`. The symbol is found through torch._C, which links torch's runtime.
     """
     import torch

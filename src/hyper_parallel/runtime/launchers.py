@@ -1,8 +1,8 @@
-"""Launchers of ranks: torchrun command, Slurm script, `srun`, actors of a Ray cluster, and checks of this machine.
+"""Launchers of ranks: torchrun command, Slurm script, `srun`, and actors of a Ray cluster.
 
 All but Ray start `hyper-parallel train`. The process is a rank if RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT are in its environment. On Ray, every rank is an actor; an actor that dies ends the run and
-names its machine. Before a fork, checks tell whether this machine can run the local ranks of a run.
+MASTER_ADDR and MASTER_PORT are in its environment. On Ray, every rank is an actor. If an actor dies, the run ends with
+an error that names the machine. Other functions check whether this machine can run the local ranks of a run.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
 
 
 def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
-    """Return a Slurm script: torchrun on every machine, rendezvous on the first; arguments as of `torchrun_words`."""
+    """Return a Slurm script that runs torchrun on every machine, with rendezvous on the first.
+
+    Arguments as for `torchrun_words`; `output_dir` is the directory of the run.
+    """
     launch_section = recipe.launch
     if not all(map(str.isprintable, (str(output_dir), *launch_section.sbatch))):
         raise BadValue(
@@ -112,7 +115,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
 
 
 def join_srun() -> None:
-    """Set the variables of a rank if `srun` has started this process as one of several.
+    """Set RANK and the other variables of a rank from Slurm's, if `srun` has started this process as one of several.
 
     Raises:
         LauncherIncomplete: HP315 when a variable of Slurm is missing or cannot be read.
@@ -144,13 +147,13 @@ def join_srun() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: for `gpu[03-05,9],login` gpu03."""
+    """Return the first host of a Slurm node list: gpu03 for `gpu[03-05,9],login`."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def _tasks(text: str) -> list[int]:
-    """Return the number of processes per machine from Slurm's notation: for `4(x2),3` 4, 4, 3."""
+    """Return the number of processes of every machine from Slurm's notation: [4, 4, 3] for `4(x2),3`."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -159,11 +162,11 @@ def _tasks(text: str) -> list[int]:
 
 
 _NODE_RANKS = 8
-"""Ranks per machine in hints for other machines, if the recipe has none: devices of a DGX or Atlas server."""
+"""Ranks per machine in hints, if the recipe states none: the devices of a DGX or Atlas server."""
 
 
 _MOST_OVERSUBSCRIBED: Final = 256
-"""Maximum number of processes that a recipe may start on the CPUs of one machine, however few there are."""
+"""Maximum number of CPU ranks on one machine with `launch.oversubscribe`."""
 
 
 def local_capacity(device: str | None = None) -> RankCapacity:
@@ -182,7 +185,7 @@ def local_capacity(device: str | None = None) -> RankCapacity:
 
 
 def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
-    """Refuse a run with more local ranks than this machine can run.
+    """Raise an error if a run has more local ranks than this machine can run.
 
     Args:
         recipe: The run.
@@ -217,11 +220,11 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
 
 
 def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) -> None:
-    """Refuse more local ranks than this machine can run.
+    """Raise an error for more local ranks than this machine can run.
 
     Args:
         ranks: Ranks to start on this machine.
-        capacity: Ranks that it can run.
+        capacity: Number of ranks that the machine can run.
         where: Option or key that sets the number of ranks.
         hint: Commands or values that work instead.
 
@@ -239,12 +242,12 @@ def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) 
 
 
 def has_cluster(recipe: Recipe) -> bool:
-    """Return whether the address of a Ray cluster is known; without one, Ray starts its actors on this machine."""
+    """Return whether the recipe or RAY_ADDRESS names a Ray cluster; otherwise Ray starts actors on this machine."""
     return recipe.launch.ray_address is not None or "RAY_ADDRESS" in os.environ
 
 
 def launch_words(ranks: int, node_ranks: int | None = None) -> str:
-    """Return overrides that spread ranks evenly over machines of at most `node_ranks` ranks each."""
+    """Return recipe overrides that spread ranks evenly over machines of at most `node_ranks` ranks each."""
     max_per_node = min(node_ranks or _NODE_RANKS, ranks)
     per_node = next(n for n in range(max_per_node, 0, -1) if ranks % n == 0)
     return f"launch.nnodes={ranks // per_node} launch.nproc_per_node={per_node}"
@@ -259,7 +262,7 @@ STORE_BYTES: Final = 100 * 2**20
 
 
 class Rank:
-    """Rank of a run, wrapped by `ray.remote`."""
+    """Ray actor of one rank of a run; `ray.remote` wraps this class."""
 
     def place(self) -> tuple[str, str, int, list[str]]:
         """Return host name, IP address, a free port, and the accelerators that Ray assigns to this actor."""
@@ -272,7 +275,7 @@ class Rank:
         return socket.gethostname(), ray.util.get_node_ip_address(), port, devices
 
     def run(self, fn: Callable[[], Any], environment: dict[str, str]) -> Any:
-        """Return the result of `fn` run with these environment variables."""
+        """Set environment variables, call `fn`, and return its result."""
         os.environ.update(environment)
         return fn()
 
@@ -285,16 +288,16 @@ def launch_on_ray(
     address: str | None = None,
     restart: int = 0,
 ) -> list[Any]:
-    """Run `fn()` in `ranks` actors with the environment of ranks, and return the results in rank order.
+    """Run `fn()` in `ranks` Ray actors and return the results in rank order; each has the variables that torchrun sets.
 
     All machines have equally many ranks, with consecutive numbers. If the cluster has GPUs, each rank reserves one.
 
     Args:
-        fn: Function of each actor; it and its result must be picklable.
+        fn: Function that each actor calls; it and its result must be picklable.
         ranks: Number of actors, a multiple of the number of machines.
         nnodes: Number of machines.
         address: The cluster. None: that of RAY_ADDRESS, else a local one that is shut down afterwards.
-        restart: Number of the attempt, passed to ranks as TORCHELASTIC_RESTART_COUNT.
+        restart: Number of restarts so far, passed to ranks as TORCHELASTIC_RESTART_COUNT.
 
     Raises:
         MissingDependency: HP501 without Ray.
@@ -331,7 +334,7 @@ def launch_on_ray(
 
 
 def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
-    """Reserve machines and start one actor per rank, in rank order; `stack` ends them.
+    """Reserve machines, start one actor per rank, and return the actors in rank order; `stack` kills them on exit.
 
     Raises:
         DeviceUnavailable: HP502 when the cluster cannot reserve these machines.
@@ -385,7 +388,10 @@ def _environment(
 
 
 def _results(running: dict[Any, int], hosts: list[str]) -> list[Any]:
-    """Return the results of all ranks; raise the first failure, dead actors first because they make others fail."""
+    """Wait for all ranks and return their results in rank order; raise RankFailed (HP601) after a failure.
+
+    The error names a dead actor before others, because its death may have made them fail.
+    """
     import ray
 
     results, failures = [None] * len(hosts), []

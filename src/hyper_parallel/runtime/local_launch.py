@@ -1,9 +1,9 @@
 """Start local ranks by forking a parent that has already imported torch.
 
 Imports dominate the start of a rank (12 s for 8 torchrun workers on two cores, 0.4 s forked), and forked ranks share
-the parent's code pages. The parent must not own a process group or have initialized an accelerator when it forks. It
-may have used threads. A rank inherits the thread pools of OpenMP and `tokenizers` without their threads, and would wait
-for them without end. The OpenMP pool is therefore ended before the fork, and `tokenizers` runs serially in ranks.
+the parent's code pages. The parent must not own a process group or have initialized an accelerator when it forks. A
+forked rank would wait forever for the threads of OpenMP and `tokenizers`, because a fork copies no threads. The OpenMP
+pool is therefore ended before the fork, and `tokenizers` runs serially in ranks.
 
 Each rank runs `fn(rank)`, redirects standard output and error to its log file, and ends with `os._exit`, so code of
 the parent (test runner, exit handlers) does not run in it. When a rank fails, the others get a short grace time and are
@@ -69,7 +69,7 @@ _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.M
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Result of a rank, or time and description of its failure."""
+    """Result of a rank, or time, traceback and coded error of its failure."""
 
     result: Any = None
     failed_at: float = math.inf
@@ -92,16 +92,16 @@ def launch(
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
     Args:
-        fn: Function of each rank; may be a closure. Its result must be picklable.
+        fn: Function that each rank calls with its rank; may be a closure. Its result must be picklable.
         world_size: Number of ranks.
         log_dir: Directory of `rank_<n>.log`; None: a temporary one.
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
         threads: CPU threads per rank.
-        echo_rank: Rank whose standard output and error are the parent's instead of a log file.
-        deadlines: Maximum time of a rank in one phase; None: no limit, and a wait of all ranks is only printed.
+        echo_rank: Rank that writes to the parent's standard output and error instead of a log file.
+        deadlines: Maximum time of a rank in one phase of a step. None: no limit; if all ranks wait, a line is printed.
         worlds: Sizes of several worlds, in rank order; (): one world of all ranks.
-        ending: With deadlines, returns whether a signal has asked ranks to end after their step. A waiting rank is then
-            killed, and all ranks are killed at once if none has begun a step.
+        ending: Returns whether a signal has asked ranks to end after their step. A rank that then waits too long is
+            killed. All ranks are killed at once if none has begun a step. Has no effect without deadlines.
 
     Raises:
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
@@ -140,7 +140,7 @@ def launch(
 
 
 def _world_of_ranks(worlds: Sequence[int]) -> Iterator[range]:
-    """Yield the ranks of its world for every rank; `worlds` are sizes in rank order."""
+    """Yield, for every rank, the range of ranks in the same world; `worlds` are sizes in rank order."""
     for first, stop in pairwise(accumulate(worlds, initial=0)):
         for _ in range(first, stop):
             yield range(first, stop)
@@ -156,14 +156,14 @@ def _create_folder(folder: Path) -> Path:
 def _fork(
     fn: Callable[[int], Any], rank: int, world_size: int, where: tuple[Any, ...]
 ) -> ForkProcess:
-    """Start a rank and return its process; `where` are the remaining arguments of `_child`."""
+    """Fork a rank and return its process; `where` are the arguments of `_child` after `rank`."""
     process = ForkProcess(target=_child, args=(fn, rank, *where))
     start_rank(process, rank, world_size)
     return process
 
 
 def _kill(ranks: Sequence[ForkProcess]) -> None:
-    """Kill all ranks and wait for their ends."""
+    """Kill all ranks and wait until they have ended."""
     for process in ranks:
         process.kill()
     for process in ranks:
@@ -171,14 +171,14 @@ def _kill(ranks: Sequence[ForkProcess]) -> None:
 
 
 def _hang_error(hang: Hang, logs: Path) -> HyperParallelError:
-    """Return the error of a hang with the log file and the stack of its first culprit."""
+    """Return the error of a hang, with log file and stack of the first rank that causes it."""
     first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
     stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
     return hang.error(str(first), "\n".join(stack))
 
 
 class _Records:
-    """Records of ranks in anonymous in-memory files, so that a full disk cannot lose a result."""
+    """Records of all ranks, in anonymous in-memory files, so that a full disk cannot lose a result."""
 
     def __init__(self, ranks: int) -> None:
         self._files = [os.memfd_create(f"hyper_parallel record {rank}") for rank in range(ranks)]
@@ -201,7 +201,7 @@ class _Records:
             file.write(_LENGTH.pack(len(content)))
 
     def read(self, rank: int) -> _Record:
-        """Return the record of a rank; an empty one if it has written none."""
+        """Return the record of a rank; an empty record if the rank has written none."""
         with os.fdopen(self._files[rank], "rb", closefd=False) as file:
             file.seek(0)
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size) or bytes(_LENGTH.size))
@@ -219,7 +219,7 @@ def _child(
     board: HeartbeatBoard,
     records: _Records,
 ) -> None:
-    """Run a forked rank with its output in `logs`, or in the parent's output if `logs` is None; never returns."""
+    """Run a forked rank until the process exits; output goes to a file in `logs`, or to the parent's if None."""
     status = 1
     try:
         begin_forked()
@@ -269,7 +269,7 @@ def _redirect(log: Path) -> None:
 
 
 def stamp(error: BaseException) -> float:
-    """Return the time at which an error was raised: that of the first call, stored in the error."""
+    """Return the time of the first call with this error, which approximates the time at which it was raised."""
     when: float = error.__dict__.setdefault("failed_at", time.time())
     return when
 
@@ -277,12 +277,12 @@ def stamp(error: BaseException) -> float:
 def _wait(
     ranks: list[ForkProcess], timeout_s: float | None, watch: HangDetector | WaitReporter
 ) -> tuple[dict[int, str], Hang | None]:
-    """Wait for all ranks; after the first failure, only for a grace time.
+    """Wait for all ranks; after the first failure, wait for the others only for a grace time.
 
-    Ranks that exceed a deadline are asked for their stacks.
+    When a rank exceeds its deadline, ranks write their stacks to their logs.
 
     Returns:
-        A description per failed rank, first failure first, and the hang if there is one.
+        Descriptions of failures by rank, earliest first, and the hang or None.
     """
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
     failures: dict[int, str] = {}
@@ -343,7 +343,7 @@ def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
 
 
 def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
-    """Signal ranks to write their stacks to their logs; stopped ranks continue only after the others are killed."""
+    """Signal ranks to write their stacks to their logs; kill the other ranks before stopped ones continue."""
     for process in ranks.values():
         os.kill(process.pid, signal.SIGUSR1)
     time.sleep(_STACKS_S)
@@ -360,9 +360,9 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()
 def _raise_first(
     failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None
 ) -> None:
-    """Raise the earliest failure by the ranks' clocks, with one line per other failed rank."""
+    """Raise the failure of the rank that failed first, with one line per other failed rank."""
     records = {rank: record_files.read(rank) for rank in failures}
-    # A killed rank leaves no record, and makes the others fail in their next collective: its failure is the first.
+    # A killed rank leaves no record and makes the others fail in their next collective, so its failure comes first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
     first = killed[0] if killed else min(failures, key=lambda rank: records[rank].failed_at)
     if (coded := records[first].coded) is not None:

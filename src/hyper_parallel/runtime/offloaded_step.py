@@ -1,9 +1,9 @@
 """hp.offload: run a user's training step by a memory plan.
 
-The first call runs the step eagerly, which creates the optimizer state. The second is recorded and planned. From the
-third call on, the plan runs. The first planned step is compared with the eager one, bitwise on a CPU. With several
-ranks, each plans its own step; collectives start in recorded order. Ranks with equal programs agree on one plan, and
-all ranks raise one error.
+The first call runs the step eagerly, which creates the optimizer state. The second call records the step and plans it.
+Later calls run the plan. The results of the first planned step are compared with those of the eager step, bitwise on a
+CPU. With several ranks, collectives start in recorded order. Ranks with equal recorded programs share one plan, and all
+ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FLASH_BYTES_S: Final = 1e9
 
 
 def host_machine(node: Supernode, dram_bytes: int | None, flash: bool) -> MemoryMachine:
-    """Return device, DRAM and an optional file tier, with copies at the rates of the topology.
+    """Return a machine with the tiers device, DRAM and, optionally, files; copy rates are from the topology.
 
     Args:
         node: The topology.
@@ -88,7 +88,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T) -> list[T]:
-    """Gather a value from every rank, in rank order."""
+    """Return the values of all ranks, in rank order."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [value] * dist.get_world_size()
@@ -97,7 +97,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
-    """Return this rank's plan, computed by the lowest rank with equal inputs; planning is deterministic to the byte.
+    """Return the plan of this rank, computed by the lowest rank that has equal inputs.
 
     If planning fails on any rank, every rank raises the error that requires the largest budget.
     """
@@ -123,10 +123,10 @@ def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryP
 
 
 def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
-    """Merge the errors of all ranks into one whose required capacities suffice for every rank; None without errors."""
+    """Return one error for all ranks, whose required capacities suffice for every rank; None without errors."""
     full = [error for error in errors if isinstance(error, TierFull)]
     other_errors = [error for error in errors if error not in full]
-    if other_errors or not full:  # more DRAM does not help every rank
+    if other_errors or not full:  # more DRAM alone does not resolve the errors of all ranks
         budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
         return max((*other_errors, *budgets), key=_device_bytes, default=None)
     shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
@@ -134,7 +134,7 @@ def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
 
 
 def _device_bytes(error: HyperParallelError) -> int:
-    """Return the device budget that an error asks for; 0 for an error that no budget resolves."""
+    """Return the device bytes that an error asks for; 0 for an error that no budget resolves."""
     if isinstance(error, TierFull):
         return error.enough_bytes["device"]
     return error.least_bytes if isinstance(error, BudgetImpossible) else 0
@@ -143,7 +143,7 @@ def _device_bytes(error: HyperParallelError) -> int:
 MOST_SHAPES: Final = 8
 """Maximum number of planned input shapes: the plan of a large model takes seconds and megabytes."""
 _Key = tuple[TreeSpec, tuple[Any, ...]]
-"""Nesting of the arguments; shape, dtype and device of every tensor, and the value of every other leaf."""
+"""Structure of the arguments, with shape, dtype and device of every tensor and the value of every other leaf."""
 
 
 def offload(
@@ -158,24 +158,22 @@ def offload(
     """Run a training step in less device memory.
 
     Args:
-        step: Forward, backward, `optimizer.step()` and `optimizer.zero_grad()` of one batch, in this order, with any
-            code between them. If `zero_grad` comes first, gradients are still freed at the end of a step. Arguments are
-            nests of tensors; any value that varies between calls must be a tensor. It returns tensors
-            (`loss.detach()`, not `loss.item()`).
+        step: Function that runs forward, backward, `optimizer.step()` and `optimizer.zero_grad()` on one batch, in this
+            order. `zero_grad` may also come first. Its arguments are nested containers of tensors; a value that varies
+            between calls must be a tensor. It returns tensors (`loss.detach()`, not `loss.item()`).
         budget: Device bytes (`"24GiB"`); the result is the fastest plan within them.
         max_slowdown: Instead of a budget: minimize bytes at this relative slowdown (0.02 is 2 %).
-        model: One or several modules of the step; None: those that the function and its callees refer to.
-        optimizer: One or several optimizers of these modules; None: those that the function refers to. Their state must
-            be in tensors (`AdamW(..., fused=True)`).
-            Learning rates become tensors, which torch's schedulers change in place.
-        topology: Name or file; `local`: this machine; on a CPU, the device is simulated.
+        model: Modules of the step. None: the modules that `step` and its callees refer to.
+        optimizer: Optimizers of these modules. None: the optimizers that `step` refers to. Their state must be in
+            tensors (`AdamW(..., fused=True)`). Learning rates become tensors, which torch's schedulers change in place.
+        topology: Preset name or YAML file; `local` is this machine. On a CPU, a device is simulated.
 
     Returns:
         A callable with the signature of `step`.
 
     Raises:
         BadValue: HP102 when not exactly one goal is given, or no optimizer is found.
-        CaptureUnsupported: HP511 for compiled code, and in a call for a step that cannot be repeated faithfully.
+        CaptureUnsupported: HP511 for compiled code. A call also raises it if replay would not repeat the step exactly.
         BudgetImpossible: HP402 in the second call, on all ranks, with the smallest feasible budget.
     """
     if (budget is None) == (max_slowdown is None):
@@ -204,7 +202,7 @@ def offload(
 
 @dataclass(frozen=True, slots=True)
 class _StepMachine:
-    """Machine that plans a step: its memory tiers, the rates of its device, and the link between ranks."""
+    """Machine for which a step is planned: memory tiers, rates of the device, and the link between ranks."""
 
     memory: MemoryMachine
     roofline: Roofline
@@ -212,7 +210,7 @@ class _StepMachine:
 
 
 def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) -> _StepMachine:
-    """Return the machine of all ranks, with the rate for the dtype of the trained parameters.
+    """Return the machine to plan for; its FLOP/s are for the dtype of the trained parameters.
 
     Raises:
         BadValue: HP102 for the topology `local` with ranks on several machines.
@@ -239,7 +237,7 @@ def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) ->
 
 @dataclass(slots=True)
 class _Planned:
-    """Recording of the step for one input shape, and its plan."""
+    """Recorded step for one input shape, and its plan."""
 
     captured: Captured
     plan: MemoryPlan
@@ -306,7 +304,7 @@ class OffloadedStep:
         refuse_odd_arguments(leaves)
         if self._plain:  # SGD has no state after it either
             self._plain -= 1
-            # On a CPU the mode moves nothing.
+            # On a CPU this mode does not move tensors.
             with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
                 # Storages freed by FSDP, which allocates them again
@@ -325,7 +323,7 @@ class OffloadedStep:
         return outputs
 
     def _recorded(self, key: _Key, leaves: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
-        """Run an eager step, record it, and plan the next steps of its shape."""
+        """Run and record an eager step, plan later steps with inputs of this shape, and return the step's outputs."""
         if len(self._planned) == MOST_SHAPES:
             raise StepChanged(
                 f"the step was called with more than {MOST_SHAPES} different input shapes or non-tensor values",
@@ -368,9 +366,9 @@ class OffloadedStep:
         return returned.pop()
 
     def _previous_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return parameters with the gradients of the previous step, which the recorded step must not read.
+        """Return pairs of parameter and gradient from the previous step, which the recorded step must not read.
 
-        A step that begins with `zero_grad` neither reads nor keeps them; it starts from zero gradients.
+        For a step that begins with `zero_grad`, missing gradients are first set to zeros.
         """
         for p in self._parameters if self._zeroes_first else ():
             if p.grad is None and p.requires_grad:
@@ -378,7 +376,7 @@ class OffloadedStep:
         return [(p, p.grad) for p in self._parameters if p.grad is not None]
 
     def _named_state(self) -> dict[str, tuple[torch.Tensor, str]]:
-        """Return the tensors of model and optimizers by name, with their kinds."""
+        """Return pairs of tensor and storage kind (such as `weight`) for model and optimizers, by name."""
         named = model_state(self._model)
         known = {id(p) for p in self._model.parameters()}
         other_params = [p for p in self._parameters if id(p) not in known]
@@ -389,10 +387,10 @@ class OffloadedStep:
         return named
 
     def _plan_step(self, captured: Captured) -> MemoryPlan:
-        """Check a recording and plan its step, on all ranks.
+        """Return the plan of a recorded step; a check or planning that fails on one rank raises on all.
 
         Raises:
-            CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
+            CaptureUnsupported: HP511 if replay would not repeat the step exactly.
             BudgetImpossible: HP402 with the smallest feasible budget.
         """
         refuse_reads(captured, self._optimizers)
@@ -429,7 +427,7 @@ class OffloadedStep:
         return self.materialized()
 
     def close(self) -> None:
-        """Restore the values of model and optimizer; a later call empties them again."""
+        """Restore the values of model and optimizer. A later call of the step moves them to planned memory again."""
         if self._device is not None:
             self._device[1].close()
             self._device = None
@@ -453,7 +451,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _no_gradient(p: torch.nn.Parameter) -> torch.Tensor:
-    """Return a zero gradient with the storage of a single element; for a sharded parameter, of the local shard."""
+    """Return a zero gradient expanded from one element; for a sharded parameter, a DTensor with the same sharding."""
     part = local(p)
     zeros = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(part)
     if not isinstance(p, DTensor):

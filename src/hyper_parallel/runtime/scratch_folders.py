@@ -1,8 +1,8 @@
 """Scratch folders of processes on this machine, in memory if there is space, removed even after a crash.
 
-A folder contains a lock file. Its process and the ranks forked from it share a lock on the file (`flock`), which the
-kernel releases when the last of them ends for any reason. Creating a folder removes those of the same user whose lock
-is free.
+Each folder contains a lock file. The process that creates the folder and the ranks forked from it share a lock
+(`flock`), which the kernel releases when the last of them ends. Creating a folder also removes older folders of the
+same user whose lock is free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RESERVED_BYTES: Final = 1 << 20
 
 @contextmanager
 def scratch_folder(*, in_memory: bool = True) -> Iterator[Path]:
-    """Create a folder and remove it at the end of the context.
+    """Yield a new scratch folder, and remove it at the end of the context.
 
     Args:
         in_memory: Prefer /dev/shm to the directory of TMPDIR; pass False for larger files.
@@ -75,7 +75,7 @@ def _locked(folder: Path) -> int:
 
 
 def _reserve(path: Path) -> None:
-    """Raise OSError when there is no space; writing to a memory-mapped file on a full disk kills the process."""
+    """Raise OSError if the disk has too little space: a write to a memory-mapped file would kill the process."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(file, 0, _RESERVED_BYTES)
@@ -103,7 +103,7 @@ def _remove_dead(parent: Path) -> None:
 
 
 def _mark(folder: Path) -> bytes:
-    """Return the content of a lock file: boot id of the kernel that knows the lock, and name of the folder."""
+    """Return the content of a lock file: the kernel's boot id, which locks do not outlive, and the folder name."""
     try:
         return _BOOT.read_bytes() + os.fsencode(folder.name)
     except OSError:  # not Linux

@@ -1,15 +1,16 @@
-"""Heartbeats of ranks, hang detection and restarts: a hanging run is killed, the culprit is named, the run may restart.
+"""Heartbeats of ranks, detection of hangs, and restarts after a hang or a lost rank.
 
     one slot per rank:  pid | phases begun | steps begun | step | microbatch | phase | note
 
 The slots are in a file that the ranks of a machine and their parent map into memory. A rank writes its slot at the
-begin of every phase of a step, which takes a few microseconds and no system call. The note describes a wait: a thread
-of the rank inspects the stack of a phase that lasts, so short phases cost nothing. Reads and writes are not
-synchronized: a reader may see a partial text, and reads again later. This module does not import torch.
+start of every phase of a step, which takes a few microseconds and no system call. The note describes a wait. A thread
+of the rank writes it from the main thread's stack when a phase lasts long. Reads and writes are not synchronized, so a
+reader may see a partial text once. This module does not import torch.
 
-A rank makes no progress while it begins no phase. When one makes none for longer than its deadline, the culprit is a
-rank that is stopped or gone, else a rank outside a collective: ranks inside a collective wait for it. A process stopped
-by a signal cannot be busy, whatever its phase, so the shorter deadline applies to it everywhere.
+A rank makes progress when it begins a phase. If one rank makes no progress until its deadline, the culprits of the hang
+are determined. They are the ranks that are stopped or have ended. If there are none, they are the ranks outside
+collectives, because ranks inside a collective wait for them. The shorter deadline always applies to a process stopped
+by a signal, because it cannot be busy.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PID: Final = struct.Struct("<q")  # first field of `_MOVE`
 _NOTE: Final = struct.Struct("<200s")
 _SLOT_BYTES: Final = _MOVE.size + _NOTE.size
 _IDLE_S: Final = 0.01
-"""CPU seconds between two looks below which a thread counts as waiting."""
+"""CPU seconds between two polls below which a thread counts as waiting."""
 _POLL_S: Final = 0.5  # this polling interval has no measurable cost
 _COMMUNICATION: Final = ("torch/distributed/", "backends/torch/collectives.py")
 """Files of functions that communicate."""
@@ -59,7 +60,7 @@ _DELEGATES: Final = ("torch/autograd/", "concurrent/futures/", "threading.py")
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """State of a rank, as last published by it.
+    """State that a rank has last published.
 
     Attributes:
         pid: Process id; 0 before the first heartbeat and after a successful end.
@@ -106,7 +107,7 @@ class HeartbeatBoard:
         return [self._read(rank * _SLOT_BYTES) for rank in range(self.ranks)]
 
     def started(self, rank: int, pid: int) -> None:
-        """Record the process of a rank, which may be stopped before its first heartbeat."""
+        """Record the process id of a rank before its first heartbeat."""
         _PID.pack_into(self.memory, rank * _SLOT_BYTES, pid)
 
     def _read(self, offset: int) -> Heartbeat:
@@ -120,7 +121,7 @@ def _text(field: bytes) -> str:
 
 
 class HeartbeatWriter:
-    """Heartbeat slot of this rank, its only writer.
+    """Writer of this rank's heartbeat slot; no other process writes the slot.
 
     Args:
         board: Slots of this machine.
@@ -139,13 +140,13 @@ class HeartbeatWriter:
         return self._numbers[1]
 
     def begin_step(self, step: int | None) -> None:
-        """Begin a step; None begins work outside steps, such as an evaluation or a checkpoint."""
+        """Publish the begin of a step; None for work outside steps, such as an evaluation or a checkpoint."""
         self._numbers[2] += step is not None
         self._numbers[3:] = [step or 0, 0]
         self.begin_phase("begin")
 
     def begin_phase(self, phase: str) -> None:
-        """Begin a phase."""
+        """Publish the begin of a phase."""
         numbers = self._numbers
         numbers[1] += 1
         numbers[4] += phase == "forward"
@@ -154,13 +155,13 @@ class HeartbeatWriter:
             self.note("")
 
     def note(self, text: str) -> None:
-        """Publish a wait or position of this rank."""
+        """Publish the note of this rank: a wait or a position in the code."""
         self._noted = bool(text)
         _NOTE.pack_into(self._memory, self._offset + _MOVE.size, text.encode()[:199])
 
     @contextmanager
     def watched(self, poll: Callable[[], None]) -> Iterator[None]:
-        """Run a thread that publishes the wait of a long phase twice a second, and then calls `poll`."""
+        """Run a thread that, twice a second, publishes the note if the phase lasts long, and calls `poll`."""
         ended = threading.Event()
 
         main = threading.main_thread().ident or 0
@@ -196,10 +197,9 @@ def _computed_s(thread: int) -> float:
 
 
 def describe_position() -> str:
-    """Describe the main thread: `waits for all_reduce (gradient norm) over dp_shard`, or `is in f (file.py:3)`.
+    """Return the position of the main thread as text.
 
-    Frames are released on return. A reference cycle would keep the variables of functions that have returned, their
-    tensors and buffers included, until the next garbage collection.
+    Examples: `waits for all_reduce (gradient norm) over dp_shard`, `is in f (file.py:3)`.
     """
     frames = sys._current_frames()
     frames.pop(threading.get_ident())  # this function's own, whose variables refer to it
@@ -215,10 +215,10 @@ def describe_position() -> str:
 
 
 def _communication(frame: FrameType | None) -> str:
-    """Return the collective in the innermost frames of a thread; empty if there is none.
+    """Return a description of the collective in which a thread waits; empty if it waits in none.
 
-    Only these frames are asked for `f_locals`: Python keeps that snapshot until the function returns, and these
-    functions return as soon as the collective is done.
+    Only the frames of the collective are asked for `f_locals`, because Python keeps that snapshot until the function
+    returns.
     """
     calls: list[str] = []
     facts: dict[str, str] = {}
@@ -245,7 +245,7 @@ def _communication(frame: FrameType | None) -> str:
 _AWAIT: Final = "await_collective"
 """Function of `backends.torch.collectives` that waits for a collective in flight."""
 _NO_CALLS: Final = ("_", "wrapper", "wait", "<")
-"""Beginnings of names of functions that are no collective."""
+"""Prefixes of the names of functions that are not collectives."""
 _PLAIN: Final = {
     "foreach_all_gather": "all_gather",
     "foreach_all_gather_copy_out": "all_gather",
@@ -259,11 +259,11 @@ _PLAIN: Final = {
     "launch_reduce_into": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-"""Function of torch or FSDP to its collective, for messages."""
+"""Name of the collective, for messages, by name of the function of torch or FSDP that runs it."""
 
 
 def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield group, purpose and layer of a collective from the local variables of a function."""
+    """Yield ("group" | "purpose" | "layer", text) of a collective from the local variables of a function."""
     for value in variables.values():
         if description := getattr(value, "group_desc", None):
             axis = str(description).removeprefix("mesh_")
@@ -276,24 +276,24 @@ def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
-"""Seconds that count between two polls; a longer pause stopped the whole machine."""
+"""Maximum seconds between two polls that count; after a longer pause, the whole machine had stopped."""
 _BACKOFF_S: Final = 1.0
-"""Seconds before the first restart, few beside those that ranks need to start; doubled for each further one."""
+"""Seconds before the first restart, doubled for each further one; short compared with the start of ranks."""
 _LONGEST_BACKOFF_S: Final = 60.0
 _STOPPED: Final = "tT"
 """States of proc(5): stopped by a debugger, by a signal."""
 _GONE: Final = "ZX"
 """States of proc(5): zombie, dead."""
 _LAST_WORDS_S: Final = 0.5
-"""Seconds in which the ranks of a machine print the reason and stacks, before the first of them ends."""
+"""Seconds for the ranks of a machine to print the reason and their stacks, before the first rank ends."""
 _ENDING_S: Final = 10.0
-"""Minimum seconds for a phase of a step after a signal to end, if no earlier phase lasted longer."""
+"""Minimum deadline in seconds of a phase of a step, after a signal has asked the run to end."""
 _ENDING_FIRST_S: Final = 20.0
-"""The same in the first step: a choice, double, because it has no earlier phases and allocates memory."""
+"""Like `_ENDING_S`, in the first step, which is slower; not measured."""
 _ENDING_PHASES: Final = 3.0
-"""Multiple of the longest phase so far that a phase may take after a signal to end."""
+"""Deadline of a phase after a signal has asked the run to end, as a multiple of the longest phase so far."""
 _QUIET_S: Final = 30.0
-"""Seconds without progress after which waiting ranks are reported; a choice, longer than common steps."""
+"""Seconds without progress after which waiting ranks are reported; longer than common steps, not measured."""
 _T = TypeVar("_T")
 
 
@@ -302,8 +302,8 @@ class Deadlines:
     """Maximum time of a rank in one phase.
 
     Attributes:
-        step_s: In a step; also in any phase for a process that is continuously stopped or gone.
-        first_step_s: In the first step of a process, and outside steps: start, evaluation, checkpoint, export.
+        step_s: Seconds in a step; also in any other phase for a process that is stopped or has ended.
+        first_step_s: Seconds in the first step of a process, and outside steps: start, evaluation, checkpoint, export.
     """
 
     step_s: float
@@ -333,12 +333,12 @@ class Hang:
     def error(
         self, where: str | None = None, stack: str = "", restart: str = "training.max_restarts=3"
     ) -> RankHung:
-        """Build the error to raise.
+        """Return the error to raise.
 
         Args:
             where: Log file of the first culprit.
             stack: Stack of the first culprit.
-            restart: Setting by which the launcher restarts lost ranks.
+            restart: Setting that makes the launcher restart lost ranks, for the hint.
         """
         hint = "training.timeout_s=3600, if a phase may take this long"
         if not self.culprits:
@@ -350,15 +350,15 @@ class Hang:
 
 
 class HangDetector:
-    """Hang detector that polls the heartbeats of a board.
+    """Hang detector that polls the heartbeats of a machine.
 
-    Time counts while this process polls: a pause of the whole machine counts as two seconds at most.
+    Of the time between two polls, at most two seconds count, so a pause of the whole machine is no hang.
 
     Args:
-        board: The slots.
+        board: Heartbeat slots of the ranks.
         deadlines: Maximum time of a rank in one phase.
         first: Rank of slot 0.
-        ending: Returns whether a signal has asked the run to end after the current step; a waiting step never ends.
+        ending: Returns whether a signal has asked the run to end after the current step. Deadlines are then short.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class HangDetector:
         self._polled_at = time.monotonic()
 
     def poll(self, ranks: Collection[int]) -> Hang | None:
-        """Poll once; return the hang if one of these running ranks exceeds its deadline, else None."""
+        """Poll once; return the hang if one of the running `ranks` exceeds its deadline, else None."""
         now = time.monotonic()
         passed, self._polled_at = min(now - self._polled_at, _LONGEST_POLL_S), now
         beats = self._board.read()
@@ -414,7 +414,7 @@ class WaitReporter:
     """Reporter for loops without deadlines: prints the wait of every rank when no rank makes progress.
 
     Args:
-        board: The slots.
+        board: Heartbeat slots of the ranks.
         first: Rank of slot 0.
     """
 
@@ -448,11 +448,11 @@ class WaitReporter:
 def hang(
     beats: Sequence[Heartbeat], idle_s: Sequence[float], states: dict[int, str], first: int = 0
 ) -> Hang:
-    """Distinguish the culprits of a hang from the ranks that wait for them.
+    """Return the description of a hang: the ranks that cause it, and the ranks that wait for them.
 
     Args:
         beats: Last state of every rank.
-        idle_s: Seconds without progress, or stopped, per rank.
+        idle_s: Seconds per rank since its last progress, or since it was stopped.
         states: States of the running processes by slot, see proc(5); empty: unknown.
         first: Rank of slot 0.
     """
@@ -484,7 +484,7 @@ def _is_one_of(state: str, states: str) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process, a letter of proc(5); empty if unknown, not yet started, or successfully ended."""
+    """Return the state of a process as a letter of proc(5); empty if unknown, or for process id 0."""
     if not pid or not Path("/proc/self/stat").exists():
         return ""
     try:
@@ -494,9 +494,9 @@ def process_state(pid: int) -> str:
 
 
 class HangMonitor:
-    """Hang monitor of a rank under another launcher: all ranks of the machine end when one causes a hang.
+    """Hang monitor inside each rank, for ranks of another launcher: on a hang, it ends all ranks of the machine.
 
-    Every rank polls, so that at least one is running. The launcher notices their end, and restarts them if configured
+    Every rank polls, because any rank may be the one that is stopped. The launcher may restart ended ranks
     (`torchrun --max-restarts`).
 
     Args:
@@ -519,7 +519,7 @@ class HangMonitor:
         self._watch = HangDetector(board, deadlines, first, ending)
 
     def poll(self) -> None:
-        """Poll once; on a hang, end this process and the stopped ones. The lowest running rank prints the reason."""
+        """Poll once; on a hang, end this process and stopped ranks. The lowest running rank prints the reason."""
         hang_state = self._watch.poll(range(self._board.ranks))
         if hang_state is None:
             return
@@ -540,14 +540,14 @@ class HangMonitor:
 
 
 def board_of_machine() -> Path:
-    """Return the file of the board shared by the ranks of another launcher on this machine, new after each restart."""
+    """Return the path of the heartbeat file that ranks of another launcher share; a restart uses a new file."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     run = "-".join([str(os.getuid()), str(os.getppid()), *(os.environ.get(n, "") for n in names)])
     return Path(tempfile.gettempdir()) / f"hyper_parallel-{run.replace('/', '_')}.board"
 
 
 def with_restarts(attempt: Callable[[int], _T], max_restarts: int) -> _T:
-    """Return the result of `attempt(n)`, retried up to `max_restarts` times after a loss of ranks.
+    """Return the result of `attempt(0)`; after each loss of ranks, try the next number up to `max_restarts`.
 
     Raises:
         RestartsUsedUp: HP621 when the last restart has failed as well.

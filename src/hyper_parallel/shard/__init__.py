@@ -1,4 +1,4 @@
-"""Framework-free part of HyperShard: rules, layouts derived from them, and the table of collectives."""
+"""HyperShard without a framework: sharding rules, layouts derived from them, and the boundary table of collectives."""
 
 from hyper_parallel.shard._boundary import (
     BlockWidths,

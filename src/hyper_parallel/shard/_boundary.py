@@ -1,7 +1,7 @@
-"""Value types of the boundary table: a collective, the sharding of tokens, the widths of a block.
+"""Types of the boundary table: collectives (`Boundary`), sharding of tokens, widths of a block.
 
-Formulas are plain arithmetic on `Number`. Ints of one strategy give exact bytes, padding included (`TokenCut.of`).
-Arrays evaluate all candidates at once; a `TokenCut` of arrays does not round up.
+Formulas are plain arithmetic on `Number`. With ints of one strategy they give exact bytes, padding included
+(`TokenCut.of`). With arrays they evaluate all candidates at once, without rounding up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from hyper_parallel.ir import Purpose, SequenceCut, Strategy, Workload
 
 Number = Any
-"""An int of one strategy, or an array over candidates; bools count as 0 and 1."""
+"""Int of one strategy, or array over candidates; bools count as 0 and 1."""
 
 
 Format = Literal["compute", "reduce", "parameter", "statistic", "norm", "count"]
@@ -25,26 +25,26 @@ count: int64."""
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Collective of the boundary table."""
+    """Entry of the boundary table: a collective with its elements and its number of calls."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send_recv
     axes: tuple[str, ...]  # mesh axes of the group
     ranks: Number  # ranks of the group
-    # of the full tensor: after a gather, before a scatter or reduction, or of one rank before an exchange
+    # of the full tensor (after a gather, before a scatter or reduction); for all_to_all, of one rank before it
     elements: Number
     purpose: Purpose
     format: Format = "compute"
-    forward: Number = 0  # calls in forward of a microbatch
-    backward: Number = 0  # calls in its backward
+    forward: Number = 0  # calls in the forward of one microbatch and layer
+    backward: Number = 0  # calls in the backward
     recomputed: Number = 0  # further calls if backward recomputes the layer
-    # further calls if it does not, and gathered inputs are freed after forward
+    # further calls if backward does not recompute the layer, and gathered inputs are freed after forward
     regathered: Number = 0
     once: Number = 0  # calls per step
-    # elements that this rank sends per call, where ranks differ; None: ring algorithm
+    # elements that this rank sends per call, if ranks differ; None: as in a ring algorithm
     sent: Number | None = None
 
     def sent_bytes(self, width: Number) -> Number:
-        """Return the bytes one rank sends per call, at `width` bytes per element."""
+        """Return the bytes that one rank sends per call, with `width` bytes per element."""
         if self.sent is not None:
             return self.sent * width
         return ring_bytes(self.kind, self.elements * width, self.ranks)
@@ -52,21 +52,21 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class TokenCut:
-    """Sharding of one microbatch's tokens over context- and tensor-parallel ranks."""
+    """Numbers of tokens of one microbatch per context- and tensor-parallel rank."""
 
     x: Number  # tensor-parallel ranks on x
     y: Number  # tensor-parallel ranks on y
     tokens: Number  # T, tokens of one context-parallel rank
     piece: Number  # n, tokens of one tensor-parallel rank between blocks
-    spans: Number  # tokens of all spans of all sequences, sharded over y
-    ring: Number = 1  # places of the context-parallel ring
-    ulysses: Number = 1  # ranks of each place
-    # sharding of the sequences; None: ring rounds outside a sliding window are counted too
+    spans: Number  # tokens of all sequences if each is sharded over y, padding included
+    ring: Number = 1  # places n of the context-parallel ring
+    ulysses: Number = 1  # Ulysses ranks at each place
+    # sharding of each sequence; None: all ring rounds count, also those outside of a sliding window
     sequence: SequenceCut | None = None
 
     @classmethod
     def of(cls, strategy: Strategy, workload: Workload) -> TokenCut:
-        """Return the sharding under one strategy, padding included."""
+        """Return the numbers of tokens under one strategy, padding included."""
         s, batch = strategy, workload.microbatch or 1
         cut = SequenceCut.of(workload.seq_len, s.cp, s.cp_kind, s.cp_ulysses)
         by_sequence = s.tp_y > 1 and s.attention_shape == "weight"
@@ -80,33 +80,33 @@ class TokenCut:
         return self.x * self.y
 
     def rounds(self, window: int | None) -> Number:
-        """Return the number of ring rounds that send keys and values."""
+        """Return the number of ring rounds that send keys and values, with a sliding window or None."""
         return self.ring - 1 if self.sequence is None else len(self.sequence.distances(window))
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Weight matrix of a block."""
+    """Weight matrix of a block, or several with the same input."""
 
     width: Number  # rows of a weight that reads the residual stream, columns of one that writes it
     weights: Number  # elements
-    keys: bool = False  # its rows are key or value heads
+    keys: bool = False  # whether its rows are key or value heads
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWidths:
-    """Attention or MLP block between two boundaries."""
+    """Widths of an attention or MLP block that determine its collectives."""
 
     hidden: Number  # width of the residual stream
-    inputs: tuple[Projection, ...]  # projections that read it
-    outputs: tuple[Projection, ...]  # projections that write it
+    inputs: tuple[Projection, ...]  # projections that read the residual stream
+    outputs: tuple[Projection, ...]  # projections that write the residual stream
     kv_heads: int = 0  # key and value heads; 0 for an MLP
 
 
 def padded_sizes(sequences: int, length: int, x: int, y: int, by_sequence: bool) -> tuple[int, int]:
-    """Return the positions of a sequence per y rank, and the tokens of a piece.
+    """Return the padded tokens of a sequence per y rank, and the padded tokens per tensor-parallel rank between blocks.
 
-    With `by_sequence`, sequences are sharded over y first.
+    `length` is the tokens of a sequence. With `by_sequence`, each sequence is sharded over y first.
     """
     span = -(-length // y)
     tokens, pieces = (sequences * span, x) if by_sequence else (sequences * length, x * y)
@@ -114,12 +114,12 @@ def padded_sizes(sequences: int, length: int, x: int, y: int, by_sequence: bool)
 
 
 def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
-    """Return the bytes one rank sends in a ring algorithm.
+    """Return the bytes that one rank sends per call of a collective, by ring algorithms.
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or send_recv.
         whole_bytes: Size of the full tensor: after a gather, before a scatter or a reduction.
-        ranks: Ranks of the group.
+        ranks: Number g of ranks of the group.
 
     Cost: (g-1)/g of the whole for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, the whole for
     broadcast and for a message; fractions of bytes are rounded down per call.
@@ -132,7 +132,7 @@ def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
 
 
 def share(whole: Number, parts: Number) -> Number:
-    """Return the quotient: integer division for ints, true division for arrays."""
+    """Return `whole` / `parts`: integer division for ints, true division for arrays."""
     exact = isinstance(whole, int) and isinstance(parts, int)
     return whole // parts if exact else whole / parts
 
@@ -142,7 +142,7 @@ def least(a: Number, b: Number) -> Number:
 
 
 def pick(condition: Number, yes: Number, no: Number) -> Number:
-    """Return `yes` where a condition (0 or 1) holds, else `no`."""
+    """Return `yes` where `condition` is 1, else `no`."""
     return no + (yes - no) * condition
 
 

@@ -1,8 +1,8 @@
 """Sharding rules derived from names and shapes of matrices, for models without a complete tensor-parallel plan.
 
 Two structures are recognised: feed-forward pairs, and attention with separate query, key, value and output projections
-whose rows match the heads of the config. All other modules stay replicated by the last rule, `Rule("*", "whole")`. A
-pattern is sharded in all layers or in none; a group with an unrecognised parameter is not sharded.
+whose rows match the heads of the config. All other modules are replicated by the last rule, `Rule("*", "whole")`. A
+name pattern is sharded in all layers or in none. A block with an unrecognised parameter is not sharded.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 def derived_rules(
     params: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int
 ) -> tuple[Rule, ...]:
-    """Derive rules from the structure of a model.
+    """Return sharding rules derived from the names and shapes of a model's parameters.
 
     Args:
-        params: Concrete name of every parameter to its shape.
-        linear: Modules that compute x W^T + b; only these are sharded.
+        params: Dict from parameter name, with layer index, to shape.
+        linear: Names of modules that compute x W^T + b; only these are sharded.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
     """
@@ -70,7 +70,7 @@ def derived_rules(
                 groups.setdefault((starred(base), kind), []).append(styles)
     rules = []
     for styles, *rest in groups.values():
-        # A pattern stays whole if its layers disagree or one of them is not recognised.
+        # A pattern is replicated if its layers disagree or one of them is not recognised.
         patterns = {starred(name): style for name, style in styles.items()}
         named = {name for group in (styles, *rest) for name in group}
         same = all({starred(n): s for n, s in other.items()} == patterns for other in rest)
@@ -85,7 +85,10 @@ def _members(base: str, leaves: tuple[str, ...], linear: frozenset[str]) -> list
 
 
 def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str, str] | None:
-    """Return styles of a feed-forward pair, {} if it stays whole, or None if the module has no such pair."""
+    """Return a dict from module name to style for the feed-forward pair of a module.
+
+    Empty if the pair must be replicated; None if the module has no such pair.
+    """
     for leaves, last in _FEED_FORWARD:
         names = _members(base, (*leaves, last), linear)
         if names is None:
@@ -94,7 +97,7 @@ def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str
         hidden, width = inside[f"{out}.weight"]
         rows = 2 * width if leaves[0] in _PACKED_HALVES else width
         siblings = {n: s for n, s in inside.items() if n.rpartition(".")[0] not in names}
-        # A layer has modules besides the pair; one with the width of the pair may scale its hidden activations.
+        # A layer has other modules too; one with the width of the pair may scale its hidden activations.
         layer = base.rpartition(".")[2].isdecimal() or leaves[0] == "intermediate.dense"
         alone = width not in {s[0] for s in siblings.values() if s} if layer else not siblings
         fits = all(inside[f"{n}.weight"] == (rows, hidden) for n in into)
@@ -106,7 +109,10 @@ def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str
 def _attention(
     base: str, inside: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int
 ) -> dict[str, str] | None:
-    """Return styles of an attention module, {} if it stays whole, or None if the module is not attention."""
+    """Return a dict from module or parameter name to style for an attention module.
+
+    Empty if it must be replicated; None if the module is not attention.
+    """
     # Modules with these names are checked against the heads of the config.
     named = "attn" in base.rpartition(".")[2] or "attention" in base.rpartition(".")[2]
     for leaves, outs in _ATTENTION if named else ():

@@ -1,8 +1,8 @@
-"""Layouts of experts: recognition of their parameters, divisibility, sharding by `ep` and FSDP.
+"""Layouts of experts: recognition of expert parameters, divisibility checks, sharding by `ep` and FSDP.
 
 Expert parallelism shards the first dim of fused parameters, [experts, ...], into contiguous runs of experts. FSDP
-shards each run over `edp`, the ranks with the same experts: dim 0 again if every rank gets an integral number of
-experts, else the first dim that divides:
+shards each run over `edp`, the ranks with the same experts. It shards dim 0 if every rank gets whole experts, else the
+first dim that divides:
 
     64 experts, ep=8, edp=4    [expert:ep.edp, gate_up, embed]      2 experts each
     8 experts, ep=8, edp=4     [expert:ep, gate_up:edp, embed]      a quarter of one expert each
@@ -12,7 +12,7 @@ owns a contiguous run of modules.
 
     `experts.*.up_proj.weight`, ep=8    [mlp, embed], one of ep
 
-Tensor parallelism keeps experts and their router whole: each rank computes the layer on its own tokens.
+Tensor parallelism replicates experts and their router: each rank computes the expert layer on its own tokens.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ EXPERTS = "experts"
 
 
 def mark_experts(params: list[Param]) -> list[Param]:
-    """Set style `experts` on experts without a rule, and `replicate` on their sibling modules without a rule.
+    """Return the parameters with styles set for experts (`experts`) and their sibling modules (`replicate`).
 
-    Routed experts are modules named `experts` and parameters with an expert dim. The router and other direct members of
-    the same block act on each token independently.
+    Parameters with a rule keep their style. Routed experts are modules named `experts` and parameters with an expert
+    dim. The router and other direct members of the same block act on each token independently.
     """
     marked = [
         replace(p, style=EXPERTS)
@@ -51,14 +51,14 @@ def mark_experts(params: list[Param]) -> list[Param]:
 
 
 def check_folding(strategy: Strategy) -> None:
-    """Raise HP203 if `ep` does not divide the ranks it folds over."""
+    """Raise NotDivisible (HP203) if `ep` does not divide the ranks over which it folds."""
     s = strategy
     divided = f"dp_shard * cp * tp = {_inner(s)}, the ranks that ep folds over"
     _check_divides(s, _inner(s), divided, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}")
 
 
 def check_experts(params: list[Param], strategy: Strategy) -> None:
-    """Raise HP205 or HP203 if the experts of the model do not allow the degree of `ep`."""
+    """Raise UnsupportedSharding (HP205) or NotDivisible (HP203) if the experts do not allow the degree of `ep`."""
     if strategy.ep == 1:
         return
     experts = [p for p in params if p.style == EXPERTS]
@@ -96,7 +96,7 @@ def _check_divides(strategy: Strategy, number: int, divided: str, got: str) -> N
 
 
 def _lengths(experts: list[Param]) -> list[int]:
-    """Return the lengths of all lists of experts; a list whose names have `*` as index is left out."""
+    """Return the lengths of all module lists of experts; lists whose names have `*` as index are omitted."""
     lists: dict[str, set[str]] = {}
     for param in experts:
         if index := _index(param):
@@ -107,7 +107,7 @@ def _lengths(experts: list[Param]) -> list[int]:
 def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
     """Return the layout of an expert parameter for ep > 1.
 
-    A fused tensor is sharded over its expert dim; a module of an expert list lives on one ep rank.
+    A fused tensor is sharded over its expert dim; a module of an expert list is on one ep rank only.
     """
     listed = bool(_index(param))
     layout = replace(layout, one_of=("ep",)) if listed else layout.split(0, "ep")
@@ -119,12 +119,12 @@ def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
 
 
 def even_dim(shape: Sequence[int], ranks: int) -> int:
-    """Return the first dimension that divides by `ranks`, else 0, which FSDP then pads."""
+    """Return the first dim whose size is divisible by `ranks`; 0 if none is, which FSDP then pads."""
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def container(param: Param) -> str:
-    """Return the module of all experts of a layer: the list of modules, or the owner of a fused parameter."""
+    """Return the name of the module with all experts of a layer: the module list, or the owner of a fused parameter."""
     before, separator, _ = f".{param.module}.".partition(f".{EXPERTS}.")
     return f"{before}.{EXPERTS}".removeprefix(".") if separator else param.module
 

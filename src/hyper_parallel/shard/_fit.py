@@ -1,4 +1,4 @@
-"""Exactness checks of tensor parallelism on parameters with assigned rules.
+"""Checks that tensor parallelism gives exact results, on parameters with assigned rules.
 
 Each check keeps a style, changes it with a note, or raises. A combination whose result would differ from that of one
 device is refused, never approximated.
@@ -17,7 +17,7 @@ from hyper_parallel.shard._rules import REFUSED, WHOLE
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """Parameter with its assigned rule."""
+    """Parameter with the style that a rule assigned to it."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Param:
     owner: str
     style: str | None
     parts: int = 1  # stacked projections that are sharded separately
-    role: str | None = None  # cut by heads, kv_heads or width
+    role: str | None = None  # unit of sharding: heads, kv_heads or width; None: replicated
 
     @property
     def module(self) -> str:
@@ -51,8 +51,8 @@ class Param:
 
     @property
     def in_attention(self) -> bool:
-        """True if the module is a direct part of an attention module."""
-        # A rule that names a parameter applies to a direct parameter of the attention module.
+        """True if the module is a direct child of an attention module."""
+        # A rule that names a parameter names a direct parameter of the attention module.
         holder = self.module if self.owner == self.name else self.parent
         # Encoders of the BERT kind have `attention.self.query` and `attention.output.dense`.
         parts = holder.split(".")[-2 if holder.endswith((".self", ".output")) else -1 :]
@@ -61,7 +61,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Facts of the model and the strategy that the checks use."""
+    """Sizes of the model, and the strategy, for the checks."""
 
     strategy: Strategy
     num_heads: int
@@ -75,7 +75,7 @@ class Sizes:
 
     @property
     def without_tp(self) -> dict[str, object]:
-        """Recipe keys that assign the same ranks to FSDP."""
+        """Recipe changes, key to value, that give the tensor-parallel ranks to FSDP instead."""
         return {"parallel.tp": 1, "parallel.dp_shard": self.strategy.dp_shard * self.tp}
 
 
@@ -84,7 +84,7 @@ def module_of(name: str) -> str:
 
 
 def starred(name: str) -> str:
-    """Return the name with `*` in place of every layer index."""
+    """Return the name with every layer index replaced by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -97,7 +97,7 @@ def divisors(number: int) -> list[int]:
 
 
 def is_covered(params: list[Param]) -> bool:
-    """Return whether every parameter except norms has a rule that keeps the residual stream sharded over ranks."""
+    """Return whether every parameter except norms has a rule with which the residual stream can be sharded."""
     return all(
         _is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE)
         for param in params
@@ -105,9 +105,11 @@ def is_covered(params: list[Param]) -> bool:
 
 
 def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Set style `whole` on parameters without an implemented rule, and name them in a note.
+    """Return the parameters, with style `whole` for each one without an implemented rule; add a note that names these.
 
-    Raises HP205 if no parameter is sharded then, on two axes, and with latents: they need a sharded residual stream.
+    Raises:
+        UnsupportedSharding: HP205 if no parameter would be sharded, or with two axes, ep, pp or latents, which need a
+            sharded residual stream.
     """
     result = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in params]
     into = {
@@ -150,7 +152,7 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
 
 
 def refuse_shapes(params: list[Param], sizes: Sizes) -> None:
-    """Refuse a style that shards a parameter that is neither matrix nor vector."""
+    """Raise UnsupportedSharding (HP205) for a sharding style on a parameter that is neither matrix nor vector."""
     for param in params:
         whole = ("replicate", "experts", WHOLE, "inner")
         if param.style not in (None, *whole) and not 1 <= len(param.shape) <= 2:
@@ -162,12 +164,12 @@ def refuse_shapes(params: list[Param], sizes: Sizes) -> None:
 
 
 def _is_norm(param: Param) -> bool:
-    """Return whether the parameter is a vector named weight or bias, which acts on each position independently."""
+    """Return whether the parameter is a vector named `weight` or `bias`, as in norms, which act on each token alone."""
     return len(param.shape) == 1 and param.name.rpartition(".")[2] in ("weight", "bias")
 
 
 def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Keep embedding and head whole when the vocabulary does not divide; both, because they may be tied."""
+    """Return the parameters with embedding and head replicated if the vocabulary does not divide over the ranks."""
     rows = {p.shape[0] for p in params if p.style in ("vocab", "head")}
     if not rows or all(size % sizes.tp == 0 for size in rows | {sizes.vocab_size}):
         return params
@@ -180,10 +182,11 @@ def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[
 
 
 def check_pairs(params: list[Param], sizes: Sizes) -> None:
-    """Refuse a module with inconsistent styles.
+    """Raise UnsupportedSharding (HP205) for a module with inconsistent styles.
 
     Colwise input projections require rowwise output projections, without a replicated projection in between. Attention
-    mixes positions, so it cannot stay whole on a sequence shard. A norm over all heads cannot act on a subset of them.
+    mixes tokens, so it cannot be replicated if the sequence is sharded. A norm over all heads cannot act on a subset of
+    them.
     """
     parents: dict[str, list[Param]] = {}
     for param in params:
@@ -208,7 +211,7 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
 
 
 def check_widths(params: list[Param]) -> None:
-    """Refuse a layer with a colwise width that no rowwise projection has, or vice versa."""
+    """Raise UnsupportedSharding (HP205) if a colwise width in a layer has no rowwise projection, or vice versa."""
     layers: dict[str, list[Param]] = {}
     for param in params:
         if len(param.shape) == 2 and param.role != "kv_heads":

@@ -1,14 +1,14 @@
-"""Sharding of each weight by tensor parallelism on one axis or two.
+"""Tensor-parallel axes that shard each weight, with one axis or two.
 
-A block (attention, MLP) has one of these shapes on the P = tp_x * tp_y ranks; with one axis it is 1d:
+A block (attention or MLP) uses the P = tp_x * tp_y ranks in one of these ways, its shape; with one axis it is 1d:
 
     shape    colwise [out, in]       rowwise [out, in]       activations between blocks
     1d       [out:tp_x.tp_y, in]     [out, in:tp_x.tp_y]     [T/P, D]
     2d       [out:tp_x, in:tp_y]     [out:tp_y, in:tp_x]     [T/tp_x, D/tp_y]
     weight   [out:tp_x.tp_y, in]     [out:tp_y, in:tp_x]     [T/P, D], weights gathered over y
 
-The residual stream is [T/tp_x, D/tp_y] when every matrix of every layer belongs to a 2d block, else [T/P, D]. In the
-first case its norms are sharded over y, so the layouts distinguish the two.
+The residual stream is [T/tp_x, D/tp_y] if all matrices of all layers are in 2d blocks, else [T/P, D]. In the first case
+its norms are sharded over y.
 
 Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, sections 3.2.2 and 3.2.3 (2-D weight-stationary and
 weight-gathered layouts).
@@ -24,23 +24,23 @@ X, Y = "tp_x", "tp_y"
 _REGION_STYLES = ("colwise", "rowwise", "kv_replicate", "qkv", "gate_up")
 
 Axes = tuple[tuple[str, ...], ...]
-"""Mesh axes that shard each dim."""
+"""Per dim, the mesh axes that shard it."""
 
 
 def block_shape(param: Param, strategy: Strategy) -> BlockShape:
-    """Return the shape of the block of a projection."""
+    """Return the shape (1d, 2d or weight) of the block to which a projection belongs."""
     if strategy.tp_y == 1:
         return "1d"
     return strategy.attention_shape if param.in_attention else strategy.mlp_shape
 
 
 def exchanges_rows(strategy: Strategy) -> bool:
-    """Return whether queries are sharded by token, so that keys and values are gathered over y."""
+    """Return whether attention shards queries by token over y, so that keys and values are gathered over y."""
     return Purpose.KEY_VALUE_GATHER in block_program(strategy, 1, False)
 
 
 def cuts_hidden(params: list[Param], strategy: Strategy) -> bool:
-    """Return whether the residual stream is sharded over y: all matrices of the layers belong to 2d blocks."""
+    """Return whether the residual stream is sharded over y, because all matrices of the layers are in 2d blocks."""
     if strategy.tp_y == 1 or {strategy.attention_shape, strategy.mlp_shape} != {"2d"}:
         return False
     ends = ("vocab", "head")
@@ -51,14 +51,14 @@ def cuts_hidden(params: list[Param], strategy: Strategy) -> bool:
 
 
 def _on_stream(param: Param) -> bool:
-    """Return whether the parameter is a norm of the residual stream: a vector outside of blocks."""
+    """Return whether the parameter is a vector outside of attention and MLP, such as a norm of the residual stream."""
     inside = ("attn", "attention", "mlp")
     parent = param.parent.rpartition(".")[2]
     return len(param.shape) == 1 and not any(word in parent for word in inside)
 
 
 def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
-    """Return the tensor-parallel axes that shard each dim of a parameter with its final style."""
+    """Return, per dim of a parameter, the tensor-parallel axes that shard it under its final style."""
     whole: Axes = ((),) * len(param.shape)
     both = (X, Y) if strategy.tp_y > 1 else (X,)
     if param.style in ("vocab", "head", "norm_heads"):

@@ -1,7 +1,7 @@
 """Layouts of all parameters of a model under a strategy, derived from rules.
 
-Steps: assign a rule to every parameter, refuse inexact combinations, check sizes, derive layouts. Tensor parallelism
-shards first and FSDP shards the result, so `dp_shard` is the innermost axis of dim 0:
+The steps are: assign a rule to every parameter, refuse inexact combinations, check sizes, derive layouts. Tensor
+parallelism shards first and FSDP shards the result, so `dp_shard` is the innermost axis of dim 0:
 
     model.layers.*.mlp.up_proj.weight     [mlp:tp_x.dp_shard, embed]
     model.layers.*.mlp.down_proj.weight   [embed:dp_shard, mlp:tp_x]
@@ -47,14 +47,14 @@ from hyper_parallel.shard._sizes import check_context, fit_sizes
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """Layouts of all parameters of a model.
+    """Layouts of all parameters of a model, with the styles they follow from.
 
     Attributes:
-        layouts: Parameter name, as given, to its layout.
-        styles: Module (or parameter, if a rule names one) to its effective style. Without tensor parallelism this is
-            `replicate`, or `experts` for modules of routed experts.
+        layouts: Parameter name, as in the input, to its layout.
+        styles: Module name (or parameter name, if a rule names one) to its final style. Without tensor parallelism this
+            is `replicate`, or `experts` for modules of routed experts.
         notes: Deviations from the model's own plan, with reasons.
-        hidden_cut: Whether the residual stream is sharded over tp_y.
+        hidden_cut: Whether the hidden dim of the residual stream is sharded over tp_y.
         whole_stream: Whether every tensor-parallel rank holds the residual stream of all tokens.
     """
 
@@ -90,12 +90,12 @@ def plan_layouts(
         head_dim: Width of one head; distinguishes key and value projections from query projections by size.
         vocab_size: Rows of the embedding.
         tied: Parameter name to the name of the parameter it shares its storage with.
-        where: Location of the setting, for error messages.
+        where: Origin of the setting, for error messages.
 
     Raises:
         NotDivisible: HP203 when heads or widths do not divide by the tensor-parallel degree, or heads by Ulysses.
-        RuleError: HP204 when a rule of the strategy matches nothing, names no style, or gives tied parameters
-            different layouts.
+        RuleError: HP204 when a rule of the strategy matches no parameter, has an unknown style, or gives tied
+            parameters different layouts.
         UnsupportedSharding: HP205 for unsupported axes, and for modules without an exact tensor-parallel form.
     """
     listed = list(params)
@@ -127,7 +127,7 @@ def plan_layouts(
 
 
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str]) -> list[Param]:
-    """Return the parameters with final styles under tensor parallelism; raise where no exact form exists."""
+    """Return the parameters with final styles under tensor parallelism; raise an error if no exact form exists."""
     if whole_stream:
         if sizes.strategy.overlap.tp_chunks > 1:
             raise UnsupportedSharding(
@@ -145,15 +145,15 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
 def replicated_matrices(
     params: Iterable[tuple[str, tuple[int, ...]]], rules: Sequence[Rule]
 ) -> tuple[frozenset[str], bool]:
-    """Return the matrices that tensor parallelism keeps whole on every rank, whatever its degree.
+    """Return the matrices that tensor parallelism replicates on every rank, independent of its degree.
 
     Args:
         params: Name and shape of every parameter.
         rules: Rules of the model.
 
     Returns:
-        Names of these matrices; and whether every rank holds the residual stream of all tokens, because the rules do
-        not cover the model.
+        (names of these matrices, whether every rank has the residual stream of all tokens because the rules do not
+        cover the model).
     """
     assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
     cut = ("vocab", "head", EXPERTS)
@@ -171,7 +171,7 @@ def covers(
     num_kv_heads: int,
     head_dim: int,
 ) -> bool:
-    """Return whether rules cover the model, so that its residual stream can be sharded between blocks."""
+    """Return whether rules cover all parameters, so that the residual stream can be sharded between blocks."""
     assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
     try:
         check_pairs(assigned, Sizes(Strategy(), num_heads, num_kv_heads, head_dim, 1))

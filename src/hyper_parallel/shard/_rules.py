@@ -32,10 +32,10 @@ STYLES: Final[Mapping[str, str]] = MappingProxyType(
         "whole": "parameters replicated; the module and its siblings process all tokens on every rank",
     }
 )
-"""Styles a rule may name, with their meaning."""
+"""Style that a rule may name, to its meaning."""
 
 WHOLE: Final = "whole"
-"""Style of modules without a rule; models with such modules keep the residual stream whole on every rank."""
+"""Style of replicated modules without a rule; with such modules every rank has the residual stream of all tokens."""
 
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -46,7 +46,7 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "unsupported": "a module whose plan uses a style that is not implemented",
     }
 )
-"""Unsupported styles of model plans, with their meaning; such modules stay whole."""
+"""Unsupported style of model plans, to its meaning; such modules are replicated."""
 
 _FROM_HUGGING_FACE: Final = {
     **{style: style for style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise")},
@@ -62,7 +62,7 @@ _FROM_HUGGING_FACE: Final = {
 
 @lru_cache(maxsize=4096)  # a search requests layouts of one model under many strategies
 def match(pattern: str, name: str) -> str | None:
-    """Return the leading part of a name that a pattern matches, or None.
+    """Return the leading part of a parameter name that a pattern matches; None if it does not match.
 
     Each dot-separated part of the pattern matches one part of the name; `*` also matches the literal `*` of a layer
     index. A pattern shorter than the name matches the enclosing module.
@@ -80,10 +80,10 @@ def match(pattern: str, name: str) -> str | None:
 
 
 def applies(rule: Rule, param: str) -> str | None:
-    """Return the name a rule applies to for a parameter: the parameter or its module; None if it does not apply.
+    """Return the part of a parameter name to which a rule applies: the parameter or a module; None if it does not.
 
-    A sharding style must name the module that owns the weights, or the parameter. `replicate`, `experts` and styles
-    that keep a module whole also apply to all submodules.
+    The pattern of a sharding style must name the module that owns the parameter, or the parameter. Styles without
+    sharding, and `experts`, also apply to all submodules.
     """
     owner = match(rule.pattern, param)
     if owner is None or "." not in param[len(owner) + 1 :]:
@@ -95,17 +95,17 @@ def applies(rule: Rule, param: str) -> str | None:
 def normalise_plan(
     plan: Mapping[str, str] | None, prefix: str = ""
 ) -> tuple[tuple[Rule, ...], tuple[str, ...]]:
-    """Convert a Hugging Face tensor-parallel plan to rules.
+    """Return the rules of a Hugging Face tensor-parallel plan, and notes.
 
     Args:
-        plan: Pattern to style name, as `base_model_tp_plan` of a configuration class or `_tp_plan` of a model holds
-            it; None when the class has none.
+        plan: Dict from pattern to style name, such as `base_model_tp_plan` of a configuration class or `_tp_plan` of a
+            model; None if there is none.
         prefix: Prefix of every pattern; `model.` for the base model inside a causal language model.
 
     Returns:
-        Rules, most specific pattern first, and notes on styles without exact counterpart. An unknown style becomes
-        `unsupported`, which `plan_layouts` refuses under tensor parallelism: a replicated weight next to sharded ones
-        would change the result.
+        Rules, most specific pattern first, and notes about styles without an exact counterpart. An unknown style
+        becomes `unsupported`, which `plan_layouts` refuses under tensor parallelism: a replicated weight next to
+        sharded ones would change the result.
     """
     plan = plan or {}
     expert_modules = tuple(p for p, style in plan.items() if style == "moe_tp_experts")
@@ -118,7 +118,7 @@ def normalise_plan(
                 f"`{prefix}{pattern}`: style `{theirs}` of the model's plan is not implemented"
             )
         if style == "gather_output" and "*" not in pattern:
-            style = "head"  # outside of layers only a head projects; the loss takes sharded logits
+            style = "head"  # outside of layers the only projection is the head; the loss accepts sharded logits
         if pattern.startswith(tuple(f"{module}." for module in expert_modules)):
             style = "experts"
         rules.append(Rule(prefix + pattern, style))
@@ -127,7 +127,7 @@ def normalise_plan(
 
 
 def _of(module: str, **styles: str) -> dict[str, str]:
-    """Return the styles of the parts of one module of a layer."""
+    """Return a dict from module pattern to style, for the children of one module in every layer."""
     return {f"{module}.{part}": style for part, style in styles.items()}
 
 
@@ -161,7 +161,7 @@ _FAMILIES: Final[Mapping[str, Mapping[str, str]]] = {
     **dict.fromkeys(("glm", "glm4"), _GLM),
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
 }
-"""Plans of configuration classes, as `normalise_plan` converts them."""
+"""Model type to the plan (pattern to style) of its configuration class, as `normalise_plan` converts it."""
 _PACKED_MLP: Final = _of("mlp", gate_up_proj="gate_up", down_proj="rowwise")
 _NORMED_HEADS: Final = {**_ATTENTION, **_of("self_attn", q_norm="norm_heads", k_norm="norm_heads")}
 _LATENT: Final = _of(
@@ -175,9 +175,9 @@ _COMPLETED: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_oss": {**_ATTENTION, "self_attn.sinks": "colwise"},
     "deepseek_v3": _LATENT,
 }
-"""Modules that a configuration class keeps whole or gathers, but that shard exactly."""
+"""Model type to styles (by pattern) of modules that shard exactly, but that its configuration class does not shard."""
 FAMILIES: Final = tuple(_FAMILIES)
-"""Model types with an entry in the table."""
+"""Model types with an entry in the table of plans."""
 
 
 def completed_rules(model_type: str, prefix: str = "model.") -> tuple[Rule, ...]:
@@ -192,11 +192,11 @@ def completed_rules(model_type: str, prefix: str = "model.") -> tuple[Rule, ...]
 
 
 def family_rules(model_type: str) -> tuple[Rule, ...]:
-    """Return the rules of a model family, for decoder layers, embedding and head. Imports no framework.
+    """Return the rules of a model family, for decoder layers, embedding and head.
 
     Args:
         model_type: `model_type` of the config; a type without an entry gets the rules of `llama`, whose module names
-            most decoder-only models share. If names differ, `plan_layouts` finds matrices without a rule and refuses
+            most decoder-only models use. If names differ, `plan_layouts` finds matrices without a rule and refuses
             tensor parallelism.
     """
     layer = _FAMILIES.get(model_type, _LLAMA)

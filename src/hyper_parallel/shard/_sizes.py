@@ -1,9 +1,9 @@
-"""Divisibility by tensor-parallel degrees, and the alternatives for sizes that do not divide.
+"""Divisibility checks for tensor parallelism, and the alternatives for sizes that do not divide.
 
-Key and value projections with fewer heads than ranks stay whole, and each head is computed on several ranks. A packed
-projection with equal parts that divide is sharded part by part: each rank holds the rows it uses and nothing is sent.
-FSDP then shards the columns, which must divide; a bias has none. Other packed projections are sharded into equal slices
-of all rows, and ranks exchange columns of the output.
+Key and value projections with fewer heads than ranks are replicated, and each head is computed on several ranks. A
+packed projection with equal parts that divide is sharded part by part: each rank has the rows that it uses, and nothing
+is exchanged. FSDP then shards the columns, which must divide; a bias has no columns. Other packed projections are
+sharded into equal slices of all rows, and ranks exchange columns of the output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKED = ("qkv", "gate_up")
 _CUT = ("colwise", "rowwise", "kv_replicate", "norm_heads", *PACKED)
 
 Problem = tuple[Param, str, int, str, int]
-"""Violation: parameter, name and size of the dimension, axes and their degree."""
+"""Dim that does not divide: (parameter, name of the dim, its size, names of the axes, their degree)."""
 
 
 def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
@@ -51,11 +51,11 @@ def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
 
 
 def check_overlap(strategy: Strategy, workload: Workload) -> None:
-    """Raise HP205 if layers cannot overlap communication as a strategy says.
+    """Raise UnsupportedSharding (HP205) if layers do not support the `overlap` of a strategy.
 
     Args:
-        strategy: The strategy.
-        workload: Batch numbers resolved.
+        strategy: Strategy with the overlap.
+        workload: Workload with resolved batch numbers.
     """
     s, overlap = strategy, strategy.overlap
 
@@ -109,7 +109,7 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
 
 
 def _check_token_chunks(strategy: Strategy, workload: Workload) -> None:
-    """Raise HP205 if blocks cannot gather and scatter their tokens in chunks."""
+    """Raise UnsupportedSharding (HP205) if blocks cannot gather and scatter their tokens in chunks."""
     s, chunks = strategy, strategy.overlap.tp_chunks
     features = {
         "one rank": (s.tp == 1, f"tp={s.tp}"),
@@ -138,7 +138,7 @@ def _check_token_chunks(strategy: Strategy, workload: Workload) -> None:
 
 
 def check_context(strategy: Strategy, num_heads: int) -> None:
-    """Raise HP203 if attention cannot be sharded over the context-parallel ranks.
+    """Raise NotDivisible (HP203) if attention cannot be sharded over the context-parallel ranks.
 
     Any sequence length works, by padding. The Ulysses degree must divide the query heads of a tensor-parallel rank; key
     and value heads are repeated if there are fewer.
@@ -168,7 +168,7 @@ def check_context(strategy: Strategy, num_heads: int) -> None:
 
 
 def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Check divisibility on one axis or two, and set the final styles of key, value and packed projections."""
+    """Return the parameters with final styles of key, value and packed projections; raise if sizes do not divide."""
     s = sizes.strategy
     if s.tp_y > 1:
         _check_two_axes(params, sizes)
@@ -189,7 +189,7 @@ def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
 
 
 def _role(param: Param, sizes: Sizes) -> str | None:
-    """Return the unit a parameter is sharded by: heads, kv_heads or width; None for a whole one, as a rowwise bias."""
+    """Return the unit by which a parameter is sharded: heads, kv_heads or width; None if it is replicated."""
     if param.style not in _CUT or (param.style == "rowwise" and len(param.shape) != 2):
         return None
     split = -1 if param.style == "rowwise" else 0
@@ -206,7 +206,7 @@ def _role(param: Param, sizes: Sizes) -> str | None:
 
 
 def _width(param: Param) -> int:
-    """Return the block width of a parameter with role `width`."""
+    """Return the width of the block that a parameter with role `width` shards."""
     return param.cut_size // (2 if param.style == "gate_up" else 1)
 
 
@@ -239,7 +239,7 @@ def _problems(cuts: Sequence[Param], sizes: Sizes, s: Strategy) -> Iterator[Prob
 
 
 def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisible:
-    """Return the error, with the degrees and shapes that divide."""
+    """Return the error for a dim that does not divide, with degrees and block shapes that divide."""
     param, dimension, size, axes, degree = problem
     s = sizes.strategy
     if s.tp_y == 1:
@@ -279,7 +279,7 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    """Return the parameter, replicated if there are more ranks than key and value heads."""
+    """Return the parameter, with style `kv_replicate` if key and value heads do not divide over the ranks."""
     s, heads = sizes.strategy, sizes.num_kv_heads
     if param.style == "kv_replicate" and param.role != "kv_heads":
         raise RuleError(
@@ -300,7 +300,7 @@ def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
 
 
 def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
-    """Return the projections stacked in a packed weight; raise HP204 if their rows do not add up."""
+    """Return the parts of a packed weight; raise RuleError (HP204) if their rows do not add up to its rows."""
     rows = param.shape[0]
     if param.style == "gate_up":
         parts = gate_up_parts(rows)
@@ -317,7 +317,10 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> Param:
-    """Return a packed projection sharded part by part, or into equal row slices with an exchange of output columns."""
+    """Return a packed projection with `parts` set if it is sharded part by part.
+
+    Otherwise it is sharded into equal row slices, and ranks exchange output columns; a note says so.
+    """
     s = sizes.strategy
     shards = s.mesh().degree(s.fsdp_axes)
     if s.tp_y > 1:
@@ -357,7 +360,7 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
 
 
 def _check_two_axes(params: Sequence[Param], sizes: Sizes) -> None:
-    """Refuse combinations without a two-axis form."""
+    """Raise UnsupportedSharding (HP205) for combinations that two tensor-parallel axes do not support."""
     s, spans = sizes.strategy, exchanges_rows(sizes.strategy)
     degrees, shape = f"tp_x={s.tp_x}, tp_y={s.tp_y}", f"attention {_shown(s)}"
     if s.tp_x == 1:

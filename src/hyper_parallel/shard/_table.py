@@ -1,11 +1,11 @@
-"""Boundary table: every collective of a training step as (kind, axes, elements of the full tensor, phases).
+"""Boundary table: every collective of a training step, with kind, axes, elements of the full tensor, and calls.
 
-The runtime executes these entries, `cost.step_collectives` counts their bytes, and the search derives seconds from
-them. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
+The runtime executes these collectives, `cost.step_collectives` counts their bytes, and the search predicts their
+seconds. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
 
-Notation: T tokens of a microbatch on a data- and context-parallel rank, P = x y tensor-parallel ranks, n tokens of a
-padded piece, D hidden, q / k rows of query / key projections, F width. Forward of one block; backward mirrors it
-(gather and scatter swap):
+Notation: T tokens of a microbatch on a data- and context-parallel rank, P = x y tensor-parallel ranks, n padded
+tokens per tensor-parallel rank between blocks, D hidden, q / k rows of query / key projections, F MLP width. Forward of
+one block (in backward, gathers become scatters and vice versa):
 
     1d        gather and scatter over (x, y)        P n D each
     2d        gather over x                         P n D / y
@@ -57,7 +57,8 @@ def _mirrored(
 ) -> Iterator[Boundary]:  # fmt: skip
     """Yield a collective of forward and its transpose in backward.
 
-    `redone`: recomputation runs it again. Not `resident`: backward gathers again if the strategy frees gathered inputs.
+    With `redone`, recomputation runs it again. Without `resident`, backward runs it again if the strategy frees
+    gathered inputs.
     """
     yield Boundary(
         kind, axes, ranks, elements, purpose, format, forward=calls,
@@ -76,15 +77,15 @@ def block_boundaries(
     hidden_cut: Number = True,
     ends_layer: bool = False,
 ) -> Iterator[Boundary]:
-    """Yield the tensor-parallel collectives around and inside one block of a layer.
+    """Yield the tensor-parallel collectives around and inside one attention or MLP block of a layer.
 
     Args:
         block: Widths of the block.
-        shape: How the block uses the two tensor-parallel axes; 1d with one axis.
+        shape: Use of the two tensor-parallel axes (1d, 2d or weight); 1d with one axis.
         cut: Sharding of tokens.
-        token_scatter: 2d attention scatters tokens over y, and gathers keys and values, instead of heads.
+        token_scatter: Whether 2d attention scatters tokens over y, and gathers keys and values, instead of heads.
         hidden_cut: Whether the residual stream is sharded over y; used for 2d blocks.
-        ends_layer: Whether the block ends the layer, so that recomputation stops before its last product.
+        ends_layer: Whether the block ends the layer, so that recomputation stops before its last collective.
     """
     axes, ranks = (TP, cut.tp) if shape == "1d" else (X, cut.x)
     stream = cut.piece * block.hidden * ranks
@@ -108,9 +109,9 @@ def block_boundaries(
 def block_program(
     strategy: Strategy, kv_heads: int, hidden_cut: bool, *, keys: bool = False
 ) -> dict[Purpose, Boundary]:
-    """Return the collectives of a block's forward by purpose: kinds and axes, without elements.
+    """Return a dict from purpose to each collective of a block's forward; elements are 0.
 
-    `kv_heads` is 0 for an MLP; `keys` selects those of a key or value projection. For other arguments see
+    `kv_heads` is 0 for an MLP. With `keys`, the input projection is one of keys or values. For other arguments see
     `block_boundaries`.
     """
     s = strategy
@@ -124,10 +125,10 @@ def block_program(
 
 
 def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the gathers of weights over y, and of keys and values of other spans."""
+    """Yield the collectives of a `weight` block over y: gathers of weights, and of keys and values."""
     for p in (*block.inputs, *block.outputs):
         whole = share(p.weights, cut.x)
-        if p.keys:  # fewer heads than x ranks: not sharded over x
+        if p.keys:  # heads that do not divide over x are not sharded over x
             whole = pick(block.kv_heads % cut.x > 0, p.weights, whole)
         gather = ("all_gather", Y, cut.y, whole, Purpose.WEIGHT_GATHER)
         # Freed after forward; recomputation uses the gather of backward.
@@ -138,7 +139,7 @@ def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
 
 
 def _widths(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the reduce-scatters of 2d MLP inputs over y, to a part of the tokens, and the output gathers."""
+    """Yield the collectives of a 2d MLP over y: reduce-scatters of hidden values, and gathers before the output."""
     tokens = cut.tp * cut.piece
     for p in block.inputs:
         rows = tokens * share(p.width, cut.x)
@@ -149,7 +150,7 @@ def _widths(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
 
 
 def _heads(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
-    """Yield the reduce-scatters of 2d attention over y, to whole heads or spans of tokens, and the output gathers."""
+    """Yield the collectives of 2d attention over y: reduce-scatters to heads or tokens, gathers before the output."""
     tokens = pick(token, cut.spans, cut.tokens)
     # With fewer key heads than ranks, every y rank gets the sum and selects the head of its queries.
     doubled = (block.kv_heads % cut.tp > 0) * (1 - token)
@@ -173,12 +174,12 @@ def _keys(block: BlockWidths, cut: TokenCut, calls: Number) -> Iterator[Boundary
 
 
 def _rows_on_x(p: Projection, block: BlockWidths, cut: TokenCut) -> Number:
-    """Return the output rows of a projection on one x rank; at least one head for keys."""
+    """Return the output rows of a projection on one x rank; for keys and values, at least one head."""
     return share(p.width, least(cut.x, block.kv_heads) if p.keys else cut.x)
 
 
 def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
-    """Yield the all-reduce of norms on a residual stream sharded over y: `statistics` sums per token, y n tokens."""
+    """Yield the all-reduces of norms if the hidden dim is sharded over y: `statistics` sums per token."""
     rows = cut.y * cut.piece
     yield from _mirrored(
         "all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics
@@ -186,7 +187,7 @@ def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
 
 
 def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator[Boundary]:
-    """Yield the sum of a vocabulary-parallel embedding; if it `waits` for the first layer, it is a scatter."""
+    """Yield the all-reduce of a vocabulary-parallel embedding; a reduce-scatter if it can wait for the first layer."""
     if waits:
         stream = cut.tp * cut.piece * hidden
         yield from _mirrored("reduce_scatter", TP, cut.tp, stream, Purpose.SEQUENCE_SCATTER)
@@ -195,7 +196,10 @@ def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator
 
 
 def head_boundaries(cut: TokenCut, hidden: Number, cut_vocabulary: bool) -> Iterator[Boundary]:
-    """Yield the gather before the head, and the loss statistics of a sharded vocabulary or else the sum of the loss."""
+    """Yield the gather before the head, and the collective of the loss.
+
+    That is the gather of loss statistics if the vocabulary is sharded, else the sum of the loss.
+    """
     stream = cut.tp * cut.piece * hidden
     yield from _mirrored("all_gather", TP, cut.tp, stream, Purpose.SEQUENCE_GATHER)
     loss = ("all_reduce", TP, cut.tp, 1, Purpose.LOSS)
@@ -205,7 +209,7 @@ def head_boundaries(cut: TokenCut, hidden: Number, cut_vocabulary: bool) -> Iter
 
 
 def packed_boundaries(parts: tuple[Part, ...], ranks: int, tokens: int) -> Iterator[Boundary]:
-    """Yield the exchange of output columns of a packed projection, with bytes of the first rank."""
+    """Yield the all-to-alls of output columns of a packed projection, as the first rank sends them."""
     rows = sum(p.rows for p in parts)
     peers = range(1, ranks)
     sent = tokens * sum(exchanged_rows(parts, ranks, 0, t) for t in peers)
@@ -216,7 +220,7 @@ def packed_boundaries(parts: tuple[Part, ...], ranks: int, tokens: int) -> Itera
 
 
 def head_norm_boundaries(cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the all-reduce of squared sums of a norm over all heads."""
+    """Yield the all-reduce of the sums of squares of a norm over all heads."""
     yield from _mirrored(
         "all_reduce", TP, cut.tp, cut.tokens, Purpose.NORMS_OVER_HEADS, format="statistic"
     )
@@ -228,7 +232,7 @@ def context_boundaries(
     """Yield the collectives of one layer's context-parallel attention, for the heads of a tensor-parallel rank.
 
     Ulysses exchanges tokens for heads of queries, keys, values and output; keys and values are repeated if they have
-    fewer heads than ranks. The ring passes keys and values in forward and backward, and sends gradients to the owner.
+    fewer heads than ranks. The ring passes keys and values in forward and backward, and their gradients in backward.
 
     Args:
         attention: Attention of the layer; MLA expands its latent to all heads.
@@ -262,18 +266,18 @@ def expert_boundaries(
     hidden: Number, experts: int, ranks: Number, rows: Number, sent: Number = None,
     received: Number = None, cut_experts: Number = 1,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Yield the dispatch to routed experts and the combine, for one layer and microbatch.
+    """Yield the collectives of routed experts for one layer and microbatch: dispatch and combine.
 
-    A row is a token for one expert. Routing is known at run time only; without it, rows are spread evenly.
+    A row is one token for one expert. If measured rows are not given, routing is assumed to be uniform.
 
     Args:
         hidden: Width of a row.
         experts: Routed experts.
         ranks: Expert-parallel ranks.
-        rows: Rows of this rank's tokens, T k / P when every token chooses k experts.
-        sent: Rows to experts on other ranks; None: an even share.
-        received: Rows from other ranks to experts of this rank; None: an even share.
-        cut_experts: Ranks that share the shards of one expert and gather each other's rows.
+        rows: Rows of this rank's tokens, T k / P if every token chooses k experts.
+        sent: Rows sent to experts on other ranks; None: uniform routing.
+        received: Rows received for experts of this rank; None: uniform routing.
+        cut_experts: Ranks that shard one expert, and therefore gather each other's rows.
     """
     group, local = ("all_to_all", ("ep",), ranks), rows * hidden
     yield Boundary(*group, experts, Purpose.EXPERT_ROW_COUNTS, "count", forward=1, recomputed=1)
@@ -291,13 +295,13 @@ def sharing_boundaries(
     elements: Number, axes: tuple[str, ...], ranks: Number, replicas: Number, zero: Number, once: Number,
     freed: Number, *, experts: bool = False,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Yield the data-parallel collectives of a parameter group: gather, gradient scatter, sum over replicas.
+    """Yield the data-parallel collectives of a parameter group: gathers, gradient scatters, sums over replicas.
 
     Args:
-        elements: Elements of the group, padded.
-        axes: Axes it is sharded over.
-        ranks: Ranks of these axes.
-        replicas: Ranks of dp_replicate.
+        elements: Elements of the group, padding included.
+        axes: Axes over which the group is sharded.
+        ranks: Number of ranks of these axes.
+        replicas: Number of ranks of dp_replicate.
         zero: ZeRO stage: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters.
         once: Whether gradients are reduced once per step instead of per microbatch: pipelines, and `zero` below 2.
         freed: Whether parameters are freed after forward and gathered for backward.
@@ -324,13 +328,13 @@ def sharing_boundaries(
 def pipeline_boundaries(
     cut: TokenCut, hidden: Number, onward: Number, back: Number
 ) -> Iterator[Boundary]:
-    """Yield the messages to neighbouring stages; every tensor-parallel rank sends its piece.
+    """Yield the messages to neighbouring stages; every tensor-parallel rank sends its own tokens.
 
     Args:
         cut: Sharding of tokens.
         hidden: Width of the residual stream.
-        onward: Stages of the rank with the next stage on another rank.
-        back: Stages of the rank with the previous stage on another rank.
+        onward: Number of stages of the rank whose next stage is on another rank.
+        back: Number of stages of the rank whose previous stage is on another rank.
     """
     message = ("send_recv", ("pp",), 2, cut.piece * hidden)
     yield Boundary(*message, Purpose.PIPELINE_ACTIVATIONS, forward=onward)

@@ -1,4 +1,4 @@
-"""Event-driven reference of every clock: a TaskGraph becomes a Timeline, in exact integer nanoseconds."""
+"""Event-driven simulation of a TaskGraph in exact integer nanoseconds: the reference for the faster clocks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hyper_parallel.ir import Counter, Span, Task, TaskGraph, Timeline
 
 
 def simulate(graph: TaskGraph) -> Timeline:
-    """Run a task graph event by event.
+    """Return the simulated timeline of a task graph.
 
-    A task starts when all its dependencies have ended and its executor is free and selects it. At one instant, ends are
-    processed before starts: a priority queue knows all ready tasks, and memory released at an instant is available to
-    tasks that start then.
+    A task starts when its dependencies have ended and its executor is free and selects it. At one instant, ends are
+    processed before starts. So a priority queue contains all tasks that are ready at that instant, and memory released
+    then is available to tasks that start then.
 
     Returns:
-        A simulated timeline: one span per task in the order they start, and one counter sample per memory change.
+        Timeline with one span per task, in the order of their starts, and one counter sample per memory change.
 
     Cost: O((tasks + dependencies) log tasks).
     """
@@ -77,10 +77,10 @@ def _span(task: Task, begin_ns: int, end_ns: int) -> Span:
 def _initial_queues(
     graph: TaskGraph, lane_of: list[int], num_lanes: int
 ) -> tuple[list[list[tuple[int, int, int]]], list[int], list[list[int]]]:
-    """Return the ready queue of every lane at time 0, and the number of dependencies and the followers of every task.
+    """Return the ready queue per lane at time 0, and per task its number of dependencies and its dependents.
 
-    Entries of a ready queue are (priority, time at which the task became ready, number of the task). On an executor
-    that keeps to the order of the list, each task also depends on the task before.
+    Entries of a ready queue are (priority, time at which the task became ready, index of the task). On an executor that
+    runs tasks in list order, each task also depends on the previous one.
     """
     tasks = graph.tasks
     ready: list[list[tuple[int, int, int]]] = [[] for _ in range(num_lanes)]
@@ -101,12 +101,12 @@ def _initial_queues(
 
 
 class _Clock:
-    """Clock of running tasks: the end of a task is known at its start, except on shared cores and resources.
+    """Running tasks and the current time in nanoseconds.
 
-    All tasks on shared cores progress alike, so the work done by each of them since the beginning is one number. A task
-    ends when that number has grown by its duration. Tasks with demands have a rate and remaining work of their own.
-    Work is in whole nanoseconds, rounded down at every event, and times are rounded up, so no task ends before its
-    duration.
+    All tasks on shared cores have the same rate, so one counter holds the work done by each of them since the start. A
+    task ends when the counter has grown by its duration. Tasks with demands have a rate and remaining work each. The
+    end of every other task is known at its start. Work is rounded down to nanoseconds at every event, and times are
+    rounded up, so no task takes less than its duration.
     """
 
     def __init__(self, graph: TaskGraph, lanes: tuple[str, ...]) -> None:
@@ -124,7 +124,7 @@ class _Clock:
         return not self._own and not self._sharing and not self._left_ns
 
     def start(self, lane: int, number: int) -> None:
-        """Start a task now."""
+        """Start the task with index `number` on a lane at the current time."""
         task = self._tasks[number]
         if task.demands:
             self._left_ns[number] = task.duration_ns
@@ -134,7 +134,7 @@ class _Clock:
             heappush(self._own, (self.now + task.duration_ns, number))
 
     def _rates(self) -> dict[int, Fraction]:
-        """Return the rate of every running task with demands."""
+        """Return a dict from each running task with demands to its rate, at most 1."""
         demanded: dict[str, Fraction] = {}
         for number in self._left_ns:
             for resource, amount in self._tasks[number].demands:
@@ -146,7 +146,7 @@ class _Clock:
         return {n: min(rate_of[r] for r, _ in self._tasks[n].demands) for n in self._left_ns}
 
     def advance(self) -> list[int]:
-        """Advance to the next instant at which tasks end, and return these tasks in the order of the list."""
+        """Advance to the next instant at which tasks end, and return the indices of these tasks in ascending order."""
         instants = [self._own[0][0]] if self._own else []
         rates = self._rates() if self._left_ns else {}
         instants += [self.now - (-self._left_ns[n] // rate) for n, rate in rates.items()]
@@ -171,7 +171,7 @@ class _Clock:
 
 
 def peaks(timeline: Timeline) -> dict[str, float]:
-    """Return the highest value of every counter lane."""
+    """Return a dict from counter lane to its highest value."""
     result: dict[str, float] = {}
     for sample in timeline.counters:
         result[sample.lane] = max(result.get(sample.lane, sample.value), sample.value)
@@ -179,14 +179,14 @@ def peaks(timeline: Timeline) -> dict[str, float]:
 
 
 def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
-    """Return the seconds per step of a graph of `ir.role_tasks`, between ends of learning.
+    """Return the steady-state seconds per step of a graph of `ir.role_tasks`: the mean time between ends of learning.
 
     The first steps, whose sampling can begin at once, are excluded. So are the last ones, during which no rank samples
     any more: they are faster where roles share cores.
 
     Args:
         graph: Graph of more than 2 * (`max_staleness` + 2) steps.
-        max_staleness: Steps that sampling runs ahead; None: learners sample between steps.
+        max_staleness: Steps that sampling may run ahead of learning; None: learners sample between steps.
     """
     ends: dict[str, float] = {}
     for span in simulate(graph).spans:

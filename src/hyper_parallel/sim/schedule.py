@@ -1,4 +1,4 @@
-"""Schedule: tasks appended to FIFO lanes, each with its start at once; and its form for many cost vectors."""
+"""Start times of tasks on FIFO lanes: computed as tasks are appended, or for many vectors of durations at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Array = NDArray[np.float64]
 
 
 class Schedule:
-    """Earliest starts of tasks on lanes that run one task at a time, in the order in which tasks are appended.
+    """Clock that gives each appended task its earliest start; a lane runs one task at a time, in append order.
 
-    Times are numbers of one unit: whole nanoseconds are exact, seconds are as exact as floating point.
+    All times have one unit. Integer nanoseconds are exact, seconds as exact as floating point.
 
     Attributes:
         free: End of the last task, by lane.
@@ -31,7 +31,7 @@ class Schedule:
         Args:
             lane: Lane that runs it.
             duration: Time from start to end.
-            deps: Ends of the tasks that must end first.
+            deps: End times of the tasks that must end first.
         """
         start = self.free[lane]
         for dep in deps:
@@ -41,7 +41,7 @@ class Schedule:
         return start
 
     def hold(self, lane: str, until: Any) -> Any:
-        """Keep a lane from starting a task before a time; return the time that it is idle for that."""
+        """Keep a lane idle until a time, and return the idle time; 0 if the lane is busy until then."""
         idle = until - self.free[lane]
         if idle <= 0:
             return 0
@@ -55,8 +55,8 @@ class LaneProgram:
 
     Attributes:
         lanes: Lane of every task.
-        deps: Tasks that must end before each; smaller than its own number.
-        rows: Row of the table of durations that each task has.
+        deps: For every task, the indices of tasks that must end first; they are smaller than its own index.
+        rows: For every task, the index of its duration in `durations`.
     """
 
     lanes: tuple[int, ...]
@@ -64,7 +64,7 @@ class LaneProgram:
     rows: tuple[int, ...]
 
     def span(self, durations: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
-        """Return the end of the last task, and the busy time of every lane: the longest path, column by column."""
+        """Return the end of the last task and the busy time of every lane, for each column of `durations`."""
         ends: list[Array] = []
         zero: Array = np.zeros(1)
         num_lanes = max(self.lanes, default=0) + 1
@@ -82,11 +82,11 @@ class LaneProgram:
         return end, tuple(busy)
 
     def contended_span(self, durations: Sequence[Array], demand: Array | float) -> Array:
-        """Return the end of the last task of two lanes that share one resource of capacity 1, never both idle.
+        """Return the end of the last task if two lanes share one resource; at least one lane must always be busy.
 
-        Tasks of the first lane demand all of it, tasks of the second the share `demand`. While both run, both have the
-        rate 1 / (1 + demand), so the order of events is that without contention, and every interval with both busy
-        lasts 1 + demand times as long.
+        A task of the first lane uses the whole resource when alone, a task of the second the share `demand`. While both
+        lanes are busy, both run at the rate 1 / (1 + demand). So the order of events is the one without contention, and
+        every interval in which both are busy lasts 1 + demand times as long.
         """
         end, busy = self.span(durations)
         return end + demand * (sum(busy) - end)

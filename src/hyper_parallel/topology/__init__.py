@@ -1,4 +1,4 @@
-"""Supernode: machines as planning sees them, from YAML presets or detected."""
+"""Descriptions of machines for planning (`Supernode`), from YAML presets, topology files, or detected."""
 
 from hyper_parallel.topology._supernode import Device, MemoryPool, Quantity, Supernode, Tier
 from hyper_parallel.topology.cpu_machine import cache_dir, forget_measurements, rank_threads

@@ -1,7 +1,7 @@
 """Topology files: YAML in vendor units, each number with its source, validated and converted to base units.
 
-Rates are TFLOP/s and GB/s (10**9), links may also be given in Gb/s, latencies are us; capacities are GB (10**9) or GiB
-(2**30), whichever the source means. The presets in `topology/presets` are the examples of the form.
+Rates are in TFLOP/s and GB/s (10**9 bytes/s), links optionally in Gb/s, latencies in us. Capacities are in GB (10**9)
+or GiB (2**30), as in the source. The presets in `topology/presets` are examples.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ DeviceKind = Literal["cuda", "npu", "tpu", "cpu"]
 TierKind = Literal["full_mesh", "switch", "torus", "host"]
 
 _LARGEST = 1e12
-"""Bound of a number in its unit, as its inverse is: far beyond any machine, and all that is computed stays finite."""
+"""Largest number in its unit, and inverse of the smallest; far beyond any machine, but results stay finite."""
 _MOST_DEVICES = 2**24
-"""Bound of devices in one machine or tier; the largest that are announced have some hundred thousand."""
+"""Maximum number of devices in a machine or tier; the largest announced clusters have some 100,000."""
 
 
 class Number(Section):
-    """A `Quantity` of a topology file, in the unit its key names."""
+    """`Quantity` in a topology file, in the unit that its key names."""
 
     value: float = Field(gt=0, ge=1 / _LARGEST, le=_LARGEST)
     source: str = Field(min_length=1)
     certainty: Certainty
 
     def scaled(self, factor: float) -> Quantity:
-        """Return the quantity in base units."""
+        """Return the quantity in base units, its value multiplied by `factor`."""
         return Quantity(self.value * factor, self.source, self.certainty)
 
 
 def _one(**units: tuple[Number | None, float]) -> Quantity:
-    """Return the only value among several units of one quantity, in base units."""
+    """Return a quantity in base units. Keyword arguments are (number, factor) by unit; one number is not None."""
     values = [number.scaled(factor) for number, factor in units.values() if number is not None]
     if len(values) != 1:
         raise ValueError(f"give exactly one of {', '.join(units)}")
@@ -64,7 +64,7 @@ class _Entry(Section):
 
 
 class DeviceEntry(_Entry):
-    """A `Device`; its memory is given in GB or GiB."""
+    """`Device` in a topology file, with its memory in GB or GiB."""
 
     name: str
     kind: DeviceKind
@@ -87,7 +87,7 @@ class DeviceEntry(_Entry):
 
 
 class TierEntry(_Entry):
-    """A `Tier`; its links are given in GB/s or, as network cards are sold, in Gb/s."""
+    """`Tier` in a topology file, with its links in GB/s, or in Gb/s as for network cards."""
 
     name: str
     size: int = Field(ge=0, le=_MOST_DEVICES)
@@ -105,7 +105,7 @@ class TierEntry(_Entry):
 
 
 class PoolEntry(_Entry):
-    """A `MemoryPool`; its capacity is given in GB or GiB."""
+    """`MemoryPool` in a topology file, with its capacity in GB or GiB."""
 
     kind: Literal["dram", "pool", "flash"]
     capacity_gb: Number | None = None
@@ -122,7 +122,7 @@ class PoolEntry(_Entry):
 
 
 class TopologyFile(Section):
-    """A topology file: a `Supernode`, and for a preset its other names."""
+    """Content of a topology file: a `Supernode`, and for a preset its aliases."""
 
     name: str
     aliases: tuple[str, ...] = ()

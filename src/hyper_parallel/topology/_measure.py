@@ -1,7 +1,8 @@
-"""Measure the processor: matrix-multiply rate and memory bandwidth with every core busy, in under 0.3 s.
+"""Measurement of matrix-multiply rate and memory bandwidth of the CPU with every core busy, in under 0.3 s.
 
-Run as a script in its own process, because the number of BLAS threads is fixed when numpy loads: one thread per core
-runs its own single-threaded multiplication, as ranks of a run do. Prints one JSON object. Imports numpy only.
+Runs as a script in a separate process, because the number of BLAS threads is fixed when numpy loads. One thread per
+core
+runs single-threaded multiplications, as the ranks of a run do. Prints one JSON object. Imports numpy only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _COPY_BYTES = 128 * 2**20
 
 
 def _together(cores: int, work: Callable[[], float]) -> float:
-    """Sum of the rates of one worker per core, all running at the same time."""
+    """Run `work`, which returns a rate, on every core at the same time, and return the sum of the rates."""
     barrier = threading.Barrier(cores)
 
     def run(_: int) -> float:
@@ -32,7 +33,7 @@ def _together(cores: int, work: Callable[[], float]) -> float:
 
 
 def _rate(amount: float, action: Callable[[], object]) -> float:
-    """Best amount per second of a repeated action within the time budget; the best repeat is the least disturbed."""
+    """Repeat an action that processes `amount` units for a fixed time, and return the best rate in units per second."""
     action()
     best, end = 0.0, time.perf_counter() + _BUDGET_S
     while time.perf_counter() < end:

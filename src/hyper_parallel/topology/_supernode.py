@@ -1,4 +1,4 @@
-"""Supernode: description of a machine for planning. Every number carries its source."""
+"""Supernode: description of a machine for planning, in which every number has a source."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ Certainty = Literal["stated", "derived", "general", "inferred", "measured"]
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """Number with its origin.
+    """Number with its source.
 
     Attributes:
-        value: In base units: bytes, bytes/s, FLOP/s, seconds.
-        source: Source of the number, one short phrase.
-        certainty: stated in a public source, derived from stated ones, general knowledge, inferred, or measured here.
+        value: Value in base units: bytes, bytes/s, FLOP/s, seconds.
+        source: Source of the number, as a short phrase.
+        certainty: Whether the number is stated in a public source, derived from stated ones, general knowledge,
+            inferred, or measured here.
     """
 
     value: float
@@ -27,7 +28,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Accelerator, or CPU rank.
+    """Accelerator, or the share of a CPU that one rank uses.
 
     Attributes:
         name: `Ascend 910C die`, `NVIDIA H200`, `cpu`.
@@ -35,8 +36,8 @@ class Device:
         peak_flops: Dense peak FLOP/s by dtype name.
         memory_bytes: Capacity of the device memory.
         memory_bytes_s: Bandwidth of the device memory, bytes/s.
-        reported_as: Globs over the names reported by the vendor's tool, for detection.
-        ranks_per_core: Ranks that share a core; 1 on an accelerator. Rates are those of a rank's share.
+        reported_as: Globs that match the device name in the vendor's tool, for detection.
+        ranks_per_core: Ranks that share a CPU core; 1 on an accelerator. Rates are those of one rank's share.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Level of the interconnect, inner to outer.
+    """Level of the interconnect hierarchy.
 
     Attributes:
         name: node, supernode, pod, cluster or host.
@@ -58,8 +59,8 @@ class Tier:
         bytes_s: Bytes/s per device and direction inside the tier.
         latency_s: Seconds of one message between two devices of the tier.
         kind: full_mesh, switch, torus, or host (ranks of one CPU machine).
-        shares_links: This tier and the next inner one use the same links of a device (one fabric), so their traffic
-            adds up; else the device has its own links for this tier and traffic of both flows at once.
+        shares_links: True if this tier and the next inner one use the same links of a device, so that their traffic
+            adds up. False if the device has separate links for this tier.
     """
 
     name: str
@@ -79,7 +80,7 @@ class MemoryPool:
         bytes: Capacity of one pool.
         bytes_s: Bytes/s per device and direction.
         shared_by: Devices that share one pool.
-        total_bytes_s: Bytes/s of the pool itself, reads and writes of all devices together; None: not said.
+        total_bytes_s: Bytes/s of the pool itself, reads and writes of all devices together; None: unknown.
     """
 
     kind: Literal["dram", "pool", "flash"]
@@ -90,7 +91,7 @@ class MemoryPool:
 
     @property
     def shared_bytes_s(self) -> float:
-        """Bytes/s per device and direction when all devices of the pool copy in both directions."""
+        """Bytes/s per device and direction when all devices of the pool copy in both directions at once."""
         if self.total_bytes_s is None:
             return self.bytes_s.value
         return min(self.bytes_s.value, self.total_bytes_s.value / self.shared_by / 2)
@@ -98,7 +99,7 @@ class MemoryPool:
 
 @dataclass(frozen=True, slots=True)
 class Supernode:
-    """A machine: one kind of device, tiers inner to outer, memory pools.
+    """Machine with one kind of device, interconnect tiers and memory pools.
 
     Attributes:
         name: Preset name.
@@ -118,15 +119,15 @@ class Supernode:
 
     @property
     def host_bytes(self) -> float | None:
-        """Host memory of one device: its share of the `dram` pool, else of the supernode's pool; None: not said."""
+        """Bytes of host memory per device: its share of the `dram` pool, else of the shared pool; None: unknown."""
         host = self._host
         return None if host is None else host.bytes.value / host.shared_by
 
     @property
     def host_bytes_s(self) -> float:
-        """Bytes/s of copies to and from that memory per device and direction, all devices at work; 0: there is none.
+        """Bytes/s of copies to and from host memory per device and direction, with all devices active; 0 without it.
 
-        Ranks that compute in host memory move half its bandwidth: a copy reads and writes.
+        For ranks on a CPU, it is half the memory bandwidth, because a copy reads and writes.
         """
         host = self._host
         if host is not None:
@@ -139,10 +140,11 @@ class Supernode:
         return pools.get("dram") or pools.get("pool")
 
     def peak_flops(self, dtype: str) -> float:
-        """Dense peak FLOP/s of one device for a dtype name.
+        """Return the dense peak FLOP/s of one device for a dtype name.
 
-        A format without an entry is refused: the ratio between formats differs from device to device (float64 runs at
-        1/1 to 1/64 of float32), so a guess would silently decide a plan.
+        A dtype without an entry is refused, because a guess would silently decide a plan: float64 runs at 1/1 to 1/64
+        of
+        float32, depending on the device.
 
         Raises:
             UnknownPeak: HP310 when the device card has no entry for the format.

@@ -1,4 +1,4 @@
-"""Supernode of a machine without accelerators: each rank is a device with its share of cores and memory."""
+"""Supernode of a machine without accelerators, in which each rank is a device with a share of cores and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMITS: Final = Limits(65536, num_elements=1000)
 _LOG = logging.getLogger(__name__)
 
 DEFAULT_CPU_RANKS: Final = 4
-"""Ranks on a machine without an accelerator: enough to show every axis, few enough for two cores."""
+"""Default number of ranks on a machine without an accelerator: enough for every axis, few enough for two cores."""
 
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _CACHE_VERSION: Final = 1
@@ -38,7 +38,7 @@ in use; 4-byte all-gather: 0.3, 2.5, 12 ms, which is 0.4 ms per ring step, longe
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processor and memory of this machine, as far as this process may use them."""
+    """Processor and memory of this machine, within the limits of this process."""
 
     model: str
     cores: int
@@ -56,7 +56,7 @@ def cache_dir() -> Path:
 
 
 def read_cpu() -> Cpu:
-    """Read the processor from the operating system; container limits of cores and memory are respected."""
+    """Return processor and memory from the operating system, within the limits of a container."""
     facts = _facts("/proc/cpuinfo")
     flags = set(facts.get("flags", facts.get("Features", "")).split())
     try:
@@ -75,24 +75,24 @@ def read_cpu() -> Cpu:
 
 
 def free_memory_bytes() -> int:
-    """Return the bytes that new processes can use without swapping; a container's limit is respected."""
+    """Return the bytes that new processes can use without swapping, within the limit of a container."""
     available = int(_facts("/proc/meminfo").get("MemAvailable", "0").split()[0]) * 1024
     available = available or read_cpu().memory_bytes  # not Linux
     limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if not (limit.isdigit() and used.isdigit()):
         return available
     stat = dict(line.split() for line in _read("/sys/fs/cgroup/memory.stat").splitlines())
-    cached = int(stat.get("inactive_file", "0"))  # file cache that the kernel gives up first
+    cached = int(stat.get("inactive_file", "0"))  # file cache that the kernel can reclaim
     return max(0, min(available, int(limit) - int(used) + cached))
 
 
 def rank_threads(num_ranks: int) -> int:
-    """CPU threads of each local rank: OMP_NUM_THREADS, else an even share of the cores, at least one."""
+    """Return the CPU threads of each local rank: OMP_NUM_THREADS, else an even share of the cores, at least one."""
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_ranks))
 
 
 def _facts(path: str) -> dict[str, str]:
-    """Return the `name: value` lines of a file; of repeated names, the first."""
+    """Return the `name: value` lines of a file as a dict; the first line of a repeated name counts."""
     lines = (line.partition(":") for line in reversed(_read(path).splitlines()))
     return {name.strip(): value.strip() for name, _, value in lines}
 
@@ -105,7 +105,7 @@ def _read(path: str) -> str:
 
 
 def cpu_rates(cpu: Cpu) -> dict[str, float]:
-    """Measured rates of the machine, from the cache when this processor was measured before.
+    """Return the measured rates of this machine, from the cache if this processor was measured before.
 
     Returns:
         `float32` and `float64` in FLOP/s, `memory` in bytes/s, over all cores together.
@@ -151,7 +151,7 @@ def _from_cache(path: Path, key: str) -> dict[str, float] | None:
 def cpu_supernode(num_ranks: int) -> Supernode:
     """Return this machine with its cores and memory divided evenly among `num_ranks` ranks.
 
-    A rank uses `rank_threads` threads, so a few ranks with few threads leave cores idle.
+    The rates of a rank are those of `rank_threads` threads, so some cores may be idle.
     """
     cpu = read_cpu()
     rates = cpu_rates(cpu)

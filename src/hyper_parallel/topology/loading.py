@@ -33,7 +33,7 @@ from hyper_parallel.units import MiB
 _PRESETS: Final = Path(__file__).with_name("presets")
 _TOOL_TIMEOUT_S: Final = 20
 MOST_CPU_RANKS: Final = 4096
-"""Ranks on the processors of one machine; the largest have about two thousand hardware threads."""
+"""Maximum number of CPU ranks on one machine; the largest machines have about 2,000 hardware threads."""
 
 
 def preset_names() -> tuple[str, ...]:
@@ -47,13 +47,13 @@ def topology_hint(option: str = "topology=") -> str:
 
 
 def load_topology(name_or_path: str | Path) -> Supernode:
-    """Return the topology of a name.
+    """Return the topology with a name, in a file, or of this machine.
 
     Args:
         name_or_path: A preset name or alias, the path of a topology file, or `local` for this machine.
 
     Raises:
-        UnknownTopology: HP303 when it is none of these; the nearest names are listed.
+        UnknownTopology: HP303 when the argument is none of these; the nearest names are listed.
         TopologyUnreadable: HP309 when the file is not readable YAML.
         UnknownKey: HP101, BadValue: HP102 when a key of the file is unknown or its value is not allowed.
         UnknownDevice: HP312 when `local` has an accelerator without a preset.
@@ -94,7 +94,7 @@ def _aliases() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Accelerator as reported by the vendor's tool."""
+    """Accelerator of this machine, as the vendor's tool reports it."""
 
     kind: Literal["cuda", "npu"]
     name: str
@@ -110,9 +110,9 @@ def parse_nvidia_smi(text: str) -> list[Accelerator]:
 
 
 def parse_npu_smi(text: str) -> list[Accelerator]:
-    """Return the devices in the output of `npu-smi info -m`: rows of NPU id, chip id, logic id and chip name.
+    """Return the devices in the output of `npu-smi info -m`.
 
-    Rows without a logic id are controllers, not devices.
+    Rows have NPU id, chip id, logic id and chip name. A row without a logic id is a controller, not a device.
     """
     rows = (re.fullmatch(r"\s*\d+\s+\d+\s+\d+\s+(.*?\d.*?)\s*", line) for line in text.splitlines())
     return [Accelerator("npu", row[1], 0) for row in rows if row]
@@ -129,9 +129,9 @@ _TOOLS: Final = (
 
 
 def find_accelerators() -> list[Accelerator]:
-    """Return the accelerators that this process may use, in the order of their ids; empty on a machine without any.
+    """Return the accelerators that this process may use, in the order of their ids; empty without accelerators.
 
-    Respects CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES as far as they list plain ids.
+    Follows CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES if they list numbers.
     """
     for command, parse, variable in _TOOLS:
         try:
@@ -151,7 +151,10 @@ def find_accelerators() -> list[Accelerator]:
 
 
 def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelerator]:
-    """Apply a list of visible ids as the vendors do: ids after the first invalid one are ignored."""
+    """Return the devices that `selection`, a list of ids such as `0,1`, makes visible; None: all.
+
+    As in the vendors' drivers, ids after the first invalid one are ignored.
+    """
     if selection is None:
         return devices
     parts = [part.strip() for part in selection.split(",")]
@@ -162,7 +165,7 @@ def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelera
 
 
 def match_preset(accelerator: Accelerator) -> Supernode | None:
-    """Return the preset whose device has this reported name; None if there is none."""
+    """Return the preset whose device matches the accelerator's name; None if there is none."""
     for name in preset_names():
         supernode = load_topology(name)
         if supernode.device.kind == accelerator.kind and any(
@@ -178,7 +181,7 @@ def detect_local(
     """Return the topology of this machine. Imports no framework.
 
     Args:
-        num_devices: Devices to use. None: every accelerator, or 4 ranks on a machine without one.
+        num_devices: Number of devices to use. None: every accelerator, or 4 ranks on a machine without accelerators.
         accelerators: Known accelerators. None: detect them.
 
     Returns:
@@ -234,7 +237,7 @@ def detect_local(
 
 
 def is_this_machine(topology: str) -> bool:
-    """Return whether the device of a topology is the one that this machine has."""
+    """Return whether this machine has the device of the topology with this name or file."""
     if topology == "local":
         return True
     device, accelerators = load_topology(topology).device, find_accelerators()

@@ -1,4 +1,4 @@
-"""Number of local ranks that this machine runs at once."""
+"""Number of local ranks that this machine can run at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hyper_parallel.topology.cpu_machine import free_memory_bytes, read_cpu
 from hyper_parallel.units import GiB, format_bytes
 
 CPU_RANK_BYTES: Final = int(0.4 * GiB)
-"""Memory of a rank on the CPU besides its model: imported libraries that it writes to, buffers of gloo, threads."""
+"""Bytes of memory of a CPU rank without its model: library pages that it writes, buffers of gloo, threads."""
 
 _CPU_RANKS: Final = 16
 _CPU_RANKS_PER_CORE: Final = 4
@@ -18,12 +18,12 @@ _CPU_RANKS_PER_CORE: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class RankCapacity:
-    """Largest number of local ranks that this machine runs.
+    """Largest number of local ranks that this machine can run.
 
     Attributes:
         num_ranks: Number of ranks, at least one.
-        limit: Resource that sets the number, as a phrase.
-        is_cpu: Whether ranks share the CPU; a rank on an accelerator needs a device of its own.
+        limit: Resource that limits the number, as a phrase for errors.
+        is_cpu: True if ranks share the CPU, False if each rank needs an accelerator.
     """
 
     num_ranks: int
@@ -32,7 +32,7 @@ class RankCapacity:
 
 
 def rank_capacity(num_accelerators: int) -> RankCapacity:
-    """Return the number of ranks that this machine runs: one per accelerator, or those that its CPU and memory hold.
+    """Return the number of ranks that this machine can run: one per accelerator, or as CPU and memory allow.
 
     Args:
         num_accelerators: Accelerators that ranks may use; 0: ranks compute on the CPU.

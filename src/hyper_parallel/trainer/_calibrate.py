@@ -1,7 +1,7 @@
 """Calibration of this machine: measure its ranks, write its cards, and compare predictions before and after.
 
-Ranks run micro-benchmarks and short training steps of small models with several layouts. All models of one start are
-resident at once and run their steps in turn, round after round, so other load on the machine affects all layouts alike.
+Ranks run micro-benchmarks and short training steps of small models with several layouts. All models of a group are
+resident at once, and run one step each per round. Other load on the machine thus affects all layouts alike.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ _WINDOW_S: Final = 0.12
 _SHORT_WINDOW_S: Final = 0.06
 _NARROW: Final = 64
 _WIDE: Final = 256
-"""Widths of the probed models: launches dominate the step of a narrow one, products that of a wide one. A factor of 4
-separates both rates."""
+"""Hidden sizes of the probed models: kernel launches dominate a narrow model's step, matrix products a wide one's. A
+factor of 4 separates both."""
 _MANY_RANKS: Final = 4
-"""Number of ranks above which probes have fewer layers: ranks that share cores take longer for each."""
+"""Number of ranks above which probes have fewer layers, as ranks that share cores are slower."""
 _AT_ONCE: Final = 5
-"""Probes of one start: dozens of resident models and process groups slow a rank by a factor of up to three."""
+"""Number of probes that run at once: dozens of resident models and process groups slow a rank by up to a factor of
+3."""
 _MIN_ROUNDS: Final = 3
 """Rounds of every start: a warm-up that does not count, and two to take a minimum or a median of."""
 _MAX_ROUNDS: Final = 15
@@ -88,12 +89,12 @@ _Row = tuple[int, int, Mapping[str, Any], int, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Layout of a small model.
+    """Small model to time, and the layout to run it with.
 
     Attributes:
-        config: Config of the model, as in a `config.json`.
-        plan_model: Model as read by the planner.
-        plan: Plan to run.
+        config: Values of the model's `config.json`.
+        plan_model: The same model in the planner's form.
+        plan: Plan with that layout.
     """
 
     config: dict[str, Any]
@@ -102,14 +103,15 @@ class Probe:
 
 
 def make_probes(supernode: Supernode, *, short: bool = False) -> list[Probe]:
-    """Return layouts that separate the constants of a machine; the first two differ only in their layers.
+    """Return small training runs whose step times determine the constants of the machine's cost model.
 
-    Width separates the time of FLOPs from that of operators. Layers and microbatches separate costs per layer from
-    costs per step. Every axis that fits the ranks has a probe.
+    The first two probes differ only in their number of layers. Two widths separate the time of FLOPs from the launch
+    time of operators. Several numbers of layers and microbatches separate costs per layer from costs per step. Every
+    parallel axis whose degree divides the number of ranks has a probe.
 
     Args:
-        supernode: The machine.
-        short: On a CPU only dense models, and only the axes dp_replicate, dp_shard, tp_x, cp and pp.
+        supernode: Machine to measure, with all its ranks.
+        short: Return fewer probes on a CPU: dense models, on the axes dp_replicate, dp_shard, tp_x, cp and pp.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
     if kind != "cpu":
@@ -180,8 +182,9 @@ def time_probes(
 
     Args:
         probes: Probes to time.
-        world: The ranks.
-        pick: Reduction over rounds: the minimum compares layouts, the median resembles a run.
+        world: Ranks of the process group, and this rank's device.
+        pick: Function from the seconds of all rounds to one number: the minimum to compare layouts, the median to
+            predict a run.
     """
     runs = [_TimedProbe(probe, world) for probe in probes]
     # A real run has one model: garbage collection must not traverse the objects of all models.
@@ -205,10 +208,10 @@ def short_step(
     valid_tokens: int,
     world: World,
 ) -> Tensor:
-    """Run a step as in the trainer: forward and backward of all microbatches, clipping, loss, optimizer.
+    """Run a training step: forward and backward of all microbatches, clipping, loss reduction and optimizer update.
 
     Returns:
-        The loss over all ranks, without synchronization.
+        Scalar loss over all ranks, on the device; the host is not synchronized.
     """
     loss = forward_backward(model, microbatches, valid_tokens)
     clip_grad_norm_(model, 1.0)
@@ -220,7 +223,7 @@ def short_step(
 
 
 class _TimedProbe:
-    """Model of one probe on this rank."""
+    """Parallelized model, optimizer and data of one probe on this rank."""
 
     def __init__(self, probe: Probe, world: World) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -244,7 +247,7 @@ class _TimedProbe:
         self._tokens = work.tokens_per_step or 1
 
     def turn(self) -> float:
-        """Return the seconds of a step after a barrier."""
+        """Run one step after a barrier of all ranks, and return its seconds."""
         if self._world.world_size > 1:
             dist.barrier()
         start = time.perf_counter()
@@ -285,10 +288,11 @@ def calibrate_local(
 def calibrate_first_run(job: Job) -> str | None:
     """Measure this machine for some seconds before its first run, and save the cards where `calibrate` saves them.
 
-    Skipped for ranks of another launcher, for a topology that is not this machine, and for a known number of ranks.
+    Nothing is measured under another launcher, if the topology is not `local`, or if the saved cards cover this number
+    of ranks.
 
     Returns:
-        A line of output, or None when nothing was measured; after a measurement the run must be planned again.
+        Line of output, or None if nothing was measured. After a measurement the caller must plan the run again.
     """
     ranks = job.ranks
     if job.recipe.topology != "local" or under_torchrun():
@@ -311,7 +315,7 @@ def calibrate_first_run(job: Job) -> str | None:
 
 
 def _printed_numbers(device: DeviceCard, stack: StackCard) -> dict[str, float]:
-    """Return the printed numbers of the cards."""
+    """Return the numbers of both cards that `calibrate` prints, by name."""
     numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
     tables = ("matmul", "attention")
     return {
@@ -336,7 +340,10 @@ def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
 
 
 def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, StackCard]:
-    """Return the cards of a number of ranks; a short measurement keeps shipped values that no probe measures."""
+    """Measure the machine with all its ranks and return its cards.
+
+    With `short` on a CPU, constants that no probe measures keep the values of the shipped CPU card.
+    """
     ranks, kind = supernode.num_devices, supernode.device.kind
     # A name other than `local`, so that earlier or damaged cards of this machine are not read.
     supernode = replace(supernode, name=LOCAL_CARD + " machine")
@@ -370,7 +377,7 @@ def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, 
 
 
 def _with_shipped(stack: StackCard, base: StackCard, probes: Sequence[Probe]) -> StackCard:
-    """Return a stack card of dense probes, with shipped numbers for experts and for axes without a probe."""
+    """Return `stack` with the numbers of `base` for experts and for parallel axes without a probe."""
     strategies = [probe.plan.strategy for probe in probes]
     unused = [a for a in stack.host_s if all(getattr(s, a, 1) == 1 for s in strategies)]
     names = ("moe", "moe_host_s", *(f"host_s.{axis}" for axis in unused))

@@ -58,12 +58,12 @@ class TracedRank:
     """Traced step of one rank.
 
     Attributes:
-        rank: The rank.
-        coordinate: Coordinate on the mesh.
-        peaks: Peak of a step in the steady state, by memory tier.
+        rank: Global rank.
+        coordinate: Mesh coordinate of the rank, by axis.
+        peaks: Peak bytes of a step in the steady state, by memory tier.
         collectives: Collectives of one step.
         operators: Number of operators of one step.
-        seconds: Duration of the trace.
+        seconds: Wall time of the trace.
     """
 
     rank: int
@@ -95,7 +95,7 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
 
 
 class _NoGauge:
-    """Substitute for the loop's memory gauge."""
+    """Memory gauge that measures nothing, as fake tensors have no storage."""
 
     def peak_bytes(self) -> int:
         return 0
@@ -103,7 +103,9 @@ class _NoGauge:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Run attention with values narrower than keys as accelerators do; the CPU kernel requires equal widths.
+    """Trace attention with values narrower than keys as a single fused operator, as accelerators run it.
+
+    The fused CPU kernel requires equal widths of keys and values.
 
     The function itself is replaced. A `TorchFunctionMode` is inactive during a backward pass, so attention recomputed
     there would use another kernel than in forward.
@@ -141,7 +143,7 @@ def trace_rank(
         rank: Rank to trace.
         alignment_bytes: Alignment of every allocation.
         workspace: Workspace bytes of operators; None: not counted.
-        accelerator: Use fused attention for all widths of keys and values.
+        accelerator: Trace fused attention also where values are narrower than keys, as accelerators support it.
     """
     start = time.perf_counter()
     strategy = plan.strategy
@@ -183,7 +185,7 @@ def trace_rank(
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's states, so that the traced step equals every step but the first."""
+    """Create the optimizer's states, so that the traced step is a steady-state step instead of the first one."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -192,7 +194,7 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> None:
-    """Run one step of the loop without reading a value."""
+    """Run one step of the training loop on fake tensors, without reading the value of any tensor."""
     work = plan.workload
     shape = (work.microbatch or 1, work.seq_len)
     inputs = []
@@ -252,7 +254,7 @@ class DryRun:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the plan reserves in addition to tensors: device context, fragmentation."""
+        """Device bytes that the plan reserves besides tensors, for the device context and fragmentation."""
         return self.plan.reserved_bytes
 
     @property
@@ -318,7 +320,7 @@ def dry_run(
 
 
 def _check_support(loaded: LoadedRecipe) -> None:
-    """Raise Contradiction (HP104) for a process of a run, and for a stage that a dry run cannot trace."""
+    """Raise Contradiction (HP104) in a process with a process group, or for a recipe that a dry run cannot trace."""
     if dist.is_initialized():
         raise Contradiction(
             "a dry run cannot run inside a process group, but this process is a rank of one",
@@ -336,7 +338,7 @@ def _check_support(loaded: LoadedRecipe) -> None:
 
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
-    """Return one rank of every distinct program: each pipeline stage, at coordinate 0 of the other axes.
+    """Return one rank of every distinct program: the rank of each pipeline stage at coordinate 0 of all other axes.
 
     Coordinate 0 has the largest shards of tensors with uneven shards.
     """

@@ -1,4 +1,4 @@
-"""Replanning of a recipe for other rank counts with the same tokens per step, or with the planner's roles."""
+"""Changes of a recipe that replan it: another number of ranks, or the split into training and sampling ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from hyper_parallel.planner import plan_recipe
 
 
 def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
-    """Return the recipe with `parallel: auto` for a number of ranks; of its layout only the rules are kept.
+    """Return the recipe with `parallel: auto` for `ranks` ranks.
+
+    Sharding rules of its `parallel` section are kept, degrees are dropped.
 
     Args:
-        loaded: Recipe with `training.tokens_per_step`, which is kept; microbatches are derived.
-        ranks: Number of ranks.
+        loaded: Recipe with `training.tokens_per_step`, which stays; numbers of microbatches are derived again.
+        ranks: Number of ranks of the new plan.
     """
     recipe, derived = loaded.recipe, f"derived: planned anew for {ranks} ranks"
     rules = {"rules": recipe.parallel.rules} if recipe.parallel.rules else {}
@@ -35,7 +37,10 @@ def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
 
 
 def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRecipe:
-    """Return the recipe for the ranks started by another launcher, if it is elastic and planned for another number."""
+    """Return an elastic recipe replanned for the `launched` ranks of another launcher.
+
+    The recipe is returned unchanged if it is not elastic, is already for that number of ranks, or `launched` is None.
+    """
     parallel = loaded.recipe.parallel
     planned = parallel.world_size
     if not parallel.auto:
@@ -46,9 +51,10 @@ def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRec
 
 
 def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
-    """Return the recipe with the plan's numbers for `grpo.rollout_ranks: auto` and `grpo.rollout_tp: auto`.
+    """Return the recipe with `grpo.rollout_ranks` and `grpo.rollout_tp` set by the plan, if either is `auto`.
 
-    The recipe's ranks are then the training ranks; without sampling ranks, no rollout is stale.
+    `parallel.world_size` becomes the number of training ranks. If the plan has no sampling ranks, the options that need
+    them (staleness, partial rollouts, reference role) are reset.
     """
     grpo, roles = loaded.recipe.grpo, plan.roles
     if "auto" not in (grpo.rollout_ranks, grpo.rollout_tp):
@@ -72,11 +78,11 @@ def replan_up_to(loaded: LoadedRecipe, most: int) -> LoadedRecipe:
     """Return the recipe for the largest number of ranks, up to `most`, that can be planned.
 
     Args:
-        loaded: The recipe.
-        most: Maximum number of ranks.
+        loaded: Recipe with the origins of its values.
+        most: Maximum number of ranks; smaller numbers are tried in descending order.
 
     Raises:
-        HyperParallelError: Errors of planning for one rank.
+        HyperParallelError: Error of planning for one rank, when no number of ranks can be planned.
     """
     for ranks in range(most, 0, -1):
         replanned = replan_for_ranks(loaded, ranks)

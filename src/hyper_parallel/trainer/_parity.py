@@ -65,14 +65,15 @@ Steps = list[dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Number of a step in both runs.
+    """Metric of one step, on one rank and on the tested layout.
 
     Attributes:
-        name: `loss`, `grad_norm`, or the parameter whose gradient norm it is.
+        name: `loss`, `grad_norm`, or the name of a parameter for the norm of its gradient.
         step: Step, from 1.
         one_rank: Value on one rank.
-        layout: Value on the layout; NaN if it is missing.
-        relative: Difference relative to the value, or for a very small gradient relative to a share of the total norm.
+        layout: Value on the layout; NaN if the layout's run has no such metric.
+        relative: Absolute difference divided by the one-rank value; for a very small gradient, by a fraction of the
+            total gradient norm.
     """
 
     name: str
@@ -84,13 +85,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Result of the two runs.
+    """Comparison of a run on one rank with the same run on a layout.
 
     Attributes:
         model: Description of the trained model.
         strategy: Tested layout.
-        notes: Differences between the tested and the recipe's layout.
-        differences: All numbers of all steps; per step loss and norm first, then parameters in the model's order.
+        notes: Changes of the recipe's layout for the test, one sentence each.
+        differences: All metrics of all steps, equal ones included: per step loss, gradient norm, then parameters in the
+            model's order.
     """
 
     model: str
@@ -100,16 +102,16 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """First parameter, in the model's order, whose gradient differs in the first differing step.
+        """First gradient, in order of steps and then of the model's parameters, that differs by more than `LIMIT`.
 
-        If only loss or norm differ, that entry.
+        If no gradient differs, it is the first differing loss or gradient norm, or None.
         """
         wrong = [d for d in self.differences if not d.relative <= LIMIT]
         parameters = [d for d in wrong if d.name not in ("loss", "grad_norm")]
         return next(iter(parameters or wrong), None)
 
     def worst(self, count: int) -> list[Difference]:
-        """Return the `count` largest differences, at most one per name."""
+        """Return the `count` largest relative differences, at most one per metric name."""
         worst: dict[str, Difference] = {}
         for d in sorted(
             self.differences, key=lambda d: -d.relative if d.relative >= 0 else -math.inf
@@ -125,7 +127,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
     Degrees above 2 become 2, and axes are dropped until 8 ranks suffice.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         steps: Number of optimizer steps of each run.
 
     Raises:
@@ -165,7 +167,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 
 
 def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
-    """Return the recipe's layout reduced to at most `_MAX_RANKS` ranks, and the changes in words."""
+    """Return the recipe's layout reduced to at most `_MAX_RANKS` ranks, and one sentence per change."""
     recipe = loaded.recipe
     strategy = plan_recipe(recipe, None, loaded.where, read_recipe_spec(loaded)).strategy
     hybrid = strategy.cp_kind == "hybrid" and strategy.cp > 2
@@ -204,7 +206,7 @@ def _parallel(recipe: Recipe, layout: Strategy) -> Parallel:
 
 
 def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) -> Recipe:
-    """Return the recipe with a small model from scratch, in float64, with a few short steps and without input files."""
+    """Return the recipe with a small random model in float64, few short steps, and no checkpoints or offload."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -259,12 +261,12 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
 
 
 def _attention(recipe: Recipe) -> str | None:
-    """Return the recipe's attention implementation if a CPU supports it."""
+    """Return the recipe's attention implementation if a CPU supports it, else None."""
     return recipe.model.attn_implementation if recipe.model.attn_implementation == "eager" else None
 
 
 def _size(loaded: LoadedRecipe) -> int:
-    """Return the number of parameters of the recipe's model with few layers of full width."""
+    """Return the approximate number of parameters of the recipe's model with few layers of full width."""
     model = loaded.recipe.model
     spec = read_spec(model.path, trusted=model.trust_remote_code)
     return int(spec.num_params * min(1.0, SIZES["num_hidden_layers"] / spec.num_layers))
@@ -276,7 +278,7 @@ def _job(loaded: LoadedRecipe, recipe: Recipe, parallel: Parallel) -> Job:
 
 
 def _run(job: Job) -> tuple[Steps, list[str]]:
-    """Return all numbers of all steps of a run, and the names of parameters in the order of the model."""
+    """Train on local ranks; return one dict of metrics per step, and the metric names in the model's order."""
     ranks = job.plan.strategy.world_size
     results = launch(lambda _: _rank(job), ranks, threads=rank_threads(ranks))
     steps: Steps = []
@@ -290,7 +292,7 @@ def _run(job: Job) -> tuple[Steps, list[str]]:
 
 
 def _rank(job: Job) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Return loss and norm of every step, and this rank's share of each gradient's squared norm."""
+    """Train; return per step the loss and gradient norm, and this rank's part of each squared gradient norm."""
     training, steps = job.recipe.training, []
     squares: dict[str, float] = {}
     with World.join("cpu") as world, TorchEngine(job, world, Display(0, False)) as engine:

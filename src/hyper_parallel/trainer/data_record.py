@@ -1,4 +1,4 @@
-"""Data of a run for its readers: `data.json` with counts, lengths and examples, and rows of the start panel."""
+"""Description of a run's training data: `data.json` with counts, lengths and examples, and rows of the start panel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DATA_RECORD: Final = "data.json"
 
 
 def data_facts(job: Job) -> dict[str, Any]:
-    """Return the facts about the data of a run as JSON values; for a stream about the records read so far."""
+    """Return the contents of `data.json` as JSON values; for a stream they describe the records read so far."""
     packed, stage = job.packed, job.recipe.stage
     weights = packed.weights or (1.0,) * len(packed.counts)
     sources = []
@@ -40,7 +40,7 @@ def data_facts(job: Job) -> dict[str, Any]:
 
 
 def data_rows(job: Job) -> dict[str, str]:
-    """Return the summary of the data of a run by the names of its rows."""
+    """Return the summary of a run's data as a dict from row name to text."""
     packed, stage = job.packed, job.recipe.stage
     streaming = job.recipe.data.streaming
     rows = summary_rows(stage, _counts(job), packed.weights, sampled=streaming)
@@ -51,13 +51,13 @@ def data_rows(job: Job) -> dict[str, str]:
 
 
 def _counts(job: Job) -> tuple[DataCounts, ...]:
-    """Return the counts of the sources; for a stream those of its first epoch, as far as it was read."""
+    """Return the counts of each source; for a stream the counts of its first epoch up to the newest record read."""
     stream = job.packed.train
     return (stream.counts,) if isinstance(stream, Stream) else job.packed.counts
 
 
 def _epochs(job: Job) -> tuple[float | None, str]:
-    """Return the number of passes over the data, None for a stream, and a description."""
+    """Return the number of epochs (None for a stream) and its description."""
     batches, steps, stage = job.train_batches(), job.recipe.training.steps, job.recipe.stage
     per_step = batches.sequences_per_step
     amount = f"{steps:,} step{'' if steps == 1 else 's'}"
@@ -87,7 +87,7 @@ _NEW_LINE: Final = "\u21b5"
 
 
 def panel_rows(job: Job) -> dict[str, Any]:
-    """Return the rows about the data of a run by name, as texts or rich texts with coloured targets."""
+    """Return the start panel's rows about the data: dict from row name to plain or rich text, with coloured targets."""
     rows: dict[str, Any] = {**data_rows(job)}
     lines = [*notes(job.recipe.stage, job.packed.counts), *job.packed.tokenizer_notes]
     if lines:
@@ -114,7 +114,7 @@ def _example(example: Example) -> Any:
 
 
 def _compact(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the first segments, each shortened to one line."""
+    """Return at most `_MAX_SEGMENTS` segments, each shortened to one line; a last segment counts the omitted ones."""
     all_segments = list(segments)
     shortened = [
         Segment(without_middle(s.text, _MAX_CHARACTERS).replace("\n", _NEW_LINE), s.trained)
@@ -128,7 +128,7 @@ def _compact(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def highlighted(segments: Iterable[Segment], *, coloured: bool) -> Any:
-    """Return segments as a rich text: targets in green, or between `[[` and `]]` without colour."""
+    """Return segments as rich text with trained targets in green or, without `coloured`, between `[[` and `]]`."""
     from rich.text import Text
 
     from hyper_parallel.errors import printable

@@ -53,7 +53,7 @@ Unit = list[Document]
 def encoded_units(
     batch: Sequence[Unit], hf: Any, stage: str
 ) -> Iterator[tuple[Unit, list[Encoded]]]:
-    """Yield the documents of each record with their tokens."""
+    """Yield each record of a batch with its encoded documents."""
     encoded = encode([document for unit in batch for document in unit], hf, stage)
     for unit in batch:
         yield unit, [next(encoded) for _ in unit]
@@ -67,13 +67,13 @@ class Tally:
     lengths: LengthHistogram = field(default_factory=LengthHistogram)
 
     def add(self, unit: Unit, encoded: list[Encoded], stage: str) -> None:
-        """Count a record."""
+        """Add one record with its encoded documents to the counts and lengths."""
         self.counts.add(unit, encoded, stage)
         for ids, _ in encoded:
             self.lengths.add(len(ids))
 
     def merge(self, other: Tally) -> None:
-        """Add other counts, except those of records read and of ignored keys, which only the reader counts."""
+        """Add the counts of a worker, except those of records read and ignored keys, which only the reader counts."""
         for name in _SUMS:
             setattr(self.counts, name, getattr(self.counts, name) + getattr(other.counts, name))
         self.counts.dropped.update(other.counts.dropped)
@@ -87,7 +87,7 @@ class EncodingHelpers:
     Args:
         hf: Tokenizer of transformers.
         stage: Stage of the recipe.
-        counts: Counts of the source, whose settings the workers share.
+        counts: Counts of the source; workers use its sequence length and unknown token.
         number: Number of processes.
     """
 
@@ -103,7 +103,7 @@ class EncodingHelpers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: Any, __: TracebackType | None) -> None:
-        """End the processes."""
+        """Terminate the worker processes."""
         for connection in (*self._idle, *self._busy):
             connection.close()
         for process in self._processes:
@@ -125,7 +125,7 @@ class EncodingHelpers:
         return True
 
     def add_to(self, tally: Tally) -> None:
-        """Wait for all workers and add their counts."""
+        """Wait until all workers are idle and add their counts to `tally`."""
         for connection in tuple(self._busy):
             self._receive(connection)
         tally.merge(self._tally)
@@ -151,7 +151,7 @@ class EncodingHelpers:
             self._idle.append(own)
 
     def _encode_batches(self, connection: Connection, parent: Connection) -> None:
-        """Count batches until the reader closes its end."""
+        """Receive batches, encode and count them, and send back tallies, until the reader closes the pipe."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the reader terminates its workers
         for inherited in (parent, *self._idle):
             inherited.close()
@@ -174,9 +174,9 @@ class SourceSample:
     """Counts of the first records of a source.
 
     Attributes:
-        counts: The counts.
+        counts: Numbers of records, documents and tokens.
         lengths: Histogram of the lengths of all documents, in tokens.
-        examples: First records that are trained on.
+        examples: First records that have trained tokens.
         complete: Whether all records of the source were read.
         weight: Share of the source in a mixture.
     """
@@ -213,19 +213,19 @@ class DataSample:
 
     @property
     def counts(self) -> list[DataCounts]:
-        """Counts of the sources."""
+        """Counts of each source."""
         return [one.counts for one in self.sources]
 
     @property
     def rows(self) -> dict[str, str]:
-        """Summary by the names of its rows."""
+        """Summary as a dict from row name to text."""
         weights = [one.weight for one in self.sources]
         rows = summary_rows(self.stage, self.counts, weights, sampled=not self.complete)
         return rows | {"tokenizer": self.tokenizer_name or f"trained on the data: {self.tokenizer}"}
 
     @property
     def notes(self) -> list[str]:
-        """Further remarks."""
+        """Remarks on the counts and on the tokenizer, one sentence each."""
         return [*notes(self.stage, self.counts), *self.tokenizer_notes]
 
     def as_dict(self) -> dict[str, Any]:
@@ -253,12 +253,12 @@ class DataSample:
 def sample_data(
     loaded: LoadedRecipe, max_records: int, num_examples: int, *, progress: bool = False
 ) -> DataSample:
-    """Encode the first records of a recipe as in training, and count them.
+    """Encode the first records of a recipe's data as training does, and count them.
 
     Args:
-        loaded: The recipe.
-        max_records: Maximum records of all sources, divided evenly.
-        num_examples: Examples of each source.
+        loaded: Recipe with the origins of its values.
+        max_records: Maximum number of records of all sources together, divided evenly.
+        num_examples: Number of examples per source.
         progress: Show a progress bar if a tokenizer is trained.
 
     Raises:
@@ -301,7 +301,7 @@ def _vocabulary(values: Mapping[str, Any]) -> int | None:
 def _sample(
     source: Source, hf: Any, max_records: int, max_bytes: int, num_examples: int
 ) -> SourceSample:
-    """Encode and count the first records of a source, up to a number of records and bytes of text."""
+    """Encode and count the first records of a source, up to `max_records` records or `max_bytes` bytes of text."""
     stage, counts = source.stage, source.counts
     tally, examples = Tally(counts), list[Example]()
     is_text = source.shape == "text"
@@ -325,13 +325,13 @@ def _sample(
             if seen >= max_records or num_bytes >= max_bytes:
                 break
         helpers.add_to(tally)
-    counts = copy.deepcopy(counts)  # before the next record is read
+    counts = copy.deepcopy(counts)  # copy before the next record is counted
     complete = next(records, None) is None and not (is_text and num_bytes >= max_bytes)
     return SourceSample(counts, tally.lengths, tuple(examples), complete)
 
 
 def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Document]]:
-    """Yield the next records, fewer if they are long."""
+    """Yield the next `size` records, or fewer once they exceed a limit of bytes."""
     remaining = MAX_BYTES // 8
     for _ in range(size):
         unit = next(records, None)

@@ -1,12 +1,12 @@
-"""Continuous batching: many sequences at once, with slots that are refilled as sequences end.
+"""Continuous batching: many sequences decode at once, and a queued one takes over the batch slot of one that ends.
 
   add        queue sequences until a slot is free
   step       run one pass of the model: prompts are prefilled first, in chunks; else every sequence in a slot reads its
              last token. Sequences that have read all of their text choose a token.
-  ended      by a stop token, a stop text, or the limit; the slot is free for the next sequence
+  ended      stop token, stop text or token limit reached: the slot is free for the next sequence
 
-The draws of a sequence depend only on its own key and the index of the token, so sequences are independent. A cancelled
-sequence can continue later from its tokens so far.
+The random numbers of a sequence depend only on the seed, its number and the index of the token. Other sequences in the
+batch therefore do not change its text. An interrupted sequence can continue later from its tokens so far.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Sampling:
     """Rule for choosing tokens.
 
     Attributes:
-        max_new_tokens: Limit of the continuation.
-        temperature: Divisor of the logits; 0: the most likely token.
-        top_p: Draw from the smallest set of tokens whose probability, after `top_k`, reaches this value (Holtzman et
-            al. 2020).
+        max_new_tokens: Maximum number of generated tokens.
+        temperature: Divisor of the logits; 0: always choose the most likely token.
+        top_p: Draw from the smallest set of most likely tokens whose total probability, after `top_k`, reaches this
+            value (Holtzman et al. 2020).
         seed: Seed of the draws; the same seed gives the same text.
         top_k: Draw from this many most likely tokens; 0: all tokens.
-        stop: Texts that end the continuation; the result excludes them.
+        stop: Texts that end the continuation; they are cut off the result.
     """
 
     max_new_tokens: int = 128
@@ -87,20 +87,20 @@ class Sampling:
 
 @dataclass(slots=True, eq=False)
 class DecodingSequence:
-    """Sequence in progress.
+    """Sequence that is being decoded.
 
     Attributes:
         number: Index of the sequence in the batch.
         text: Tokens of the prompt, then the chosen tokens, including the stop token.
         start: Number of tokens of the prompt.
         limit: Maximum number of chosen tokens.
-        draws: [limit] numbers in [0, 1), one per token; None: greedy decoding.
+        draws: [limit] random numbers in [0, 1), one per generated token; None: greedy decoding.
         logprobs: Log-probabilities of the chosen tokens under the model's distribution (temperature 1, all tokens); 0
             for inserted tokens.
-        finish: Reason for the end; None: in progress.
-        read: Number of tokens of the text that the model has read.
+        finish: `stop` or `length` once the sequence has ended; None: in progress.
+        read: Number of tokens of `text` that are in the key-value cache.
         seconds: Time from the decoder's start to the end of the sequence.
-        media: Images and recordings of the prompt; None: it is a text.
+        media: Images and recordings of the prompt; None: the prompt is text only.
     """
 
     number: int
@@ -116,19 +116,19 @@ class DecodingSequence:
 
     @property
     def tokens(self) -> list[int]:
-        """Chosen tokens."""
+        """Tokens after the prompt."""
         return self.text[self.start :]
 
 
 class Decoder:
-    """Continuation of sequences by passes of a model.
+    """Decoding of many sequences by forward passes of a model, with continuous batching.
 
     Args:
-        passes: Passes of the model.
+        passes: Forward passes of the model, with its key-value cache.
         sampling: Rule for choosing tokens; each sequence has its own limit.
         stops: Tokens that end a sequence.
         ended: Returns whether a sequence ends with its newest token.
-        interrupt: Called before each pass: returns whether to stop decoding.
+        interrupt: Returns whether to stop decoding; called before each pass.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class Decoder:
         self._waiting.extend(sequences)
 
     def continue_after(self, sequence: DecodingSequence, tokens: Sequence[int]) -> None:
-        """Continue an ended sequence after inserted tokens, which count towards its limit."""
+        """Append given tokens to an ended sequence and queue it again; the tokens count towards its limit."""
         sequence.text.extend(tokens)
         sequence.logprobs.extend([0.0] * len(tokens))
         sequence.finish = None
         self.add([sequence])
 
     def invalidate_cache(self) -> None:
-        """Invalidate the cache of all sequences in slots after a change of weights."""
+        """Discard the key-value cache of all sequences after a change of weights; they are prefilled again."""
         for sequence in self._slots.values():
             sequence.read = 0
 
@@ -225,7 +225,7 @@ class Decoder:
             self._drop(sequence)
 
     def _drop(self, sequence: DecodingSequence) -> None:
-        """Free the slot of a sequence; without queued sequences, the last slot moves there."""
+        """Free the slot of a sequence; if no sequence is queued, move the sequence of the last slot into it."""
         sequence.read = 0  # its cache entries may be overwritten
         row = next((row for row, s in self._slots.items() if s is sequence), None)
         if row is None:
@@ -234,7 +234,7 @@ class Decoder:
         del self._slots[row]
         last = max(self._slots, default=0)
         if last > row and not self._waiting:
-            # Adjacent rows are read in place.
+            # Keep used rows adjacent, so that the cache is read in place.
             self.passes.move_sequence(last, row)
             self._slots[row] = self._slots.pop(last)
 
@@ -256,7 +256,7 @@ def make_decoder(
     ended: Callable[[DecodingSequence], bool] | None = None,
     interrupt: Callable[[], bool] | None = None,
 ) -> Decoder:
-    """Return a decoder of a model, with a cache sized for the sequences, which are added.
+    """Return a decoder with `sequences` queued, and a key-value cache large enough for them.
 
     Args:
         model: Causal language model, plain or passed through `parallelize`, in evaluation mode.
@@ -276,9 +276,10 @@ def make_decoder(
 
 
 def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return tokens [B], as float64, for logits [B, V] and numbers [B] in [0, 1), and their log-probabilities [B].
+    """Choose one token per row of logits [B, V]; return token ids [B] as float64 and their log-probabilities [B].
 
-    The inverse of the distribution function in float64, so that a number selects the same token on every device.
+    Numbers `drawn` [B] in [0, 1) select tokens by the inverse of the cumulative distribution. It is computed in
+    float64, so that every device selects the same tokens.
     """
     logp = logits.double().log_softmax(-1)
     if sampling.temperature == 0:
@@ -295,7 +296,7 @@ def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, T
 def _filtered_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     """Return unnormalised probabilities [B, V] after `top_k` and then `top_p`.
 
-    Tokens as likely as the last of the `top_k` are included, as in transformers.
+    Tokens that tie with the last of the `top_k` are included, as in transformers.
     """
     top_k, top_p = min(sampling.top_k, scores.shape[-1]), sampling.top_p
     if top_k:
@@ -311,7 +312,7 @@ def _filtered_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def numbers(*key: int, length: int) -> NDArray[np.float64]:
-    """Return [length] numbers in [0, 1) as a function of a key; a shorter list is a prefix of a longer one."""
+    """Return [length] pseudorandom numbers in [0, 1) that depend only on `key` and their index."""
     raw = np.random.PCG64([part % 2**64 for part in key]).random_raw(length)
     drawn: NDArray[np.float64] = (raw >> 11) / 2.0**53
     return drawn

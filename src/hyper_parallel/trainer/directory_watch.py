@@ -1,4 +1,4 @@
-"""Detection of lost run directories, and commands that continue a run."""
+"""Detection of run directories that are removed or replaced during a run, and hints that continue a failed run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _POLL_S: Final = 0.02  # short compared to that
 
 
 def nonfinite_hint(job: Job) -> str:
-    """Return a hint for a non-finite step.
+    """Return the hint for a step with a non-finite loss or gradient.
 
-    It is the command that resumes from the newest checkpoint at a lower learning rate, or overrides if there is no
-    checkpoint.
+    The hint is a command that resumes from the newest checkpoint at a lower learning rate. Without a checkpoint it
+    consists of recipe overrides.
     """
     lr = min(job.recipe.training.lr / 10, _SAFE_LR)
     change = f"training.lr={lr:g}"
@@ -37,10 +37,10 @@ def nonfinite_hint(job: Job) -> str:
 
 
 class DirectoryWatch:
-    """Identity of a run directory at the time of creation, and of a file in it.
+    """Watch on a run directory and one file in it, which detects that either was removed, moved or replaced.
 
     Args:
-        place: The directory.
+        place: The run directory, which is held open.
 
     Raises:
         RunDirectoryLost: HP721 when the directory does not exist.
@@ -55,11 +55,11 @@ class DirectoryWatch:
         self._file = _identity(place)
 
     def follow(self, name: str) -> None:
-        """Also check a file of the directory, which the run keeps open for writing."""
+        """Also watch the file `name` of the directory, which the run keeps open for writing."""
         self._name, self._file = name, _identity(self._place / name)
 
     def check(self) -> None:
-        """Raise when the directory was removed, moved or replaced, or the file removed or replaced.
+        """Raise if the directory was removed, moved or replaced, or the watched file was removed or replaced.
 
         Raises:
             RunDirectoryLost: HP721 with the newest saved step and its path.
@@ -84,7 +84,7 @@ class DirectoryWatch:
 
 
 def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
-    """Return the error of a run whose files are lost; `now`: the directory's current path, None: it was removed."""
+    """Return the error for lost files; `now` is the current path of a moved directory, or None for a removed one."""
     moved = now is not None and now != place
     saved = max(checkpoints.steps(now / "checkpoints"), default=0) if now is not None else 0
     hint = f"start the run again; it begins at step 1 (ls -la {shlex.quote(str(place))})"
@@ -101,7 +101,7 @@ def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the identity of a file or folder; None if it does not exist."""
+    """Return (device number, inode) of a file or folder; None if it does not exist."""
     try:
         status = path.lstat() if path.name.endswith(".jsonl") else path.stat()
     except OSError:
@@ -110,7 +110,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _folder_of(handle: int) -> Path | None:
-    """Return the current path of an open folder; None if it was removed."""
+    """Return the current path of a folder from its open file descriptor; None if it was removed."""
     try:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))  # noqa: PTH115
     except OSError:  # not Linux

@@ -55,10 +55,10 @@ class Damaged(Exception):
 def check_files(
     directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()
 ) -> None:
-    """Compare the sizes of all files of a directory with its `entries`, and the checksums of the files in `contents`.
+    """Compare the size of every file in `entries` with the directory, and the checksum of those named in `contents`.
 
     Raises:
-        Damaged: With the first file that is missing or differs.
+        Damaged: For the first file that is missing or differs.
     """
     for name, entry in sorted(entries.items()):
         path = directory / name
@@ -78,7 +78,7 @@ def check_files(
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy the existing files of a list from a directory."""
+    """Copy the files `names` from directory `source` to `target`; missing files are skipped."""
     for name in names:
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)
@@ -111,7 +111,7 @@ def tensors_written(path: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Lock a run directory for this process and its ranks; the system releases the lock when they have ended.
+    """Lock a run directory for this process and the ranks it forks; the lock ends with the last of these processes.
 
     Raises:
         RunInUse: HP720 with the owner.
@@ -143,7 +143,7 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def _remove_partials(directory: Path) -> None:
-    """Remove partial files of a killed run in this directory."""
+    """Remove partial files that a killed run left in this directory."""
     for path in directory.glob(".*.part"):
         if _PARTIAL.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError):
@@ -151,11 +151,11 @@ def _remove_partials(directory: Path) -> None:
 
 
 def check_writable(directory: Path, key: str) -> None:
-    """Raise when a directory cannot be created or written; no file or directory is left behind.
+    """Raise if a directory cannot be created or written; the check leaves no file or directory behind.
 
     Args:
         directory: The directory, which may not exist yet.
-        key: Option that names it, such as `output_dir`.
+        key: Option or recipe key that names the directory, such as `output_dir`.
 
     Raises:
         OutputNotWritable: HP105.
@@ -182,9 +182,9 @@ def check_writable(directory: Path, key: str) -> None:
 
 
 def _try_to_create(path: Path, parent: Path) -> str:
-    """Create `path` below a temporary directory in `parent`, remove it, and return the problem or "".
+    """Try to create the missing folders of `path` inside `parent`; return the problem, or "" if it works.
 
-    Ranks of another launcher all run this check at the same time, so none may see files of another.
+    The trial happens in a temporary directory, because all ranks of another launcher run it at the same time.
     """
     if path == Path():
         return ""

@@ -1,7 +1,7 @@
-"""Generation: continuation of a prompt by an exported model, one token per step, with a key-value cache.
+"""Generation: continuation of prompts by an exported model, one token per step, with a key-value cache.
 
-One pass over the prompt (prefill) fills the cache; each further step feeds one token. Greedy decoding gives the tokens
-of full recomputation. Runs on one device; with a `DeviceMemory` within a memory budget.
+One pass over the prompt (prefill) fills the cache, and each further step feeds one token. Greedy decoding chooses the
+same tokens as a full forward pass per token. Generation runs on one device, with a `DeviceMemory` within its budget.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the device of a name; `auto` is the accelerator if there is one, else the CPU.
+    """Return the torch device named `device`; `auto` is the accelerator if there is one, else the CPU.
 
     Raises:
         BadValue: HP102 for a name that is not a device.
@@ -107,7 +107,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def find_export(directory: str | Path) -> Path:
-    """Return the directory to generate from: `RUN_DIR/export`, or the directory itself, which may be an adapter.
+    """Return the model or adapter directory to load: `RUN_DIR/export` of a run, else `directory` itself.
 
     Raises:
         RunUnreadable: HP603 when there is no exported model, or no tokenizer with it.
@@ -223,7 +223,7 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Raise for a name that is not a dtype of weights; None means as stored."""
+    """Raise BadValue (HP102) unless `dtype` is None or names a dtype of weights."""
     kinds = ("float64", "float32", "bfloat16", "float16")
     if dtype is not None and dtype not in kinds:
         raise BadValue(
@@ -238,7 +238,7 @@ def decode_tokens(
     stops: Collection[int] = (),
     passes: Passes | None = None,
 ) -> Iterator[int]:
-    """Yield new tokens one by one, up to the limit or to one of `stops`, which is not yielded."""
+    """Yield new token ids one by one until `sampling.max_new_tokens` or a token of `stops`, which is not yielded."""
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
     passes = passes or _passes_of_one(model, sequence)
@@ -246,7 +246,7 @@ def decode_tokens(
 
 
 def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
-    """Return passes for one sequence: steps of fixed shape, as under a device budget, if the model supports them."""
+    """Return the forward passes for one sequence; without media and with a static cache, steps have a fixed shape."""
     if (media := sequence.media) is not None:
         return GrowingPasses(model, media.arrays, media.per_token)
     if why_no_static_cache(model) is not None:
@@ -255,7 +255,7 @@ def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
 
 
 def _fixed_steps(sequences: Sequence[DecodingSequence]) -> SlotSteps:
-    """Return the shapes of steps for sequences, each in a slot."""
+    """Return the shapes of decoding steps in which each sequence has its own slot."""
     # The last token is not fed back, so the cache needs no entry for it.
     length = max(s.start + s.limit - 1 for s in sequences)
     return SlotSteps(len(sequences), max(len(s.text) for s in sequences), length)
@@ -268,7 +268,7 @@ def _decode_sequence(
     stops: Collection[int],
     ended: Callable[[DecodingSequence], bool] | None = None,
 ) -> Iterator[int]:
-    """Continue one sequence and yield its new tokens without the stop token."""
+    """Continue one sequence to its end and yield its new token ids, without the stop token."""
     decoder = Decoder(passes, sampling, stops, ended=ended)
     decoder.add([sequence])
     for running in decoder.run():
@@ -283,7 +283,7 @@ def decode(
     slots: int,
     interrupt: Callable[[], bool] | None,
 ) -> None:
-    """Continue sequences of a batch in place, to their ends or to an interrupt."""
+    """Continue sequences of `batch` in place until all have ended or `interrupt` returns True."""
     if reason := slot_cache_refusal(model):
         logger.warning(
             "decoding has no key-value cache, so every token recomputes its prefix: %s", reason
@@ -295,14 +295,14 @@ def decode(
 
 
 class Generator:
-    """Loaded model that continues prompts.
+    """Loaded model and tokenizer that continue prompts.
 
     Args:
         directory: RUN_DIR or Hugging Face directory.
         device: `auto`, `cpu`, `cuda`, ...
         dtype: Dtype of the weights; None: as stored.
-        memory: Budget of device memory; its plans place weights and cache. The model is loaded into host memory; on a
-            CPU the device with the budget is simulated.
+        memory: Budget of device memory; None: no limit. With a budget, weights are loaded into host memory, and a
+            memory plan moves them and the cache. On a CPU a device with this budget is simulated.
         trusted: See `load`.
     """
 
@@ -322,7 +322,7 @@ class Generator:
         self.memory_use: MemoryUse | None = None
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """Return the tokens of a prompt; see `TextCodec.encode`."""
+        """Return the token ids of a prompt; see `TextCodec.encode`."""
         return self._codec.encode(prompt, chat=chat)
 
     @property
@@ -333,9 +333,9 @@ class Generator:
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
     ) -> Iterator[str]:
-        """Yield the continuation of a prompt, piece by piece; invalid input raises before the first piece.
+        """Return an iterator over pieces of a prompt's continuation; invalid input raises before the first piece.
 
-        With `chat` a prompt is a user's turn, or a list of turns to be answered.
+        With `chat` the prompt is a user's message, or a list of conversation turns to be answered.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
@@ -347,7 +347,7 @@ class Generator:
     def generate(
         self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
     ) -> Generation:
-        """Continue a prompt to its end.
+        """Continue a prompt to its end and return the continuation.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
@@ -367,7 +367,7 @@ class Generator:
     def continue_tokens(
         self, prompt_ids: list[int], limit: int, media: PromptMedia | None = None
     ) -> list[int]:
-        """Return the greedy continuation of a prompt of a chat in tokens, without the stop token."""
+        """Return at most `limit` token ids of the greedy answer to an encoded chat prompt, without the stop token."""
         sampling, stops = Sampling(limit, temperature=0), self._codec.stop_token_ids(chat=True)
         sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), limit, media=media)
         passes = _passes_of_one(self.model, sequence)
@@ -384,20 +384,20 @@ class Generator:
     ) -> list[Generation]:
         """Continue many prompts at once, with a key-value cache for `slots` sequences.
 
-        The draws of a sequence depend only on the seed and its number. A `Generation` among the prompts continues from
-        its tokens, under its own number, as without interruption; a finished one is returned unchanged.
+        The random numbers of a sequence depend only on the seed and its number. An interrupted `Generation` among the
+        prompts continues as if it had not been interrupted. A finished one is returned unchanged.
 
         Args:
             prompts: Texts, numbered from 0, or interrupted generations.
             sampling: Rule for choosing tokens.
-            chat: Whether prompts are users' turns.
+            chat: Whether each prompt is a user's message to be answered.
             slots: Maximum number of concurrent sequences.
-            interrupt: Called before each pass: returns whether to return the results so far.
+            interrupt: Returns whether to stop and return the results so far; called before each pass.
 
         Raises:
             BadValue: HP102 when a prompt and its continuation exceed the context of the model.
-            HyperParallelError: See `PlannedSlots`, with a budget of device memory. In this case, `slots` prompts are
-                continued to their ends before the next ones begin.
+            HyperParallelError: Errors of `PlannedSlots` under a budget of device memory. Under a budget, `slots`
+                prompts end before the next ones begin.
         """
         batch = PromptBatch(self._codec, prompts, sampling or Sampling(), chat=chat)
         sequences = [*batch.sequences.values()]
@@ -417,7 +417,7 @@ class Generator:
         batch: PromptBatch,
         interrupt: Callable[[], bool] | None,
     ) -> None:
-        """Continue sequences in place within the budget."""
+        """Continue sequences in place within the budget of device memory."""
         assert self.memory_use is not None
         passes = self._planned_passes(sequences)
         decoder = Decoder(
@@ -432,7 +432,7 @@ class Generator:
             self.memory_use.add(passes.use)
 
     def _planned_passes(self, sequences: Sequence[DecodingSequence]) -> PlannedSlots:
-        """Return passes for sequences within the budget."""
+        """Return planned forward passes for sequences within the budget of device memory."""
         assert self.memory is not None
         limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
         return PlannedSlots(self.model, _fixed_steps(sequences), limits, self.device)
@@ -466,9 +466,9 @@ class Generator:
 
 
 def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple[Any, Any]:
-    """Return the model that transformers loads from a directory or hub id, and its report.
+    """Return the model that transformers loads from a directory or hub id, and the loading info of `from_pretrained`.
 
-    Shards without an index are read here, as transformers does not find them.
+    Weight shards without an index file are read here, because transformers does not find them.
     """
     from transformers import GenerationConfig
 
@@ -492,7 +492,7 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
 
 
 def _auto_class(base: str) -> Any:
-    """Return the transformers class for a directory, or a name on the Hub."""
+    """Return the transformers class whose `from_pretrained` loads a directory, or a model name on the Hub."""
     from transformers import AutoModelForCausalLM
 
     if not (Path(base) / "config.json").is_file():  # a name of the Hub

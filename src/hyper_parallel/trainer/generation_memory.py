@@ -1,4 +1,4 @@
-"""Memory budget of a generation: device, DRAM and flash bytes, and the machine to plan for."""
+"""Memory budget of a generation: bytes of device memory and DRAM, a flash folder, and the machine to plan for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class DeviceMemory:
         device_bytes: Bytes of device memory.
         dram_bytes: Bytes in DRAM; None: unlimited.
         flash: Folder of the flash tier; None: no flash tier.
-        topology: Preset or file with rates for planning, and on a CPU for the clock; `local`: this machine.
+        topology: Preset or file with the machine's rates, which the memory plan uses and a simulated device's clock
+            follows; `local`: this machine.
     """
 
     device_bytes: int
@@ -34,7 +35,7 @@ class DeviceMemory:
     def parse(
         cls, device: str, dram: str | None, flash: Path | None, topology: str
     ) -> DeviceMemory:
-        """Return the budget from sizes such as `4GiB`.
+        """Parse a budget from sizes such as `4GiB`.
 
         Raises:
             BadValue: HP102 for a size that is malformed or not positive.
@@ -50,7 +51,7 @@ class DeviceMemory:
         )
 
     def limits(self, dtype: str) -> MemoryLimits:
-        """Return budget and machine for a model of a dtype.
+        """Return the limits of a memory plan (device bytes, host tiers, roofline) for a model of this dtype.
 
         Raises:
             UnknownPeak: HP310 when the topology has no rate for the dtype.
@@ -77,7 +78,7 @@ def _size(name: str, text: str) -> int:
 
 
 def describe_use(use: MemoryUse, topology: str) -> list[str]:
-    """Return lines of output with predicted and measured peaks, and the time of copies."""
+    """Return lines of output about predicted and measured peak bytes and the time of copies."""
     lines = [f"weights and cache {format_bytes(use.state_bytes)}"]
     for tier, predicted in use.predicted_bytes.items():
         measured = use.measured_bytes[tier]

@@ -1,6 +1,6 @@
-"""Generation on several ranks: the model is parallelized and loaded as for training, and prompts are divided.
+"""Generation on several ranks: the model is parallelized and loaded as for training, and ranks share the prompts.
 
-dp   every data-parallel rank decodes its own prompts; all ranks gather sharded parameters in the same passes
+dp   every data-parallel rank decodes its own prompts; with FSDP all ranks run the same number of passes
 tp   every rank has its heads of the cache; logits are gathered, so all ranks choose the same token
 pp   every rank has the cache of its stages' layers; the last stage chooses and broadcasts the token
 """
@@ -65,8 +65,8 @@ def generate_on_ranks(
         directory: RUN_DIR or Hugging Face directory.
         prompts: Texts, numbered from 0, or interrupted generations.
         sampling: Rule for choosing tokens.
-        parallel: Layout, as keys of a recipe's `parallel` section: `tp=2`, `dp_replicate=2 pp=2`.
-        chat: Whether prompts are users' turns.
+        parallel: Layout as keys of a recipe's `parallel` section, for example `tp=2` or `dp_replicate=2 pp=2`.
+        chat: Whether each prompt is a user's message to be answered.
         slots: Maximum number of concurrent sequences per data-parallel rank.
         device: `auto`, `cpu`, `cuda`, ...
         dtype: Dtype of the weights; None: as stored.
@@ -105,7 +105,7 @@ def generate_on_ranks(
 
 
 def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequences]:
-    """Start local ranks and return their sequences."""
+    """Run `rank` on local ranks and return the sequences of each."""
     results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
     return [part for parts in results for part in parts]
 
@@ -113,7 +113,7 @@ def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequen
 def _decode_share(
     model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None
 ) -> _Sequences:
-    """Continue and return the sequences of this rank's share of the prompts."""
+    """Continue this data-parallel rank's share of the prompts, and return its sequences by prompt."""
     share, shares = data_share(model)
     own = dict([*batch.sequences.items()][share::shares])
     decode(
@@ -123,7 +123,7 @@ def _decode_share(
 
 
 def _check_axes(strategy: Strategy) -> None:
-    """Raise, before any rank starts, for axes that decoding does not support."""
+    """Raise UnsupportedSharding (HP205) for parallel axes that decoding does not support."""
     if strategy.cp > 1:
         raise UnsupportedSharding(
             "generation does not support cp: a step has one token per sequence, so no sequence can be sharded",
@@ -137,7 +137,7 @@ def _check_axes(strategy: Strategy) -> None:
 def _model_and_plan(
     export: Path, strategy: Strategy, dtype: str | None, *, trusted: bool
 ) -> tuple[Any, Plan]:
-    """Return the model without values, and its plan; unsupported layouts raise here."""
+    """Return the model on the meta device, and its plan; raise for layouts that it does not support."""
     from transformers import GenerationConfig
 
     if not (export / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Replacement of hub names in a recipe by the folders of their downloaded files."""
+"""Download of the models that a recipe names on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from hyper_parallel.trainer.data.sources import refuse_missing
 
 
 def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedRecipe:
-    """Return the recipe with folders for `model.path`, `data.tokenizer` and reward models that name repositories.
+    """Download the hub repositories of a recipe, and return it with their local folders instead of their names.
 
-    A resumed run uses the commits recorded in its config.yaml, unless the recipe names a revision.
+    This covers `model.path`, `data.tokenizer` and reward models. A resumed run uses the commits recorded in its
+    config.yaml, unless the recipe names a revision.
 
     Args:
-        loaded: The recipe.
-        weights: Whether to fetch the model's weights too, if the recipe starts from them.
+        loaded: Recipe with the origins of its values.
+        weights: Whether to download the model's weights too, if the recipe starts from them.
 
     Raises:
         UnknownModel: HP304 when files cannot be downloaded, or a path does not exist.
@@ -73,7 +74,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
 
 
 def _fetch_data(loaded: LoadedRecipe) -> None:
-    """Download the data sets of a recipe; a stream is read from the hub during training."""
+    """Download the data sets of a recipe, except a stream, which training reads from the hub."""
     data = loaded.recipe.data
     if data.streaming:
         return
@@ -94,7 +95,7 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
 def _folder(
     loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]
 ) -> str:
-    """Return the folder of a repository; other text unchanged."""
+    """Download part of the repository that `text` names and return its folder; return other text unchanged."""
     name = parse_name(text)
     if name is None:
         if key != "model.path" or not _is_missing(text):
@@ -129,14 +130,14 @@ def _path_hint(text: str, key: str, near: str | None) -> str:
 
 
 def _is_missing(text: str) -> bool:
-    """Return whether a text is a path, by its separators, and does not exist."""
+    """Return whether `text` contains a slash, does not exist as a path, and is not a preset."""
     # os.path, because pathlib raises for text that cannot be a path.
     path = os.path.expanduser(text)  # noqa: PTH111
     return "/" in text and not os.path.lexists(path) and find_preset(text) is None
 
 
 def _recorded(recipe: Recipe) -> dict[str, HubName]:
-    """Return the names with commits recorded by the run in the output directory, by repository."""
+    """Return the hub names with commits that the run in the output directory has recorded, by repository."""
     place = Path(recipe.checkpoint.from_dir or recipe.output_dir)
     if recipe.checkpoint.resume == "never" or not steps(place / "checkpoints"):
         return {}

@@ -1,4 +1,4 @@
-"""Checksums of a run's inputs other than recipe and data: base weights, references, reward models."""
+"""Checksums of a run's input models: base weights, reference models and reward models."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BASE: Final = "base weights"
 
 @dataclass
 class RunInputs:
-    """Inputs of a run by name, and the inputs recorded in its checkpoint.
+    """Checksums of a run's input models by name, compared with those in its checkpoint.
 
     Attributes:
-        saved: Checksums in the checkpoint; empty for a new run.
+        saved: Checksums recorded in the checkpoint; empty for a new run.
         checksums: Checksums of the inputs read by this run.
     """
 
@@ -26,7 +26,7 @@ class RunInputs:
     checksums: dict[str, str] = field(default_factory=dict)
 
     def load(self, extra: dict[str, Any]) -> None:
-        """Load the checksums of a checkpoint."""
+        """Load the checksums from the extra values of a checkpoint."""
         stored = extra.get(INPUTS)
         if isinstance(stored, dict):
             self.saved = {str(name): str(checksum) for name, checksum in stored.items()}
@@ -36,10 +36,10 @@ class RunInputs:
         return {**self.saved, **self.checksums}
 
     def check(self, name: str, checksum: str, place: str | Path) -> None:
-        """Record an input and compare it with the one recorded in the checkpoint.
+        """Record the checksum of an input, and compare it with the checksum in the checkpoint.
 
         Raises:
-            CheckpointMismatch: HP702 when it differs.
+            CheckpointMismatch: HP702 when the checksums differ.
         """
         saved = self.saved.get(name, checksum)
         if saved != checksum:

@@ -1,4 +1,4 @@
-"""Preparation of a run before any rank starts: all checks run here, in one process."""
+"""Preparation of a run in one process before any rank starts: all checks, data and the plan."""
 
 from __future__ import annotations
 
@@ -78,21 +78,23 @@ _OPTIMIZER_ARGS: Final = "training.optimizer_args"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prepared run; equal on every rank.
+    """Prepared run; every rank has an equal copy.
 
     Attributes:
         recipe: Resolved recipe.
-        plan: Plan for exactly `plan.strategy.world_size` ranks; with sub-models, those of the language part.
-        packed: Prepared data.
+        plan: Plan for `plan.strategy.world_size` ranks; with sub-models, the ranks of the language model.
+        packed: Tokenized and packed data.
         output_dir: Directory of all outputs.
         weights: Directory of the pretrained weights; None: random weights.
-        model_files: Name to text of the model's config files, for the run and its exports.
-        on_topology: Whether this machine is the plan's topology; else times are not compared.
-        trained: Description of adapters and trained parameters; empty when all parameters are trained.
+        model_files: Texts of the model's config files by file name, for the run and its exports.
+        on_topology: Whether this machine is the plan's topology; otherwise predicted and measured times are not
+            compared.
+        trained: Description of adapters and of the trained parameters; empty when all parameters are trained.
         restarted: Whether this is a restart after lost ranks, which continues from the run's own checkpoints.
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
-        programs: Programs of the step of each rank whose programs differ, for a back end other than torch; None: torch.
-        media_costs: Cost of an image or recording, and of each of its tokens.
+        programs: Captured step programs, one entry per rank whose programs differ, for a back end other than torch;
+            None: torch.
+        media_costs: Cost of an image or recording, and cost of each of its tokens, for balancing ranks.
     """
 
     recipe: Recipe
@@ -110,12 +112,12 @@ class Job:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """World sizes of the training ranks, those of an encoder last, and of each sampling replica."""
+        """World sizes: of the training ranks, with an encoder's ranks last, then of each sampling replica."""
         return _worlds(self.recipe, self.plan)
 
     @property
     def ranks(self) -> int:
-        """Ranks of all worlds."""
+        """Number of ranks of all worlds."""
         return sum(self.worlds)
 
     @property
@@ -130,7 +132,7 @@ class Job:
 
     @property
     def model_dir(self) -> Path:
-        """Directory of the model's config and tokenizer, which exports of checkpoints need."""
+        """Directory with the model's config and tokenizer, which exports of checkpoints need."""
         return self.output_dir / "model"
 
     @property
@@ -146,12 +148,12 @@ class Job:
         return self.recipe.checkpoint.resume == "never" and not self.restarted
 
     def has_started_since(self, time_s: float) -> bool:
-        """Return whether its ranks have started training since a time, and therefore written the run's description."""
+        """Return whether ranks have started training since `time_s`: the run's config.yaml is not older."""
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
     def train_batches(self) -> Batches | StreamBatches:
-        """Return the order of the training sequences."""
+        """Return the training batches, which define the sequences of every step."""
         work, train, grpo = self.plan.workload, self.packed.train, self.recipe.grpo
         sequences_per_step = (work.tokens_per_step or 0) // work.seq_len
         if isinstance(train, Stream):
@@ -177,17 +179,17 @@ class Job:
 
     @property
     def _group_size(self) -> int:
-        """Rows of the data that an objective reads together."""
+        """Number of consecutive data rows that an objective reads together: 2 for pairs of answers, else 1."""
         return 2 if self.recipe.stage in PAIRED_STAGES else 1
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
-        """Return the number of passes over the data after a step; None for a stream."""
+        """Return the number of epochs completed after `step`, with its fraction; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """Return at most `eval_tokens` held-out tokens as one step; None without held-out data."""
+        """Return held-out batches of one step, with at most `eval_tokens` tokens; None without held-out data."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
@@ -208,7 +210,7 @@ class Job:
         )
 
     def write(self, plan: Plan) -> None:
-        """Write the run's description: recipe, plan, simulated step, the model's config and tokenizer.
+        """Write recipe, plan, simulated step, and the model's config and tokenizer into the output directory.
 
         Args:
             plan: Plan as executed by the ranks.
@@ -234,10 +236,10 @@ class Job:
             folder.publish()
 
     def _with_stops(self, generation: str) -> str:
-        """Return the text of a generation config with the tokens that end an answer of the run.
+        """Return the text of a generation config whose `eos_token_id` includes the tokens that end an answer.
 
-        A run on conversations trains answers that end as the chat template says. Other tools know that end only from
-        the generation config of the export.
+        A run on conversations trains the end-of-turn tokens of the chat template. Other tools learn these tokens only
+        from the generation config of the export.
         """
         if self.recipe.stage == "pt":
             return generation
@@ -252,7 +254,7 @@ class Job:
 
 
 def _worlds(recipe: Recipe, plan: Plan) -> tuple[int, ...]:
-    """Return the world sizes of a run, see `Job.worlds`."""
+    """Return the world sizes of a run; see `Job.worlds`."""
     trained = plan.strategy.world_size + recipe.parallel.tower_ranks
     return (trained, *[recipe.grpo.copy_ranks] * recipe.grpo.copies)
 
@@ -288,7 +290,7 @@ def prepare_job(
     check_ranks: Callable[[Recipe, int], None] = lambda *_: None,
     check_plan: Callable[[Plan], None] = lambda _: None,
 ) -> Job:
-    """Check the recipe, prepare its data and plan it; writes only the data's cache.
+    """Check a recipe, plan it and prepare its data; the only files written are the data's cache.
 
     Args:
         loaded: Recipe with the origins of its values.
@@ -344,7 +346,7 @@ def prepare_job(
 
 
 def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
-    """Return a plan with the parts of `parallel.submodels`, if any; their times follow from the prepared data.
+    """Return a plan extended by the sub-models of `parallel.submodels`, with times predicted for the prepared data.
 
     Raises:
         HyperParallelError: The data or the sub-models are invalid.
@@ -364,12 +366,12 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
 def resolve_submodels(
     loaded: LoadedRecipe, ranks: int | None
 ) -> tuple[LoadedRecipe, tuple[str, ...], Certificate | None]:
-    """Return a recipe with the layout that the planner chooses for `parallel.submodels: auto`, notes, and the proof.
+    """Return a recipe with planned layouts for `parallel.submodels: auto`, notes, and the certificate of the search.
 
-    Without batch numbers in `training`, a step has one sequence per rank (`tokens_per_step`).
+    If `training` sets no batch size, `tokens_per_step` becomes one sequence per rank.
 
     Args:
-        loaded: The recipe; returned as it is unless it leaves the choice to the planner.
+        loaded: The recipe; returned unchanged, without notes or certificate, unless its sub-models are `auto`.
         ranks: Ranks started by another launcher; None: `parallel.world_size`, or all devices of the machine.
 
     Raises:
@@ -408,19 +410,22 @@ def resolve_submodels(
 
 
 def with_proof(plan: Plan, proof: Certificate | None) -> Plan:
-    """Return a plan of sub-models with the proof of the search for its layout, if there was one."""
+    """Return the plan with `proof` as the certificate of its sub-models' layout.
+
+    A plan without sub-models, or any plan if `proof` is None, is returned unchanged.
+    """
     if plan.submodels is None or proof is None:
         return plan
     return replace(plan, submodels=replace(plan.submodels, certificate=proof))
 
 
 def _bare_job(recipe: Recipe, plan: Plan, packed: PackedData) -> Job:
-    """Return a job that only serves for its batches."""
+    """Return a job that is only complete enough to build its training batches."""
     return Job(recipe, plan, packed, Path(recipe.output_dir), None, {}, False)
 
 
 def _with_submodels(job: Job, model: Any) -> Plan:
-    """Return the plan of a job with its sub-models, if any."""
+    """Return the plan of a job, extended by the sub-models of its recipe."""
     batches = job.train_batches()
     if job.recipe.parallel.submodels is None or not isinstance(batches, Batches):
         return job.plan
@@ -431,7 +436,7 @@ def _with_submodels(job: Job, model: Any) -> Plan:
 
 
 def _media_costs(packed: PackedData, model: Any) -> tuple[int, int]:
-    """Return the costs of media of a run, see `Job`."""
+    """Return `Job.media_costs` for prepared data."""
     if isinstance(packed.train, Stream) or not packed.train.has_media:
         return 0, 1
     from hyper_parallel.trainer.engine.cost_balance import media_costs
@@ -440,12 +445,12 @@ def _media_costs(packed: PackedData, model: Any) -> tuple[int, int]:
 
 
 def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
-    """Return a job with a plan of its sub-models, and with the imbalance of its first steps if ranks are balanced.
+    """Return a job whose plan includes its sub-models and, for balanced ranks, a note on the imbalance of early steps.
 
     Args:
-        job: The job.
-        model: Its model.
-        proof: Proof of the search for the layout of sub-models, if there was one.
+        job: Job to extend.
+        model: Model of the job.
+        proof: Certificate of the search for the layout of sub-models; None: no search.
     """
     plan = with_proof(_with_submodels(job, model), proof)
     job, batches = replace(job, plan=plan), job.train_batches()
@@ -458,7 +463,7 @@ def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
-    """Return the recipe with epochs replaced by steps; also check the batches of the job."""
+    """Check the batches of a job, and return its recipe with `training.epochs` converted to steps."""
     recipe = job.recipe
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is None or not isinstance(batches, Batches):
@@ -469,7 +474,7 @@ def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
 
 
 def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
-    """Check the paths of a recipe, and return it with downloaded hub models."""
+    """Check the paths of a recipe, download its hub models, and return the recipe with their folders."""
     check_writable(Path(loaded.recipe.output_dir), "output_dir")
     recipe = (loaded := with_hub_models(loaded)).recipe
     read_config(recipe.model.path, where=loaded.where("model.path"))
@@ -503,9 +508,9 @@ def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
 
 
 def _check_degrees(loaded: LoadedRecipe, training_ranks: int | None) -> None:
-    """Raise NotDivisible (HP203) or BatchMismatch (HP308) if config and recipe suffice to refuse explicit degrees.
+    """Raise NotDivisible (HP203) or BatchMismatch (HP308) for degrees that contradict the model config or batch size.
 
-    Any other refusal may depend on the module, and is raised with its measurements.
+    This check needs no model. Refusals that depend on the module come later, with its measurements.
     """
     from hyper_parallel.planner import plan_recipe
 
@@ -523,7 +528,7 @@ def _check_degrees(loaded: LoadedRecipe, training_ranks: int | None) -> None:
 
 
 def _check_weights(loaded: LoadedRecipe) -> Path | None:
-    """Return the directory of the pretrained weights after checks with tokenizer and adapters; None: random weights."""
+    """Check pretrained weights with tokenizer and adapters; return their directory, or None for random weights."""
     from hyper_parallel.trainer.engine.recipe_model import weights_directory
 
     recipe, where = loaded.recipe, loaded.where("model.path")
@@ -542,7 +547,7 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
 
 
 def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
-    """Return whether the model of a recipe can run on half-batches, as measured and by the losses of the recipe."""
+    """Return whether a recipe's model can run on half-batches, by its measured properties and its losses."""
     from hyper_parallel.backends.torch import check_half_batches, check_routing
     from hyper_parallel.ir import Overlap, Strategy
     from hyper_parallel.trainer.engine.recipe_model import routing_of
@@ -560,7 +565,7 @@ def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
 
 
 def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:
-    """Check the model with recipe and plan; return the plan with measured properties, and the router loss in words."""
+    """Check a model with recipe and plan; return the plan with measured properties, and the router loss in words."""
     from hyper_parallel.backends.torch import (
         check_flow,
         check_half_batches,
@@ -601,7 +606,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
 def _capture(
     loaded: LoadedRecipe, plan: Plan, router_loss: str | None
 ) -> tuple[StepPrograms, ...] | None:
-    """Return the programs of the step, see `capture_programs`, for a back end other than torch; None for torch."""
+    """Return the captured step programs for a back end other than torch (see `capture_programs`); None for torch."""
     if loaded.recipe.backend == "torch":
         return None
     from hyper_parallel.trainer.engine.step_programs import capture_programs
@@ -610,7 +615,7 @@ def _capture(
 
 
 def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: bool) -> PackedData:
-    """Return the prepared data of a recipe after checks with its rewards, the model and the plan."""
+    """Prepare the data of a recipe, check it against rewards, model and plan, and return it."""
     from hyper_parallel.backends.torch.dropout import original_config
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine.recipe_model import check_media_inputs
@@ -650,7 +655,7 @@ def _write_prediction(plan: Plan, path: Path) -> None:
 
 
 def _resume_dir(recipe: Recipe) -> Path:
-    """Return the checkpoints of `checkpoint.from_dir`, or the run's own if these are newer."""
+    """Return the checkpoint folder to resume from: in `checkpoint.from_dir`, or the run's own if it is newer."""
     own = Path(recipe.output_dir) / "checkpoints"
     if recipe.checkpoint.from_dir is None:
         return own
@@ -671,11 +676,12 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
 
 
 def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
-    """Raise for a newest checkpoint that is beyond the last step, or that this run cannot continue.
+    """Raise if the newest checkpoint is beyond the run's last step, or if this run cannot continue it.
 
     Raises:
-        Contradiction: HP104 for the step.
-        CheckpointMismatch: HP702 for a fact that must not change, or optimizer arguments that do not fit its state.
+        Contradiction: HP104 for a step beyond the last one.
+        CheckpointMismatch: HP702 for a setting that must not change, or optimizer arguments that do not fit the saved
+            state.
     """
     directory, last_step = job.resume_dir, job.recipe.training.steps
     saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)

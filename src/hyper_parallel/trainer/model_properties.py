@@ -1,4 +1,4 @@
-"""Measured properties of the model of a config, measured in a child process once per class and config, then cached."""
+"""Properties of a config's model, measured on a small copy in a child process and cached per class and config."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def properties_of(
     """Return the measured properties of a config's model.
 
     Args:
-        file: The config.
-        attention: Attention implementation of the run; `sdpa` is measured if a CPU does not support it.
+        file: Config of the model.
+        attention: Attention implementation of the run; one that a CPU does not support is measured as `sdpa`.
         trusted: Whether code in the config's directory may run.
         scores: Measure the model as a sequence classifier that scores every token.
 
     Returns:
-        The properties. If no small copy of the model works, they are unmeasured and state the reason.
+        Measured properties. If no small copy of the model runs, they are marked as unmeasured, with the reason.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build a language model of the config.
@@ -70,7 +70,7 @@ def properties_of(
 
 
 def recipe_properties(recipe: Recipe) -> ModelProperties:
-    """Return the measured properties of a recipe's model, as `properties_of`."""
+    """Return the measured properties of a recipe's model; see `properties_of`."""
     return properties_of(
         read_config(recipe.model.path),
         recipe.model.attn_implementation,
@@ -80,10 +80,10 @@ def recipe_properties(recipe: Recipe) -> ModelProperties:
 
 
 def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
-    """Return the properties of a recipe's model, and raise for a run with an invalid loss.
+    """Return the measured properties of a recipe's model; raise if they would make the loss of the run wrong.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         plan: Plan of the run.
 
     Raises:
@@ -144,7 +144,7 @@ _CAUSAL_SETTINGS: Final = (
 
 
 def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
-    """Return the key and value, as JSON, that make the model of a config causal; None if no known setting does."""
+    """Return the config entry that makes the model causal, such as `"is_decoder": true`; None if none is known."""
     for key, value in _CAUSAL_SETTINGS:
         if file.values.get(key) in (None, value) and key != "is_decoder":
             continue
@@ -156,7 +156,7 @@ def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
 
 
 def _unmeasured(model_class: str, why: str) -> ModelProperties:
-    """Return properties without measurements."""
+    """Return properties without measurements, with the reason `why`."""
     empty = ModelProperties(model_class, measured_on=_NOTHING)
     return replace(empty, **{n: replace(p, reason=why) for n, p in empty.by_name().items()})
 
@@ -165,7 +165,7 @@ def _unmeasured(model_class: str, why: str) -> ModelProperties:
 def measure_config(
     file: ConfigFile, attention: str | None = None, *, trusted: bool = False, scores: bool = False
 ) -> ModelProperties:
-    """Measure the first small copy of a config's model that runs, in this process.
+    """Measure a small copy of a config's model in this process: the first copy in `small_configs` that runs.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build a language model of the config itself.
@@ -206,9 +206,10 @@ def measure_config(
 def _without_defaults(
     small: Mapping[str, Any], complete: Mapping[str, Any], original: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values of a small config without class defaults, as not all defaults survive a JSON round trip.
+    """Return the values of `small` that are in `original` or differ from `complete`, the config with class defaults.
 
-    Mappings other than configs of parts, such as rotary embedding parameters, are kept as a whole.
+    Defaults are left out because not all of them survive a JSON round trip. Only nested configs (keys ending in
+    `_config`) are filtered recursively. Other mappings, such as rotary embedding parameters, are kept whole.
     """
     result: dict[str, Any] = {}
     for key, value in small.items():
@@ -229,7 +230,7 @@ def _num_layers(model: nn.Module) -> int:
 
 
 def _random_model(file: ConfigFile, choices: Mapping[str, Any]) -> nn.Module:
-    """Return the model of a config on the CPU in float64, with random weights by transformers."""
+    """Return the model of a config on the CPU in float64, with random weights initialized by transformers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_from_config(file, torch.float64, device="cpu", **choices)

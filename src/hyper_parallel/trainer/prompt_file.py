@@ -1,4 +1,4 @@
-"""Files of prompts and of their continuations: one JSON object per line."""
+"""JSON Lines files of prompts and their continuations: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONTINUATION_KEYS: Final = ("number", "text", "token_ids", "logprobs", "finish"
 
 
 class _Line(BaseModel, extra="allow", allow_inf_nan=False):
-    """Prompt with its earlier continuation, if any; other keys are preserved."""
+    """Line of a prompt file: a prompt, an optional earlier continuation, and other keys, which are preserved."""
 
     prompt: str
     number: int = 0
@@ -33,7 +33,7 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
     seconds: float = 0.0
 
     def to_prompt(self) -> str | Generation:
-        """Return the prompt, or the continuation to resume."""
+        """Return the prompt, or with an earlier continuation a `Generation` to resume."""
         if self.token_ids is None:
             return self.prompt
         if len(self.logprobs) != len(self.token_ids):
@@ -45,14 +45,14 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
 def read_prompts(
     path: Path, output: Path | None = None
 ) -> tuple[list[dict[str, Any]], list[str | Generation]]:
-    """Return the records of a file, and for each the prompt or the earlier continuation to resume.
+    """Read a file; return its records without continuations, and per record the prompt or the `Generation` to resume.
 
     Args:
-        path: The file.
-        output: Path of the output file.
+        path: Path of the prompt file.
+        output: Path of the output file, which is checked before decoding; None: standard output.
 
     Raises:
-        BadValue: HP102 naming a line without `prompt`, or with an incomplete continuation.
+        BadValue: HP102 for a line without `prompt`, or with an incomplete continuation.
         OutputNotWritable: HP105.
     """
     if output is not None:
@@ -97,7 +97,7 @@ def _is_continued(text: str) -> bool:
 def write_generations(
     records: Sequence[dict[str, Any]], generations: Sequence[Generation], path: Path | None
 ) -> None:
-    """Write every record with its continuation, to standard output without a path."""
+    """Write each record with its continuation as a JSON line to `path`; None: standard output."""
     lines = [
         json.dumps(
             {**record, **{key: getattr(g, key) for key in _CONTINUATION_KEYS}}, ensure_ascii=False

@@ -1,8 +1,8 @@
-"""Directory of a run: ownership of names in it, and checks before it is used, cleared or written.
+"""Directory of a run: names that belong to the run, and checks before files are written or removed.
 
 A missing or empty directory is created and marked. A directory with other files and without a marker is rejected before
-data is prepared or a rank starts; only log files of launchers and shells may be in it. In a marked directory the names
-below belong to the run; all other files are kept.
+data is prepared or a rank starts. Only log files of launchers and shells are allowed in it. In a marked directory the
+names below belong to the run; all other files are kept.
 
 A part of a run is the steps trained by one process with one recipe and one plan:
 
@@ -78,11 +78,11 @@ _RANK_LOG: Final = re.compile(r"logs/(rank_\d+\.log|restart_\d+(/.*)?)")
 
 
 def check_run_directory(loaded: LoadedRecipe) -> None:
-    """Raise unless a run can write to its output directory without loss of other files; changes nothing on disk.
+    """Raise unless a run can use its output directory without loss of other files; the check changes nothing on disk.
 
     Raises:
-        OutputNotWritable: HP105 for a directory with other files and no marker, for links in it to other locations, and
-            for other files in a folder that would be replaced.
+        OutputNotWritable: HP105 for a directory with files but no marker, symbolic links among its outputs, or other
+            files in a folder that would be replaced.
         Contradiction: HP104 when the recipe reads files that the run would replace.
     """
     recipe = loaded.recipe
@@ -105,19 +105,19 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
 
 
 def check_claimable(place: Path) -> None:
-    """Raise HP105 for an unmarked directory with other files."""
+    """Raise OutputNotWritable (HP105) for a directory that has files but no marker of a run."""
     if place.is_dir() and not _is_marked(place):
         _check_unused(place, None)
 
 
 def mark_run_directory(place: Path) -> None:
-    """Mark the directory of a run that has passed `check_run_directory`."""
+    """Write the marker of a run into a directory that has passed `check_run_directory`."""
     if not _is_marked(place):
         write_marker(place, Marker(RUN))
 
 
 def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
-    """Create and mark a run directory; a marked one is unchanged.
+    """Create a run directory and write its marker; a directory with a marker stays as it is.
 
     Raises:
         OutputNotWritable: HP105 for a directory with other files and no marker.
@@ -129,7 +129,7 @@ def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
 
 
 def write_editable(path: Path, text: str) -> None:
-    """Write a text file of a run that users may edit; an edited file is kept under another name."""
+    """Write a text file of a run; if a user has edited the existing one, rename that to keep it."""
     place = path.parent
     known = _known(place)
     is_edited = path.is_file() and file_facts(path) != known.get(path.name)
@@ -143,19 +143,19 @@ def write_editable(path: Path, text: str) -> None:
 
 
 def _known(place: Path) -> Mapping[str, tuple[int, str]]:
-    """Return the facts of the files that a run writes by `write_editable`."""
+    """Return size and checksum, by file name, of the files last written by `write_editable`."""
     marker = read_marker(place)
     return {} if marker is None or marker.files is None else marker.files
 
 
 def keeps_model(recipe: Recipe) -> bool:
-    """Return whether a run keeps its existing model directory, because its recipe reads it."""
+    """Return whether a run must keep its existing `model` folder because the recipe's `model.path` is inside it."""
     model_dir = Path(recipe.output_dir, "model")
     return model_dir.is_dir() and _relative(Path(recipe.model.path), model_dir) is not None
 
 
 def check_plain(path: Path) -> None:
-    """Raise HP105 for a folder of a run directory that is a symbolic link."""
+    """Raise OutputNotWritable (HP105) if a folder of a run directory is a symbolic link."""
     if path.is_symlink():
         raise _linked_elsewhere(path.parent, [path.name])
 
@@ -191,7 +191,7 @@ def _is_marked(place: Path) -> bool:
 
 
 def _check_unused(place: Path, recipe: Recipe | None) -> None:
-    """Raise when an unmarked directory has files other than logs and folders that the recipe itself fills."""
+    """Raise if a directory without marker has entries other than logs, `data.cache_dir` and `offload.flash_dir`."""
     own = set()
     for path in (recipe.data.cache_dir, recipe.offload.flash_dir) if recipe is not None else ():
         inside = None if path is None else _relative(Path(path), place)
@@ -213,7 +213,7 @@ def _check_unused(place: Path, recipe: Recipe | None) -> None:
 
 
 def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
-    """Yield the entries of a directory except names in `own`, log files and files of mounts and version control."""
+    """Yield the entries of a directory, except names in `own`, log files, and files of mounts or version control."""
     for path in sorted(place.iterdir()):
         name = path.name
         if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):
@@ -230,7 +230,7 @@ def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
 
 
 def _unused_name(place: Path) -> Path:
-    """Return an unused directory name next to a directory, or inside it if it is the current directory."""
+    """Return an unused directory name next to `place`, or inside it if it is the current directory."""
     inside = Path.cwd().is_relative_to(os.path.realpath(place))
     base = place / "run" if inside else place
     names = (Path(f"{base}-{n}") for n in itertools.count(2))
@@ -240,7 +240,7 @@ def _unused_name(place: Path) -> Path:
 
 
 def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
-    """Return overrides that name an unused directory, and the checkpoints of a run without marker."""
+    """Return recipe overrides for an unused output directory that resume from checkpoints in `place`, if it has any."""
     words = [f"output_dir={_unused_name(place)}"]
     resumes = recipe is not None and recipe.checkpoint.resume != "never"
     if resumes and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():
@@ -249,7 +249,7 @@ def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
 
 
 def _check_links(place: Path) -> None:
-    """Raise for a symbolic link among the outputs of a run, which would redirect writes."""
+    """Raise if an output of a run is a symbolic link, as writes would go elsewhere."""
     names = (*_KEPT_FILES, *_CLEARED_FILES, *_CLEARED_FOLDERS, *_OTHER_FOLDERS)
     links = [name for name in names if (place / name).is_symlink()]
     for name in ("logs", *_CLEARED_FOLDERS, "checkpoints"):
@@ -270,7 +270,7 @@ def _linked_elsewhere(place: Path, links: list[str]) -> OutputNotWritable:
 
 
 def _links_below(folder: Path, depth: int) -> list[str]:
-    """Return relative paths, with the folder's name, of links up to a depth in a folder."""
+    """Return the symbolic links up to `depth` levels below a folder, as paths that begin with the folder's name."""
     links = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -282,7 +282,7 @@ def _links_below(folder: Path, depth: int) -> list[str]:
 
 
 def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
-    """Raise when an input of the recipe is among the files that the run replaces or clears."""
+    """Raise if the run would replace or remove a file that its recipe reads."""
     recipe = loaded.recipe
     read = [*paths_read(recipe), ("recipe", str(loaded.path))]
     parents = {o.partition(" ")[2] for o in loaded.origins.values() if o.startswith("extends ")}
@@ -308,12 +308,12 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
 
 
 def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
-    """Return whether a path, relative to the run directory, is an input that the run replaces or clears.
+    """Return whether the run would replace or remove an input at this path.
 
     Args:
-        path: Relative path; None: outside of the run directory.
-        key: Key of the recipe.
-        over: Whether the run starts over.
+        path: Path of the input relative to the run directory; None: outside of it.
+        key: Recipe key that names the input.
+        over: Whether the run starts over and removes an earlier run.
     """
     if path is None or (key == "recipe" and path == Path(_RECIPE)):
         return False  # the recipe is rewritten with the same values
@@ -328,7 +328,7 @@ def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
 
 
 def _check_checkpoints(folder: Path) -> None:
-    """Raise when a folder of a step has files that are not part of a checkpoint, as starting over would keep them."""
+    """Raise if a checkpoint folder has other files, as a run that starts over could not remove the folder."""
     for step in checkpoints.steps(folder):
         name = checkpoints.step_name(step)
         if foreign := checkpoints.foreign(folder / name):
@@ -341,20 +341,20 @@ def _check_checkpoints(folder: Path) -> None:
 
 
 def _linked(path: Path) -> Iterator[Path]:
-    """Yield the links directly in a folder, such as a folder of weights."""
+    """Yield the symbolic links directly in a folder, for example links to weight files."""
     if path.is_dir():
         with os.scandir(path) as entries:
             yield from (Path(e.path) for e in itertools.islice(entries, 1000) if e.is_symlink())
 
 
 def _relative(path: Path, folder: Path) -> Path | None:
-    """Return a path relative to a folder, after resolving links; None if it is outside."""
+    """Return `path` relative to `folder`, after resolving symbolic links; None if it is outside."""
     real, base = Path(os.path.realpath(path.expanduser())), Path(os.path.realpath(folder))
     return real.relative_to(base) if real.is_relative_to(base) else None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the identity of a file, independent of its name; None if it does not exist or is a folder."""
+    """Return (device number, inode) of a file, equal for all hard links; None if it does not exist or is a folder."""
     if not path.is_file():
         return None
     status = path.stat()
@@ -367,15 +367,16 @@ _PART_FOLDER: Final = re.compile(r"step_(\d{8,15})")
 
 
 class RunPart:
-    """Part of a run that begins after a step.
+    """Part of a run: the steps trained by one process, from the step at which it started or resumed.
 
     Args:
         directory: Run directory.
-        step: Number of steps before the part.
-        changed: Changes since the checkpoint from which it resumes.
+        step: Number of steps completed before the part.
+        changed: Changes of recipe and plan since the checkpoint from which it resumes.
 
     Attributes:
-        is_late: Whether the run's files describe an earlier part and must stay until this part has trained a step.
+        is_late: Whether config.yaml and plan.json in the run directory still describe an earlier part. They stay until
+            this part has trained a step.
     """
 
     def __init__(self, directory: Path, step: int, changed: dict[str, Any]) -> None:
@@ -383,7 +384,7 @@ class RunPart:
         self.is_late = step > 0 and (directory / _PART_FILES[0]).is_file()
 
     def keep(self) -> None:
-        """Copy recipe and plan of the run into the folder of this part, and remove parts that it replaces."""
+        """Copy config.yaml and plan.json into the folder of this part, and remove parts that began at later steps."""
         parts = self._directory / _PARTS
         parts.mkdir(exist_ok=True)
         for path in parts.iterdir():

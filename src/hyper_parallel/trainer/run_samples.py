@@ -1,4 +1,4 @@
-"""Samples of a run: continuations of `sample_prompt` and of held-out conversations by the exported model."""
+"""Samples of a run: the exported model's continuation of `sample_prompt`, and its answers to held-out conversations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from hyper_parallel.trainer.run_directory import write_editable
 
 ANSWERS: Final = "answers.json"
 _FURTHER_TOKENS: Final = 32
-"""Tokens that an answer may be longer than that of the data: enough to see in a table that it goes on."""
+"""Tokens by which an answer may exceed the expected answer: enough to see in a table that it continues."""
 
 
 def answer_held_out(job: Job) -> list[dict[str, Any]]:
-    """Return prompt, images, expected and given answer of `sample_answers` held-out rows, spread evenly.
+    """Return answers of the exported model to `sample_answers` held-out rows, spread evenly over the held-out data.
 
-    The last answer of a row is decoded greedily from the true tokens of its document before it. Called once, after the
-    ranks have ended: one device loads the export.
+    Each result is a dict with `prompt`, `expected`, `answer` and `images`. The last answer of a row is decoded greedily
+    from the true tokens of its document before it. Call once after the ranks have ended, as one device loads the
+    export.
     """
     rows, answers = job.packed.holdout, list[dict[str, Any]]()
     if rows is None:
@@ -35,16 +36,16 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)
     count = min(job.recipe.sample_answers, len(rows))
     for index in range(count):
-        at = np.array([index * len(rows) // count])
-        (tokens,), (labels,) = rows.read(at)
+        row_index = np.array([index * len(rows) // count])
+        (tokens,), (labels,) = rows.read(row_index)
         targets = np.flatnonzero(labels != IGNORE_INDEX)
         if not len(targets):
             continue
         runs = np.split(targets, np.flatnonzero(np.diff(targets) > 1) + 1)
-        first, positions = int(runs[-1][0]), rows.positions(at)
+        first, positions = int(runs[-1][0]), rows.positions(row_index)
         begin = 0 if positions is None else first - int(positions[0, first])
         prompt, expected = tokens[begin : first + 1].tolist(), labels[runs[-1]].tolist()
-        media, images = _media(generator, rows.media(at), tokens[None], len(prompt))
+        media, images = _media(generator, rows.media(row_index), tokens[None], len(prompt))
         answer = generator.continue_tokens(prompt, len(expected) + _FURTHER_TOKENS, media)
         texts = {"prompt": prompt, "expected": expected, "answer": answer}
         decode = generator.tokenizer.decode
@@ -58,7 +59,7 @@ def answer_held_out(job: Job) -> list[dict[str, Any]]:
 def _media(
     generator: Generator, row: Sequence[RowMedia], tokens: Any, prompt_length: int
 ) -> tuple[PromptMedia | None, list[str]]:
-    """Return the arrays of the media before the last answer of a row, and small copies of its images."""
+    """Return the processed media of a prompt, None without media, and thumbnails of its images."""
     if not row[0].row:
         return None, []
     processor = processor_of(generator.tokenizer)
@@ -80,14 +81,14 @@ def write_answers(job: Job, answers: list[dict[str, Any]]) -> None:
 _NEW_TOKENS: Final = 160
 _PAIRS_OF_TEXTS: Final = ("prompt_completion", "preference")
 _TEMPERATURE: Final = 0.5
-"""Below 1, because the most likely tokens of a model with a few million parameters are the best learned."""
+"""Sampling temperature: below 1, because small models have learned their most likely tokens best."""
 
 
 def make_sample(job: Job) -> str:
     """Return the continuation of the recipe's `sample_prompt` by the exported model.
 
-    A model trained on conversations gets the prompt as a user's turn through its chat template, and the text is the
-    rendered conversation. Called once, after the ranks have ended: one device loads the export.
+    For a model trained on conversations, the prompt is a user's turn in its chat template, and the result is the whole
+    rendered conversation. Call once after the ranks have ended, as one device loads the export.
     """
     prompt = job.recipe.sample_prompt or ""
     generator = Generator(job.output_dir, trusted=job.recipe.model.trust_remote_code)

@@ -1,4 +1,4 @@
-"""Start of a prepared run: fork local ranks, or run as one rank of torchrun, and train on this rank."""
+"""Start of a prepared run: fork local ranks, or join as one rank of torchrun, and train."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _log = logging.getLogger(__name__)
 
 
 def run_job(job: Job) -> Summary | None:
-    """Train and return rank 0's summary; None on other ranks of torchrun.
+    """Train; return the summary on rank 0 or, for local ranks, in the parent, and None on other ranks of torchrun.
 
-    Lost ranks are restarted up to the recipe's limit, and resume from the newest intact checkpoint or snapshot. An
-    elastic recipe is replanned for fewer ranks if a restart lost ranks again before it saved a checkpoint.
+    Lost ranks are restarted up to the recipe's limit, and resume from the newest intact checkpoint or snapshot. If
+    restarted ranks are lost again before a checkpoint, an elastic recipe is replanned for fewer ranks.
 
     SIGINT, SIGTERM and SIGHUP end the run after its current step with a checkpoint. A second signal, or one before the
     first step of local ranks, ends it at once.
@@ -54,7 +54,7 @@ def run_job(job: Job) -> Summary | None:
         DeviceUnavailable: HP502 when this machine cannot run all ranks.
         SnapshotsTooLarge: HP626 when /dev/shm has no space for `checkpoint.snapshot_every`.
         RunInUse: HP720 when another run writes to the run directory.
-        Interrupted: A signal has ended the run; its `step` is the step of the checkpoint.
+        Interrupted: A signal has ended the run; the exception's `step` is the step of the saved checkpoint.
         RankFailed: HP601 when a rank died.
         RankHung: HP620 when a rank blocked the others.
         RestartsUsedUp: HP621 when ranks were lost after the last restart.
@@ -104,7 +104,7 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
     interrupt ends the actors at once.
 
     Args:
-        job: The run.
+        job: Prepared run.
         loaded: Recipe from which every rank prepares the run.
 
     Raises:
@@ -143,7 +143,7 @@ def _replan_for_fewer(job: Job) -> Job:
 def _train(
     job: Job, stop: StopRequest, logs: Path | None = None, snapshots: Path | None = None
 ) -> Summary | None:
-    """Fork local ranks that write to `logs`, or run as one rank of torchrun."""
+    """Fork local ranks that write to `logs`, or run as one rank of torchrun; return rank 0's summary."""
     with ExitStack() as stack:
         flash, parent = None, job.recipe.offload.flash_dir
         if parent is not None:
@@ -171,9 +171,9 @@ def _train(
 
 
 def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary | None:
-    """Run as a rank started by another launcher."""
+    """Train as a rank that another launcher started; return the summary on rank 0, else None."""
     rank = launched_rank()[0]
-    if rank == 0:  # before any rank joins its world
+    if rank == 0:  # before any rank joins a process group
         RolloutFolder(job.output_dir / "rollouts").reset()
     return train_rank(job, rank, flash, stop)
 
@@ -181,13 +181,13 @@ def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary |
 def train_rank(
     job: Job, rank: int, flash: Path | None, stop: StopRequest, snapshots: Path | None = None
 ) -> Summary | None:
-    """Join the world and train, or only sample; return the summary on rank 0, None on other ranks.
+    """Join the process group and train, or sample rollouts; return the summary on rank 0, None on other ranks.
 
     Args:
-        job: The run.
-        rank: Rank among the ranks of all worlds.
-        flash: Folder for files of all ranks started by this process; required with `offload.flash_dir`.
-        stop: Source of requests to end before the last step.
+        job: Prepared run.
+        rank: Global rank over all worlds (training ranks and sampling replicas).
+        flash: Folder for offload files of all ranks started by this process; required with `offload.flash_dir`.
+        stop: Request to end before the last step.
         snapshots: Folder for snapshots; required with `checkpoint.snapshot_every`.
     """
     if rank >= (train := job.worlds[0]):
@@ -211,10 +211,10 @@ def train_rank(
 
 
 def with_first_rank_plan(job: Job) -> Job:
-    """Return a job with rank 0's plan and costs of media; every rank of the world calls this.
+    """Return a job with rank 0's plan and media costs; collective over all ranks.
 
-    Ranks of other launchers fit costs and predict times each on its own machine. The order of microbatches follows from
-    these numbers: ranks with other numbers would repeat some records of a step and omit others.
+    Under another launcher each rank computes these numbers on its own machine. The order of microbatches depends on
+    them, so ranks with different numbers would repeat some records of a step and omit others.
     """
     if isinstance(job.packed.train, Stream) or not job.packed.train.has_media:
         return job
@@ -234,7 +234,7 @@ def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:
 
 
 def _start_time_s(pid: int) -> float:
-    """Return the start time of a process in seconds of `time.time`: field 22 of /proc/PID/stat, in ticks since boot."""
+    """Return the start time of a process in seconds since the epoch, read from /proc/PID/stat."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         running_s = float(Path("/proc/uptime").read_text().split()[0])

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, the signal of schedulers and `kill`, and a closed terminal."""
+"""Signals that end a run: Ctrl-C, the signal of schedulers and `kill`, and a closed terminal."""
 
 _ONE_S: Final = 1.0
 """Seconds within which signals count as one: a launcher forwards a signal that the terminal sent to all."""
@@ -21,10 +21,10 @@ _PROMISE: Final = "the run ends; a step that has begun is finished and saved"
 
 
 class Interrupted(KeyboardInterrupt):
-    """End of a run by a signal.
+    """Exception that ends a run after a signal.
 
     Attributes:
-        signum: The signal.
+        signum: Number of the signal.
         step: Step of the checkpoint saved on request; None: the run was stopped at once.
     """
 
@@ -34,7 +34,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """Exit status by the convention of shells."""
+        """Exit status by the convention of shells, 128 + signal number."""
         return 128 + self.signum
 
 
@@ -50,19 +50,19 @@ class StopRequest:
         self._received: int | None = None
 
     def received(self) -> bool:
-        """Return whether a signal arrived, even if the main thread is blocked in a library."""
+        """Return whether a signal has arrived; works even while the main thread is blocked in a library."""
         if self.asked or self._received is None:
             return self.asked
         return bool(select.select([self._received], [], [], 0)[0])
 
     @property
     def asked(self) -> bool:
-        """True if this process, or its parent, received a signal."""
+        """True if this process or its parent has received a signal."""
         return self._asked or self._shared[0] == 1
 
     @property
     def step(self) -> int | None:
-        """Step after which the run ended on request; None if it did not."""
+        """Step after which the run ended on request; None if it has not ended on request."""
         return int.from_bytes(self._shared[8:], "little") or None
 
     def record_stop(self, step: int) -> None:
@@ -71,7 +71,7 @@ class StopRequest:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Treat signals as requests inside the context; ignored signals stay ignored (nohup). Main thread only."""
+        """Record signals as requests inside the context, in the main thread. Ignored signals stay ignored (nohup)."""
         with handled(self._on_signal), _signal_pipe() as self._received:
             try:
                 yield
@@ -95,7 +95,7 @@ class StopRequest:
 
 @contextmanager
 def _signal_pipe() -> Iterator[int | None]:
-    """Yield a file descriptor that receives the number of every handled signal; None on other threads."""
+    """Yield a file descriptor that receives the number of every handled signal; None outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -111,13 +111,13 @@ def _signal_pipe() -> Iterator[int | None]:
 
 
 def interrupt(signum: int, _: Any) -> None:
-    """Raise `Interrupted`, as a signal handler, so that cleanup runs as for an interrupt."""
+    """Raise `Interrupted`; signal handler that makes cleanup run as for a keyboard interrupt."""
     raise Interrupted(signum)
 
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Install a handler for the signals that end a run; the previous handlers are restored."""
+    """Handle the signals that end a run with `handler` inside the context, then restore the previous handlers."""
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for signum in ENDING:

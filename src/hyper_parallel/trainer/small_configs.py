@@ -310,10 +310,10 @@ def shrink_config(
     """Return a config with at most `LAYERS` layers, covering every kind of layer, without dropout.
 
     Args:
-        config: Values of a `config.json`, with parts (text, vision, audio) as inner mappings.
+        config: Values of a `config.json`, with nested mappings for text, vision and audio parts.
         narrow: Also reduce the width of layers to `SIZES`.
         keep_vocabulary: Keep the vocabulary and special tokens.
-        unused: Token ids that no text has, for image and similar tokens.
+        unused: Token ids that do not occur in text, to assign to image tokens and other placeholders.
     """
     unused = itertools.count(VOCAB - 18) if unused is None else unused
     depth = next((config[key] for key in _DEPTH if isinstance(config.get(key), int)), 0)
@@ -347,12 +347,12 @@ def shrink_config(
 
 
 def small_configs(config: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield small configs of the same architecture, the preferred one first.
+    """Yield small configs of the same architecture, in order of preference.
 
     Token spans (windows, chunks, blocks) are reduced to a few tokens in all of them.
 
     Yields:
-        Description of the reduction, maximum number of parameters for which to try it, and the config's values.
+        Description of the reduction, maximum number of parameters up to which to use it, and the config's values.
     """
     family_sizes = FAMILY_SIZES.get(str(config.get("model_type")), {})
     full, narrow = _without_dropout(config), shrink_config(config)
@@ -365,7 +365,7 @@ def small_configs(config: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[st
 
 
 def merge_sizes(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the values of `own`, whose inner mappings are merged into those of the config."""
+    """Return `config` updated with `own`; nested configs (keys ending in `_config`) are merged recursively."""
     merged = dict(config)
     for key, value in own.items():
         old = merged.get(key)
@@ -387,7 +387,7 @@ def _without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose spans and positions are a few tokens."""
+    """Return a config whose token spans (windows, chunks, blocks) and maximum positions are reduced to a few tokens."""
     short: dict[str, Any] = {}
     for key, value in config.items():
         number = isinstance(value, int) and not isinstance(value, bool)
@@ -403,20 +403,20 @@ def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clip(value: Any, limit: Any) -> Any:
-    """Return a number clipped to `limit`; other values, or without a limit, unchanged."""
+    """Return a number clipped to `limit`; return other values, and any value without a limit, unchanged."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value)(min(value, limit)) if number and limit is not None else value
 
 
 def _by_layer(value: Mapping[str, Any]) -> bool:
-    """Return whether a mapping has configs of layers by their numbers."""
+    """Return whether a mapping has layer numbers as keys and mappings as values."""
     return bool(value) and all(
         str(key).isdigit() and isinstance(one, Mapping) for key, one in value.items()
     )
 
 
 def _select_layers(config: Mapping[str, Any], depth: int) -> list[int]:
-    """Return the layers to keep: the first of every kind, then the first ones."""
+    """Return the indices of at most `LAYERS` layers: the first layer of every kind, then the lowest other indices."""
     lists = [v for v in config.values() if isinstance(v, list) and len(v) == depth]
     kinds: dict[str, int] = {}
     for i in range(depth):
@@ -427,7 +427,7 @@ def _select_layers(config: Mapping[str, Any], depth: int) -> list[int]:
 
 
 def _adjust_dependent_sizes(config: Mapping[str, Any], result: dict[str, Any]) -> None:
-    """Adjust sizes that depend on each other."""
+    """Adjust key-value heads of latent attention and sections of multimodal rotary positions to the reduced sizes."""
     heads = config.get("num_attention_heads")
     if result.get("kv_lora_rank") or heads == config.get("num_key_value_heads", heads):
         # Latent attention expands one key and value per head.

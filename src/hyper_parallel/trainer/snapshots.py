@@ -1,4 +1,4 @@
-"""Snapshots in memory: a folder in /dev/shm that outlives the ranks and is removed with their parent process."""
+"""Snapshots of training state in a folder of /dev/shm, which outlives the ranks but not their parent process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SNAPSHOTS_KEPT: Final = 2  # a rank may be killed while writing the newest
 
 @contextmanager
 def snapshot_folder(job: Job) -> Iterator[Path | None]:
-    """Yield the folder for snapshots of ranks started by this process; None if the recipe has no snapshots.
+    """Yield the snapshot folder for the ranks started by this process; None if the recipe asks for no snapshots.
 
-    It is removed at the end. The next run on this machine removes the folder of a killed launcher.
+    The folder is removed at the end. If the launcher is killed, the next run on this machine removes it.
 
     Raises:
-        SnapshotsTooLarge: HP626 when they would not fit.
+        SnapshotsTooLarge: HP626 when snapshots would not fit into /dev/shm.
         Contradiction: HP104 in a process of torchrun, whose ranks may outlive this process.
     """
     from hyper_parallel.trainer.job import under_torchrun
@@ -56,12 +56,12 @@ def snapshot_folder(job: Job) -> Iterator[Path | None]:
 
 
 def _state_bytes(job: Job) -> int:
-    """Return the bytes of the parameters in a checkpoint and of two optimizer states per trained parameter."""
+    """Return the bytes of a checkpoint: its parameters, and two optimizer states per trained parameter."""
     plan, trained = job.plan, job.plan.workload.trained
     share = 3 * trained if job.recipe.lora is not None else 1 + 2 * trained
     return int(plan.model.num_params * share * DTYPE_BYTES[plan.workload.param_dtype])
 
 
 def newest_saved(*folders: Path | None) -> int:
-    """Return the newest step published in any of these folders; 0 if there is none."""
+    """Return the newest step with a published checkpoint in any of these folders; 0 if there is none."""
     return max((step for folder in folders if folder for step in steps(folder)), default=0)

@@ -1,4 +1,4 @@
-"""Conversion between texts and tokens: prompts with their template, stop conditions, and incremental detokenization."""
+"""Conversion between text and tokens: prompts with chat template, stop conditions, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _STREAM = 6
 
 @dataclass(frozen=True)
 class Generation:
-    """Continuation, finished or interrupted.
+    """Generated continuation of a prompt, finished or interrupted.
 
     Attributes:
-        prompt: The prompt.
-        text: The continuation.
+        prompt: Text of the prompt, or turns of a conversation.
+        text: Text of the continuation.
         token_ids: Tokens of the continuation, without the stop token.
-        num_prompt_tokens: Tokens of the prompt.
-        stopped: Whether a stop token or a stop text, not the limit, ended it.
-        seconds: Wall time from the start to its end.
-        memory: Predictions and measurements under a device budget; None without one.
+        num_prompt_tokens: Number of tokens of the prompt.
+        stopped: Whether a stop token or stop text ended the continuation, rather than the token limit.
+        seconds: Wall time from the decoder's start to the end of the continuation.
+        memory: Predicted and measured memory under a budget of device memory; None without a budget.
         logprobs: Log-probabilities of the tokens under the model's distribution (temperature 1, all tokens).
-        number: Index of the sequence; with the seed it determines the draws.
-        finish: `stop` or `length`; None: interrupted, and resumable.
+        number: Index of the sequence in its batch; with the seed it determines the random numbers.
+        finish: `stop` or `length`; None: interrupted, so it can be resumed.
     """
 
     prompt: Prompt
@@ -59,17 +59,17 @@ class Generation:
     finish: str | None = None
 
     def has_ended(self, sampling: Sampling) -> bool:
-        """Return whether the continuation is finished under a rule for choosing tokens."""
+        """Return whether the continuation has ended under this sampling rule."""
         return self.finish == "stop" or len(self.token_ids) >= sampling.max_new_tokens
 
 
 class TextCodec:
-    """Text codec of one model.
+    """Conversion of prompts to tokens and of tokens to text for one model.
 
     Args:
         tokenizer: Tokenizer of the model.
         config: Config of the model.
-        stops: Stop tokens of the model's generation config.
+        stops: Stop token ids of the model's generation config.
     """
 
     def __init__(self, tokenizer: Any, config: Any, stops: int | list[int] | None) -> None:
@@ -80,9 +80,10 @@ class TextCodec:
         self._eos = stops
 
     def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
-        """Return the tokens of a prompt; with `chat`, of a user's turn. An empty prompt begins a document.
+        """Return the token ids of a prompt.
 
-        Turns of a conversation are rendered by the chat template, up to the header of the answer.
+        With `chat` a text is a user's turn. Turns are rendered by the chat template up to the header of the answer. An
+        empty text becomes the end-of-sequence token.
 
         Raises:
             BadValue: HP102 when the tokenizer has no chat template.
@@ -106,7 +107,7 @@ class TextCodec:
     def begin(
         self, source: Prompt | Generation, number: int, sampling: Sampling, *, chat: bool = False
     ) -> DecodingSequence:
-        """Return the sequence of a prompt, or of an interrupted continuation.
+        """Return a sequence ready for decoding from a prompt, or from an interrupted continuation.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
@@ -144,14 +145,14 @@ class TextCodec:
         return sequence
 
     def stop_token_ids(self, *, chat: bool) -> set[int]:
-        """Return the stop tokens of the tokenizer and the generation config, and with `chat` those of the template."""
+        """Return the stop token ids of tokenizer and generation config; with `chat` also those of the chat template."""
         return stop_ids(self.tokenizer, self._eos, chat=chat)
 
     def ended(self, sampling: Sampling) -> Callable[[DecodingSequence], bool] | None:
-        """Return a function that tells whether a stop text has just appeared; None without stop texts."""
+        """Return a function that returns whether a sequence has just reached a stop text; None without stop texts."""
         if not sampling.stop:
             return None
-        # Tokens have at least one byte, except for a few.
+        # Nearly all tokens have at least one byte, so these tokens contain any stop text that has just appeared.
         tail = 4 * max(len(text) for text in sampling.stop) + 8
 
         def has_stop_text(sequence: DecodingSequence) -> bool:
@@ -163,7 +164,7 @@ class TextCodec:
     def to_generation(
         self, sequence: DecodingSequence, prompt: Prompt, sampling: Sampling, stops: set[int]
     ) -> Generation:
-        """Return a sequence, finished or not, as a generation."""
+        """Convert a sequence, finished or not, to a `Generation`."""
         tokens, logprobs = sequence.tokens, sequence.logprobs
         if sequence.finish == "stop" and tokens[-1] in stops:
             tokens, logprobs = tokens[:-1], logprobs[:-1]
@@ -181,13 +182,13 @@ class TextCodec:
 
 
 class PromptBatch:
-    """Sequences of many prompts.
+    """Sequences to decode for many prompts.
 
     Args:
         texts: Text codec of the model.
         prompts: Texts, numbered from 0, or interrupted generations.
         sampling: Rule for choosing tokens.
-        chat: Whether prompts are users' turns.
+        chat: Whether each prompt is a user's message to be answered.
 
     Raises:
         BadValue: HP102 when a prompt and its continuation exceed the context of the model.
@@ -218,7 +219,7 @@ class PromptBatch:
             )
 
     def generations(self) -> list[Generation]:
-        """Return the generations of all prompts, in order, finished or not."""
+        """Return the continuation of each prompt so far, in the order of the prompts."""
         return [self._to_generation(place, source) for place, source in enumerate(self._prompts)]
 
     def _to_generation(self, place: int, source: str | Generation) -> Generation:
@@ -231,12 +232,12 @@ class PromptBatch:
 
 
 def draws_of(sampling: Sampling, number: int) -> NDArray[np.float64]:
-    """Return the draws of a sequence, one number in [0, 1) per token."""
+    """Return the random numbers of sequence `number`, one in [0, 1) per generated token."""
     return numbers(sampling.seed, _STREAM, number, length=sampling.max_new_tokens)
 
 
 def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens as it becomes certain: the bytes of one character may span several tokens."""
+    """Yield the text of tokens incrementally; a character whose bytes span several tokens waits for its last byte."""
     pending: list[int] = []
     context: list[int] = []
     for token in tokens:
@@ -252,11 +253,11 @@ def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
 
 
 def text_before_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
-    """Yield pieces of a text up to the first stop text, which may span several pieces."""
+    """Yield pieces of a text up to the first of `stops`, which may span several pieces."""
     pending, longest = "", max(map(len, stops), default=1) - 1
     for piece in pieces:
         pending += piece
-        positions = [at for stop in stops if (at := pending.find(stop)) >= 0]
+        positions = [start for stop in stops if (start := pending.find(stop)) >= 0]
         if positions:
             yield pending[: min(positions)]
             return

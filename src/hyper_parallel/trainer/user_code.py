@@ -1,4 +1,4 @@
-"""Classes and functions named by dotted paths in a recipe."""
+"""Import of classes and functions that a recipe names by dotted paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.errors import NotImportable
 
 
 def load_class(path: str, base: type, where: str) -> type:
-    """Import `module.Class`; the current directory is added to the import path.
+    """Import and return the class `module.Class`; the current directory is added to the import path.
 
     Args:
         path: Dotted path.
@@ -37,12 +37,12 @@ def load_class(path: str, base: type, where: str) -> type:
 
 
 def load_function(path: str, where: str, known: Sequence[str] = ()) -> Callable[..., Any]:
-    """Import `module.function`.
+    """Import and return the function `module.function`.
 
     Args:
         path: Dotted path.
         where: Origin of the path, for errors.
-        known: Names that need no path.
+        known: Built-in names, listed in the error.
 
     Raises:
         NotImportable: HP109 when there is no callable of that name.

@@ -1,6 +1,6 @@
 """The PyTorch back end: plans applied to modules, collectives on local tensors, exact global reductions.
 
-    _parallelize   steps from a model and a plan to the `Handle`, each a function of one subpackage:
+    _parallelize   applies a plan to a model and returns its `Handle`, with functions of the subpackages:
     tensor         tensor and sequence parallelism on one or two axes      context    context parallelism
     experts        token dispatch, routing, load balancing                 pipeline   stages and their schedule
     data           FSDP                                                    weights    initial values and files

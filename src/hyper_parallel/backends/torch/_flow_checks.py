@@ -1,4 +1,4 @@
-"""Checks of the forward pass of a model against the axes of a plan, on one process."""
+"""Checks, in one process, that a model's forward pass supports the parallel axes of a plan."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hyper_parallel.shard import ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class ForwardTrials:
-    """Results of the trials of a forward pass.
+    """Results of trial forward passes of a model on meta tensors.
 
     Attributes:
         flow: Data flow between the layers, for pipeline stages; None without them.
-        attention_calls: Calls of the attention interface per layer, for context parallelism.
+        attention_calls: Number of calls of the attention interface in each layer, for context parallelism.
         tensor: Result of the tensor-parallel trial for replicated activations; None otherwise.
     """
 
@@ -35,7 +35,7 @@ class ForwardTrials:
 
 
 def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None) -> ForwardTrials:
-    """Raise for a model whose forward pass does not support the axes of its plan; needs no other ranks.
+    """Raise for a model whose forward pass does not support the parallel axes of its plan; runs in one process.
 
     Args:
         model: Model with real or meta parameters; not changed.
@@ -43,7 +43,7 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
         shard_plan: Result of `resolve_layouts`; None: resolve them here if tensor parallelism needs them.
 
     Returns:
-        Results of the trials, for the wrappers of the axes.
+        Results of the trial passes.
 
     Raises:
         UnsupportedSharding: HP205 naming the axis and the reason.
@@ -60,7 +60,7 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
 
 
 def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return the axes of `pp` and `cp` that a model's forward pass does not support, with reasons.
+    """Return (axis, reason) for each of the axes `pp` and `cp` that a model's forward pass does not support.
 
     Args:
         model: Model with real or meta parameters; not changed.

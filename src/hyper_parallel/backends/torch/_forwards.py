@@ -1,4 +1,4 @@
-"""Replacement of the forwards of a model whose parameters are sharded, for the axes that change its computation."""
+"""Replacement of module forwards for the parallel axes that change the computation of a model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from hyper_parallel.shard import ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """State after the parameters are sharded: the model has this rank's parameters only.
+    """Model state after sharding, when the model contains only this rank's parameters.
 
     Attributes:
         shard_plan: Layouts and styles of the complete model.
@@ -87,11 +87,11 @@ def replace_forwards(
     rotate_by_document(model, document_lengths if context is None else context.local_lengths)
     reset_before_calls(model)
 
-    # From the innermost forward to the outermost: recomputed code runs on tokens that are already sharded.
+    # Wrap from the innermost forward to the outermost: recomputed code runs on tokens that are already sharded.
     if context is None and view.base is not None:
         mask_documents(view.base, compute)
-    # Without sharded activations, tensor parallelism replaces the forwards of single projections, the innermost
-    # wrappers. Else it also wraps layers and the model, the outermost ones, because layers get sharded activations.
+    # With replicated activations, tensor parallelism wraps only projections, so its wrappers are the innermost ones.
+    # With sharded activations it also wraps layers and the model, so its wrappers are the outermost ones.
     per_module = tp is not None and (view.base is None or tp.replicated_activations)
     by_stage = [[*view.layers]] if stages is None else list(stages.layers.values())
     tokens = Tokens(None if tp is not None and tp.replicated_activations else tp, context, running)

@@ -4,7 +4,7 @@ Logits stay sharded where possible: by tokens (context parallelism), and by voca
 parallelism). An objective can be computed from one of three values:
 
     logprobs   [B, S]  log-probability of every target, full sequences in order, equal on every rank of tp x cp;
-                       backward counts the part of each rank once
+                       backward counts each gradient once, although these ranks have equal values
     logits     [N, V]  all columns for the tokens owned by this rank; every token is owned by one rank of tp x cp
     scores     [B, S]  in place of log-probabilities, for a model that has one logit per token
 """
@@ -63,7 +63,10 @@ class LogitsHook:
 
     @contextmanager
     def intercept(self, transform: LogitsTransform) -> Iterator[None]:
-        """Return `transform` of the logits as the loss of passes in this context; they need `shift_labels`."""
+        """Make passes in this context return `transform(logits, shift_labels)` as their loss.
+
+        The batch must contain `shift_labels`.
+        """
         self.transform, self.called = transform, False
         try:
             yield
@@ -77,14 +80,14 @@ class LogitsHook:
         return -self._gather_tokens(own, targets)
 
     def scores(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return scores [B, S], in float32 or wider, from [B, S / cp, 1] or this rank's tokens of it."""
+        """Return scores [B, S] of all tokens, in float32 or wider, from the logits of this rank's tokens."""
         if self.tp is not None:
             self.tp.running.update(loss_consumed=True)
         wide = logits.reshape(-1).to(torch.promote_types(logits.dtype, torch.float32))
         return self._gather_tokens(wide, targets).clone()
 
     def _gather_tokens(self, own: Tensor, targets: Tensor) -> Tensor:
-        """Gather one number per token of this rank's head to [B, S]."""
+        """Gather one number per token [B, S] from `own`, the numbers of the tokens in this rank's logits."""
         tp = self.tp
         if tp is not None and tp.head == "tokens":
             own = join(own, 0, tp.group)[: targets.numel()]
@@ -92,7 +95,7 @@ class LogitsHook:
         return own if self.context is None else join_sequences(self.context, own)
 
     def own_logits(self, logits: Tensor, index: Tensor) -> Tensor:
-        """Return the logits [N, V] of the tokens in `own_tokens`."""
+        """Return the logits [N, V] of the tokens that this rank owns; `index` is the result of `own_tokens`."""
         tp, rows = self.tp, logits.reshape(-1, logits.shape[-1])
         if tp is not None:
             tp.running.update(loss_consumed=True)
@@ -130,7 +133,10 @@ def replace_loss(
 
 
 def cut_batch(batch: Mapping[str, Any], like: Tensor, index: Tensor) -> dict[str, Any]:
-    """Select the tokens `index` [N, ...] in every tensor [B, S, ...] of a batch; other items are unchanged."""
+    """Return a batch with only the tokens at the flat positions `index`; -1 is skipped.
+
+    Tensors [B, S, ...] become [N, ...]. Items whose first two dims differ from `like` [B, S] are unchanged.
+    """
     own = index[index >= 0]
 
     def cut(value: Any) -> Any:

@@ -98,7 +98,7 @@ def apply_plan(
 
 
 def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routing) -> ShardedModel:
-    """Check the model against its plan, and keep and shard the parameters of this rank."""
+    """Check the model against its plan, then keep only this rank's shards of the parameters."""
     strategy, mesh = plan.strategy, ranks.mesh
     shard_plan = resolve_layouts(model, plan)
     check_routing(model, routing, alone=strategy.world_size == 1)
@@ -163,7 +163,7 @@ def audit(model: nn.Module) -> None:
 
 
 def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
-    """Return the mesh and a rank's coordinate with dp_shard x cp merged into the axis that FSDP shards over.
+    """Return the mesh and a rank's coordinate with dp_shard and cp merged into one axis, over which FSDP shards.
 
     For uneven sizes, one split into dp_shard * cp slices differs from two successive splits.
     """
@@ -188,7 +188,7 @@ def place_parameters(
     dtype: torch.dtype,
 ) -> None:
     """Move parameters and buffers to the device and shard parameters over ranks, without communication."""
-    placed: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    placed: dict[int, nn.Parameter] = {}  # by id of the original, so that tied parameters stay tied
     names = dict(model.named_parameters(remove_duplicate=False))
     for name, param in names.items():
         if id(param) not in placed:
@@ -196,7 +196,7 @@ def place_parameters(
             layout = layouts[first_name]
             experts = "ep" in layout.sharding_axes and expert_mesh is not None
             mesh = expert_mesh["ep"] if experts else tp_mesh
-            mesh = None if layout.one_of else mesh  # this rank alone of the axis has the parameter
+            mesh = None if layout.one_of else mesh  # no other rank of the axis has the parameter
             placed[id(param)] = _shard(param, layout, mesh, device, dtype)
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = placed[id(param)]
@@ -238,7 +238,7 @@ def _shard(
 
 
 def _dtensor_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
-    """Return the placements of a layout without partial sums in the types of DTensor."""
+    """Return the DTensor placements of a layout that has no partial sums."""
     entries: list[Placement] = []
     for entry in placements(layout, mesh):
         if isinstance(entry, ir.StridedShard):

@@ -1,12 +1,12 @@
-"""Forward and backward of one optimizer step, the same call on every layout, with objectives of the user.
+"""Forward and backward of one optimizer step, by the same call on every layout, optionally with a custom objective.
 
 A step is a list of microbatches. Without pipeline stages, each microbatch runs forward and backward in turn; with
 stages, the plan's schedule decides the order. In both cases the gradients are those of the step's loss, a sum over
 tokens divided once by `num_tokens`. The returned values of all ranks add up to that loss.
 
 An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`. Its arguments are
-the same as on one device, so one function serves every layout. Ranks that share a microbatch compute the same value;
-backward counts the part of each rank once.
+the same as on one device, so one function serves every layout. Ranks that share a microbatch compute the same value,
+and backward counts its gradient once.
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ def objective_loss(
     over: Over | None,
     share: float,
 ) -> Tensor:
-    """Return the root of one microbatch's backward; its sum over cp and data ranks is the objective's value.
+    """Return the scalar of one microbatch on which backward is called.
 
-    `share` is the weight of this rank's microbatch in the router loss of the step.
+    Its sum over cp and data-parallel ranks is the objective's value. `share` is the weight of this rank's microbatch in
+    the router loss of the step.
     """
     scores = over is None and scores_tokens(model)
     over = over or ("logprobs" if scores or _has_token_loss(model, attached) else "output")
@@ -212,7 +213,7 @@ def _intercepted(
     targets: Tensor,
     transform: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return `transform` of the logits and targets of one forward pass."""
+    """Run one forward pass and return `transform` of its logits and targets."""
     tap = attached.loss
     assert tap is not None
     kwargs = {**_forward_kwargs(model, batch), "labels": targets, "shift_labels": targets}
@@ -229,8 +230,8 @@ def _intercepted(
 
 
 def check_loss(model: nn.Module, attached: Handle) -> None:
-    """Refuse the cross entropy of a model that does not predict the next token."""
-    # Such a forward divides by the tokens of the step itself.
+    """Raise HP514 if the model's own loss does not add up over microbatches and ranks."""
+    # A forward with this argument divides its loss by the number of tokens of the step.
     divides = "num_items_in_batch" in _forward_parameters(model)
     if not (divides or _has_token_loss(model, attached)):
         raise NoLoss(
@@ -243,7 +244,10 @@ def check_loss(model: nn.Module, attached: Handle) -> None:
 def stage_inputs(
     model: nn.Module, batch: Mapping[str, Any], objective: Objective | None
 ) -> Mapping[str, Any]:
-    """Return the inputs of pipeline stages before the last; with an objective, only those that the forward accepts."""
+    """Return the items of a batch that pipeline stages before the last one get.
+
+    These are all items without an objective, otherwise only arguments of the model's forward.
+    """
     return batch if objective is None else _forward_kwargs(model, batch)
 
 
@@ -272,7 +276,10 @@ def _forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _has_token_loss(model: nn.Module, attached: Handle) -> bool:
-    """Return whether a model has a loss over next tokens; an encoder-decoder does not shift its labels."""
+    """Return whether a model's own loss is the cross entropy of next tokens.
+
+    Encoder-decoders have another loss, because their labels are not shifted.
+    """
     takes = "labels" in _forward_parameters(model) or _accepts_any_kwargs(model)
     classifies = _is_encoder_decoder(model) or scores_tokens(model)
     return attached.loss is not None and takes and not classifies
@@ -283,13 +290,13 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def _accepts_any_kwargs(model: nn.Module) -> bool:
-    """Return whether all parameters of the model's forward are variadic."""
+    """Return whether all parameters of the model's forward are variadic: `*args` or `**kwargs`."""
     kinds = {p.kind for p in _forward_parameters(model).values()}
     return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 def _forward_kwargs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of a batch that the model's forward accepts by name, or by variadic parameters; no targets."""
+    """Return the items of a batch, except targets, that the model's forward accepts."""
     named, free = _forward_parameters(model), _accepts_any_kwargs(model)
     targets = ("labels", "shift_labels")
     return {
@@ -404,14 +411,16 @@ def _run_losses(
     scale: float,
     step: StepActions | None = None,
 ) -> Tensor:
-    """Run microbatches on a rank that computes losses, with other parts of the model under `step`; see `_run`."""
+    """Run microbatches on a rank that computes losses; see `_run`.
+
+    `step` exchanges features and their gradients with the ranks of towers; None without sub-models.
+    """
     axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
     for part in microbatches:
         refuse_other_inputs(model, axes, stage_inputs(model, part, objective))
     local_only = num_tokens is not None
-    if (
-        attached.average
-    ):  # FSDP averages gradients of a loss that is already divided by all tokens of the step
+    if attached.average:
+        # FSDP averages gradients of a loss that is already divided by all tokens of the step.
         scale *= attached.plan.strategy.dp
     if objective is None:
         check_loss(model, attached)
@@ -495,15 +504,15 @@ def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch
 
 
 def _sum_over_ranks(attached: Handle, value: Tensor) -> Tensor:
-    """Sum over all ranks of the model."""
+    """Return the sum of `value` over all ranks of the model."""
     group = attached.ranks.world_group
     return value if group is None else all_reduce(value, group, Purpose.LOSS)
 
 
 def data_share(model: nn.Module) -> tuple[int, int]:
-    """Return the `rank` and `num_replicas` of this rank's data sampler.
+    """Return (`rank`, `num_replicas`) for the data sampler of this rank.
 
-    Ranks of one tensor-, context- or pipeline-parallel group read the same data.
+    Ranks of one tensor-, context- or pipeline-parallel group get equal values, because they read the same data.
     """
     attached = handle(model)
     strategy = attached.plan.strategy
@@ -521,8 +530,8 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
         count: Number of microbatches of each data-parallel rank in the step.
 
     Returns:
-        Data-parallel rank and index of each microbatch: the rank's own ones if it has the language part, then those for
-        which its tower computes features. None: pass None, so that all ranks of a tower run equally often.
+        (data-parallel rank, index) of each microbatch: the rank's own ones if it has the language part, then those for
+        which its tower computes features. For an entry None, pass None, so that all ranks of a tower run equally often.
     """
     submodels = handle(model).submodels
     if submodels is not None:
@@ -533,7 +542,7 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
 
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Defer gradient reductions in this context, for every microbatch of a step but the last.
+    """Defer gradient reductions in this context; use it for all microbatches of a step except the last one.
 
     FSDP still reduce-scatters each microbatch unless zero is 1, see `set_last_backward`. The all-reduce over replicas
     and the sum over tensor-parallel ranks run once, in the backward pass outside this context.
@@ -580,11 +589,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     return norm
 
 
-def _square_sum(model: nn.Module, found: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all gradients of a model, equal on its ranks, and add the local ones to `found`."""
+def _square_sum(model: nn.Module, local_gradients: list[Tensor]) -> Tensor:
+    """Return the sum of squares of all gradients of a model over its ranks.
+
+    Append the non-empty local gradients of this rank to `local_gradients`.
+    """
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-    wide = torch.float32  # equal on all ranks, also on a rank without gradients
+    wide = torch.float32  # dtype of the sum: equal on all ranks, also on a rank without gradients
     for name, param in model.named_parameters():
         wide = torch.promote_types(wide, param.dtype)
         if param.grad is None:
@@ -593,7 +605,7 @@ def _square_sum(model: nn.Module, found: list[Tensor]) -> Tensor:
         wide = torch.promote_types(wide, grad.dtype)
         if grad.numel():
             by_copies.setdefault((attached.copies(name), grad.dtype), []).append(grad)
-            found.append(grad)
+            local_gradients.append(grad)
     total = torch.zeros((), dtype=wide, device=attached.device)
     for (copies, dtype), grads in by_copies.items():
         norms = torch._foreach_norm(grads, 2, dtype=torch.promote_types(dtype, torch.float32))
@@ -607,11 +619,12 @@ def _square_sum(model: nn.Module, found: list[Tensor]) -> Tensor:
 def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Sum the routing counts of a step over all ranks, update the router biases, and reset the counts.
 
-    Every rank calls this after each optimizer step. It reads no tensor values, so it can be captured with the step.
+    Every rank calls this after each optimizer step. No tensor value is read on the host, so it can be captured with
+    the step.
 
     Returns:
-        [layers, E + 1], float64, equal on every rank: rows routed to each expert, and rows that were not dropped. With
-        the auxiliary loss; None for a model without experts, or when nothing was routed.
+        Counts and auxiliary loss, or None for a model without experts or when nothing was routed. Counts [layers,
+        E + 1], float64, equal on every rank: rows routed to each expert, and in the last column rows not dropped.
     """
     attached = handle(model)
     total = None if attached.experts is None else collect_routing(model, attached.experts)

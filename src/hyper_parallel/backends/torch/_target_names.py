@@ -39,7 +39,7 @@ def is_plain(pattern: str) -> bool:
 
 
 def matcher(pattern: str, where: str) -> Callable[[str], bool]:
-    """Return a predicate: whether a full name matches a pattern.
+    """Return a predicate that tells whether a full module name matches a pattern.
 
     Args:
         pattern: A Python regular expression.
@@ -89,7 +89,7 @@ def fitting(pattern: str, names: Iterable[str], where: str) -> set[str]:
 
 
 def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
-    """Return a `peft.LoraConfig` in which matching names replace the patterns.
+    """Return a copy of a `peft.LoraConfig` with the names of matching modules in place of its patterns.
 
     Args:
         config: The configuration; not changed.
@@ -171,7 +171,7 @@ def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
 
 
 def _plain_keys(patterns: Mapping[str, Any], names: list[str], where: str) -> dict[str, Any]:
-    """Return the patterns in order; full matching names replace all patterns that are not plain suffixes."""
+    """Return `patterns` with each key that is not a plain suffix replaced by the full names that it matches."""
     plain: dict[str, Any] = {}
     for pattern, value in patterns.items():
         if is_plain(pattern):
@@ -295,12 +295,12 @@ def check_names(
 
 
 def last_names(names: Iterable[str]) -> list[str]:
-    """Return the sorted distinct last parts of names."""
+    """Return the sorted distinct last parts of dotted names."""
     return sorted({_last(name) for name in names})
 
 
 def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = None) -> str:
-    """Return the override that selects modules by these names, or disables adapters if no module supports one."""
+    """Return the recipe override that selects modules by these names, or disables adapters if none is supported."""
     if not names or (adaptable is not None and not adaptable):
         return "lora=null"
     if names == ["all-linear"]:
@@ -309,12 +309,12 @@ def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = No
 
 
 def _inside(name: str, saved: Iterable[str]) -> bool:
-    """Return whether a module is, or is inside, a module that is trained in full."""
+    """Return whether a module is in `saved`, the modules trained in full, or inside one of them."""
     return any(f".{s}." in f".{name}." for s in saved)
 
 
 def _shown(names: Iterable[str]) -> str:
-    """Return the first names, truncated for a message."""
+    """Return the first names, joined and truncated for a message."""
     return ", ".join(f"{name:.120}" for name in [*names][:_SHOWN])
 
 

@@ -28,7 +28,7 @@ _current: ContextVar[tuple[Purpose | None, bool]] = ContextVar("purpose", defaul
 
 
 def current_purpose() -> Purpose | None:
-    """Return the purpose of collectives issued now; None outside the functions of this package, as in FSDP."""
+    """Return the purpose of collectives issued now; None for those of other code, such as FSDP."""
     return _current.get()[0]
 
 
@@ -39,9 +39,9 @@ def is_coalesced() -> bool:
 
 @contextmanager
 def flights_to(listener: Callable[[Flight], None]) -> Iterator[None]:
-    """Tell a listener about every collective of this package that is waited for in this context, on this thread.
+    """Call `listener` in this context and thread after the wait for each collective of this package.
 
-    Its times are those of the host, so on an accelerator they say nothing.
+    Times are measured on the host, so they are meaningless for collectives of an accelerator.
     """
     token = _listener.set(listener)
     try:
@@ -59,9 +59,9 @@ class _Flight:
         self.end_s: float | None = None
 
     def watch(self, work: dist.Work | None) -> None:
-        """Note the completion of an asynchronous collective, in the thread that completes it.
+        """Record the time at which an asynchronous collective completes.
 
-        Reduce-scatters of gloo do not tell; they count as in flight until the wait.
+        gloo does not report this for reduce-scatters: they count as in flight until the wait ends.
         """
         if work is not None:
             with suppress(RuntimeError):
@@ -71,21 +71,21 @@ class _Flight:
         self.end_s = time.perf_counter()
 
     def report(self, kind: str, name: Purpose, sent: Tensor, wait_s: float) -> None:
-        """Report the collective, whose wait has ended."""
+        """Pass the `Flight` of the collective to the listener, after its wait has ended."""
         now = time.perf_counter()
         work = kind, sent.numel() * sent.element_size()
         self._listener(Flight(name, work, self.start_s, wait_s, now, self.end_s or now))
 
 
-def _recorded() -> _Flight | None:
-    """Return the record of a collective that is issued now; None without a listener."""
+def _new_flight() -> _Flight | None:
+    """Return a new record for a collective issued now; None without a listener."""
     listener = None if torch.compiler.is_compiling() else _listener.get()
     return None if listener is None else _Flight(listener)
 
 
 @contextmanager
 def purpose(name: Purpose, coalesced: bool = False) -> Iterator[None]:
-    """Set the purpose of collectives issued in this context; of nested contexts the innermost one applies."""
+    """Set the purpose of collectives issued in this context; the innermost context applies."""
     if torch.compiler.is_compiling():  # recorders see eager code only
         yield
         return
@@ -112,7 +112,7 @@ class _Paired(torch.autograd.Function):
 
 
 def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Apply a linear function to tensors, with its transpose as the backward function.
+    """Return `forward(*tensors)`; autograd calls `backward`, which must be the transpose of `forward`.
 
     Args:
         forward: Linear function of the tensors; it must not return an input.
@@ -123,8 +123,8 @@ def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: 
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, name: Purpose) -> Tensor:
-    """Sum over ranks in place; no gradient."""
-    flight = _recorded()
+    """Sum `x` over ranks in place and return it; not differentiable."""
+    flight = _new_flight()
     with purpose(name):
         dist.all_reduce(x, group=group)
     if flight is not None:
@@ -140,7 +140,7 @@ def all_to_all(
     receive: list[int] | None = None,
     send: list[int] | None = None,
 ) -> Tensor:
-    """Fill `out` with the rows that all ranks send to this rank, in rank order; no gradient.
+    """Fill `out` with the rows that all ranks send to this rank, in rank order; not differentiable.
 
     Args:
         out: Received rows.
@@ -188,7 +188,7 @@ def launch_reduce_into(
 def launch_all_reduce(
     x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
-    """Issue a sum over ranks of a copy and return the function that waits for it and returns the sum."""
+    """Issue the sum of a copy of `x` over ranks, and return the function that waits for the sum and returns it."""
     out = x.contiguous().clone()
     issue = partial(dist.all_reduce, out, group=group, async_op=async_op)
     return _launch("all_reduce", issue, out, out, group, name)
@@ -203,7 +203,7 @@ def _launch(
     name: Purpose,
 ) -> Callable[[], Tensor]:
     """Issue a collective and return the function that waits for it and returns `out`."""
-    flight = _recorded()
+    flight = _new_flight()
     with purpose(name):
         work = issue()
     if flight is not None:
@@ -222,7 +222,7 @@ def await_collective(
 ) -> Tensor:
     """Wait for a collective and return `out`.
 
-    `sent` is an argument to keep it alive until then; a monitor reads `kind`, `group` and `name` of a rank that hangs.
+    The argument `sent` keeps the tensor alive until then. If a rank hangs, a monitor reads `kind`, `group` and `name`.
     """
     begin_s = time.perf_counter() if flight is not None else 0.0
     if work is not None:
@@ -233,12 +233,12 @@ def await_collective(
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
-    """Stack every rank's tensor along a new first dim; no gradient."""
+    """Return every rank's tensor, stacked along a new first dim; not differentiable."""
     return launch_gather_rows(x, group, name, async_op=False)()
 
 
 def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
-    """Fill `out` with this rank's rows of the sum; no gradient."""
+    """Sum `rows` over ranks and fill `out` with this rank's equal share of them; not differentiable."""
     return launch_reduce_into(out, rows, group, name, async_op=False)()
 
 
@@ -256,7 +256,7 @@ def send_receive(
         dist.P2POp(dist.irecv, received, group=group, group_peer=source),
     ]
     with purpose(name, coalesced=True):
-        flight = _recorded()
+        flight = _new_flight()
         works = dist.batch_isend_irecv(pair)
 
     def wait(

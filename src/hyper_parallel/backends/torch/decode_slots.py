@@ -40,7 +40,7 @@ class _Write:
     """Cache indices of a pass.
 
     Attributes:
-        rows: Slots.
+        rows: Slots of the sequences in the pass.
         span: The slots as a slice where they are contiguous, else None.
         columns: Columns [B, S] of the tokens of the pass.
         width: Number of columns that attention reads.
@@ -80,7 +80,7 @@ class _SlotLayer(FixedLayer):
 
 
 class Passes:
-    """Forward passes of a model for decoding.
+    """Executor of a model's forward passes for decoding.
 
     Attributes:
         slots: Maximum number of concurrent sequences.
@@ -95,9 +95,14 @@ class Passes:
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """Run the next tokens of some slots, from positions `starts`, and return the logits [B, V] after the last ones.
+        """Run the model on the next tokens of some slots, and return the logits [B, V] after the last token of each.
 
-        Returns None on pipeline ranks without the last stage.
+        Return None on pipeline ranks without the last stage.
+
+        Args:
+            rows: Slots.
+            tokens: Next tokens of each slot.
+            starts: Position of the first of these tokens in each sequence.
         """
         raise NotImplementedError
 
@@ -122,7 +127,7 @@ class Passes:
         return busy, halted
 
     def broadcast_choices(self, chosen: Tensor | None, rows: int) -> Tensor:
-        """Broadcast the choices [2, B] (tokens, log-probabilities) of the ranks with logits to all pipeline ranks."""
+        """Return the choices [2, B] (tokens, log-probabilities), broadcast from the ranks with logits to all stages."""
         pipeline = None if self._handle is None else self._handle.pipeline
         if pipeline is None:
             assert chosen is not None
@@ -244,13 +249,13 @@ class WholePasses(Passes):
 
 @dataclass(frozen=True)
 class SlotSteps:
-    """A prompt step and a decode step of fixed shapes: every step has all slots.
+    """Shapes of a prompt step and a decode step, which run all slots and therefore never change shape.
 
-    With one slot there is no padding: the prompt step attends to its own keys without a mask, as with a growing cache.
+    With one slot there is no padding: the prompt step attends to its own keys without a mask.
 
     Attributes:
         slots: Number of sequences.
-        prompt_tokens: Maximum number of tokens per sequence in the prompt step; with one slot, their number.
+        prompt_tokens: Maximum number of tokens per sequence in the prompt step; the exact number with one slot.
         length: Maximum number of tokens read per sequence.
     """
 
@@ -266,7 +271,7 @@ class SlotSteps:
         return Cache(layers=[_SlotLayer(self.slots, self.length) for _ in layers])
 
     def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
-        """Return inputs of a step with its shapes, and padding only if there are several slots."""
+        """Return placeholder inputs of the prompt step or the decode step, in their fixed shapes."""
         if self.slots == 1:
             part = [0] * (self.prompt_tokens if prompt else 1)
             return self.inputs(model, [0], [part], [0], prompt=prompt)
@@ -330,7 +335,7 @@ class SlotSteps:
 
 
 class FixedPasses(Passes):
-    """Passes by a prompt step and a decode step of fixed shapes, each of which has all slots.
+    """Passes that run a prompt step or a decode step, whose shapes are fixed because they have all slots.
 
     Args:
         model: A causal language model for which `why_no_static_cache` returns None.
@@ -413,9 +418,9 @@ class GrowingPasses(Passes):
             )
         if self._caches:
             self._memory = {name: out[name] for name in out if name in self._parameters}
-            if self._media:  # of the prompt alone
+            if self._media:  # this mask has the length of the prompt
                 self._memory.pop("attention_mask", None)
-        if out.logits.shape[1] not in (1, len(read)):  # block diffusion: a canvas, not the text
+        if out.logits.shape[1] not in (1, len(read)):  # as for block diffusion models
             raise NoLoss(
                 "the model's logits do not match its tokens: one position per token is needed",
                 where=type(self._model).__name__,
@@ -469,7 +474,7 @@ class RecomputePasses(Passes):
 
 
 def slot_cache_refusal(model: Any) -> str | None:
-    """Return why the model cannot decode several sequences in one KV cache, or None."""
+    """Return the reason why the model cannot decode several sequences in one KV cache; None if it can."""
     if why := why_no_own_cache(model):
         return why
     config = model.config.get_text_config(decoder=True)

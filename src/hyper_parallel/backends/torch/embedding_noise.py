@@ -1,8 +1,8 @@
 """Noise on token embeddings in training: NEFTune, Jain et al. 2023, arXiv:2310.05914.
 
-Uniform in +-alpha / sqrt(S D) for rows of S tokens and D features, as in transformers. The noise is a hash of a key of
-the caller (from seed and step), the tokens of the row, the position and the feature. It uses no random number
-generator, so the noise of a token is equal on every layout.
+The noise is uniform in +-alpha / sqrt(S D) for rows of S tokens and D features, as in transformers. It is a hash of a
+key that the caller derives from seed and step, the tokens of the row, the position and the feature. No random number
+generator is used, so the noise of a token is equal on every layout.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class FlowTracer(TorchDispatchMode):
         return self._known[id(tensor)]
 
     def _placeholder_value(self, packet: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Return a placeholder for values read from a meta tensor, else None.
+        """Return a placeholder for the values that an operator reads from a meta tensor; None if it reads none.
 
         Scalars and copies to the CPU are zero; `nonzero` of a tensor over tokens has one row per token.
         """
@@ -155,7 +155,10 @@ class FlowTracer(TorchDispatchMode):
         return None
 
     def _resolve_sizes(self, packet: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments with consistent sizes in place of sizes that depend on values."""
+        """Return the arguments of an operator with assumptions in place of sizes that depend on values.
+
+        A boolean mask selects `TOKENS` rows, and the last part of a split has the remaining size.
+        """
         if packet is _aten.split_with_sizes:
             *sizes, _ = args[1]
             rest = args[0].shape[args[2] if len(args) > 2 else 0] - sum(sizes)
@@ -221,7 +224,10 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def _cache_key(value: Any) -> Any:
-    """Return a key that decides the shape of a result; it distinguishes 1, 1.0 and True, and meta and CPU tensors."""
+    """Return a cache key of an argument: operators on arguments with equal keys return equal shapes.
+
+    The key distinguishes 1, 1.0 and True, and meta and CPU tensors.
+    """
     if isinstance(value, Tensor):
         return (value.device, value.dtype, *value.shape, None, *value.stride())
     if isinstance(value, dict):

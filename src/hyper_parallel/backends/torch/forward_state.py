@@ -23,7 +23,7 @@ _MARKER: Final = "max_seq_len_cached"
 
 
 def reset_before_calls(model: nn.Module) -> None:
-    """Restore the state before the first call at the start of each call of every stateful rotary embedding."""
+    """Make every stateful rotary embedding start each call with the state that it had before its first call."""
     for module in model.modules():
         if any(name.endswith(_MARKER) for name in vars(module)):
             _ResetState().attach(module)
@@ -34,10 +34,10 @@ def changed_state(model: nn.Module, run_forward: Callable[[], object]) -> tuple[
 
     Args:
         model: Any module with real buffers.
-        run_forward: Runs a forward pass of the model.
+        run_forward: Function that runs a forward pass of the model.
     """
     modules = dict(model.named_modules())
-    before = {path: _copied(_values(module)) for path, module in modules.items()}
+    before = {path: _copy_tensors(_values(module)) for path, module in modules.items()}
     run_forward()
     names = []
     for path, module in modules.items():
@@ -63,7 +63,7 @@ class _ResetState:
         self._after: Values | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Reset a module at the start of every forward."""
+        """Make a module reset its state at the start of every forward."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end)
 
@@ -93,12 +93,12 @@ def _values(module: nn.Module) -> Values:
     return state
 
 
-def _copied(values: Values) -> Values:
+def _copy_tensors(values: Values) -> Values:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def _same(first: Values, second: Values) -> bool:
-    """Return whether two states have identical objects."""
+    """Return whether two states have the same names and the very same objects, without comparing values."""
     return first.keys() == second.keys() and all(second[k] is v for k, v in first.items())
 
 

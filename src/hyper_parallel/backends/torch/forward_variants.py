@@ -23,11 +23,11 @@ _FLOAT32: Final = torch.float32
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Mode in which no operation converts float64 tensors to float32, and integers are converted to float64.
+    """Mode that turns conversions of float64 and integer tensors to float32 into conversions to float64.
 
-    Model code computes norms, rotary angles and softmax in at least float32 by a conversion to float32. For float64
-    this loses precision, and two layouts may round to different float32 values. Positions in float32 could not be
-    multiplied with frequencies in float64.
+    Model code converts tensors to float32 to compute norms, rotary angles and softmax in at least float32. In a float64
+    model this loses precision, and two layouts may round to different float32 values. Positions converted to float32
+    could not be multiplied with frequencies in float64.
     """
 
     def __torch_function__(
@@ -37,12 +37,12 @@ class _KeepFloat64(TorchFunctionMode):
         if func is Tensor.float and not args[0].is_floating_point():
             return args[0].double()
         if func is torch.zeros and kwargs.get("dtype") is _FLOAT32:
-            # Usually a result that float64 rows are written to.
+            # The result is usually a buffer to which float64 rows are written.
             return func(*args, **{**kwargs, "dtype": torch.float64})
         if func is torch.full:
             value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
             if torch.finfo(torch.float32).max < abs(value) < math.inf:
-                # A mask with the lowest float64 value.
+                # The result is a mask with the lowest float64 value.
                 return func(*args, **{"dtype": torch.float64, **kwargs})
         converts_integers = func is Tensor.to and not args[0].is_floating_point()
         if converts_integers or (
@@ -65,7 +65,7 @@ def float64_kept() -> TorchFunctionMode:
 
 
 def keep_float64(model: nn.Module) -> None:
-    """Run the forward of a model in float64 throughout; its outputs and signature do not change."""
+    """Make the forward of a model compute in float64 throughout; its signature does not change."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with _KeepFloat64():
@@ -75,7 +75,7 @@ def keep_float64(model: nn.Module) -> None:
 
 
 def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
-    """Return why grouped matrix products do not support the experts of a model; None if supported or without experts.
+    """Return why grouped matrix products do not support the experts of a model; None if they do or it has no experts.
 
     Args:
         model: Model with all experts of a layer in one parameter [E, ...], of any dtype.
@@ -98,7 +98,7 @@ def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def loop_over_experts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Use the model's own loop over experts where grouped matrix products do not support them."""
+    """Make a model use its own loop over experts if grouped matrix products do not support them."""
     if ungrouped_experts(model, dtype) and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
 
@@ -117,7 +117,7 @@ def recompute_layers(
         strategy: Strategy with the recomputed layers.
         tp: Tensor-parallel state, or None.
         exact: Recompute in float64 throughout, see `keep_float64`.
-        running: The running pass, whose context is that of the forward in its recomputation.
+        running: The running pass; a recomputed layer gets the pass context that its forward had.
     """
     layers = [layer for stage in stages for layer in stage]
     indices = iter(range(len(layers)))

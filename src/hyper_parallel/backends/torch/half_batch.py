@@ -6,9 +6,9 @@ The layer's code is not changed: its forward is called once per half.
     layer k      half 0 | half 1
     layer k + 1           half 0 | half 1       layer k returns when half 0 is done: half 1 ends in layer k + 1
 
-A layer returns stand-ins, see `HalvedTensor`: any use of them but by the next layer completes the second half first.
-The halves meet at the end of a layer if a hook follows, such as that of FSDP, or if the layer is recomputed, and at the
-end of the model. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
+A layer returns stand-ins, see `HalvedTensor`: any use except by the next layer completes the second half first. Both
+halves are completed at the end of a layer if a hook follows, such as that of FSDP, or if the layer is recomputed, and
+at the end of the model. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class HalvedTensor(StandIn):
     def stand_in(
         first: Tensor, second: Callable[[], Tensor], dim: int, finish: Callable[[], None]
     ) -> HalvedTensor:
-        """Return a stand-in.
+        """Return a stand-in for the two halves, joined along a dim.
 
         Args:
             first: The first half.
-            second: Returns the second half when it is complete.
+            second: Function that returns the second half, once it is complete.
             dim: Dim along which the halves are joined.
-            finish: Completes the second half.
+            finish: Function that completes the second half.
         """
         shape = list(first.shape)
         shape[dim] *= 2
@@ -57,13 +57,13 @@ class HalvedTensor(StandIn):
         return x
 
     def take_half(self, index: int) -> Tensor:
-        """Return a half, which must be complete."""
+        """Return half 0 or 1, which must be complete."""
         if self._whole is not None:
             return self._whole.chunk(2, self._dim)[index]
         return self._second() if index else self._first
 
     def whole(self) -> Tensor:
-        """Complete both halves and return them joined; always the same tensor."""
+        """Complete both halves and return them joined; repeated calls return the same tensor."""
         if self._whole is None:
             self._finish()
             if (second := self._second()) is None:
@@ -78,12 +78,12 @@ _PACKED_ARGUMENTS: Final = ("cu_seq", "max_length", "seq_idx")
 
 
 def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: bool) -> None:
-    """Refuse a model whose result on two half-batches is not that on the whole batch.
+    """Raise HP205 for a model that may give other results on two half-batches than on the whole batch.
 
     Args:
         model: The model.
         strategy: The strategy.
-        has_balance_loss: True if training adds a loss of the load of experts over all tokens.
+        has_balance_loss: True if training adds the load-balancing loss of experts.
 
     Raises:
         UnsupportedSharding: HP205 naming the reason.
@@ -108,18 +108,18 @@ def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: b
 
 
 class HalfBatch:
-    """Runs layers on two half-batches.
+    """Executor of decoder layers on two half-batches.
 
     Attributes:
-        halved_layers: Layers run on half-batches since the last `take_counts`.
-        whole_layers: Layers run on whole batches.
+        halved_layers: Number of layers run on half-batches since the last `take_counts`.
+        whole_layers: Number of layers run on whole batches since then.
     """
 
     def __init__(self, overlap: Overlap, tp: TpState | None, joins_layers: bool) -> None:
-        """Make an executor.
+        """Create an executor.
 
         Args:
-            overlap: What overlaps.
+            overlap: Overlap options of the strategy; they decide which batches are halved.
             tp: Tensor-parallel state, or None.
             joins_layers: Join the halves at the end of every layer.
         """
@@ -132,14 +132,17 @@ class HalfBatch:
         self.halved_layers = self.whole_layers = 0
 
     def install(self, layers: Sequence[nn.Module]) -> None:
-        """Wrap the forward of decoder layers."""
+        """Wrap the forwards of decoder layers, so that they run on half-batches."""
         self._layers += layers
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             run = partial(self._forward, layer, following, layer.forward)
             layer.forward = functools.wraps(layer.forward)(run)
 
     def watch(self, model: nn.Module) -> None:
-        """Refuse compiled layers and recorded attention weights, and end the halves with each pass of a model."""
+        """Complete both halves at the end of each pass of a model.
+
+        Its passes raise HP205 if they return attention weights or if a layer is compiled.
+        """
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             option = "output_attentions"
@@ -166,23 +169,29 @@ class HalfBatch:
         model.register_forward_hook(after, always_call=True)
 
     def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of parts of a pass over (B, S) tokens, given the arguments of its first layer."""
+        """Return 2 if a pass over (B, S) tokens runs on half-batches, else 1.
+
+        `args` and `kwargs` are the arguments of its first layer.
+        """
         parts = self._overlap.parts(*batch) if len(batch) == 2 else 1
         return 1 if _halves(*_without_hidden(args, kwargs), batch[0]) is None else parts
 
     def take_counts(self) -> dict[str, int]:
-        """Return the layers run on half-batches and on whole batches since the last call, recomputation included."""
+        """Return `halved_layers` and `whole_layers` by name and reset them; recomputed layers count again."""
         counts = {"halved_layers": self.halved_layers, "whole_layers": self.whole_layers}
         self.halved_layers = self.whole_layers = 0
         return counts
 
     def begin(self, calls: Sequence[Callable[[], Any]], dim: int) -> Any:
-        """Begin a pass with one call per half; return their results, joined along a dim."""
+        """Begin a pass with one call per half; return their results, joined along `dim` or as a stand-in."""
         self._turns.close()
         return self._run(calls, dim, joins=self._joins_layers)
 
     def end(self, call: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, int]) -> Any:
-        """Call a function of each half of `x` along the first dim; return the results, joined along the second dim."""
+        """End a pass: apply `call` to each half of `x` and return the joined results.
+
+        `dims`: dim along which `x` is split, and dim along which the results are joined.
+        """
         half = _half_of(x, dims[0])
 
         def call_half(index: int) -> Any:
@@ -227,13 +236,13 @@ class HalfBatch:
         return self._run([partial(call, index) for index in range(2)], dim, joins)
 
     def _is_watched(self, layer: nn.Module, following: nn.Module | None) -> bool:
-        """Return whether other code than the model's sees the output of a layer, or code that no stand-in reaches."""
+        """Return whether code other than the next layer, such as a hook, gets the output of a layer."""
         if layer._forward_hooks or getattr(layer, "gradient_checkpointing", False):
             return True
         return self._tp is None if following is None else bool(following._forward_pre_hooks)
 
     def _run(self, calls: Sequence[Callable[[], Any]], dim: int, joins: bool) -> Any:
-        """Return the results of two calls; without `joins`, that of the second one may be incomplete."""
+        """Return the joined result of two calls; without `joins`, a stand-in while the second call is incomplete."""
         results = self._turns.add(calls)
         if joins:
             self._turns.finish()
@@ -243,10 +252,10 @@ class HalfBatch:
                 return torch.cat((first, second()), dim)
             return HalvedTensor.stand_in(first, second, dim, self._turns.finish)
 
-        return _joined(results[0], lambda: results[1], dim, joined)
+        return _join_outputs(results[0], lambda: results[1], dim, joined)
 
     def _batch(self, hidden: Tensor) -> int | None:
-        """Return the number of sequences; None: they cannot be halved."""
+        """Return the number of sequences in the hidden states of a layer; None if they cannot be halved."""
         if self._tp is not None:
             return 2 * self._tp.batch[0] if self._tp.shape.parts == 2 else None
         sequences, length = hidden.shape[:2]
@@ -254,14 +263,14 @@ class HalfBatch:
 
 
 def _half_of(x: Tensor, dim: int) -> Callable[[int], Tensor]:
-    """Return the function from the index of a half to that half of `x`."""
+    """Return a function from the index of a half, 0 or 1, to that half of `x` along `dim`."""
     return x.take_half if isinstance(x, HalvedTensor) else x.chunk(2, dim).__getitem__
 
 
 def _without_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a layer with None for its hidden states."""
+    """Return the arguments of a layer without its hidden states: None in place of the first positional one."""
     if "hidden_states" in kwargs:
         return args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
     return (None, *args[1:]), kwargs
@@ -270,11 +279,11 @@ def _without_hidden(
 def _halves(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
 ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] | None:
-    """Return the arguments of each half; None: the sequences of an argument cannot be told."""
+    """Return the positional and keyword arguments of each half; None if it is unknown how to halve one of them."""
     if any(v is not None and n.startswith(_PACKED_ARGUMENTS) for n, v in kwargs.items()):
         return None
-    positional = [_halved(value, batch) for value in args]
-    named = {name: _halved(value, batch) for name, value in kwargs.items()}
+    positional = [_split_argument(value, batch) for value in args]
+    named = {name: _split_argument(value, batch) for name, value in kwargs.items()}
     if any(pair is None for pair in (*positional, *named.values())):
         return None
     return tuple(
@@ -286,11 +295,11 @@ def _halves(
     )
 
 
-def _halved(value: Any, batch: int) -> tuple[Any, Any] | None:
-    """Return an argument of each half; None: it cannot be told.
+def _split_argument(value: Any, batch: int) -> tuple[Any, Any] | None:
+    """Return an argument for each half; None if it is unknown how to halve it.
 
-    A tensor whose first dim counts the sequences is halved. One that is broadcast over them, with a first dim of 1 or
-    no dim of that size, is shared. Lists, dicts and other objects may pass values from layer to layer.
+    A tensor is halved if its first dim has size `batch`. Both halves share a tensor whose first dim is 1 or that has no
+    dim of this size. Lists, dicts and other objects are not halved: they may pass values from layer to layer.
     """
     if isinstance(value, Tensor):
         if batch not in value.shape or value.shape[0] == 1:
@@ -300,7 +309,7 @@ def _halved(value: Any, batch: int) -> tuple[Any, Any] | None:
         first, second = value.chunk(2)
         return first, second
     if isinstance(value, tuple):
-        pairs = [_halved(item, batch) for item in value]
+        pairs = [_split_argument(item, batch) for item in value]
         if any(pair is None for pair in pairs):
             return None
         first, second = (tuple(pair[i] for pair in pairs if pair is not None) for i in range(2))
@@ -310,18 +319,25 @@ def _halved(value: Any, batch: int) -> tuple[Any, Any] | None:
     return None
 
 
-def _joined(
+def _join_outputs(
     first: Any,
     second: Callable[[], Any],
     dim: int,
     joined: Callable[[Callable[[], Tensor], Tensor, int], Tensor],
 ) -> Any:
-    """Return the output of a layer for both halves; tensors after the first one are joined along dim 0."""
+    """Return the output of a layer, with the tensors of both halves joined.
+
+    Args:
+        first: Output for the first half: a tensor or a tuple.
+        second: Function that returns the output for the second half.
+        dim: Dim along which the first tensor is joined; other tensors are joined along dim 0.
+        joined: Function that joins (second, first, dim).
+    """
     if isinstance(first, Tensor):
         return joined(second, first, dim)
     if isinstance(first, tuple):
         parts = [
-            _joined(part, lambda i=i: second()[i], dim if i == 0 else 0, joined)
+            _join_outputs(part, lambda i=i: second()[i], dim if i == 0 else 0, joined)
             for i, part in enumerate(first)
         ]
         return tuple(parts)

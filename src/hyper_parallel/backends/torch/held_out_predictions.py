@@ -1,8 +1,8 @@
 """Accuracy on held-out data: targets that are the most likely next token, and answers that consist of such targets.
 
-A target is counted given the true tokens before it. An answer is a run of targets in one row of the batch, such as the
-reply of an assistant. It counts as right if all its targets do, which is the case if and only if greedy decoding from
-the tokens before it returns it.
+Each target is predicted from the true tokens before it (teacher forcing). An answer is a run of targets in one row of
+the batch, such as the reply of an assistant. It is right if all its targets are predicted. This is the case if and only
+if greedy decoding from the tokens before the answer returns the answer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _counted: ContextVar[HeldOutPredictions | None] = ContextVar("held_out_predictio
 
 @dataclass
 class HeldOutPredictions:
-    """Counts of this rank. Compiled code counts nothing.
+    """Counts of this rank's targets and answers, and of the right ones; compiled code counts nothing.
 
     Attributes:
-        whole_rows: False if ranks have parts of rows, so that answers cannot be counted.
+        whole_rows: False if ranks have only parts of rows, so that answers cannot be counted.
     """
 
     whole_rows: bool = True
@@ -48,10 +48,10 @@ class HeldOutPredictions:
             tp: State of tensor parallelism, or None.
             logits: [..., V] of this rank's tokens and columns, as its head returns them.
             targets: [T] of all tokens of the head, before they are sharded.
-            row_length: Tokens of a row of the batch.
-            ignore_index: Target of tokens that do not count.
+            row_length: Number of tokens in a row of the batch.
+            ignore_index: Value in `targets` for tokens without a target.
         """
-        predicted = _predicted(tp, logits)[: targets.shape[0]]
+        predicted = _most_likely_tokens(tp, logits)[: targets.shape[0]]
         if tp is not None and tp.rank > 0:
             return  # all ranks of the group have the same predictions
         counts = targets != ignore_index
@@ -60,7 +60,7 @@ class HeldOutPredictions:
         begins[:, 1:] &= ~counts.view(-1, row_length)[:, :-1]
         begins = begins.view(-1)
         answer = begins.cumsum(0) - 1
-        errors = torch.zeros_like(counts, dtype=torch.int64)  # of answer i at index i
+        errors = torch.zeros_like(counts, dtype=torch.int64)  # index: number of the answer
         errors.index_add_(0, answer.clamp(min=0), wrong.long())
         exists = torch.arange(len(errors), device=errors.device) < begins.sum()
         right_answers = (exists & (errors == 0)).sum()
@@ -68,10 +68,12 @@ class HeldOutPredictions:
         self._sums.append(torch.stack((tokens - wrong.sum(), tokens, right_answers, begins.sum())))
 
     def accuracies(self, num_tokens: int, device: torch.device) -> dict[str, float]:
-        """Return `token_accuracy` and `answer_accuracy` over all ranks; nothing unless all targets were counted.
+        """Return `token_accuracy` and `answer_accuracy` over all ranks, by name.
+
+        The dict is empty if some targets were not counted. It has no `answer_accuracy` if rows are split over ranks.
 
         Args:
-            num_tokens: Targets of the evaluation, over all ranks.
+            num_tokens: Number of targets of the evaluation, over all ranks.
             device: Device of the model.
         """
         zeros = torch.zeros(4, dtype=torch.int64, device=device)
@@ -85,8 +87,8 @@ class HeldOutPredictions:
         return found | {"answer_accuracy": right_answers / answers} if self.whole_rows else found
 
 
-def _predicted(tp: TpState | None, logits: Tensor) -> Tensor:
-    """Return [T] most likely tokens; the smallest token id of equally likely ones."""
+def _most_likely_tokens(tp: TpState | None, logits: Tensor) -> Tensor:
+    """Return the id of the most likely token at each position [T]; the smallest id among equally likely ones."""
     columns = logits.shape[-1]
     likelihood, token = logits.reshape(-1, columns).max(1)
     if tp is None or tp.head == "whole":

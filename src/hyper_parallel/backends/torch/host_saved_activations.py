@@ -32,10 +32,10 @@ HOST_SAVED: Final = "_swap"
 
 
 class HostSavedActivations:
-    """Activations of a layer that are in host memory between forward and backward.
+    """Activations of a layer that stay in host memory between forward and backward.
 
     Attributes:
-        inputs: Offload the inputs of the layer too.
+        inputs: Whether the inputs of the layer are offloaded too.
     """
 
     def __init__(self, inputs: bool) -> None:
@@ -47,7 +47,7 @@ class HostSavedActivations:
         return _OffloadMode(saved), _ReloadMode(saved)
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return the context of the checkpointed call, which offloads the tensors that it saves: the inputs."""
+        """Return a context around the checkpointed call that offloads the layer's inputs, which the call saves."""
         return saved_tensors_hooks(_to_host, _to_device)
 
 
@@ -64,7 +64,7 @@ class _HostCopy:
 
 
 def _to_host(tensor: Tensor) -> _HostCopy:
-    """Copy a tensor to the host, from an accelerator to pinned memory without blocking, in stream order."""
+    """Return a copy of a tensor in host memory; from an accelerator, pinned memory filled asynchronously."""
     pinned = tensor.device.type != "cpu"
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
     return _HostCopy(host.copy_(tensor, non_blocking=pinned), tensor.device)

@@ -4,8 +4,8 @@
     backward    start waits for the gradient        finish issues the transposed collective
 
 Code that runs between start and finish overlaps with the collective, and so does its backward: autograd runs nodes in
-the reverse order of their creation, so between the backward of finish and that of start it runs the backward of what
-lay between them. No thread takes part. The order of issue is the same on every rank, because it follows from the
+the reverse order of their creation. Between the backward of finish and that of start it therefore runs the backward of
+the code between them. No threads are used. The order of issue is the same on every rank, because it follows from the
 order of creation alone.
 
     serial      `collective(launch, transpose, x)`                  one node, as without this module
@@ -42,12 +42,12 @@ class CollectiveLauncher(Protocol):
     """Callable that issues a collective; with `async_op`, it returns before completion."""
 
     def __call__(self, *tensors: Tensor, async_op: bool) -> Wait:
-        """Return the function that waits for the result."""
+        """Issue the collective and return a function that waits for its result and returns it."""
         ...
 
 
 class _Flight:
-    """Waits of a collective in flight, and of its transpose in backward; None: not in flight."""
+    """Functions that wait for a collective in flight and for its transpose in backward; None: not in flight."""
 
     def __init__(self) -> None:
         self.forward: Wait | None = None
@@ -55,7 +55,7 @@ class _Flight:
 
 
 class _Start(torch.autograd.Function):
-    """Issue the collective; the results stand for it until `_Finish` replaces them."""
+    """Autograd node that issues the collective; `_Finish` replaces its placeholder outputs by the result."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, launch: CollectiveLauncher, *tensors: Tensor) -> Any:
@@ -71,7 +71,10 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Wait for the collective; backward issues its transpose, whose result the backward of `_Start` returns."""
+    """Autograd node that waits for the collective.
+
+    Its backward issues the transposed collective; the backward of `_Start` waits for that one and returns its result.
+    """
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, transpose: CollectiveLauncher, *started: Tensor) -> Any:
@@ -85,7 +88,7 @@ class _Finish(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.flight.backward = ctx.transpose(*grads, async_op=True)
-        # Autograd asks for a gradient of this shape; `_Start` replaces it.
+        # Autograd requires gradients of the inputs' shapes; the backward of `_Start` ignores their values.
         stand_ins = (torch.zeros((), dtype=t, device=d).expand(s) for s, t, d in ctx.inputs)
         return None, None, *stand_ins
 
@@ -100,7 +103,9 @@ class PendingCollective:
         self._started = _Start.apply(self._flight, launch, *tensors)
 
     def finish(self, *, leads_to_start: bool = False) -> Any:
-        """Return the result, a tensor or a tuple; another half-batch computes while the collective is in flight.
+        """Wait for the collective and return its result, a tensor or a tuple.
+
+        Another half-batch, if any, computes while the collective is in flight.
 
         Args:
             leads_to_start: The next collective starts after little computation, see `offer_turn`.
@@ -113,7 +118,7 @@ class PendingCollective:
 def start(
     launch: CollectiveLauncher, transpose: CollectiveLauncher, *tensors: Tensor
 ) -> PendingCollective:
-    """Issue a collective.
+    """Issue a collective and return it in flight; `PendingCollective.finish` returns its result.
 
     Args:
         launch: The collective, a linear function of the tensors.
@@ -131,7 +136,7 @@ def collective(
 ) -> Any:
     """Return the result of a collective; arguments as in `start` and `PendingCollective.finish`.
 
-    It is in flight while another half-batch computes, inside of `Turns`; elsewhere the call blocks.
+    Inside of `Turns`, another half-batch computes while the collective is in flight. Elsewhere the call blocks.
     """
     if _running_half() is not None:
         return start(launch, transpose, *tensors).finish(leads_to_start=leads_to_start)
@@ -139,10 +144,9 @@ def collective(
 
 
 def offer_turn() -> None:
-    """Let another half-batch go on if it soon starts its next collective, in the middle of a long computation.
+    """Let the other half-batch run if it soon starts its next collective; to be called during a long computation.
 
-    Without this, a half whose collective is complete would not start the next one before the computation ends, and the
-    link would be idle.
+    Without this, the other half-batch would start its collective only after the computation, with the link idle.
     """
     if (half := _running_half()) is not None:
         half.turns.offer(half.index)
@@ -167,30 +171,30 @@ def _launch_sum(group: ProcessGroup, name: Purpose) -> CollectiveLauncher:
 
 
 def sum_forward(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Sum over ranks; the gradient, equal on all ranks, passes unchanged."""
+    """Return the sum of `x` over ranks; backward returns the gradient, equal on all ranks, unchanged."""
     return collective(_launch_sum(group, name), _launch_identity, x)  # type: ignore[no-any-return]
 
 
 def sum_backward(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Return the same values; the ranks' gradients are summed."""
+    """Return the values of `x`; backward sums the gradients over ranks."""
     return collective(_launch_identity, _launch_sum(group, name.backward), x)  # type: ignore[no-any-return]
 
 
 def sum_both(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Sum over ranks, forward and backward."""
+    """Return the sum of `x` over ranks; backward sums the gradients too."""
     return collective(_launch_sum(group, name), _launch_sum(group, name.backward), x)  # type: ignore[no-any-return]
 
 
 def blocking_sum(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Return `sum_both` without a turn of another half-batch, for use inside of a context of this thread."""
+    """Return `sum_both` without running the other half-batch meanwhile, whose code would not share this context."""
     return _blocking(_launch_sum(group, name), _launch_sum(group, name.backward), x)  # type: ignore[no-any-return]
 
 
 class Turns:
     """Calls of two halves of a pass, which take turns on one thread: one computes while the other communicates.
 
-    The calls of a half run in the order in which they were added, and the order of turns is fixed. So collectives are
-    issued in one order on all ranks if every rank adds the same calls.
+    The calls of a half run in the order in which they were added, and the order of turns is fixed. If every rank adds
+    the same calls, all ranks therefore issue collectives in the same order.
     """
 
     def __init__(self) -> None:
@@ -200,13 +204,13 @@ class Turns:
         self._soon_starting: set[int] = set()
 
     def add(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Add one call per half, and return when that of the first half has returned.
+        """Add one call per half, and return when the call of the first half has returned.
 
         Returns:
-            The results; that of the second half is None until `finish`, or until a later call of that half begins.
+            The result of each half. The second is None until `finish`, or until a later call of that half begins.
 
         Raises:
-            Exception: The first error of a call, which may be an earlier one; all others are ended.
+            Exception: Error of any unfinished call; all other calls are ended.
         """
         results: list[Any] = [None, None]
         grad = torch.is_grad_enabled()
@@ -225,19 +229,22 @@ class Turns:
         return results
 
     def finish(self) -> None:
-        """Return when all calls have returned; raises as `add`."""
+        """Run all calls to their end; raise the same errors as `add`."""
         self._give_turns(lambda: self._calls[0] or self._calls[1])
 
     def close(self) -> None:
         """End the calls that have not returned, after an error."""
         for queue in self._calls:
             while queue:
-                if call := queue.popleft():  # suspended
+                if call := queue.popleft():  # a greenlet is true once it has started
                     call.throw()
         self._soon_starting.clear()
 
     def suspend(self, index: int, leads_to_start: bool = False) -> None:
-        """Suspend the running call, of half `index`, until the other half had its turn."""
+        """Suspend the running call, which belongs to half `index`, until the other half has had its turn.
+
+        `leads_to_start`: the call starts its next collective soon after it is resumed.
+        """
         if leads_to_start:
             self._soon_starting.add(index)
         grad = torch.is_grad_enabled()
@@ -246,7 +253,7 @@ class Turns:
         self._soon_starting.discard(index)
 
     def offer(self, index: int) -> None:
-        """Suspend the running call, of half `index`, if the other half soon starts its next collective."""
+        """Suspend the running call, which belongs to half `index`, if the other half soon starts a collective."""
         if self._soon_starting - {index}:
             self.suspend(index)
 
@@ -276,7 +283,7 @@ def _greenlet_module() -> Any:
 
 
 def _resume(calls: deque[Any]) -> None:
-    """Run the calls of a half until one is suspended."""
+    """Run the queued calls of one half in order, until one suspends itself or all have returned."""
     while calls:
         calls[0].switch()
         if not calls[0].dead:
@@ -286,7 +293,7 @@ def _resume(calls: deque[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Half of a pass that computes now, in the context of its calls."""
+    """Half of a pass, 0 or 1, and the `Turns` that run its calls."""
 
     index: int
     turns: Turns

@@ -1,4 +1,4 @@
-"""Measurements for the cost model's cards: activations that a model saves for backward, rates of kernels and links.
+"""Measurements that calibrate the cost model: activations saved for backward, and rates of kernels and links.
 
 `measure_kept` counts the bytes of a model without a device, `measure_rates` times micro-benchmarks on all ranks.
 
@@ -67,7 +67,7 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
     kinds = _kinds(model, layers)
     runs = _two_runs(model, layers, kinds, _SHORT)
     if runs is None and len(set(kinds)) < len(kinds):
-        # Layers may pass on more than the replacement of a layer does: run all of them.
+        # A skipped layer passes on only its hidden states, which may not be enough: run all layers.
         kinds = [*range(len(layers))]
         runs = _two_runs(model, layers, kinds, _SHORT)
     if runs is None:
@@ -103,10 +103,10 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 
 
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
-    """Return two lengths on the same side of the sliding window.
+    """Return two sequence lengths, both within or both beyond the sliding window of the model.
 
-    Beyond the window, attention has a mask and saves repeated keys and values. A window between the two lengths would
-    make this step look like a slope.
+    Beyond the window, attention has a mask and saves repeated keys and values. With the window between the two lengths,
+    this jump would be measured as a slope.
     """
     window = getattr(text_config(model), "sliding_window", None)
     if isinstance(window, int) and _LONG[0] < window <= _LONG[1]:
@@ -115,9 +115,14 @@ def _long_lengths(model: nn.Module) -> tuple[int, int]:
 
 
 def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, float]:
-    """Return base and slope of the bytes per token, from two lengths of which one is twice the other.
+    """Fit saved bytes per token = base + slope * length to two points, and return (base, slope).
 
-    Bytes per token that decrease with the length are bytes per sequence, which are negligible in long sequences.
+    Bytes per token that decrease with the length include bytes per sequence, which are omitted: slope 0.
+
+    Args:
+        short: Bytes per token at the first length.
+        long: Bytes per token at the second length.
+        lengths: The two lengths in tokens; the second is twice the first.
     """
     if long <= short:
         return 2.0 * long - short, 0.0
@@ -155,7 +160,10 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _Run:
-    """Forward pass of a model with its saved bytes, operator count, and input rows of the experts of a layer."""
+    """Forward pass of a model on meta tensors, with its measurements.
+
+    They are the bytes saved for backward, the number of operators, and the number of input rows of a layer's experts.
+    """
 
     def __init__(
         self, model: nn.Module, layers: nn.ModuleList, kinds: list[int], length: int
@@ -194,7 +202,7 @@ class _Run:
         self.operators = operators.count
 
     def _watch(self, index: int, layer: nn.Module) -> None:
-        """Count the bytes of a layer and of its children by forward hooks."""
+        """Add forward hooks that count the saved bytes of a layer and of each of its children."""
 
         def leave_layer(module: nn.Module, args: Any, output: Any) -> None:
             self.counts.leave()
@@ -209,11 +217,11 @@ class _Run:
         for name, module in named:
             key = (index, name)
             self._handles.append(
-                module.register_forward_pre_hook(lambda m, args, key=key: self._entered(key, args))
+                module.register_forward_pre_hook(lambda m, args, key=key: self._enter(key, args))
             )
             self._handles.append(module.register_forward_hook(lambda *_: self.counts.leave()))
 
-    def _entered(self, key: tuple[int, str], args: tuple[Any, ...]) -> None:
+    def _enter(self, key: tuple[int, str], args: tuple[Any, ...]) -> None:
         self.counts.enter(key)
         if key[1] == _EXPERTS and args and isinstance(args[0], Tensor):
             self.rows = max(self.rows, args[0].numel() / args[0].shape[-1])
@@ -227,7 +235,7 @@ class _Run:
 def _two_runs(
     model: nn.Module, layers: nn.ModuleList, kinds: list[int], lengths: tuple[int, int]
 ) -> tuple[_Run, _Run] | None:
-    """Return the runs at two lengths; None if the forward depends on values, which can raise any exception."""
+    """Return one run per length; None if the forward depends on values, which can raise any exception."""
     with suppress(Exception), driver_untouched(), torch.random.fork_rng(devices=[]):
         return _Run(model, layers, kinds, lengths[0]), _Run(model, layers, kinds, lengths[1])
     return None
@@ -246,7 +254,7 @@ class _OperatorCounter(FlowTracer):
 
 
 class _Counts:
-    """Bytes of the storages that autograd saves, each counted once, for the innermost running module."""
+    """Bytes of the storages that autograd saves, by module; each storage counts once, for the innermost module."""
 
     def __init__(self, known: set[int]) -> None:
         self.bytes: Bytes = {}
@@ -270,7 +278,7 @@ class _Counts:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Replace attention by a function that saves the tensors of a fused kernel, which meta tensors do not have."""
+    """Replace attention in this context by `FusedAttention`, because meta tensors have no fused kernel."""
     plain = F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -302,10 +310,13 @@ class FusedAttention(torch.autograd.Function):
 
 
 _TURNS = 3
-"""Repetitions of each benchmark; the fastest counts, so that one pause of the machine does not."""
+"""Repetitions of each benchmark; the fastest one counts, to exclude pauses of the machine."""
 _SLOW_WINDOWS = 4
-"""Windows within a call on a CPU that is its own measurement, such as a matmul in bfloat16 that is emulated: a quarter
-of a second, beside which the milliseconds of a first call do not count. The first call on an accelerator loads code."""
+"""A warm-up call on a CPU that takes longer than this number of windows, a quarter of a second, is the measurement.
+
+An example is an emulated bfloat16 matmul. The milliseconds that only a first call takes are negligible then. On an
+accelerator they are not, because the first call loads code.
+"""
 Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -371,9 +382,9 @@ def _mean(
     min_calls: int = 1,
     all_ranks: bool = True,
 ) -> float:
-    """Return the mean seconds of an action over a window and a minimum of calls, after a warm-up and a barrier.
+    """Return the mean seconds per call of an action, repeated for `window_s` and at least `min_calls` times.
 
-    On a CPU, a warm-up of many windows is the measurement.
+    One warm-up call and a barrier of all ranks precede. If the warm-up takes very long on a CPU, its time is returned.
     """
     start = time.perf_counter()
     action()
@@ -401,7 +412,7 @@ def _settle(device: torch.device) -> None:
 def _passes(
     leaves: Sequence[Tensor], grad: Tensor, forward: Callable[[], Tensor]
 ) -> Callable[[], object]:
-    """Return an action that runs forward and computes the gradients of all leaves."""
+    """Return an action that runs `forward` and its backward from `grad`, with fresh gradients of `leaves`."""
 
     def action() -> None:
         for leaf in leaves:
@@ -428,7 +439,7 @@ def _attention(
 
 
 def _chain(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Callable[[], object]:
-    """Return an action that runs norm, gate and product of a layer, forward and backward."""
+    """Return an action that runs the element-wise part of a gated MLP, forward and backward."""
     gate, up, g = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(3))
     norm = nn.RMSNorm(width, device=device, dtype=dtype)
     leaves = gate.requires_grad_(), up.requires_grad_(), norm.weight
@@ -451,7 +462,7 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
         dist.barrier()
         works = rank < working
         seconds = _mean(device, action, window_s, all_ranks=False) if works else math.nan
-        dist.barrier()  # idle ranks wait here, as for the result of another rank
+        dist.barrier()  # idle ranks wait here
         measured.append((working, seconds))
     return tuple(measured)
 

@@ -38,8 +38,8 @@ class LayerFlow:
         tail: Sizes of the dims of activations after [B, S].
         outputs: Per layer, the tree spec of its return value and the index of the activations among the leaves.
         owners: Modules outside the list that own parameters, by name, with the layers that use their results.
-        results: Per owner, the number of trailing argument dims that its result replaces and their new sizes; None
-            where a placeholder cannot reproduce the result's shape.
+        results: Shape rule of each owner's result, by name: number of trailing dims of its first argument that the
+            result replaces, and their new sizes. None where no placeholder can reproduce the shape.
         params: Parameters outside the list, by name, with the layers that use them directly or through a module.
     """
 
@@ -53,7 +53,7 @@ class LayerFlow:
 
     @property
     def unused(self) -> set[str]:
-        """Names of parameters outside the list that the traced text does not use, as those of encoders of media."""
+        """Names of parameters outside the list that a text batch does not use, such as those of an image encoder."""
         return {name for name, layers in self.params.items() if not layers}
 
     def rebuild_output(self, layer: int, hidden: Tensor) -> Any:
@@ -95,7 +95,7 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
     """Return the output of a model's forward under `tracer`, with the arguments of a training step.
 
     Raises:
-        UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or raised by the trial of `axis`.
+        UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or does not support `axis`.
     """
     ids = torch.arange(TOKENS)[None] % 3 + 3
     tracer.mark(ids, IDS)
@@ -103,7 +103,7 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
         model.set_experts_implementation("eager")
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone(), "shift_labels": ids.clone()}
     inputs |= extra_inputs
-    # `BalanceLoss` adds the load-balancing loss of experts, over all ranks.
+    # The model's own load-balancing loss is disabled: `BalanceLoss` adds it over all ranks.
     if getattr(text_config(model), "output_router_logits", None) is not None:
         inputs["output_router_logits"] = False
     try:
@@ -121,8 +121,8 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
 def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Module) -> int:
     """Return how often a forward pass of the model calls a norm outside its layers.
 
-    Only the first layer runs; its result replaces those of the other layers. In a forward that fails on meta tensors,
-    the calls before the failure count.
+    Only the first layer runs; the other layers return its result. If the forward fails on meta tensors, the calls
+    before the failure are counted.
     """
     calls, results = [0], list[Any]()
     first, run = layers[0], layers[0].forward
@@ -158,7 +158,7 @@ class _LayerTrace(SlotList):
         return self._slots
 
     def run(self) -> LayerFlow:
-        """Run the model once."""
+        """Run the model once and return the recorded data flow."""
         model, flow, tracer = self.model, self.flow, self.tracer
         with preserve_module_state(model):
             self._mark_parameters()
@@ -202,7 +202,12 @@ class _LayerTrace(SlotList):
                 bit += 1
 
     def record_uses(self, marks: int, layer: int) -> None:
-        """Record the modules and parameters behind the inputs of a layer, or of the code after the last layer."""
+        """Record the modules and parameters from which the inputs of a layer were computed.
+
+        Args:
+            marks: Origins of the inputs.
+            layer: Index of the layer; the number of layers for the code after the last one.
+        """
         for i in range(self.flow.layers):
             if (marks & self._output(i) and i != layer - 1) or (
                 marks & self._private(i) and i != layer
@@ -217,7 +222,7 @@ class _LayerTrace(SlotList):
                 getattr(self.flow, kind)[name].add(layer)
 
     def detach_origins(self, layer: int, out: Any) -> Any:
-        """Return the output of a layer with new tensors whose only origin is that layer."""
+        """Return the output `out` of a layer, with each tensor replaced by one whose only origin is that layer."""
         leaves, spec = tree_flatten(out)
         position = next(
             (
@@ -270,7 +275,7 @@ class _LayerTrace(SlotList):
 
 
 class _Slot:
-    """Slot of a layer during the trace."""
+    """Stand-in for a layer in the layer list during the trace."""
 
     def __init__(self, layer: Any, index: int, trace: _LayerTrace) -> None:
         self._layer, self._index, self._trace = layer, index, trace

@@ -69,7 +69,7 @@ class StableTopK(TorchFunctionMode):
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Set a model to evaluation mode with the float64 forward of a run, and add noise to every parameter.
+    """Prepare a model for measurements: evaluation mode, float64 in the whole forward, noise on every parameter.
 
     Args:
         model: A language model of transformers on the CPU in float64, small, with random weights, which are changed.
@@ -84,7 +84,7 @@ def prepare_model(model: nn.Module) -> None:
 
 
 def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
-    """Measure a model.
+    """Measure the properties of a model.
 
     Args:
         model: A model after `prepare_model`.
@@ -114,11 +114,11 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
 
 
 class _Unmeasured(Exception):
-    """A measurement does not apply to the model; the message is the reason."""
+    """Signal that a measurement does not apply to the model; the message is the reason."""
 
 
 def _answer(measure: Callable[[], float]) -> Property:
-    """Return the property whose two outputs differ by the result of `measure`."""
+    """Run `measure`, which returns a relative difference of two outputs, and return whether the property holds."""
     try:
         difference = measure()
     except _Unmeasured as why:
@@ -141,13 +141,13 @@ def _perturb_parameters(model: nn.Module) -> None:
 
 
 class _Texts:
-    """Texts of a few tokens and the outputs of a model for them."""
+    """Short random texts and a model; each method measures one property with them, as a relative difference."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         vocabulary = len(model.get_input_embeddings().weight)
         generator = torch.Generator().manual_seed(1)
-        # Low numbers are special tokens of many configs, high ones stand for images and the like.
+        # In many configs low ids are special tokens, and high ids are placeholders for images and other media.
         high = max(4, min(vocabulary - 20, 250))
         drawn = torch.randint(min(3, high - 1), high, (4, 256), generator=generator)
         self._drawn = drawn
@@ -165,7 +165,7 @@ class _Texts:
 
     @property
     def alone(self) -> Tensor:
-        """Logits [S, V] of the document by itself."""
+        """Logits [S, V] of the first document in a batch of its own."""
         if self._alone is None:
             self._alone = self.run(self.document[None])[0]
         return self._alone
@@ -183,7 +183,7 @@ class _Texts:
         return _difference(self.run(padded[None])[0, :_DOCUMENT], self.alone)
 
     def rows(self) -> float:
-        """Add another row; return the change of the first one's logits."""
+        """Add another row to the batch; return the change of the first row's logits."""
         both = self.run(torch.stack((self.document, self.other)))
         return _difference(both[0], self.alone)
 
@@ -206,7 +206,10 @@ class _Texts:
         return difference
 
     def documents(self) -> float:
-        """Pack another document in front; return the change of the logits by its content and by the packing."""
+        """Pack another document in front; return the largest change of either document's logits.
+
+        The logits are compared with those of the unpacked documents, and with another document in front.
+        """
         positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [
             self.run(torch.cat((before, self.document))[None], positions)[0]
@@ -223,12 +226,12 @@ class _Texts:
     def history(self, positions: int) -> float:
         """Run a longer text between two runs of the same texts; return the change of their logits.
 
-        The compared texts are a short one, and one beyond the positions of the model but shorter than the long text.
+        One compared text is short. The other is longer than `positions`, but shorter than the text between the runs.
         """
         middle, longest = positions + positions // 4, positions + positions // 2
         try:
             return self._history((_DOCUMENT, middle), longest)
-        except (IndexError, RuntimeError):  # beyond a table of positions
+        except (IndexError, RuntimeError):  # the text is longer than the model's table of positions
             return self._history((_DOCUMENT, 2 * _DOCUMENT), 3 * _DOCUMENT)
 
     def _history(self, lengths: tuple[int, int], longest: int) -> float:
@@ -290,7 +293,7 @@ class _Texts:
         )
 
     def idle_modules(self) -> tuple[str, ...]:
-        """Return the outermost modules whose parameters get no gradient from a text."""
+        """Return the names of the outermost modules whose parameters get no gradient from a text."""
         with torch.enable_grad():
             weights = [p for p in self._model.parameters() if p.requires_grad]
             logits = self.run(self._drawn[:1, :32])

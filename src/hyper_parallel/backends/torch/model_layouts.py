@@ -40,7 +40,7 @@ _WIDTH_OF_INPUT: Final = ("TrOCRAttention",)
 
 
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
-    """Return the layouts of a model's parameters, which must equal those of the plan, and of its adapters.
+    """Return the layouts of a model's parameters and adapters; raise if the plan has other layouts.
 
     Raises:
         PlanMismatch: HP307 with the first parameter that differs.
@@ -222,7 +222,7 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _splits_rows(module: nn.Module) -> bool:
-    """Return whether an embedding is a plain lookup of rows, optionally scaled by a factor."""
+    """Return whether an embedding can be sharded by rows: it is a plain lookup, optionally with a scale factor."""
     own = type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale")
     return isinstance(module, nn.Embedding) and not (
         own or module.max_norm is not None or module.sparse or module.scale_grad_by_freq
@@ -249,12 +249,15 @@ def _has_decoder(model: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _memo(model: type[nn.Module], base: type[nn.Module]) -> dict[str, int]:
-    """Return the cache of measurements of models of a class."""
+    """Return the dict in which measurements of a model class are cached; equal arguments give the same dict."""
     return {}
 
 
 def _heads(config: Any, default: int) -> tuple[int, int, int]:
-    """Return query heads, key and value heads, and head width; `default` heads without a config value."""
+    """Return the number of query heads, the number of key heads, and the head width, from a model's config.
+
+    `default` is the number of query heads if the config does not contain it.
+    """
     heads = _number(config, "num_attention_heads", default)
     # Latent attention expands its own key and value for every head.
     latent = _number(config, "kv_lora_rank", 0) > 0
@@ -310,7 +313,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
         name: Display name.
 
     Returns:
-        Description with one block for all layers of equal parameters and attention, under the names of the module.
+        Description in which layers with equal parameters and attention form one block; names are those of the module.
     """
     config = text_config(model)
     hidden = _first_number(config, ("hidden_size", "n_embd", "d_model")) or _embedding_width(model)
@@ -358,7 +361,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
 
 
 def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
-    """Yield the notes of the plan: the source of the description, and assumed values."""
+    """Yield notes for the plan: the source of the description, and values that are assumed."""
     yield f"`{type(model).__name__}` was read from the module itself"
     if any(b.name == "moe_decoder" for b in blocks) and not _first_number(
         text_config(model), _VISITED
@@ -371,7 +374,7 @@ def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
 def _decoder(
     model: nn.Module, params: list[list[ParamSpec]], layers: list[nn.Module], hidden: int
 ) -> Iterator[Block]:
-    """Yield the layers, with one block for all layers of equal parameters, attention and feed-forward part."""
+    """Yield one block for each set of layers with equal parameters, attention and feed-forward part."""
     config, whole = text_config(model), getattr(model, "config", None)
     varied = getattr(whole, "is_heterogeneous", False)
     kinds: dict[tuple[Any, ...], list[int]] = {}
@@ -384,7 +387,7 @@ def _decoder(
 
 
 def _ends(model: nn.Module) -> dict[str, str]:
-    """Return the block (embedding or head) of the modules that embed tokens or positions or compute logits."""
+    """Return a dict from module name to block: "embedding" for embeddings, "head" for the module of the logits."""
     ends = {name: "embedding" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     names = {id(module): name for name, module in model.named_modules()}
     for end, get in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
@@ -408,13 +411,16 @@ def _embedding_width(model: nn.Module) -> int:
 def _dims(name: str, shape: tuple[int, ...], hidden: int) -> tuple[str, ...]:
     words = ["embed" if size == hidden else "features" for size in shape]
     parts = [*name.split("."), ""]
-    # One parameter of all experts, or of the first expert of a list.
+    # The parameter contains all experts, unless an index follows: then the experts are a list.
     fused = "experts" in parts and not parts[parts.index("experts") + 1].isdecimal()
     return ("expert", *words[1:]) if fused and len(shape) > 1 else tuple(words)
 
 
 def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> AttentionSpec | None:
-    """Return the attention of a layer with a submodule of that name that has parameters; None for unknown attention."""
+    """Return the attention of a layer, described by its config.
+
+    Returns None if the config has no heads, or if no submodule with parameters is called attention.
+    """
     named = (n.rpartition(".")[2] for n, m in layer.named_modules() if [*m.parameters()])
     heads = _first_number(config, _HEADS)
     if not heads or not any(
@@ -439,7 +445,10 @@ def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> Attent
 
 
 def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
-    """Return the feed-forward part of a layer, from its experts or from the width in the config or the matrices."""
+    """Return the feed-forward part of a layer, or None if it is unknown.
+
+    It is derived from the experts, else from the width in the config or in the matrices.
+    """
     matrices = [
         p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name
     ]
@@ -462,7 +471,7 @@ def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
 
 
 def _first_number(config: Any, keys: tuple[str, ...]) -> int:
-    """Return the first positive integer among the values of some keys, or 0."""
+    """Return the first positive integer among a config's values of `keys`, or 0."""
     values: Iterator[Any] = (getattr(config, key, None) for key in keys)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 

@@ -1,4 +1,4 @@
-"""Parts of a model by its structure: decoder layers, final norm, config of the language part, and placeholders."""
+"""Parts of a model, found by its structure: decoder layers, final norm, config of the language part; placeholders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyper_parallel.errors import UnsupportedSharding
 
 
 class PlaceholderModule(nn.Module):
-    """Placeholder of a module on another rank; returns its first argument.
+    """Placeholder for a module of another rank; its forward returns the first argument.
 
     Plain attributes and properties of the module and its class, such as `attention_type` of a layer, stay readable.
     """
@@ -39,7 +39,7 @@ class SlotList(nn.ModuleList):
     """Module list whose iteration and indexing can return replacements of the modules."""
 
     def slots(self) -> list[Any] | None:
-        """Return the replacements; None: the modules themselves."""
+        """Return the replacements to use in place of the modules, or None to use the modules themselves."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
@@ -89,7 +89,7 @@ class ModelView:
 
 
 def view_of(model: nn.Module) -> ModelView:
-    """Return the parts of a model, whole or with the modules of one pipeline rank."""
+    """Return the parts of a model, which may be complete or have only the modules of one pipeline rank."""
     prefix = getattr(model, "base_model_prefix", None)
     is_decoder = prefix is not None and hasattr(model, "config")
     if is_decoder:
@@ -142,7 +142,8 @@ def _largest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def text_config(model: nn.Module) -> Any:
     """Return the Hugging Face config of the model's language part; None for a module without a config.
 
-    If the config has values per layer, returns that of the first layer: the common config raises for such values.
+    If the config has different values per layer, this is the config of the first layer, because the common config
+    raises when such a value is read.
     """
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

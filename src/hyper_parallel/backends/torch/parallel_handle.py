@@ -45,26 +45,26 @@ class Ranks:
 
     @property
     def traced(self) -> bool:
-        """True if operators of a rank are traced: the program shards parameters over data-parallel ranks."""
+        """True if the operators of a rank are traced into a program, which shards parameters in place of FSDP."""
         return isinstance(self.world_group, TracedGroup)
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Result of `parallelize`.
+    """Result of `parallelize`: plan, layouts and run-time state of a model on this rank.
 
     Attributes:
         layouts: Layout by parameter name, for this rank's stages only, like `shapes`.
         shapes: Logical shape by parameter name.
-        tp: Tensor parallelism, or None.
-        context: Context parallelism, or None.
-        experts: Expert parallelism and routing; None for a model without experts.
+        tp: State of tensor parallelism, or None.
+        context: State of context parallelism, or None.
+        experts: State of expert parallelism and routing; None for a model without experts.
         balance: The auxiliary loss of experts, or None.
         pipeline: Executor of this rank's pipeline stages; None without a pipeline.
         fsdp: Modules that FSDP manages, root last.
-        loss: Loss function of a causal language model that can pass the logits to an objective; or None.
-        halves: Runs layers on half-batches, or None.
-        average: Average the gradients of a plain backward pass over data-parallel ranks instead of summing them.
+        loss: Loss function that can pass the logits to an objective; None if the model is no causal language model.
+        halves: Executor of layers on half-batches, or None.
+        average: True if gradients of a plain backward are averaged over data-parallel ranks; False: summed.
         submodels: Parts of the model on this rank, and their exchange with other parts; None for a whole model.
     """
 
@@ -94,7 +94,7 @@ class Handle:
         return self.experts is not None or self.balance is not None
 
     def copies(self, name: str) -> int:
-        """Return the number of ranks with the same elements of a parameter."""
+        """Return the number of ranks that hold the same elements of the parameter `name` as this rank."""
         layout = self.layouts[name]
         mesh = self.plan.strategy.mesh_of(layout)
         ranks = mesh.size // mesh.degree(layout.sharding_axes)
@@ -141,9 +141,9 @@ def handle(model: nn.Module) -> Handle:
 
 
 def overlap_counts(model: nn.Module) -> dict[str, int]:
-    """Return the layers run on half-batches and whole, and the blocks run in chunks and whole, since the last call.
+    """Return counts since the last call, by name: layers run on half-batches or whole, blocks run in chunks or whole.
 
-    Empty without such an overlap.
+    The dict is empty if the plan has no such overlap.
     """
     known = attached(model)
     counted = () if known is None else (known.halves, known.tp)

@@ -1,4 +1,4 @@
-"""Role of every parameter of a model, which optimizer groups follow: by module type and name, not by dimensions.
+"""Roles of a model's parameters, for optimizer groups; they follow from module type and name, not from dimensions.
 
     linear        weight of a linear module, [out, in] or [in, out]
     stacked       several such weights in one parameter: experts [E, in, out], groups, heads of a block-diagonal map
@@ -10,7 +10,7 @@
     vector        at most one dimension above 1: sinks, residual scales, gates, class tokens
     other         position tables, latent queries, recurrent cells, weights with unknown names
 
-A parameter that several modules share has the role of an embedding if one of them is one.
+A parameter that several modules share has the role `embedding` if one of the modules is an embedding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ParameterRole:
 
     Attributes:
         kind: Kind of the parameter.
-        num_matrices: Number of linear weights, stacked along the rows; 0 for roles other than linear and stacked.
+        num_matrices: Number of linear weights in the parameter; 0 for roles other than linear and stacked.
     """
 
     kind: ParameterKind

@@ -26,9 +26,9 @@ _TOKEN_INPUTS: Final = _TEXT_INPUTS | {"input_ids", "labels", "shift_labels"}
 
 
 def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the images, recordings and other inputs of an encoder outside the decoder.
+    """Return the items of a batch that an encoder outside the decoder reads, such as images and recordings.
 
-    They are floating-point arrays, or codes: integer arrays with three or more dims that are no masks.
+    They are floating-point arrays, or codes: integer arrays with three or more dims that are not masks.
     """
     return {
         name: value
@@ -41,7 +41,7 @@ def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
-    """Raise for inputs of an encoder outside the decoder that an axis does not support.
+    """Raise for images, recordings or other inputs of an encoder if the parallel axes do not support them.
 
     Args:
         model: Model that gets the batch.
@@ -49,8 +49,8 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
         batch: Arguments of the model's forward.
 
     Raises:
-        UnsupportedSharding: HP205 naming the input: any under cp; under pp one that the forward cannot run without,
-            because the stages after the first do.
+        UnsupportedSharding: HP205 naming the input. Under cp, every such input is refused. Under pp, one is refused
+            that the forward requires, because stages after the first run without it.
     """
     media = encoder_inputs(batch) if axes else {}
     if media and "cp" in axes:
@@ -68,9 +68,10 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
-    """Raise for a model that skips modules at random if ranks share data: each rank would decide for itself.
+    """Raise for a model that skips modules at random, if the strategy has ranks with the same data.
 
-    Compares the modules that run in two passes on meta tensors, with all random numbers at their lowest and highest.
+    These ranks would skip different modules. The modules that run in two passes on meta tensors are compared, one with
+    all random numbers 0 and one with all random numbers 1.
 
     Raises:
         UnsupportedSharding: HP205 naming a module that is skipped at random.
@@ -99,9 +100,9 @@ def _has_probability(module: nn.Module) -> bool:
 
 
 def _modules_run(model: nn.Module, draw: float) -> set[str]:
-    """Return the names of the modules that run in training mode on meta tensors, with every random number at `draw`."""
+    """Return the names of the modules that run in a training pass on meta tensors with every random number `draw`."""
     run: set[str] = set()
-    with preserve_module_state(model), _drawing(draw):
+    with preserve_module_state(model), _fix_python_random(draw):
         model.train()
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: run.add(name))
@@ -113,8 +114,8 @@ def _modules_run(model: nn.Module, draw: float) -> set[str]:
 
 
 @contextmanager
-def _drawing(draw: float) -> Iterator[None]:
-    """Replace the random numbers of Python's `random` by one value."""
+def _fix_python_random(draw: float) -> Iterator[None]:
+    """Make Python's `random.random` and `random.uniform` draw one value in this context; `draw` is in [0, 1]."""
     original = random.random, random.uniform
     random.random = lambda: draw
     random.uniform = lambda a, b: a + (b - a) * draw

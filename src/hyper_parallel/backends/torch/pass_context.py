@@ -22,7 +22,7 @@ class PassShape:
 
     Attributes:
         batch: Sequences and their length, (B, S); with half-batches, those of one half.
-        parts: Parts into which the sequences are divided, 2 for half-batches; the residual stream concatenates them.
+        parts: Number of parts into which the sequences are divided: 2 for half-batches, else 1.
     """
 
     batch: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ class PassContext(NamedTuple):
         shape: Shape of the pass; set at the first decoder layer, or by the pipeline.
         view: Document lengths and boundaries under context parallelism; None outside of a pass.
         padding: Padding of the batch; None without padding.
-        recomputed: True if backward recomputes the running layer, and so gathers its inputs again in any case.
+        recomputed: True if the running layer is one that backward recomputes.
         partial_embedding: True if the embedding returned partial sums that are not reduced yet.
         head: Sharding of the logits: "whole", "vocabulary" or "tokens".
         head_batch: Shape of the head's input tokens, if the head shards them.
@@ -92,7 +92,7 @@ class RunningPass:
         self.context = self.context._replace(**values)
 
     def recomputed(self) -> PassContext:
-        """Return the context of a recomputed layer of this pass."""
+        """Return the context with `recomputed` set, for a layer that backward recomputes."""
         if self._forward is not self.context:
             self._forward = self.context
             self._recomputed = self.context._replace(recomputed=True)

@@ -1,8 +1,8 @@
-"""Adapters of peft as parameters of the modules that they adapt, and a reader of `adapter_config.json`.
+"""LoRA adapters created by peft and kept as parameters of the adapted modules; a reader of `adapter_config.json`.
 
 peft selects the modules with an adapter, their ranks and scalings. Its wrapper modules are then removed, so that names
 and classes are those of the model without adapters. This also works for a model that another program passed to peft.
-The reader limits sizes, checks types, and refuses all but plain LoRA.
+The reader limits sizes, checks types, and refuses all kinds of adapters except plain LoRA.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
 
 
 def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
-    """Return the classes of peft's layer and its module if training does not support the adapter, else None."""
+    """Return the class names of peft's layer and its module if the adapter is unsupported in training, else None."""
     from peft.tuners.lora import Linear
 
     base = layer.get_base_layer()

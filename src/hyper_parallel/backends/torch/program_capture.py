@@ -3,8 +3,9 @@
 Parameters and collectives may be sharded over ranks. A collective names a mesh axis as its group. All ranks run one
 program, so shards have equal sizes.
 
-The forward of a stage computes the activations `sent` to the next stage from those `received`. Backward repeats it: it
-is the gradient of the product of `sent` with its own gradient, which the next stage returns as that of `received`.
+The forward program of a stage computes the activations `sent` to the next stage from those `received`. The backward
+program computes them again. It differentiates the inner product of `sent` and its gradient, which the next stage has
+returned as the gradient of its `received`.
 """
 
 from __future__ import annotations
@@ -50,20 +51,20 @@ _OPERATORS = torch.ops._c10d_functional
 
 
 def sum_over(x: Tensor, axis: str) -> Tensor:
-    """Return the sum over the ranks of an axis."""
+    """Return the sum of `x` over the ranks of a mesh axis."""
     total: Tensor = _OPERATORS.all_reduce(x, "sum", axis)
     return total
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Shards of parameters along one dim, padded with zeros to equal sizes.
+    """Sharding of parameters along one dim, padded with zeros to equal sizes.
 
     Attributes:
-        ranks: Number of shards; 1: parameters are whole.
+        ranks: Number of shards; 1: parameters are not sharded.
         axis: Mesh axis of the ranks.
         dim: Sharded dim.
-        others: Parameter name to its shards, where they differ.
+        others: Dict from parameter name to its sharding, for those with another one.
     """
 
     ranks: int = 1
@@ -72,22 +73,22 @@ class Shards:
     others: Mapping[str, Shards] = field(default_factory=dict)
 
     def of(self, name: str) -> Shards:
-        """Return the shards of a parameter."""
+        """Return the sharding of a parameter."""
         return self.others.get(name, self)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a shard."""
+        """Return the shape of a shard of a parameter with the shape `whole`."""
         if self.ranks == 1:
             return whole
         return (*whole[: self.dim], -(-whole[self.dim] // self.ranks), *whole[self.dim + 1 :])
 
     def gather(self, shard: Tensor, size: int) -> Tensor:
-        """Return the parameter, whose sharded dim has this size."""
+        """Return the full parameter gathered from its shards; `size` is the size of its sharded dim."""
         rows = _OPERATORS.all_gather_into_tensor(self._first(shard), self.ranks, self.axis)
         return self._first(rows[:size])
 
     def reduce(self, grad: Tensor) -> Tensor:
-        """Return the shard of the sum of a gradient over the ranks."""
+        """Sum the gradient of a full parameter over the ranks and return this rank's shard of the sum."""
         if self.ranks == 1:
             return grad
         rows = self._first(grad)
@@ -132,7 +133,7 @@ def capture_gradients(
         model: The model. Buffers that its state does not hold become constants, so they need values.
         batch: Arguments of `loss` by name; only shapes and types count.
         loss: Function of the model and the batch, by keyword, that returns a scalar.
-        shards: Shards of the parameters, which the program gathers, and of the gradients, which it sums over ranks.
+        shards: Sharding of the parameters, which the program gathers, and of the gradients, which it sums over ranks.
         differentiated: Names of the batch whose gradients are outputs too.
 
     Returns:
@@ -147,7 +148,7 @@ def capture_gradients(
     axes = _partial_gradients(model)
 
     def step(values: list[Tensor], sums: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-        named = _gathered(model, leaves, values, shards)
+        named = _gather_parameters(model, leaves, values, shards)
         own = dict(zip(batch, given, strict=True))
         own |= {name: own[name].detach().requires_grad_() for name in differentiated}
         value = _call_with(model, loss, named, own)
@@ -155,7 +156,7 @@ def capture_gradients(
         grads = torch.autograd.grad(value, sources, allow_unused=True)
         pairs = zip(trained, sums, grads[: len(trained)], strict=True)
         added = (
-            s if g is None else s + shards.of(n).reduce(_summed(g, axes.get(n)))
+            s if g is None else s + shards.of(n).reduce(_sum_over_group(g, axes.get(n)))
             for n, s, g in pairs
         )
         return [value.detach(), *added, *grads[len(trained) :]]
@@ -181,7 +182,7 @@ def capture_loss(
 
     def step(values: list[Tensor], given: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            named = _gathered(model, leaves, values, shards)
+            named = _gather_parameters(model, leaves, values, shards)
             return [_call_with(model, loss, named, dict(zip(batch, given, strict=True)))]
 
     graph = _trace(step, [*_parts(model, leaves, shards).values()], [*batch.values()])
@@ -220,7 +221,7 @@ def _leaves(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _partial_gradients(model: nn.Module) -> dict[str, str]:
-    """Return the parameters whose gradients tensor-parallel ranks sum, each with the name of their group."""
+    """Return a dict from parameter name to group name, for gradients that tensor-parallel ranks must sum."""
     handle = attached(model)
     if handle is None or handle.tp is None:
         return {}
@@ -229,12 +230,12 @@ def _partial_gradients(model: nn.Module) -> dict[str, str]:
     return {names[param]: group_name(dist.get_process_group_ranks(group)) for param, group in pairs}
 
 
-def _summed(grad: Tensor, group: str | None) -> Tensor:
+def _sum_over_group(grad: Tensor, group: str | None) -> Tensor:
     return grad if group is None else sum_over(grad, group)
 
 
 def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
-    """Return empty tensors like the shards of the parameters, and the buffers unchanged."""
+    """Return empty tensors like the shards of the parameters, and the leaves of buffers unchanged, by name."""
     params = {name for name, _ in model.named_parameters()}
     return {
         name: leaf.new_empty(shards.of(name).shape(leaf.shape)).requires_grad_(leaf.requires_grad)
@@ -244,10 +245,13 @@ def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> di
     }
 
 
-def _gathered(
+def _gather_parameters(
     model: nn.Module, leaves: Mapping[str, Tensor], values: list[Tensor], shards: Shards
 ) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; gradients of gathered parameters are not those of the shards."""
+    """Return full parameters and buffers by name, gathered from `values`, the shards in the order of `leaves`.
+
+    Gathered parameters are detached from the shards, so that their own gradients can be computed.
+    """
     named = dict(zip(leaves, values, strict=True))
     for name, param in model.named_parameters():
         own = shards.of(name)
@@ -263,7 +267,7 @@ def _call_with(
     parameters: Mapping[str, Tensor],
     batch: dict[str, Tensor],
 ) -> Tensor:
-    """Return the loss of the model with other parameters."""
+    """Return the loss of the model with `parameters` in place of its own."""
 
     class Call(nn.Module):
         def __init__(self) -> None:
@@ -287,7 +291,7 @@ def _call_with(
 
 @contextmanager
 def _module_names(model: nn.Module) -> Iterator[list[str]]:
-    """Note on each operator that is traced in this context the path of the module that calls it.
+    """Record for each operator traced in this context the path of the module that calls it.
 
     Yields:
         Paths of the running modules, outermost first.
@@ -317,8 +321,8 @@ def _module_names(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
-    """Return the operators of a function on tensors without values; writes in place become new values."""
-    # One object that stands for two arguments would be traced as one argument.
+    """Trace a function on fake tensors into a graph of operators; in-place writes become new values."""
+    # Copy the examples: an object that is passed as two arguments would be traced as one argument.
     example = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad), example)
 
     def trace(traced: Callable[..., Any]) -> GraphModule:
@@ -330,13 +334,13 @@ def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
     _refuse_dynamic(graph)
     _refuse_writes(graph, tree_leaves(example))
     if any(n.op == "call_function" and _writes(n.target) for n in graph.graph.nodes):
-        with preserve_node_meta():  # an interpreter hands on the paths of modules
+        with preserve_node_meta():  # keeps the paths of modules
             return trace(functionalize(Interpreter(graph).run, remove="mutations"))
     return graph
 
 
 def _refuse_dynamic(graph: GraphModule) -> None:
-    """Raise HP104 for the first operator whose result has a shape, or is a number, that depends on values."""
+    """Raise HP104 for the first operator whose result is a number or has a shape that depends on values."""
     for node in graph.graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, (list, tuple)) else [values]:
@@ -390,7 +394,7 @@ def _program(graph: GraphModule, inputs: list[str], outputs: list[str]) -> StepP
 
 
 class _Builder:
-    """Turns graph nodes into nodes of a program; what depends on constants alone is computed."""
+    """Builder of a `StepProgram` from graph nodes; nodes that depend only on constants are folded into constants."""
 
     def __init__(self, graph: GraphModule) -> None:
         self._graph = graph
@@ -414,7 +418,7 @@ class _Builder:
             self._call(node)
 
     def value(self, node: FxNode) -> int:
-        """Return the number of a node's value; a folded one becomes a constant."""
+        """Return the number of a node's value in the program; a folded value is added as a constant."""
         if node not in self._numbers:
             number = self._new()
             self._constants[number] = self._folded[node].detach()
@@ -422,10 +426,10 @@ class _Builder:
         return self._numbers[node]
 
     def finish(self, outputs: dict[str, int]) -> StepProgram:
-        """Return the program, without nodes that no output needs."""
+        """Return the program with the nodes that its outputs need, and with all writes."""
         needed, kept = set(outputs.values()), []
         for node in reversed(self._nodes):
-            # A write, such as that of a counter in a buffer, is kept: the back end refuses it by name.
+            # Keep writes, such as those to a counter in a buffer: the back end refuses them by name.
             if needed & set(node.results) or node.op in self._writing:
                 kept.append(node)
                 for argument in (*node.args, *node.kwargs.values()):
@@ -448,17 +452,17 @@ class _Builder:
             return
         if (source := _same_value(node, name)) is not None:
             if source in self._folded:
-                value = self._folded[source]  # an alias for its strides: views may need them
+                value = self._folded[source]  # views may need the strides of an alias
                 same = name in _SAME_VALUE
                 self._folded[node] = node.target(value, **node.kwargs) if same else value
             else:
                 self._numbers[node] = self.value(source)
             return
-        if _is_empty(node):  # it depends on nothing
+        if _is_empty(node):  # its value is known
             self._folded[node] = torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
             return
         if name == "aten.full_like.default" and node.meta["val"].numel() <= _FOLDED_ELEMENTS:
-            like = node.meta["val"]  # its shape is static, so its value depends on nothing
+            like = node.meta["val"]  # only the shape of the argument is used
             self._folded[node] = torch.full(like.shape, node.args[1], dtype=like.dtype)
             return
         if self._folds(node):
@@ -502,7 +506,7 @@ class _Builder:
 
 
 def _same_value(node: FxNode, name: str) -> FxNode | None:
-    """Return the argument that is the value of a node, if one is."""
+    """Return the argument whose value the node returns unchanged, or None if the node computes a new value."""
     if name in _SAME_VALUE or (name == _SLICE_SCATTER and _is_empty(node.args[1])):
         return node.args[0]
     if name == _CAT and len(full := [t for t in node.args[0] if not _is_empty(t)]) == 1:
@@ -517,7 +521,7 @@ def _is_empty(node: FxNode) -> bool:
 
 
 def _type(tensor: Tensor | None) -> ValueType:
-    """Return the type of a value; gradients that nobody needs have none."""
+    """Return the type of a value; a missing value, such as an unneeded gradient, has the dtype `none`."""
     if tensor is None:
         return ValueType((), "none")
     return ValueType(tuple(tensor.shape), _dtype_name(tensor.dtype))
@@ -551,7 +555,7 @@ _TOKENS = ("input_ids", "position_ids")
 def capture_stage(
     model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor]
 ) -> tuple[StepProgram, StepProgram]:
-    """Return the programs of forward, and of loss and gradients, of the stage of a pipeline rank.
+    """Return two programs of a pipeline rank's stage: its forward, and its loss with gradients.
 
     Args:
         model: Parallelized model whose rank has one stage.
@@ -559,9 +563,9 @@ def capture_stage(
         loss: Function of the model and the batch, by keyword, that the last stage runs.
 
     Returns:
-        Program with the output `sent`, or `loss` on the last stage, and that of `capture_gradients`. Further inputs are
-        `batch.received` on stages other than the first one, whose gradient is the output `grad.received`, and
-        `batch.gradient` for gradients on stages other than the last one.
+        The forward program with the output `sent` (`loss` on the last stage), and a program as of `capture_gradients`.
+        Stages after the first one have the input `batch.received`, whose gradient is the output `grad.received`. Stages
+        before the last one have the input `batch.gradient` in the second program: the gradient of `sent`.
     """
     parallel = handle(model)
     assert parallel.pipeline is not None

@@ -10,15 +10,15 @@ from hyper_parallel.backends.torch.parallel_handle import handle
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 64-bit seed derived from several numbers; numpy guarantees the raw bits of PCG64."""
+    """Return a 64-bit seed derived from `parts`, the same for all versions of numpy."""
     return int(np.random.PCG64([4, *(part % 2**64 for part in parts)]).random_raw())
 
 
 def rank_seed(model: nn.Module, seed: int) -> int:
     """Return the seed of a rank, from which `derive_seed` makes the seed of each step.
 
-    Tensor-parallel ranks with replicated activations share a seed derived from `seed`; their state is set to use common
-    random numbers. Other ranks draw a seed from the current random state.
+    Tensor-parallel ranks with replicated activations must draw equal random numbers. They share a seed derived from
+    `seed`, and this function records it in their state. Other ranks draw a seed from the current random state.
 
     Args:
         model: A model that passed through `parallelize`.

@@ -1,8 +1,8 @@
 """Length-dependent rotary frequencies per document: `rope_type` dynamic and longrope.
 
-transformers uses the largest position of a batch as the length of all its texts. Rows, packed documents and padding
-would then change each other's frequencies, and training would depend on the microbatches of a layout. Here every token
-gets the frequencies of its own document: the module runs once per length.
+transformers derives the frequencies of all texts in a batch from the largest position in it. Rows, packed documents and
+padding would then change each other's frequencies, and training would depend on the microbatches of a layout. Here
+every token gets the frequencies of its own document: the module runs once per document length.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rotate_by_document(model: nn.Module, lengths: Lengths = document_lengths) ->
 
 
 def _types(module: nn.Module) -> set[str]:
-    """Return the rope types of a rotary embedding; it has one, or one per kind of layer."""
+    """Return the rope types of a rotary embedding, which has one type or one for each kind of layer."""
     rope_type = vars(module).get("rope_type")
     kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
     return {kind for kind in kinds if isinstance(kind, str)}
@@ -75,8 +75,8 @@ def _by_document(module: Any, inner: Callable[..., Any], lengths: Lengths) -> Ca
 def _groups(
     module: Any, kind: str, layer_type: str | None, lengths: Tensor
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield masks [B, S] of the tokens with equal frequencies, each with a length, in ascending order of lengths."""
-    if kind == _LONGROPE:  # reads no tensor values, so that the pass can be traced
+    """Yield (mask [B, S], length) for each set of tokens with equal frequencies, in ascending order of lengths."""
+    if kind == _LONGROPE:  # this case reads no tensor values, so that the pass can be traced
         rope = module.config.rope_parameters
         rope = rope if layer_type is None else rope[layer_type]
         longest = int(rope["original_max_position_embeddings"])

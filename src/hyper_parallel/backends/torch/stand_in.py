@@ -16,11 +16,11 @@ _T = TypeVar("_T", bound="StandIn")
 
 
 class StandIn(Tensor):
-    """Stand-in of a tensor; any use but of its shape, dtype and device completes the tensor and uses that."""
+    """Stand-in for an incomplete tensor; any use except of its shape, dtype and device completes the tensor first."""
 
     @classmethod
     def like(cls: type[_T], part: Tensor, shape: tuple[int, ...]) -> _T:
-        """Return a stand-in of a tensor of this shape, with the dtype, device and `requires_grad` of a part of it."""
+        """Return a stand-in for a tensor of this shape, with dtype, device and `requires_grad` of `part`."""
         stand_in: _T = Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
@@ -30,7 +30,7 @@ class StandIn(Tensor):
         return stand_in
 
     def whole(self) -> Tensor:
-        """Complete the tensor and return it; always the same one."""
+        """Complete the tensor and return it; repeated calls return the same tensor."""
         raise NotImplementedError
 
     @classmethod

@@ -1,7 +1,7 @@
 """KV cache of fixed length, and the masks with which attention reads it.
 
-A step with such a cache is a pure function of its inputs and the cache's tensors: no Python counter decides anything,
-so a step can be recorded once and run at every position.
+A step with such a cache is a pure function of its inputs and the cache's tensors. It does not depend on a Python
+counter, so it can be recorded once and run at every position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAIN = {"full_attention", "sliding_attention"}
 class FixedLayer(StaticLayer):
     """Keys and values of one layer, [B, H, N, K] each.
 
-    While `position` is None a prompt is written from slot 0 on; else one token is written to slot `position` [1].
+    If `position` is None, a prompt is written from slot 0 on. Otherwise it is a tensor [1]: the slot of one token.
     """
 
     # Lets transformers omit the mask of a prompt, as with a growing cache.
@@ -35,7 +35,7 @@ class FixedLayer(StaticLayer):
         self.position: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate keys and values of the full length, shaped like the first ones."""
+        """Allocate keys and values of the full length; other sizes, dtype and device are those of the arguments."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = (
             like.new_zeros(*like.shape[:2], self.max_cache_len, like.shape[-1])
@@ -46,7 +46,7 @@ class FixedLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values at the current position and return the whole cache."""
+        """Write keys and values at the current position; return the keys and values that attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.position is None:
@@ -68,7 +68,7 @@ class FixedLayer(StaticLayer):
 
 
 def why_no_own_cache(model: Any) -> str | None:
-    """Return why a model cannot use a cache and masks of this package, or None."""
+    """Return the reason why a model cannot use a cache and masks of this package; None if it can."""
     config = model.config.get_text_config(decoder=True)
     unsupported = set(getattr(config, "layer_types", None) or ()) - _PLAIN
     if unsupported:
@@ -88,7 +88,7 @@ def why_no_own_cache(model: Any) -> str | None:
 
 
 def why_no_static_cache(model: Any) -> str | None:
-    """Return why a model's generation steps cannot have fixed shapes, or None."""
+    """Return the reason why a model's generation steps cannot have fixed shapes; None if they can."""
     if why := why_no_own_cache(model):
         return why
     if why := ungrouped_experts(model, model.dtype):
@@ -97,7 +97,7 @@ def why_no_static_cache(model: Any) -> str | None:
 
 
 def cache_tensors(cache: Any) -> dict[str, Tensor]:
-    """Return keys and values by name, in layer order; a layer that shares those of another layer has none."""
+    """Return the key and value tensors of a cache by name, in layer order; layers that share a cache occur once."""
     return {
         f"cache.{index}.{name}": getattr(layer, name)
         for index, layer in enumerate(cache.layers)
@@ -116,10 +116,10 @@ def bind_cache(cache: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the mask [B, 1, S, N] per kind of layer for queries at positions [B, S] and N = `length` cache slots.
+    """Return masks [B, 1, S, N] by kind of layer, for queries at positions [B, S] and N = `length` cache slots.
 
-    A slot holds the key of one position. Masks are boolean for torch's attention; for eager attention of the model they
-    are summands of `dtype`.
+    A slot holds the key of one position. Masks are boolean for torch's attention. For the model's eager attention they
+    are additive, of `dtype`.
     """
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)

@@ -1,4 +1,4 @@
-"""Selection of the rows of a layer that are tokens, and of real tokens: no padding of the layout or of the batch.
+"""Selection of the rows of a layer's input that are tokens, without padding of the layout or of the batch.
 
 Padding of the layout makes shards of tensor and context parallelism equal in size. The caller marks padding of the
 batch by the argument `token_mask` [B, S], which is removed before the model's forward, else by `attention_mask` [B, S].
@@ -28,7 +28,7 @@ TOKEN_MASK: Final = "token_mask"
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Selector of tokens among the rows of a layer in the running pass."""
+    """Selector of tokens among the rows of a layer's input in the running pass."""
 
     tp: TpState | None = None
     context: ContextState | None = None
@@ -51,23 +51,24 @@ class Tokens:
         return torch.arange(stop - start, device=device) if stop - start < rows else None
 
     def select_real(self, selected: Tensor | None, rows: int) -> Tensor | None:
-        """Return a mask of the real tokens among the rows of `token_rows`; None if all are real."""
+        """Return a mask of the real tokens among the rows `selected` by `token_rows`; None if all are real."""
         if (padding := self.running.context.padding) is None:
             return None
         real = rows_of_half(padding.real)
         if self.tp is not None:
             indices = self.tp.grid.token_indices(self.tp.rank).to(real.device)
             real = real[indices.clamp(min=0)]
-        if len(real) != rows:  # experts of images or of text get their tokens only
+        if len(real) != rows:  # experts for only images or only text get a part of the tokens
             if bool(real.all()):
                 return None
             raise _part_of_tokens(f"{rows} of {len(real)} tokens, with padding", "microbatch")
         return real if selected is None else real[selected]
 
     def own_tokens(self, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return the indices of the tokens that this rank owns, and a mask of the real ones; None selects all.
+        """Return the indices of the rows that this rank owns, and a mask of the real tokens among them.
 
-        The input of a module is this rank's shard of the tokens, or all tokens of the tensor-parallel ranks.
+        None in place of either selects all. The rows of the module's input are this rank's shard of the tokens, or all
+        tokens of the tensor-parallel ranks.
         """
         tp = self.tp
         if tp is None or rows != math.prod(tp.batch):
@@ -100,7 +101,7 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
 
 
 def watch_padding(model: nn.Module, tokens: Tokens) -> None:
-    """Record the padding of each batch at the start of the model's forward, after sequences are sharded."""
+    """Make each forward of a model record the batch's padding in the pass context, after sequences are sharded."""
     names = list(inspect.signature(model.forward).parameters)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """Reward model: a sequence classifier of one label that scores every token.
 
-The classifiers of transformers return one score per sequence, at its last token that is no padding. A rank with a part
-of the sequence may not have that token. Here the model returns the score of every token and the objective selects; the
-weights are the same.
+The classifiers of transformers return one score per sequence: that of its last token that is not padding. A rank with a
+part of the sequence may not have that token. Here the model returns the score of every token, and the objective selects
+one. The weights are the same.
 """
 
 from __future__ import annotations

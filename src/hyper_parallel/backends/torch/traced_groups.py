@@ -44,10 +44,10 @@ class TracedGroup(dist.ProcessGroup):
         return TRACED
 
     def barrier(self, opts: Any = None) -> None:
-        """Return: no other process exists."""
+        """Do nothing, because no other process exists."""
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> None:
-        """Sum over ranks in place."""
+        """Sum each tensor over ranks in place."""
         for tensor in tensors:
             tensor.copy_(_OPERATORS.all_reduce(tensor, "sum", self.axis))
 
@@ -56,7 +56,7 @@ class TracedGroup(dist.ProcessGroup):
         out.copy_(_OPERATORS.all_gather_into_tensor(x, self.size(), self.axis))
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, options: Any = None) -> None:
-        """Fill `out` with this rank's rows of the sum."""
+        """Sum `x` over ranks and fill `out` with this rank's equal share of the rows."""
         out.copy_(_OPERATORS.reduce_scatter_tensor(x, "sum", self.size(), self.axis))
 
     def all_to_all_single(
@@ -74,7 +74,7 @@ class TracedGroup(dist.ProcessGroup):
 
 
 def _create(options: Any, _: Any) -> TracedGroup:
-    ranks = options.global_ranks_in_group or range(options.group_size)  # none: the default group
+    ranks = options.global_ranks_in_group or range(options.group_size)  # none in the default group
     return TracedGroup(ranks, options.group_rank, options.group_id)
 
 

@@ -96,7 +96,7 @@ def cross_entropy_sum(
     Args:
         logits: [T, V], or this rank's columns, which begin at `first`.
         targets: [T] token ids of the full vocabulary.
-        ignore_index: Target of tokens that do not count.
+        ignore_index: Value in `targets` for tokens without a target.
         first: Token id of the first local column.
         group: Ranks over which the vocabulary is sharded; None: it is not sharded.
         summed: False: return the cross entropy of every token, [T], 0 where the target is `ignore_index`.
@@ -105,7 +105,7 @@ def cross_entropy_sum(
 
 
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Shift labels one token to the left: the target of a position is the next token."""
+    """Return labels shifted one token to the left, so that the target of a position is the next token."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -116,9 +116,10 @@ def cross_entropy(
     ignore_index: int = -100,
     summed: bool = True,
 ) -> Tensor:
-    """Return `cross_entropy_sum` of the head's logits for the targets [T] of all its tokens.
+    """Return `cross_entropy_sum` for logits as the head returns them, whether sharded or not.
 
-    If the head shards tokens, the result covers this rank's shard, ceil(T / tp) tokens with padding.
+    `targets` [T] are those of all tokens. If the head shards tokens, the result covers this rank's shard, ceil(T / tp)
+    tokens with padding.
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:
@@ -142,9 +143,9 @@ def cross_entropy(
 def loss_function(
     tp: TpState | None, add: Callable[[Tensor, Tensor], Tensor] | None
 ) -> Callable[..., Tensor]:
-    """Return the `loss_function` of a Hugging Face model for sharded logits.
+    """Return a function that replaces the `loss_function` of a Hugging Face model and accepts sharded logits.
 
-    `add(loss, share)` adds the router loss; `share` is the number of valid targets over the divisor of the loss.
+    `add(loss, share)` adds the router loss. `share` is the number of valid targets divided by the divisor of the loss.
     """
 
     def causal_lm_loss(
@@ -185,7 +186,7 @@ def loss_function(
 
 
 def has_causal_loss(model: nn.Module) -> bool:
-    """Return whether a transformers model has a next-token loss; classification and masking heads have other losses."""
+    """Return whether the loss of a transformers model is the next-token cross entropy."""
     if not hasattr(type(model), "loss_function"):
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -195,9 +196,9 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 
 def use_loss_function(model: nn.Module) -> None:
-    """Make a forward that computes its own loss use `model.loss_function` of its logits when it gets `shift_labels`.
+    """If a model's forward has its own loss code, make it use `model.loss_function` for calls with `shift_labels`.
 
-    The replaced losses are means over a microbatch, and some models shift the labels while others do not.
+    The replaced losses are means over a microbatch, and only some models shift the labels.
     """
     own = inspect.unwrap(type(model).forward)
     if (

@@ -12,7 +12,7 @@ from torch import nn
 def wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
     """Replace the forward of a module by `outer(forward, *args, **kwargs)`, on this instance only.
 
-    The signature of the forward stays. Of several wrappers, the one that is installed last runs first.
+    The forward keeps its signature. The wrapper that is installed last runs first.
     """
     inner = module.forward
     module.forward = update_wrapper(partial(outer, inner), inner, updated=())

@@ -1,7 +1,8 @@
-"""Functions called by the trainer of LlamaFactory's main branch (since June 2026) in place of Accelerate's FSDP2.
+"""Functions that the trainer of LlamaFactory's main branch (since June 2026) calls in place of Accelerate's FSDP2.
 
-That trainer averages gradients over data-parallel ranks, hence `average`. When backward returns, gradients are reduced,
-and optimizers accept DTensors, so the stream and optimizer functions do nothing.
+That trainer expects gradients averaged over data-parallel ranks. `hsdp_sync_stream` and
+`wrap_optimizer_with_skip_dtensor_dispatch` do nothing, because gradients are already reduced when backward returns, and
+torch's optimizers accept DTensors.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def fsdp2_prepare_model(
 
 
 def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
-    """Broadcast the values of rank 0, the only rank that has loaded them."""
+    """Copy the parameters and buffers of rank 0, the only rank that has loaded them, to all ranks."""
     if any(p.is_meta for p in model.parameters()):
         raise Contradiction(
             "a rank has its parameters on the meta device",
@@ -102,7 +103,7 @@ def _broadcast_from_first(model: nn.Module, device: torch.device) -> None:
 
 
 def model_of(parameters: Iterable[Tensor]) -> nn.Module:
-    """Return the model that owns the parameters."""
+    """Return the prepared model to which the parameters belong."""
     models = {getattr(p, _MODEL, lambda: None)() for p in parameters}
     model = models.pop() if len(models) == 1 else None
     if not isinstance(model, nn.Module):
@@ -115,9 +116,10 @@ def model_of(parameters: Iterable[Tensor]) -> nn.Module:
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-    """Scale the gradients of a model so that their global L2 norm is at most `max_norm`; return the norm before.
+    """Scale the gradients of a model so that their global L2 norm is at most `max_norm`.
 
-    Each element of a gradient counts once, on any mesh.
+    Returns:
+        The global norm before scaling, in which each gradient element counts once on any mesh.
 
     Raises:
         BadValue: HP102 for another norm, or parameters that do not belong to a prepared model.

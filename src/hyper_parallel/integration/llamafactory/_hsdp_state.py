@@ -1,6 +1,6 @@
-"""Checkpoint and export functions called by LlamaFactory's trainer, implemented by `hyper_parallel.save`.
+"""Checkpoint and export functions that LlamaFactory's trainer calls.
 
-A checkpoint can be read on any layout and number of ranks.
+Checkpoints are written by `hyper_parallel.save` and can be read on any layout and number of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def save_hsdp_checkpoint(
     output_dir: str | Path,
     should_save_scheduler: bool = True,
 ) -> None:
-    """Save weights and moments in `hsdp_model_0`, and the scheduler in `scheduler.pt`; must be called on every rank.
+    """Save weights and optimizer state in `hsdp_model_0`, and the scheduler in `scheduler.pt`; all ranks must call.
 
     Raises:
         OutputNotWritable: HP105 when the folder cannot be written.
@@ -41,7 +41,7 @@ def save_hsdp_checkpoint(
 
 
 def load_hsdp_model(model: nn.Module, checkpoint_dir: str | Path) -> bool:
-    """Load the weights of a checkpoint; return False when there is none.
+    """Load the weights of a checkpoint, and return whether `checkpoint_dir` contains one.
 
     Raises:
         CheckpointCorrupt: HP701 for damaged files. CheckpointMismatch: HP702 with the first different tensor.
@@ -73,11 +73,11 @@ def load_hsdp_optimizer_and_scheduler(
 
 
 def export_to_hf_format(model: nn.Module, tokenizer: Any, save_dir: str | Path) -> None:
-    """Write a folder for `from_pretrained`, or an adapter for peft; must be called on every rank."""
+    """Write a folder for `from_pretrained`, or an adapter for peft; all ranks must call this."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     export(_plain(model), Path(save_dir), tokenizer)
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Return the original module of a compiled one."""
+    """Return the module that `torch.compile` has wrapped; any other module unchanged."""
     return getattr(model, "_orig_mod", model)

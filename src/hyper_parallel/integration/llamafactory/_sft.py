@@ -1,8 +1,8 @@
 """LlamaFactory's supervised trainer on the layouts of this package.
 
-The loop, the data, the callbacks and the files remain those of LlamaFactory and transformers. This package provides the
-layout of the model (`parallelize`, before the optimizer is created), the loss of a microbatch, the gradient norm, and
-saving. Nothing outside this object is patched. Accelerate prepares the optimizer and the data, never the model.
+LlamaFactory and transformers still provide the training loop, data, callbacks and file formats. This class parallelizes
+the model before the optimizer is created, and replaces the loss of a microbatch, the gradient norm, and saving. It
+patches no other object. Accelerate prepares the optimizer and the data, but not the model.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         self.accelerator.prepare = self._prepare_but_the_model
 
     def _refuse(self) -> None:
-        """Refuse unsupported options before the model is modified."""
+        """Raise an error for unsupported options, before the model is modified."""
         arguments = self.finetuning_args
         unsupported = {
             "deepspeed": self.is_deepspeed_enabled,
@@ -90,7 +90,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
                 )
 
     def _parallelize_once(self) -> None:
-        """Parallelize the model once, before its parameters are referenced."""
+        """Parallelize the model, once, before the optimizer refers to its parameters."""
         if self._parallel:
             return
         mixed = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else ""
@@ -98,7 +98,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         self._parallel = True
 
     def _prepare_but_the_model(self, *objects: Any, **kwargs: Any) -> Any:
-        """Run `Accelerator.prepare` on all objects except models."""
+        """Run `Accelerator.prepare` on all objects except models, and return all objects."""
         prepared = [self._prepare_one(item, kwargs) for item in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -131,7 +131,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return model
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the number of tokens of the step; ranks of one group have counted the same tokens."""
+        """Return the number of tokens of the step; tokens that several ranks of a group have counted count once."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         averaged = self.args.average_tokens_across_devices and self.args.world_size > 1
         return count // self._same_data if count is not None and averaged else count
@@ -139,7 +139,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Compute the gradients of one microbatch, which sum over ranks and microbatches to those of the step's loss.
+        """Run forward and backward of one microbatch; gradients sum over ranks and microbatches to those of the step.
 
         Returns:
             This rank's part of the loss times the number of ranks, because transformers logs the mean over ranks.
@@ -159,7 +159,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute the loss as transformers; without a token count, the mean over the tokens of this rank's data."""
+        """Return the loss of a batch; without `num_items_in_batch`, the mean over the tokens of this rank's data."""
         if (
             num_items_in_batch is not None
             or "labels" not in inputs
@@ -171,22 +171,22 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def _share_of_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """Return this rank's summand of the loss of the step."""
+        """Return this rank's part of the step's loss; the parts of all ranks and microbatches add up to the loss."""
         if num_items is None:  # mean over ranks and microbatches of their means
             ranks = self.args.world_size // self._same_data
             loss = self.compute_loss(model, inputs)
             return loss / (self.current_gradient_accumulation_steps * ranks)
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
-        # transformers has multiplied the loss, for reductions that average over ranks; here they sum.
+        # transformers multiplies the loss by the number of ranks, for reductions that average; here reductions sum.
         averaged = self.args.average_tokens_across_devices
         return loss / self.accelerator.num_processes if averaged else loss
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Return the loss on one of the ranks that compute an equal one, 0 on the others."""
+        """Return the loss on one rank of each tensor-parallel group, and 0 on the others, whose loss is equal."""
         return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
 
     def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs of the model, without the padding mask under context parallelism."""
+        """Return the inputs for the model; under context parallelism, without the padding mask."""
         return inputs if self._strategy.cp == 1 else without_padding_mask(inputs)
 
     def prediction_step(
@@ -197,7 +197,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         *args: Any,
         **kw: Any,
     ) -> tuple[Any, Any, Any]:
-        """Return the loss of a batch; with logits as in LlamaFactory, if every rank has full logits."""
+        """Return loss, logits and labels of a batch; with tensor or context parallelism, the last two are None."""
         if self._same_data == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         if not prediction_loss_only or self.args.predict_with_generate:
@@ -210,21 +210,21 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         tokens = self._get_num_items_in_batch([batch], self.args.device)
         with torch.no_grad():
             loss = self._reported(model(**batch, num_items_in_batch=tokens, use_cache=False).loss)
-        dist.all_reduce(loss)  # as without this package: the mean over the tokens of all ranks
+        dist.all_reduce(loss)  # the mean over the tokens of all ranks, as in LlamaFactory itself
         return loss, None, None
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return hp.clip_grad_norm_(model, self.args.max_grad_norm)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a transformers or peft directory with tokenizer and arguments; must be called on every rank."""
+        """Write a transformers or peft directory with tokenizer and arguments; all ranks must call this."""
         target = Path(output_dir or self.args.output_dir)
         export(self.model, target, self.processing_class)
         if self.args.should_save:  # transformers writes this file next to every model
             torch.save(self.args, target / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save sharded weights and moments, which any layout and number of ranks can load."""
+        """Save weights, optimizer state and scheduler as a checkpoint that any layout and number of ranks can load."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         scheduler = json.loads(json.dumps(self.lr_scheduler.state_dict()))
         hp.save(

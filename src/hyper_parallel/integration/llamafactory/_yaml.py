@@ -1,4 +1,4 @@
-"""Conversion of a LlamaFactory YAML file to a recipe: equal meaning, one configuration layer per key."""
+"""Conversion of a LlamaFactory YAML file to an equivalent recipe, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _OFF: Final = (None, False, 0, "", "none", "null")
 _ALL: Final = 10**6
-"""Number of checkpoints to keep that no run exceeds."""
+"""Value of `checkpoint.keep` that keeps all checkpoints; no run writes more."""
 
 _CHECKPOINTING: Final = "gradient_checkpointing"
 """Key that is on by default in LlamaFactory; results do not depend on it."""
@@ -58,7 +58,7 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
     Args:
         path: The file.
-        overrides: Values as `key=value`, for keys of LlamaFactory or of a recipe (`parallel.tp=2`); the latter apply
+        overrides: Values as `key=value`, for keys of LlamaFactory or of a recipe (`parallel.tp=2`). Recipe keys apply
             last.
 
     Raises:
@@ -91,7 +91,7 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
 
 def _check(key: str, value: Any, where: str) -> None:
-    """Raise for an unknown or refused key, or a word that the key does not accept."""
+    """Raise an error for an unknown or unsupported key, or for a word that the key does not accept."""
     if key not in KNOWN:
         near = difflib.get_close_matches(key, KNOWN, n=1)
         raise UnknownKey(
@@ -117,7 +117,7 @@ def _check(key: str, value: Any, where: str) -> None:
 
 
 def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
-    """Yield the recipe values of all keys."""
+    """Yield the recipe values of all LlamaFactory keys in `v`, as pairs of origin and values."""
     stage, kind = v["stage"], v["finetuning_type"]
     for key, (target, _) in SAME.items():
         section, value = target.partition(".")[0], WORDS.get(key, {}).get(v[key], v[key])
@@ -177,7 +177,7 @@ def _layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator
 
 
 def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
-    """Yield the trained parameters: the adapter of `lora`, or the layers of `freeze`."""
+    """Yield the recipe values that select trained parameters: a LoRA adapter, or the layers of `freeze`."""
     if kind == "lora":
         targets = [t.strip() for t in str(v["lora_target"]).split(",")]
         extra = [t.strip() for t in str(v["additional_target"] or "").split(",") if t]
@@ -193,7 +193,7 @@ def _trained_layers(v: dict[str, Any], kind: str) -> Iterator[Layer]:
 
 
 def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
-    """Yield the arguments of the learning-rate schedule, with LlamaFactory's defaults.
+    """Yield the recipe values of the learning-rate schedule's arguments, with LlamaFactory's defaults.
 
     Raises:
         BadValue: HP102 when a required argument has no default, as in transformers.
@@ -233,7 +233,7 @@ def _schedule_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
 
 
 def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> Iterator[Layer]:
-    """Yield the layout described by `hyper_parallel_args` and the keys `hyper_parallel_*`, on the ranks of the run."""
+    """Yield the recipe values of the layout given by `hyper_parallel_args` and the keys `hyper_parallel_*`."""
     keys = {key: v[f"hyper_parallel_{key}"] for key in YAML_KEYS}
     arguments = HyperParallelArguments.from_yaml(v["hyper_parallel_args"], keys)
     for name, served in _SERVED.items():
@@ -284,7 +284,7 @@ def _data_layers(v: dict[str, Any], path: Path) -> Iterator[Layer]:
 
 
 def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where: str) -> None:
-    """Refuse a held-out dataset whose keys differ from those of the training dataset.
+    """Raise an error if the `data` keys of a held-out dataset differ from those of the training dataset.
 
     Raises:
         Contradiction: HP104.
@@ -301,7 +301,7 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
 
 
 def _frozen(model: str, layers: int) -> list[str]:
-    """Return globs for all parameters except those of the last (negative: the first) decoder layers."""
+    """Return globs of all parameters, except those of the last `layers` decoder layers; negative: of the first ones."""
     spec = load_model(model)
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     (prefix,) = {name.partition("*")[0] for name in names if "*" in name}
@@ -312,7 +312,7 @@ def _frozen(model: str, layers: int) -> list[str]:
 
 
 def _ranks(overrides: Sequence[str]) -> int | None:
-    """Return the number of ranks LlamaFactory would start: the launcher's or one per accelerator; None if unknown."""
+    """Return the number of ranks that LlamaFactory would start, by launcher or accelerators; None if unknown."""
     values = dict(o.split("=", 1) for o in overrides if o.startswith("launch.n"))
     if "launch.nproc_per_node" in values:
         return int(values["launch.nproc_per_node"]) * int(values.get("launch.nnodes", 1))

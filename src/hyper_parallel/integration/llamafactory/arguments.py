@@ -1,4 +1,4 @@
-"""LlamaFactory's `hyper_parallel_args` and `hyper_parallel_*`: degrees of the layout, dtypes, recompute."""
+"""Options in LlamaFactory's `hyper_parallel_args` and `hyper_parallel_*` keys: layout degrees, dtypes, recompute."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class HyperParallelArguments(BaseModel):
 
     Attributes:
         tp_size: Ranks of tensor parallelism.
-        cp_size: Ranks that share a sequence.
-        ep_size: Ranks that share the experts.
-        efsdp_size: Ranks that share the parameters of the same experts; the others are replicas. None: all remaining.
-        token_dispatcher: `all_to_all`.
-        fsdp_size: Ranks that share the parameters; the other data-parallel ranks are replicas. None: all.
-        param_dtype: Dtype of activations and of gathered parameters; None: by LlamaFactory's `bf16` and `fp16`.
+        cp_size: Ranks among which a sequence is divided.
+        ep_size: Ranks among which the experts are divided.
+        efsdp_size: Ranks that shard the parameters of the same experts; further ranks are replicas. None: all ranks.
+        token_dispatcher: Must be `all_to_all`.
+        fsdp_size: Ranks that shard the parameters; further data-parallel ranks are replicas. None: all ranks.
+        param_dtype: Dtype of activations and of gathered parameters; None: from LlamaFactory's `bf16` and `fp16`.
         reduce_dtype: Dtype of gradient reductions; None: float32.
-        reshard_after_forward: Free parameters after forward and gather them again for backward; None: yes.
+        reshard_after_forward: Free gathered parameters after forward and gather them again for backward; None: True.
         activation_mode: `recompute`: recompute the activations of a layer; `swap`: recompute them except matrix
             products and attention, which are offloaded to the host.
         activation_swap_inputs: With `swap`, also offload the inputs of a layer.
@@ -64,7 +64,7 @@ class HyperParallelArguments(BaseModel):
     def from_dict(
         cls, values: Mapping[str, Any], where: str = "hyper_parallel_args"
     ) -> HyperParallelArguments:
-        """Read a dict.
+        """Return the arguments in a dict of option names and values.
 
         Raises:
             UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not allowed.
@@ -78,9 +78,9 @@ class HyperParallelArguments(BaseModel):
 
     @classmethod
     def from_finetuning_args(cls, finetuning_args: Any) -> HyperParallelArguments:
-        """Read LlamaFactory's arguments: `hyper_parallel_args`, and keys such as `hyper_parallel_ep_size`.
+        """Return the arguments in LlamaFactory's `hyper_parallel_args` and keys such as `hyper_parallel_ep_size`.
 
-        A key of LlamaFactory overrides that of `hyper_parallel_args`, unless it has its default value.
+        A key such as `hyper_parallel_ep_size` overrides `hyper_parallel_args`, unless it has its default value.
 
         Raises:
             RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. As `from_dict`.
@@ -92,7 +92,7 @@ class HyperParallelArguments(BaseModel):
 
     @classmethod
     def from_yaml(cls, value: Any, keys: Mapping[str, Any]) -> HyperParallelArguments:
-        """Read the value of `hyper_parallel_args`, overridden by LlamaFactory's keys.
+        """Return the arguments in the value of `hyper_parallel_args`, with overrides from LlamaFactory's keys.
 
         Args:
             value: None, a dict, or the path of a JSON file.
@@ -133,7 +133,7 @@ class HyperParallelArguments(BaseModel):
         return math.lcm(dense, self.ep_size * (self.efsdp_size or 1))
 
     def strategy(self, world_size: int) -> Strategy:
-        """Return the layout on a number of ranks.
+        """Return the layout of these arguments on a number of ranks.
 
         Raises:
             DegreesMismatch: HP301 when the degrees do not divide the ranks.
@@ -169,9 +169,9 @@ class HyperParallelArguments(BaseModel):
         )
 
     def _shard_ranks(self, world_size: int, model_ranks: int) -> int:
-        """Return the number of ranks that share the parameters of one tensor- and context-parallel rank.
+        """Return the degree of `dp_shard`; `model_ranks` is the product of tensor- and context-parallel degrees.
 
-        If only `efsdp_size` is set, it is the number of ranks that share the experts; the other ranks are replicas.
+        If `efsdp_size` is set but `fsdp_size` is not, the degree follows from the ranks that shard the experts.
         """
         rest = max(world_size // model_ranks, 1)
         expert_ranks = self.ep_size * (self.efsdp_size or 1)

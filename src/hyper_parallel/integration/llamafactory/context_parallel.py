@@ -1,6 +1,6 @@
-"""Functions for context parallelism called by LlamaFactory's trainer: ranks of one group get equal full sequences.
+"""Functions for context parallelism that LlamaFactory's trainer calls.
 
-The model itself pads and splits its inputs into balanced parts, so the inputs of the caller remain full.
+All ranks of a context-parallel group receive the same full sequences. The parallelized model pads and splits them.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ def get_cp_rank(hp_args: Any) -> int:
 
 
 def get_dp_rank(hp_args: Any) -> int:
-    """Return the index of this rank's data share; ranks with the same index share sequences."""
+    """Return the index of the part of the data that this rank reads; ranks with equal index read the same sequences."""
     return get_platform().get_rank() // int(hp_args.cp_size)
 
 
 def get_cp_group_ranks(hp_args: Any) -> tuple[int, ...]:
-    """Return the ranks that share sequences with this one, itself included."""
+    """Return the ranks of this rank's context-parallel group, this rank included."""
     first = get_dp_rank(hp_args) * int(hp_args.cp_size)
     return tuple(range(first, first + int(hp_args.cp_size)))
 
 
 def get_cp_group(hp_args: Any) -> Any:
-    """Create the process group of `get_cp_group_ranks`; must be called on every rank."""
+    """Create and return the process group of `get_cp_group_ranks`; all ranks must call this."""
     import torch.distributed as dist
 
     return dist.new_subgroups(int(hp_args.cp_size))[0]
 
 
 def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
-    """Scale the reported loss of a model for a mean over ranks; `fsdp2_prepare_model` later splits the sequences.
+    """Make a model report `cp_size` times its rank's loss, and return it.
 
-    Each rank computes the loss of its tokens, and these losses add up. The reported value is `cp_size` times larger,
-    so that the logged mean over all ranks is the loss. Gradients are unchanged.
+    The trainer logs the mean over ranks, but the losses of the ranks' tokens add up, so the factor makes the logged
+    mean
+    the loss. Gradients are unchanged. `fsdp2_prepare_model` later lets the model split sequences.
     """
     del accelerator
     if hp_args.cp_size <= 1:
@@ -55,14 +56,14 @@ def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
 
 
 def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> dict[str, Any]:
-    """Return inputs for a model that splits sequences itself: full, of any length, without a trailing padding mask.
+    """Return the inputs without a trailing padding mask and not split, because the model splits sequences itself.
 
     Unless the caller provides the number of tokens of the step, the loss is the mean over the tokens of these
     sequences.
 
     Raises:
         BadValue: HP102 without `input_ids` or `inputs_embeds`.
-        UnsupportedSharding: HP205 for any other mask.
+        UnsupportedSharding: HP205 for a mask other than trailing padding.
     """
     del cp_rank
     if cp_size <= 1:

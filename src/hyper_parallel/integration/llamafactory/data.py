@@ -16,14 +16,14 @@ _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "messages"},
 }
-"""Columns that LlamaFactory reads without an entry in `columns`, by their names in `data.columns`."""
+"""Default record keys of LlamaFactory without an entry in `columns`, by key of `data.columns`."""
 _DEFAULTS: Final = {"messages": "conversations"}
 _NAMED: Final = {
     "prompt": "instruction", "query": "input", "response": "output", "history": "history", "messages": "messages",
     "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label",
     "images": "images", "audios": "audio",
 }  # fmt: skip
-"""Names in `columns`, and their names in `data.columns`."""
+"""Keys of LlamaFactory's `columns`, with the corresponding keys of `data.columns`."""
 _OPTIONAL: Final = ("query", "history", "system", "tools", "kto_tag", "images", "audios")
 _TAGS: Final = {"role_tag": "role", "content_tag": "content"}
 _ROLES: Final = {
@@ -31,7 +31,7 @@ _ROLES: Final = {
     "function_tag": "function_call",
 }  # fmt: skip
 _SAID: Final = ("system", "history", "tools", "images", "videos", "audios")
-"""Keys that LlamaFactory ignores without a column; records with such a key are refused."""
+"""Record keys that LlamaFactory ignores unless `columns` names them; records with such a key are refused here."""
 _CHATML: Final = (False, "<|im_start|>{role}\n{content}<|im_end|>\n")
 _TEMPLATES: Final = {
     "chatml": _CHATML,
@@ -42,7 +42,7 @@ _TEMPLATES: Final = {
 
 
 def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], int]:
-    """Return a dataset as keys of `data`, and the number of records of its file.
+    """Return the `data` section of a recipe for a dataset of LlamaFactory, and the number of records in its file.
 
     Raises:
         RecipeUnreadable: HP103 without `dataset_info.json`. UnknownKey: HP101 for an unlisted name.
@@ -103,7 +103,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
 def _names(
     columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]
 ) -> dict[str, Any]:
-    """Return the keys of `data` for the names of a dataset; unnamed keys of records are ignored."""
+    """Return the `data` keys that map the column, role and tag names of a dataset; unlisted record keys are ignored."""
     read = {standard: _DEFAULTS.get(standard, standard) for standard in _COLUMNS[shape].values()}
     read |= {_NAMED[name]: value for name, value in columns.items()}
     standard_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}
@@ -116,7 +116,7 @@ def _names(
 
 
 def check_template(name: str, model: str, where: str) -> None:
-    """Raise Contradiction (HP104) unless the model's chat template and LlamaFactory's of this name give equal texts."""
+    """Raise Contradiction (HP104) if LlamaFactory's template `name` gives other texts than the model's own template."""
     turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("user", "D"), ("assistant", "E")]
     tokenizer, known = load_tokenizer(model), _TEMPLATES.get(name)
     # With and without a system text, because templates may insert a default one.

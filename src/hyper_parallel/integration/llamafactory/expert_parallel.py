@@ -1,4 +1,4 @@
-"""Function for expert parallelism called by LlamaFactory's trainer."""
+"""Function for expert parallelism that LlamaFactory's trainer calls."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def ep_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
-    """Refuse experts that `ep_size` does not divide, before `fsdp2_prepare_model` splits them.
+    """Check that `ep_size` divides the experts of a model, which `fsdp2_prepare_model` later splits; return the model.
 
     Raises:
-        UnsupportedSharding: HP205 and other errors of `plan_of` for a model without experts, or an indivisible number.
+        UnsupportedSharding: HP205, or another error of `plan_of`, without experts or for an indivisible number.
     """
     import hyper_parallel as hp
 

@@ -1,4 +1,4 @@
-"""Keys of LlamaFactory's YAML files: recipe keys, keys without effect here, and refused keys."""
+"""Tables of LlamaFactory's YAML keys: keys with a recipe key, keys without effect here, and unsupported keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from hyper_parallel.config import SCHEDULE_ARGS
 
 NEEDED: Final = "needed"
-"""Default of a required key."""
+"""Marker in place of a default, for a required key."""
 
 SAME: Final[dict[str, tuple[str, Any]]] = {
     "model_name_or_path": ("model.path", NEEDED),

@@ -1,4 +1,4 @@
-"""Operations on a model shared by the trainers of LlamaFactory: parallelize it, and export it for `from_pretrained`."""
+"""Functions shared by the integrations of LlamaFactory's trainers: parallelize a model, and export it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,16 @@ def shard_model(
 def adopt_checkpointing(
     model: nn.Module, hp_args: HyperParallelArguments, requested: bool = False
 ) -> HyperParallelArguments:
-    """Disable transformers' gradient checkpointing, and return arguments that recompute instead.
+    """Disable a model's own gradient checkpointing, and return arguments that recompute activations instead.
 
-    Both keep the inputs of a layer and recompute its activations. `swap` is unchanged, because it keeps other tensors.
+    Both keep the inputs of a layer and recompute its activations. `activation_mode: swap` remains, because it keeps
+    other
+    tensors.
 
     Args:
         model: Model of transformers, before it is parallelized.
         hp_args: Layout and dtypes.
-        requested: Checkpointing is requested but not yet enabled on the model.
+        requested: Whether the trainer is to enable checkpointing, which is not yet enabled on the model.
     """
     is_enabled = bool(getattr(model, "is_gradient_checkpointing", False))
     if is_enabled:
@@ -69,9 +71,11 @@ def adopt_checkpointing(
 
 
 def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Remove the mask of trailing padding from inputs, for ranks that share sequences; refuse other masks.
+    """Return the inputs without a mask of trailing padding; raise an error for another mask.
 
-    Trailing padding needs no mask: attention is causal, and padding has no labels.
+    Under context parallelism, masks are not supported. Trailing padding needs none, because attention is causal and
+    padding
+    has no labels.
     """
     mask: Tensor | None = inputs.get("attention_mask")
     if mask is None:
@@ -86,7 +90,7 @@ def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def export(model: nn.Module, target: Path, processing_class: Any) -> None:
-    """Write model or adapter and tokenizer into an existing folder, keeping its files; must be called on every rank."""
+    """Write model or adapter, and tokenizer, into a folder whose other files are kept; all ranks must call this."""
     scratch = target / ".export"
     hp.save_pretrained(model, scratch)
     if not dist.is_initialized() or dist.get_rank() == 0:

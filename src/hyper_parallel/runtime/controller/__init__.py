@@ -1,4 +1,4 @@
-"""Single controller of many roles: calls, answers, replacement of lost ranks and a journal, on one of three engines."""
+"""Single-controller programs: one process calls methods of several roles, each a class that runs on its own ranks."""
 
 from hyper_parallel.runtime.controller._controller import Controller, ahead
 from hyper_parallel.runtime.controller._role import Role, RoleCall

@@ -1,4 +1,4 @@
-"""Engine `ray`: one Ray actor per rank of a role; a cluster started by this process is shut down with it."""
+"""Engine `ray`: one Ray actor per rank of a role."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GONE: Final = ("", "X", "Z")  # states of processes, proc(5)
 
 
 class RoleActor(Rank):
-    """Rank of a role, wrapped by `ray.remote`."""
+    """Ray actor of one rank of a role; `ray.remote` wraps this class."""
 
     def process(self) -> int:
         """Return the process id of the actor on its machine."""
@@ -47,7 +47,7 @@ class RoleActor(Rank):
 
 
 class RayEngine:
-    """Engine that starts actors in the cluster of RAY_ADDRESS, in one that the program has joined, or in a local one.
+    """Engine that starts Ray actors: in the cluster that the program has joined, that of RAY_ADDRESS, or a local one.
 
     Raises:
         MissingDependency: HP501 without Ray.
@@ -94,7 +94,7 @@ class RayEngine:
             self._ray.wait(running, timeout=most_s)
 
     def close(self) -> None:
-        """Disconnect from the cluster if this engine has joined it; a local one is shut down."""
+        """Disconnect from the cluster if this engine has connected; a local cluster is then shut down."""
         if self._joined:
             self._ray.shutdown()
 
@@ -161,7 +161,7 @@ class ActorRanks:
         }
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return the new answers by rank."""
+        """Return the answers that have arrived since the last call, by rank."""
         answers = {}
         refs = list(self.running)
         done, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
@@ -180,7 +180,7 @@ class ActorRanks:
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """Classify silent ranks; a process on this machine is frozen when a signal has stopped it."""
+        """Describe ranks that do not answer, as `RoleRanks.silent`; a process stopped by a signal counts as frozen."""
         lines = []
         for rank in unanswered:
             is_local = self._hosts[rank] == socket.gethostname()
@@ -191,7 +191,7 @@ class ActorRanks:
         return first_line, tuple(line for _, line in other_lines), not first
 
     def end(self) -> None:
-        """Kill all ranks and wait until those on this machine have ended, including ranks stopped by a signal."""
+        """Kill all ranks, including ranks stopped by a signal, and wait for the end of the ones on this machine."""
         for actor in self._actors:
             self._ray.kill(actor)
         local_ranks = [

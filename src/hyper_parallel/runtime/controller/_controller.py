@@ -1,6 +1,6 @@
-"""Controller of a program of several models: starts roles, waits for their answers and records them in a journal.
+"""Controller of a program of several models: starts roles, waits for answers to calls and records them in a journal.
 
-In a producer-consumer loop, sampling may run a bounded number of steps ahead of learning.
+`ahead` gives the order of calls of a loop in which sampling runs a bounded number of steps ahead of learning.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _POLL_S: Final = 0.25  # detects a frozen rank well within a second after its de
 class Controller:
     """Controller of several roles; each role is one class with its own ranks.
 
-    Roles exchange JSON values only. Weights are exchanged through checkpoint folders (`hp.save`, `hp.load`), written
-    and read on any layout. The object of a role is constructed anew after a rank loss, a resize and a restart of the
-    program, so its constructor must load its state from files.
+    Arguments and results of calls are JSON values. Roles exchange weights through checkpoint folders (`hp.save`,
+    `hp.load`), which any layout can write and read. The object of a role is constructed anew after a rank loss, a
+    resize and a restart of the program, so its constructor must load its state from files.
 
     Args:
         engine: `inline`: objects of this process, and a call runs synchronously. `processes`: ranks on this machine,
             which end when this process ends. `ray`: one actor per rank, in the cluster of RAY_ADDRESS or a local one.
-        journal: File of answered calls. A program restarted with it reads these answers from the file and runs the
-            remaining calls only. None: no journal.
+        journal: File that records answered calls. A restarted program takes their answers from the file and runs only
+            the remaining calls. None: no journal.
         max_restarts: Maximum number of restarts of the ranks of each role.
         timeout_s: Seconds after which the ranks of an unanswered call are restarted; `Role.call` overrides it per call.
 
@@ -76,7 +76,7 @@ class Controller:
         name: str | None = None,
         first_device: int | None = None,
     ) -> Role:
-        """Start the ranks of a role, each with an object `cls(*arguments)`; returns before the ranks are ready.
+        """Start the ranks of a role, each with an object `cls(*arguments)`, and return without waiting for them.
 
         In a role of several ranks, `hp.World.join()` and `hp.parallelize` without a world use the group of the role.
 
@@ -130,7 +130,7 @@ class Controller:
         return calls[chosen]
 
     def wait(self) -> None:
-        """Wait for an answer, a quarter of a second at most, and then advance all roles."""
+        """Wait up to a quarter of a second for an answer of any role, and then poll every role once."""
         busy = [role.busy for role in self.roles.values() if role.busy is not None]
         self.engine.wait(busy, _POLL_S)
         for role in self.roles.values():
@@ -153,11 +153,9 @@ class Controller:
 def ahead(steps: int, max_staleness: int) -> Iterator[tuple[Literal["sample", "learn"], int]]:
     """Yield ("sample", s) and ("learn", s) for the steps 1 to `steps`, in the order in which a loop makes the calls.
 
-    Version v denotes the weights after v learned steps. A loop advances the iterator once ("learn", s) is answered. The
-    call for sample s is then made as soon as version s - 1 - `max_staleness` exists (0 in the first steps), and no
-    earlier. No sample uses older weights, so none is discarded. With 0 the roles alternate; with 1 or more, step s + 1
-    is sampled while step s is learned.
-    step s + 1 is sampled while step s is learned.
+    Version v denotes the weights after v learned steps. The loop must wait for the answer to ("learn", s) before it
+    advances the iterator. Step s is then sampled as soon as version max(0, s - 1 - `max_staleness`) exists, and never
+    with older weights. With 0, the roles alternate. With 1 or more, step s + 1 is sampled while step s is learned.
 
     Args:
         steps: Number of steps.

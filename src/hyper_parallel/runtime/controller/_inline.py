@@ -32,13 +32,16 @@ class RoleSpec:
 
 
 class RoleRanks(Protocol):
-    """Ranks of one role, from start to end. All ranks run the same call, one call at a time."""
+    """Interface of the running ranks of one role. All ranks run the same call, one call at a time."""
 
     def give(self, number: int, method: str, arguments: str) -> None:
         """Start a call on every rank without waiting for it."""
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return the new answers to the last call by rank, in the form of `RoleHost.answer`, without waiting."""
+        """Return the answers to the last call that have newly arrived, by rank, without waiting.
+
+        An answer is the parsed JSON of `RoleHost.answer`.
+        """
 
     def lost(self) -> str | None:
         """Return the first rank that has ended, with the reason; None when all are alive."""
@@ -46,21 +49,29 @@ class RoleRanks(Protocol):
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """Return a line about the culprit of a hang, lines about the other ranks, and whether the culprit is frozen."""
+        """Describe ranks that do not answer.
+
+        Returns:
+            A line about the rank that causes the hang, lines about the other ranks, and whether the first is frozen.
+        """
 
     def end(self) -> None:
         """Kill all ranks and return when they have ended."""
 
 
 class RoleHost:
-    """Holder of the object of a role on one rank."""
+    """Object of a role on one rank; runs method calls on it."""
 
     def __init__(self, spec: RoleSpec, rank: int) -> None:
         self._spec, self._rank = spec, rank
         self._object: Any = None
 
     def answer(self, number: int, method: str, arguments: str) -> str:
-        """Run a call; JSON: `{"value": ...}` (of rank 0), `{"raised": ..., "trace": ...}` or `{"no_json": ...}`."""
+        """Run a call and return its outcome as JSON.
+
+        The outcome is `{"value": ...}` (null except on rank 0), `{"raised": ..., "trace": ...}` for an exception, or
+        `{"no_json": ...}` for a result that is not a JSON value.
+        """
         try:
             values = json.loads(arguments)
             if number == BIRTH:
@@ -77,14 +88,14 @@ class RoleHost:
 
 
 class InlineRanks:
-    """Only rank of an inline role, in this process: never lost, never waited for."""
+    """Only rank of an inline role: this process, which runs each call at once."""
 
     def __init__(self, spec: RoleSpec) -> None:
         self._host = RoleHost(spec, 0)
         self._answer: dict[int, dict[str, Any]] = {}
 
     def give(self, number: int, method: str, arguments: str) -> None:
-        """Run a call to its end."""
+        """Run a call and keep its answer."""
         self._answer = {0: json.loads(self._host.answer(number, method, arguments))}
 
     def answers(self) -> dict[int, dict[str, Any]]:
@@ -99,7 +110,7 @@ class InlineRanks:
 
 
 class InlineEngine:
-    """Engine whose objects belong to this process; a call runs synchronously."""
+    """Engine that holds the objects of roles in this process and runs calls synchronously."""
 
     most_ranks = 1
 

@@ -1,7 +1,7 @@
 """Engine `processes`: ranks of roles forked from the controller on this machine; they end when the controller ends.
 
-A call and its answers are small files in a folder of the ranks, replaced atomically. The pipe of a rank carries only
-short notifications, so neither side blocks on a full pipe.
+A call and its answers are small files in a folder, replaced atomically. The pipe of a rank carries only short
+notifications, so neither side blocks on a full pipe.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hyper_parallel.serde import write_text
 
 
 class ProcessEngine:
-    """Engine that forks ranks; every role is a separate world on separate devices."""
+    """Engine that forks ranks on this machine; every role is a separate world."""
 
     most_ranks = None
 
@@ -76,7 +76,7 @@ class ProcessEngine:
         wait([news for ranks in busy for news in ranks.news()], most_s)
 
     def close(self) -> None:
-        """Remove the folder of calls."""
+        """Remove the folder of calls and answers."""
         self._stack.close()
 
 
@@ -85,7 +85,7 @@ class ProcessRanks:
 
     Args:
         spec: The role.
-        places: Local rank of each process, which selects its device.
+        places: Local ranks of the processes; a local rank selects a device.
         folder: Folder of calls and answers.
     """
 
@@ -110,7 +110,7 @@ class ProcessRanks:
             raise
 
     def news(self) -> list[Any]:
-        """Return the objects to wait for with `multiprocessing.connection.wait`."""
+        """Return pipes and process sentinels that become ready when a rank answers or ends."""
         return [*self._pipes, *(process.sentinel for process in self.processes)]
 
     def give(self, number: int, method: str, arguments: str) -> None:
@@ -123,7 +123,7 @@ class ProcessRanks:
                 pipe.send_bytes(b"call")
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return the new answers by rank."""
+        """Return the answers that have arrived since the last call, by rank."""
         answers = {}
         for rank, pipe in enumerate(self._pipes):
             with suppress(OSError, EOFError):
@@ -133,7 +133,10 @@ class ProcessRanks:
         return answers
 
     def lost(self) -> str | None:
-        """Return the first rank that has ended, a killed one first because its end may have made others fail."""
+        """Return the rank that has ended, with the reason; None when all are alive.
+
+        A killed rank precedes others, because its end may have made them fail.
+        """
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
         for rank, code in codes.items():
             if code is not None and code < 0:
@@ -144,7 +147,7 @@ class ProcessRanks:
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """Classify silent ranks by their heartbeats and the states of their processes."""
+        """Describe ranks that do not answer, as `RoleRanks.silent`, from heartbeats and states of processes."""
         first = self.places.start
         states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
         state = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
@@ -170,7 +173,7 @@ def _answer_file(folder: Path, rank: int) -> Path:
 def _rank(
     spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: HeartbeatBoard
 ) -> None:
-    """Run calls in a forked rank until it is killed; never returns."""
+    """Run calls in a forked rank until it is killed."""
     status = 1
     try:
         begin_forked()

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
-"""Longest interval between two polls that counts as silence of a rank, if the controller or the machine pauses."""
+"""Maximum seconds between two polls that count as silence of a rank, in case the controller itself paused."""
 _GRACE_S: Final = 2.0
-"""Seconds for the other ranks to answer after one has raised: they may wait for it in a collective without end."""
+"""Seconds for the other ranks to answer after one has raised; they may wait for it in a collective forever."""
 
 
 @dataclass(eq=False)
@@ -36,11 +36,11 @@ class RoleCall:
 
     Attributes:
         role: The role.
-        number: Number of the call in its role, from 1.
+        number: Position of the call among all calls of its role, from 1.
         method: Name of the method.
         arguments: Arguments as a JSON list.
-        timeout_s: Seconds within which its ranks must answer.
-        answered: Position of its answer among all answers of the controller, from 1; 0: pending.
+        timeout_s: Seconds within which the ranks must answer.
+        answered: Position of the answer among all answers of the controller, from 1; 0 while the call is pending.
     """
 
     role: Role
@@ -56,7 +56,7 @@ class RoleCall:
         return f"call {self.number} of `{self.method}` of role `{self.role.name}`"
 
     def result(self) -> Any:
-        """Wait for the call and return the value of rank 0.
+        """Wait until all ranks have run the call, and return the result of rank 0.
 
         Raises:
             CallFailed: HP640 when the method has raised on any rank; contains the last lines of the traceback.
@@ -71,13 +71,13 @@ class RoleCall:
         return self._value
 
     def settle(self, value: Any = None, error: HyperParallelError | None = None) -> None:
-        """Store the answer."""
+        """Mark the call as answered, with its value or an error."""
         self._value, self._error = value, error
         self.answered = next(self.role.controller.places)
 
 
 class Role:
-    """Ranks that run one class, one call at a time on all ranks. Created by `Controller.start`.
+    """Ranks that run the methods of one class, one call at a time on all ranks. Created by `Controller.start`.
 
     Attributes:
         controller: Controller of the role.
@@ -168,13 +168,13 @@ class Role:
                 return
 
     def end(self) -> None:
-        """Kill the ranks."""
+        """Kill the ranks of the role."""
         ranks, self._ranks, self._running = self._ranks, None, None
         if ranks is not None:
             ranks.end()
 
     def _begin_unless_recorded(self, ranks: int) -> None:
-        """Start the ranks now, or with the first call that the journal does not answer."""
+        """Start the ranks, unless the journal still has answers; the first call without an answer then starts them."""
         if ranks < 1:
             raise BadValue(
                 "a role needs at least one rank",
@@ -206,7 +206,7 @@ class Role:
         self._ranks.give(call.number, call.method, call.arguments)
 
     def _take(self, call: RoleCall) -> None:
-        """Store the answer of the running call, which all ranks have answered."""
+        """Mark the running call as answered, once all ranks have answered it."""
         self._running, error = None, self._error(call)
         if call.number == BIRTH:
             if error is not None:
@@ -218,7 +218,7 @@ class Role:
         self._open.popleft().settle(value, error)
 
     def _error(self, call: RoleCall) -> HyperParallelError | None:
-        """Return the error of the lowest rank that has no value; None when all have one."""
+        """Return the error of the lowest rank on which the call failed; None if it succeeded on all ranks."""
         for rank, answer in sorted(self._answers.items()):
             if "raised" in answer:
                 description = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
@@ -228,7 +228,7 @@ class Role:
         return None
 
     def _poll(self, call: RoleCall, lost: str | None) -> None:
-        """Check ranks that have not all answered: replace lost ones, and ones that exceed the time limit."""
+        """Replace the ranks while a call is unanswered, if a rank is lost or the call exceeds its time limit."""
         now = time.monotonic()
         self._silent_s += min(now - self._polled_at, _LONGEST_POLL_S)
         self._polled_at = now

@@ -1,12 +1,12 @@
-"""Journal of the answered calls of a program, one JSON line each: a restarted program replays their answers.
+"""Journal of a program's answered calls, one JSON line each, from which a restarted program replays the answers.
 
     {"role": "Learner", "number": 0, "method": "Learner", "arguments": ["run/weights"], "value": null}   a role
     {"role": "Learner", "number": 3, "method": "learn", "arguments": [3, []], "value": {"loss": 0.5}}     a call
     {"role": "Learner", "number": 4, "method": "learn", "arguments": [4, []], "error": "ValueError ..."}  its exception
     {"role": null, "number": 1, "method": "first", "arguments": [["Sampler", 1], ["Sampler", 2]], "value": 1}
 
-A line is on the disk before the program sees the answer. An exception that was the last answer of a role is discarded
-on restart, because it ended the program: its call runs again.
+A line is on the disk before the program sees the answer. An exception that was the last answer of a role ended the
+program. A restart discards it and runs the call again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEYS: Final = {"role", "number", "method", "arguments"}
 
 
 class Journal:
-    """Record of a program.
+    """Journal file of a program, open for replay and for new answers.
 
     Args:
         path: The file; created when it is missing. None: nothing is recorded.
@@ -66,7 +66,7 @@ class Journal:
             raise
 
     def left(self, role: str) -> bool:
-        """Return whether the journal contains calls of a role that the program has not made yet."""
+        """Return whether the journal contains calls of a role that the restarted program has not made yet."""
         return any(name == role and number for name, number in self._unreplayed)
 
     def recall(
@@ -103,7 +103,7 @@ class Journal:
     def write(
         self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]
     ) -> None:
-        """Record a `value` or an `error`; flushed to the disk before this returns."""
+        """Append the answer of a call, a `value` or an `error`, and flush it to the disk."""
         if self._file is None:
             return
         key = {"role": role, "number": number, "method": method, "arguments": json.loads(arguments)}
@@ -123,7 +123,7 @@ class Journal:
                 raise self._not_writable(error) from error
 
     def _lock(self) -> None:
-        """Lock the file, waiting for other holders; forked ranks inherit the lock and release it when they end."""
+        """Lock the file; wait up to a limit for ranks of an earlier program, which hold the lock until they end."""
         deadline = time.monotonic() + _LONGEST_WAIT_S
         while True:
             try:
@@ -142,7 +142,7 @@ class Journal:
             return
 
     def _read(self) -> None:
-        """Load the records, and truncate an incomplete last line, left by a killed program."""
+        """Load the records, and truncate an incomplete last line that a killed program has left."""
         self._file.seek(0)
         lines, complete_bytes = self._file.readlines(), 0
         last: dict[str | None, dict[str, Any]] = {}
@@ -179,7 +179,7 @@ class Journal:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None for any other line, including one without a newline."""
+    """Return the record in a line; None for a line that is not a record or has no newline."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -190,7 +190,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Return whether a line is a prefix of a record: only then is a file without complete records a journal."""
+    """Return whether a line is an incomplete record, such as the last line of an interrupted write."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -199,6 +199,6 @@ def _is_torn(line: bytes) -> bool:
 
 
 def _words(role: str | None, number: int, method: str, arguments: str) -> str:
-    """Return a call in the text form in which calls are compared and shown in errors."""
+    """Return a call as text, for errors and comparisons: ``role `Learner`, call 3: learn(3, [])``."""
     call = f"{method}({arguments[1:-1]})"
     return f"choice {number}: {call}" if role is None else f"role `{role}`, call {number}: {call}"

@@ -1,1 +1,1 @@
-"""Checkpoints: manifests and retention (no framework), saving and loading on any layout, Hugging Face conversion."""
+"""Checkpoints: saving and loading on any layout, files and retention, and conversion from and to Hugging Face."""

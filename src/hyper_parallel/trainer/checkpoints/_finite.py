@@ -11,7 +11,7 @@ from hyper_parallel.errors import LossNotFinite
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Return a scalar on the device that is true if all elements are finite; one pass without a temporary tensor."""
+    """Return a bool scalar on the tensor's device, True if all elements are finite; allocate no temporary tensor."""
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     if tensor.dtype.itemsize == 1:  # dtypes without a norm
@@ -20,10 +20,10 @@ def is_finite(tensor: Tensor) -> Tensor:
 
 
 def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str | None:
-    """Return the name of the first tensor with NaN or infinity, with one synchronization per device.
+    """Return the name of the first tensor with NaN or infinity, or None; one host synchronization per device.
 
     Args:
-        parts: Names, and functions that return the local tensors.
+        parts: Pairs of a name and a function that returns the local tensor.
     """
     names, flags = list[str](), dict[torch.device, list[tuple[int, Tensor]]]()
     for number, (name, read) in enumerate(parts):
@@ -42,7 +42,7 @@ def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str |
 
 
 def check_finite(name: str, tensor: Tensor, where: str) -> None:
-    """Raise LossNotFinite (HP604) for an exported full parameter with NaN or infinity.
+    """Raise LossNotFinite (HP604) if a full parameter to be exported has NaN or infinity.
 
     Args:
         name: Name of the parameter.

@@ -1,8 +1,8 @@
-"""Model and optimizer as named tensors and numbers.
+"""State of a model and its optimizer as named tensors and numbers.
 
-Tensors are `model.NAME` and `optimizer.state.NAME.KEY`, with the name of the parameter, so that they are independent of
-the layout. Numbers of the optimizer's state have the same names; numbers of its groups belong to the parameters of a
-group.
+Tensors are named `model.NAME` and `optimizer.state.NAME.KEY`, where NAME is the parameter, so that names do not depend
+on the layout. Numbers in the optimizer's state are named alike. Numbers of a parameter group, such as its learning
+rate, are stored with the names of the group's parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyper_parallel.trainer.checkpoints.pieces import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of one rank."""
+    """Saved state of one rank: tensors and numbers by name, and parameter groups of the optimizer."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)
@@ -32,10 +32,12 @@ class State:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; for a model with adapters only the trained parameters.
+    """Return the tensors of a model to save, by name: parameters and persistent buffers.
+
+    Of a model with adapters only the trained parameters are saved.
 
     Raises:
-        BadValue: HP102 for extra state of a module that is not a tensor.
+        BadValue: HP102 for a module whose extra state is not a tensor.
     """
     tensors = {}
     trained = None
@@ -56,7 +58,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
-    """Return the saved state of a model and its optimizer.
+    """Return the state of a model and its optimizer to save.
 
     Raises:
         BadValue: HP102 for state that is neither a tensor nor a JSON value.
@@ -78,13 +80,13 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State
 
 
 def trained_tensors(model: nn.Module, state: State) -> set[str]:
-    """Return the names of tensors that updates change: trained parameters and optimizer states."""
+    """Return the names in `state` of tensors that training changes: trained parameters and optimizer states."""
     trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
     return {n for n in state.tensors if n.startswith(SLOTS) or n.removeprefix(MODEL) in trained}
 
 
 def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
-    """Return the names of the optimizer's numbers for each parameter."""
+    """Return, per parameter name, the keys of the numbers in its optimizer group, such as `lr`."""
     return {
         name: list(_values(group))
         for group, members in groups_of(model, optimizer)
@@ -95,7 +97,11 @@ def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Return each group of an optimizer, with its parameters by name; empty groups are omitted."""
+    """Return each nonempty parameter group of an optimizer with its parameters by name.
+
+    Raises:
+        BadValue: HP102 for a parameter that is not part of the model.
+    """
     names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
@@ -118,7 +124,7 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_value(name: str, value: Any) -> Any:
-    """Return a value after a JSON round trip."""
+    """Return `value` after a JSON round trip; raise BadValue (HP102) if it has no JSON form."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -130,12 +136,12 @@ def _json_value(name: str, value: Any) -> Any:
 
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of each tensor."""
+    """Return (shape, dtype name) of each tensor by name."""
     return {name: (tuple(t.shape), dtype_name(t)) for name, t in tensors.items()}
 
 
 def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
-    """Return the groups of all ranks, merged if their numbers are equal."""
+    """Merge the parameter groups of all ranks whose numbers are equal, and return the merged groups."""
     merged: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
     for group in groups:
         names, _ = merged.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))

@@ -37,9 +37,9 @@ def save(
     Args:
         model: Model passed through `parallelize`.
         optimizer: Optimizer of the model; None: weights only.
-        path: Folder of checkpoints, visible to all ranks; this checkpoint is for example `step_00000010`. A checkpoint
-            of the same step is replaced.
-        step: Completed optimizer steps.
+        path: Folder of checkpoints, visible to all ranks. The checkpoint becomes a subfolder such as `step_00000010`,
+            and an existing one of the same step is replaced.
+        step: Number of completed optimizer steps.
         keep: Number of newest checkpoints to keep in the folder; None: all.
         extra: JSON values returned by `load`, such as an epoch or `scheduler.state_dict()`; rank 0's are stored.
 
@@ -79,16 +79,16 @@ def load(
 
     Args:
         model: Model passed through `parallelize`, with allocated storage, on any layout.
-        optimizer: Optimizer of the same kind as the saved one; None: weights only.
+        optimizer: Optimizer of the same class as the saved one; None: weights only.
         path: Folder passed to `save`, or the `checkpoints` folder of a run.
         step: Step to load; None: the newest intact checkpoint.
 
     Returns:
-        The extra values of the save, and `step`.
+        Dict of the `extra` values passed to `save`, and `step`.
 
     Raises:
         CheckpointCorrupt: HP701 when there is no intact checkpoint.
-        CheckpointMismatch: HP702 with the first tensor that differs between the checkpoint and this model.
+        CheckpointMismatch: HP702 naming the first tensor that differs between the checkpoint and this model.
     """
     checkpoints = Checkpointer(path, keep=1, asynchronous=False, fingerprint=None)
     try:

@@ -38,7 +38,10 @@ _DECAY: Final = "weight_decay"
 def compare_fingerprints(
     saved: dict[str, Any], expected: dict[str, Any], path: Path, index: Index
 ) -> None:
-    """Raise for the first difference between fingerprints; weights without optimizer fit any optimizer."""
+    """Raise CheckpointMismatch (HP702) for the first key in which two fingerprints differ.
+
+    The key `optimizer` is ignored for a checkpoint without optimizer state.
+    """
     for key in [*expected, *(k for k in saved if k not in expected)]:
         if key == "optimizer" and not index.groups:
             continue  # weights only: any optimizer can start from them
@@ -52,7 +55,7 @@ def compare_fingerprints(
 
 
 def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
-    """Raise for the first tensor of the model whose name, shape or dtype differs from the checkpoint's."""
+    """Raise CheckpointMismatch (HP702) for the first tensor whose name, shape or dtype differs from the checkpoint."""
     saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
     for key in expected:
         if key not in saved:
@@ -78,7 +81,7 @@ def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
 
 
 def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
-    """Raise for a checkpoint whose fingerprint names an optimizer but which has no optimizer state."""
+    """Raise CheckpointMismatch (HP702) if the fingerprint names an optimizer but the index has no optimizer state."""
     name = saved.get("optimizer")
     if not index.groups and name not in (None, WITHOUT_OPTIMIZER):
         raise CheckpointMismatch(
@@ -89,10 +92,10 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
 
 
 def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Path) -> None:
-    """Raise for an optimizer with other parameters, or of another kind, than the saved one.
+    """Raise if the optimizer has other parameters than the saved one, or lacks a number that was saved for its groups.
 
     Args:
-        group_keys: Keys of the group of each parameter, over all ranks.
+        group_keys: Keys of the optimizer's group numbers for each parameter, over all ranks.
         index: Index of the checkpoint.
         path: Path of the checkpoint.
 
@@ -120,9 +123,12 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
 def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, index: Index, path: Path
 ) -> dict[str, Tensor]:
-    """Set an optimizer's numbers from a checkpoint, allocate its state tensors, and return them by name to be filled.
+    """Set an optimizer's numbers from a checkpoint and allocate its state tensors.
 
-    Parameters without state in the checkpoint (they never had a gradient) have no state afterwards.
+    Parameters without state in the checkpoint, which never had a gradient, have no state afterwards.
+
+    Returns:
+        Allocated state tensors by name, for the caller to fill.
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
     stored: dict[str, dict[str, StoredTensor | Any]] = {}
@@ -172,7 +178,7 @@ def restore_optimizer(
 
 
 def _fits(old: object, value: object) -> bool:
-    """Return whether a number of a checkpoint is a valid replacement for an optimizer's own."""
+    """Return whether the saved `value` may replace the optimizer's `old` value: same kind and, if a number, finite."""
     if old is None or value is None:
         return True
     if isinstance(old, (list, tuple)):
@@ -186,7 +192,7 @@ def _fits(old: object, value: object) -> bool:
 def _slot(
     name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]
 ) -> Tensor:
-    """Return storage for a tensor of the optimizer's state, with the parameter's layout if it has the same shape."""
+    """Return a tensor to load optimizer state into: `old` if it fits, else new storage in the parameter's layout."""
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
         return old
@@ -207,7 +213,7 @@ def _slot(
 
 @torch.no_grad()
 def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
-    """Fill this rank's shard of each tensor from the overlapping pieces."""
+    """Fill this rank's shard of each target tensor from the checkpoint pieces that overlap with it."""
     opened: dict[str, dict[str, Stored]] = {}
 
     def read(piece: Piece, box: Box) -> Tensor:

@@ -42,7 +42,7 @@ def export_adapter(
     resident: Resident = Tensor.detach,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """Write the adapters and other trained parameters of a model; collective over all ranks.
+    """Write the adapters and other trained parameters of a model as a peft directory; collective over all ranks.
 
     Args:
         model: Model with adapters, of plain tensors or DTensors.
@@ -88,10 +88,10 @@ def export_adapter(
 
 
 def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
-    """Add the adapters of a peft directory to a model, on the meta device or not.
+    """Add the adapters of a peft directory to a model on any device, including the meta device.
 
     Returns:
-        The recipe values, by dotted key, that determine the scale of the adapters.
+        Dict from dotted recipe key to value, for the values that determine the scale of the adapters.
 
     Raises:
         WeightsUnreadable: HP703 when the tensors do not match the directory's configuration.
@@ -129,7 +129,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
 
 
 def _weights_file(directory: Path) -> Path:
-    """Return the weight file of an adapter: the safetensors file, or PyTorch's if there is no other."""
+    """Return the path of an adapter's weights: the safetensors file, or the PyTorch file if only that exists."""
     plain, pickled = directory / ADAPTER_WEIGHTS, directory / _PICKLED
     return pickled if pickled.is_file() and not plain.is_file() else plain
 
@@ -144,12 +144,12 @@ def _tensor_mismatch(directory: Path, different: list[str]) -> WeightsUnreadable
 
 
 def _key(name: str) -> str:
-    """Return the name of a parameter in peft's files."""
+    """Return the key of parameter `name` in a peft file."""
     return f"base_model.model.{name}{'.weight' if is_adapter(name) else ''}"
 
 
 def allocate_trained(model: nn.Module) -> None:
-    """Allocate storage for the trained parameters only."""
+    """Allocate CPU storage for adapters and other trained parameters; all other parameters stay on the meta device."""
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta and (p.requires_grad or is_adapter(name)):

@@ -39,17 +39,17 @@ def export_checkpoint(
     merge: bool = False,
     trusted: bool = False,
 ) -> int:
-    """Export the weights of a checkpoint, or its adapters; host memory holds all exported weights.
+    """Export the weights or adapters of a checkpoint; all exported weights are in host memory at once.
 
     Args:
         directory: Directory of the checkpoints.
-        model_dir: Directory of `config.json`, such a file, or the name of a preset; with `merge` a directory of
-            weights.
+        model_dir: Directory with a `config.json`, path of such a file, or name of a preset; with `merge`, a directory
+            that also has the base weights.
         out_dir: Directory to write.
-        step: Step; None: the newest intact checkpoint.
-        tokenizer_dir: Directory of the tokenizer; None: directory of the model.
+        step: Step to export; None: the newest intact checkpoint.
+        tokenizer_dir: Directory of the tokenizer; None: `model_dir`.
         dtype: Name of the stored dtype; None: as in the checkpoint.
-        lora: Section `lora` of the run.
+        lora: Section `lora` of the run's recipe; None: a run without adapters.
         merge: Whether to write the full model with merged adapters instead of the adapters.
         trusted: Whether code in `model_dir` may run, for a model unknown to transformers.
 
@@ -89,7 +89,7 @@ def export_checkpoint(
 def _load(
     model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool
 ) -> None:
-    """Load the weights of a checkpoint into a model on the meta device; with `merge`, also the base weights."""
+    """Allocate a model on the meta device and load a checkpoint into it; with `merge`, also load the base weights."""
     base = None
     if merge:
         base = load_base(model, model_dir, frozen=True)
@@ -105,7 +105,7 @@ def _load(
 
 
 def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> CarriedWeights | None:
-    """Return the tensors of the pretrained files that the model does not use, or None without such files."""
+    """Return the tensors of the pretrained files that the model does not use; None if there are no pretrained files."""
     carried = CarriedWeights.read(model_dir)
     if carried is None and not merge and model_dir.is_dir() and list_weight_files(model_dir).files:
         return carried_of(model, model_dir)

@@ -1,8 +1,8 @@
 """Saving and loading of training state, resumable on any layout and world size.
 
-Every rank writes its boxes into one safetensors file; replicated boxes are written once. A load reads the parts that
-the new layout needs. In addition: background writing from a copy of the state, checksums of all bytes, publication by
-one rename, retention of the newest intact checkpoints and the best one, and loading of the newest intact one.
+Every rank writes its shards into one safetensors file; replicated shards are written once. A load reads only the bytes
+that the new layout needs. Saves can run in a background thread on a copy of the state. All bytes have checksums, and a
+checkpoint is published by one rename. The newest intact checkpoints and the best one are kept.
 
 The directory must be visible to all ranks.
 """
@@ -68,7 +68,7 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Checkpoints of one run in one directory.
+    """Writer and reader of the checkpoints of one run, in one directory.
 
     All methods except `latest` are collective: every rank of the process group calls them in the same order. Without
     a process group it works in a single process.
@@ -76,14 +76,16 @@ class Checkpointer:
     Args:
         directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every save
             removes leftovers of killed or failed saves.
-        keep: Number of newest intact checkpoints to keep, at least 1; a save never removes newer checkpoints.
+        keep: Number of newest intact checkpoints to keep, at least 1. A save never removes checkpoints of later steps.
         asynchronous: Write in a background thread during training.
-        fingerprint: JSON values that must agree between the saving and the loading run (model, optimizer; not the
-            layout). None: load from any run with matching tensors; such a checkpointer cannot save.
-        on_error: Whether a failed write ends the run or is logged; `finish` always raises the error of the last save.
-        keep_best: Name of a number in `extra["metrics"]`; the checkpoint with its lowest value is also kept. None:
-            none.
-        check_extra: Validator of the extra values; checkpoints that fail count as damaged. None: any values.
+        fingerprint: JSON values about model and optimizer, but not layout, that must agree between the saving and the
+            loading run. None: load from any run with matching tensors; such a checkpointer cannot save.
+        on_error: Whether a failed background write is raised or logged; `finish` always raises the error of the last
+            save.
+        keep_best: Name of a metric in `extra["metrics"]`. The checkpoint with its lowest value is kept too. None: keep
+            only the newest.
+        check_extra: Validator of the extra values; checkpoints whose values it rejects count as damaged. None: any
+            values.
     """
 
     def __init__(
@@ -119,20 +121,20 @@ class Checkpointer:
     ) -> None:
         """Save the state after `step` optimizer steps.
 
-        With `asynchronous` it returns after copying the state; until the write ends, the copy occupies host memory for
-        all data written by this rank. It first waits for the previous save and raises its error.
+        An `asynchronous` save returns after copying the data that this rank writes into host memory, where the copy
+        stays until the write ends. A save first waits for the previous one and raises its error.
 
         Args:
-            step: Completed optimizer steps; names the checkpoint. An existing one of this step is replaced.
+            step: Number of completed optimizer steps. An existing checkpoint of this step is replaced.
             model: Module of plain tensors or DTensors.
             optimizer: Optimizer of the model; None: weights only.
             extra: JSON values of the trainer, returned by `load`; rank 0's are stored.
             resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
 
         Raises:
-            OutputNotWritable: HP105 when the directory is not writable; errors in the background are raised by the next
-                `save` or `finish`. Older checkpoints stay.
-            UnsupportedSharding: HP205 for a split that boxes cannot express.
+            OutputNotWritable: HP105 when the directory is not writable; the next `save` or `finish` raises errors of a
+                background write. Older checkpoints stay.
+            UnsupportedSharding: HP205 for a shard that is not a union of rectangular blocks.
             BadValue: HP102 for state that is neither a tensor nor a JSON value, and for values that are too large.
             LossNotFinite: HP604 naming a trained parameter, or an optimizer state, that is not finite; no file is
                 written or removed.
@@ -161,7 +163,7 @@ class Checkpointer:
             raise failure
 
     def close(self) -> None:
-        """Wait for the background save, and release the process group."""
+        """Wait for the background save, and destroy the process group used for it."""
         self.finish()
         self._ranks.close()
 
@@ -215,7 +217,9 @@ class Checkpointer:
         return loaded_step, read_extra(path)
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
-        """Return the newest checkpoint whose bytes match their checksums, or exactly `step`; ranks share the reading.
+        """Return step, manifest and index of `step`, or of the newest checkpoint whose bytes match their checksums.
+
+        Each rank verifies a part of the bytes.
 
         Raises:
             CheckpointCorrupt: HP701 when there is none; names the damaged files.
@@ -237,7 +241,7 @@ class Checkpointer:
         )
 
     def _check(self, step: int) -> tuple[Manifest, Index] | str:
-        """Verify all bytes of a checkpoint; return its manifest and index, or the problem. Equal on all ranks."""
+        """Verify all bytes of a checkpoint; return manifest and index, or the damage in words. Equal on all ranks."""
         path, share = self.directory / files.step_name(step), (self._ranks.rank, self._ranks.size)
 
         def check() -> tuple[Manifest, Index] | str:
@@ -259,7 +263,7 @@ class Checkpointer:
         return problems[0] if problems else results[0]
 
     def _wait_for_background(self) -> None:
-        """Wait for the background save; raise or log its error as `on_error` says."""
+        """Wait for the background save; raise or log its error depending on `on_error`."""
         background, self._background = self._background, None
         if background is None:
             return
@@ -284,7 +288,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         resident: Resident,
     ) -> tuple[Index, list[StatePart]]:
-        """Return the index, without pieces, and the parts of the state that this rank writes."""
+        """Divide the state among the ranks; return an index without pieces, and the parts that this rank writes."""
         parts: list[StatePart] = []
 
         def describe() -> tuple[dict[str, Any], dict[Box, int], State, str | None]:
@@ -316,10 +320,7 @@ class Checkpointer:
     def _write(
         self, step: int, index: Index, parts: list[StatePart], extra: dict[str, Any]
     ) -> None:
-        """Write and publish a checkpoint and prune old ones.
-
-        A failure is raised on all ranks and leaves no partial checkpoint.
-        """
+        """Write this rank's file, publish the checkpoint, and remove old ones; raise a failure on all ranks."""
         path = files.temporary(self.directory, step)
         own = path / f"rank_{self._ranks.rank:05d}.safetensors"
 
@@ -328,7 +329,7 @@ class Checkpointer:
             written = self._ranks.everywhere(lambda: write_pieces(own, parts) if parts else [])
             self._ranks.on_rank_0(lambda: self._publish(step, index, written, extra))
         except Exception:
-            # The other ranks have finished writing, as failures are shared.
+            # `everywhere` waits for all ranks, so no rank is still writing.
             if self._ranks.rank == 0:
                 files.remove_parts(path)
             raise
@@ -359,7 +360,7 @@ class Checkpointer:
         files.publish(self.directory, step)
 
     def _retain(self, written: int) -> None:
-        """Remove checkpoints older than the save just written, except the newest intact ones and the best."""
+        """Remove checkpoints of steps before `written`, except the newest intact ones and the best one."""
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         retained: list[int] = []
         for step in published[::-1]:
@@ -380,7 +381,10 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return the intact step with the lowest value of the metric, the newest one of equal values, as a list."""
+        """Return a list with the step of the best intact checkpoint, or an empty list.
+
+        The best one has the lowest metric `keep_best`. Of several, the newest is returned.
+        """
         metric, values = self._keep_best, {}
         if metric is None:
             return []

@@ -1,7 +1,7 @@
-"""`extra.json`: values saved with the tensors of a checkpoint. No framework.
+"""`extra.json`: JSON values saved with the tensors of a checkpoint. Imports no framework.
 
-A user loop stores any JSON object. The trainer stores `TrainerExtra`, and a checkpoint whose values have other types or
-ranges counts as damaged.
+A user's own training loop may store any JSON object. The trainer stores a `TrainerExtra`, and a checkpoint whose values
+have other types or ranges counts as damaged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 @with_config(_OPEN)
 class _Position(TypedDict):
-    """Position in the data."""
+    """Position of a run in its training data."""
 
     step: _Count
     sequences_seen: _Count
@@ -48,7 +48,7 @@ class _Position(TypedDict):
 
 @with_config(_OPEN)
 class _Resume(TypedDict):
-    """Earlier resume of the run."""
+    """Record of one resume: the step, and changes of the recipe since the checkpoint."""
 
     step: _Count
     changed: dict[str, Any]
@@ -56,7 +56,7 @@ class _Resume(TypedDict):
 
 @with_config(_OPEN)
 class _Stopping(TypedDict):
-    """State of early stopping."""
+    """State of early stopping: best metric, and number of evaluations since it."""
 
     best: _Number | None
     waited: _Count
@@ -64,7 +64,7 @@ class _Stopping(TypedDict):
 
 @with_config(_OPEN)
 class _Scale(TypedDict):
-    """State of the loss scale."""
+    """State of the dynamic loss scale: its value, and number of finite steps since its last change."""
 
     value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     good_steps: _Count
@@ -72,7 +72,7 @@ class _Scale(TypedDict):
 
 @with_config(_OPEN)
 class TrainerExtra(TypedDict):
-    """Values saved by the trainer; earlier versions saved fewer."""
+    """Extra values of a checkpoint written by the trainer; checkpoints of earlier versions may lack some."""
 
     data: _Position
     run: NotRequired[dict[str, Any]]
@@ -85,13 +85,13 @@ class TrainerExtra(TypedDict):
 
 @with_config(_OPEN)
 class ImportedExtra(TypedDict):
-    """Values of an imported model, which is a checkpoint of step 0."""
+    """Extra values of an imported model, which is stored as a checkpoint of step 0."""
 
     run: NotRequired[dict[str, Any]]
 
 
 def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
-    """Return the problem with the trainer's values of a step, or ""."""
+    """Return the problem with a trainer checkpoint's extra values, or "" if they are valid."""
     try:
         decode(TrainerExtra if step else ImportedExtra, extra, extra="allow")
     except DecodeError as error:
@@ -102,7 +102,7 @@ def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
 
 
 def encode_extra(extra: dict[str, Any]) -> str:
-    """Return the text of `extra.json`.
+    """Return extra values as the text of `extra.json`.
 
     Raises:
         LimitExceeded: The text exceeds the limits for reading.
@@ -115,10 +115,10 @@ def encode_extra(extra: dict[str, Any]) -> str:
 
 
 def check_size(extra: dict[str, Any]) -> None:
-    """Raise for values that exceed the limits for reading, before any file is written.
+    """Raise if extra values exceed the size limits of a reader, before any file is written.
 
     Raises:
-        BadValue: HP102.
+        BadValue: HP102 for values that are too large.
     """
     try:
         encode_extra(extra)

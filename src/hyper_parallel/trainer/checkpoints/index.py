@@ -1,8 +1,9 @@
-"""Index of a checkpoint: file, bytes and position of every stored piece of a tensor. No framework.
+"""Index of a checkpoint: file, bytes and position of every stored piece of a tensor. Imports no framework.
 
-Every rank writes one safetensors file. A tensor of such a file is a *piece*: a box of the full tensor. The JSON index
-has, for every piece, its position in the tensor, its bytes in the file and their checksum. A load therefore needs no
-other metadata and reads only the bytes it uses. Checkpoints contain no executable code (no pickle).
+Every rank writes one safetensors file. A tensor in such a file is a *piece*: a rectangular block (*box*) of a full
+tensor. The JSON index gives, for every piece, its position in the full tensor, its bytes in the file and their
+checksum. A load therefore needs no other metadata and reads only the bytes it uses. Checkpoints contain no executable
+code (no pickle).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Box of a tensor, and the position of its bytes."""
+    """Stored rectangular block of a tensor: its position in the tensor, and the position of its bytes in a file."""
 
     file: str
     offset: tuple[int, ...]
@@ -60,13 +61,13 @@ class Piece:
     xxh3: str
 
     def box(self, name: str) -> Box:
-        """Return the box, for the name of its tensor."""
+        """Return the block as a `Box` of the tensor `name`."""
         return Box.at(name, self.offset, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Full tensor, and the pieces that cover it."""
+    """Shape and dtype of a full tensor, and the pieces that cover it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -75,7 +76,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """Numbers of an optimizer, such as its learning rate, and the parameters they apply to."""
+    """Parameter group of an optimizer: names of its parameters, and its numbers such as the learning rate."""
 
     parameters: tuple[str, ...]
     values: dict[str, Any]
@@ -83,14 +84,14 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Contents of a checkpoint except the extra values."""
+    """Index of a checkpoint: stored tensors and numbers by name, and parameter groups of the optimizer."""
 
     tensors: dict[str, StoredTensor]
     values: dict[str, Any] = field(default_factory=dict)
     groups: tuple[StoredGroup, ...] = ()
 
     def by_file(self) -> dict[str, list[tuple[str, str, Piece]]]:
-        """Return the pieces of each file in the order of their bytes: key in the file, dtype, piece."""
+        """Return, per file name, a list of (key in the file, dtype, piece) in the order of their bytes."""
         files: dict[str, list[tuple[str, str, Piece]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
@@ -102,17 +103,17 @@ class Index:
 
 
 def piece_key(name: str, offset: tuple[int, ...]) -> str:
-    """Return the name of a piece in its file, for example `model.norm.weight[0]`."""
+    """Return the key of a piece in its safetensors file: tensor name and offset, for example `model.norm.weight[0]`."""
     return f"{name}[{','.join(map(str, offset))}]"
 
 
 def piece_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a box."""
+    """Return the number of bytes of a piece."""
     return DTYPES[dtype][1] * math.prod(shape)
 
 
 def header(pieces: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Return the header of a safetensors file whose tensors (key, dtype, shape) follow in this order.
+    """Return the header of a safetensors file with tensors (key, dtype, shape) in this order.
 
     Source: documentation of the safetensors format; eight bytes of length, then JSON, padded with blanks.
     """
@@ -127,20 +128,20 @@ def header(pieces: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
 
 def checksum(data: Any) -> str:
-    """Return the XXH3 checksum of bytes, which detects damage at the speed of reading."""
+    """Return the 128-bit XXH3 checksum of bytes, in hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(data))
 
 
 def encode_index(index: Index) -> str:
-    """Return the index as text; tensors in the order of the model."""
+    """Return the index as JSON text, with tensors in the order of the model."""
     return json.dumps(serde.encode(index), separators=(",", ":"))
 
 
 def read_index(checkpoint: Path) -> Index:
-    """Return the index of a checkpoint, consistent in itself and with the sizes of the files.
+    """Read the index of a checkpoint, and check that its pieces cover every tensor and match the file sizes.
 
     Raises:
-        Damaged: The index is not readable, names impossible bytes or boxes, or a file has another size.
+        Damaged: The index is not readable, its pieces are invalid, or a file has another size.
     """
     path = checkpoint / INDEX
     try:
@@ -168,10 +169,10 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def most_index_bytes(checkpoint: Path) -> int:
-    """Return the maximum size of an index, from the headers of the files that it describes.
+    """Return an upper bound on the bytes of a valid index, derived from the header sizes of the safetensors files.
 
     Raises:
-        Damaged: One of these files is not readable.
+        Damaged: A file is not readable.
     """
     header_bytes, path = 0, checkpoint / INDEX
     try:
@@ -187,10 +188,12 @@ def most_index_bytes(checkpoint: Path) -> int:
 
 
 def check_pieces(checkpoint: Path, index: Index, share: tuple[int, int] = (0, 1)) -> None:
-    """Compare headers and checksums of a share (index, count) of the pieces with the files.
+    """Compare headers and checksums of the files with the index.
+
+    With `share` (i, n), check only the i-th of n parts of the pieces.
 
     Raises:
-        Damaged: With the first file that differs.
+        Damaged: For the first file that differs.
     """
     for number, (file, entries) in enumerate(sorted(index.by_file().items())):
         path, first = checkpoint / file, _header_of(entries)
@@ -223,7 +226,7 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _problem(tensor: StoredTensor) -> str:
-    """Return the problem with the pieces of a tensor, or ""; they must cover it exactly once."""
+    """Return the problem with the pieces of a tensor, or "" if they cover it exactly once."""
     if tensor.dtype not in DTYPES:
         return f"unknown dtype {tensor.dtype[:80]!r}"
     dims = len(tensor.shape)
@@ -248,7 +251,7 @@ def _problem(tensor: StoredTensor) -> str:
 
 
 def _group_problem(index: Index) -> str:
-    """Return the problem with the groups of the optimizer, or ""."""
+    """Return the problem with the optimizer's parameter groups, or "" if they are valid."""
     grouped: set[str] = set()
     for group in index.groups:
         for name in group.parameters:

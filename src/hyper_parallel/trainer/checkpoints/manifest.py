@@ -1,4 +1,4 @@
-"""Checkpoint directories on disk: names, manifest, verification, publication, replacement. No framework.
+"""Checkpoint directories on disk: names, manifest, verification, publication, replacement. Imports no framework.
 
 checkpoints/
     step_00000010/               published: complete, or damaged after it was written
@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Contents of a complete checkpoint, and identity of its run."""
+    """Manifest of a complete checkpoint: step, size, metrics, checksums of its files, and fingerprint of its run."""
 
     format: int
     step: _Count
@@ -84,7 +84,7 @@ def temporary(directory: Path, step: int) -> Path:
 
 
 def steps(directory: Path) -> list[int]:
-    """Return the published steps, ascending; empty when the directory does not exist."""
+    """Return the steps with a published checkpoint, in ascending order; [] if the directory does not exist."""
     if not directory.is_dir():
         return []
     matches = (_STEP.fullmatch(p.name) for p in directory.iterdir() if p.is_dir())
@@ -92,7 +92,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a text file and flush it to the disk."""
+    """Write a text file and fsync it."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -100,22 +100,22 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def json_text(value: Any) -> str:
-    """Return readable JSON of a value; equal values have equal text."""
+    """Return indented JSON text of a value, with sorted keys."""
     return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
 def encode_manifest(manifest: Manifest) -> str:
-    """Return the manifest as text, with its own checksum."""
+    """Return the manifest as JSON text that includes its own checksum."""
     values = serde.encode(manifest)
     own = hashlib.sha256(json_text(values).encode()).hexdigest()
     return json_text(values | {"sha256": own})
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of a published checkpoint.
+    """Read and verify the manifest of a published checkpoint.
 
     Raises:
-        Damaged: It is missing, altered, or of another step.
+        Damaged: The manifest is missing, altered, or belongs to another step.
         CheckpointFormat: HP740 when another version wrote it.
     """
     path = checkpoint / MANIFEST
@@ -151,16 +151,16 @@ def check(
     share: tuple[int, int] = (0, 1),
     check_extra: CheckExtra | None = None,
 ) -> tuple[Manifest, Index]:
-    """Return manifest and index of a checkpoint after verifying that they match each other and all files.
+    """Verify a checkpoint; return its manifest and index.
 
     Args:
         checkpoint: Directory of the checkpoint.
-        contents: Whether to compare the bytes of tensors with their checksums.
-        share: Share of these bytes to compare, if several ranks divide the reading: index, count.
+        contents: Whether to compare the bytes of tensors with their checksums, in addition to file sizes.
+        share: (i, n): compare only the i-th of n parts of the tensor bytes, as several ranks divide the reading.
         check_extra: Validator of the extra values of the trainer; None: any object.
 
     Raises:
-        Damaged: With the first file that is missing or differs.
+        Damaged: For the first file that is missing or differs.
         CheckpointFormat: HP740 when another version wrote it.
     """
     manifest = read_manifest(checkpoint)
@@ -188,15 +188,15 @@ def check(
 
 
 def unexpected(checkpoint: Path, index: Index) -> list[str]:
-    """Return the names of files that do not belong to a checkpoint."""
+    """Return the names of files in a checkpoint folder that its index does not list."""
     known = {MANIFEST, INDEX, EXTRA, *index.by_file()}
     return sorted(p.name for p in checkpoint.iterdir() if p.name not in known)
 
 
 def foreign(checkpoint: Path) -> list[str]:
-    """Return the entries of a step's folder that are not files of a checkpoint.
+    """Return the entries of a possibly damaged checkpoint folder that no checkpoint has.
 
-    Files are recognised by name, and the folder by a key of one of its JSON files, as the rest may be damaged.
+    Files of a checkpoint are recognised by name. If none of the JSON files has a known key, all entries are returned.
     """
     if checkpoint.is_symlink():
         return ["a symbolic link"]
@@ -210,7 +210,7 @@ def foreign(checkpoint: Path) -> list[str]:
 
 
 def check_own(checkpoint: Path) -> None:
-    """Raise OutputNotWritable (HP105) when a folder to be replaced has files that are not part of a checkpoint."""
+    """Raise OutputNotWritable (HP105) if a checkpoint folder to be replaced has files that no checkpoint has."""
     if entries := foreign(checkpoint):
         raise OutputNotWritable(
             "the folder of the checkpoint has files that are not part of a checkpoint, and would be replaced",
@@ -221,7 +221,7 @@ def check_own(checkpoint: Path) -> None:
 
 
 def publish(directory: Path, step: int) -> None:
-    """Rename the written checkpoint to its final name, replacing an earlier one of its step.
+    """Rename a written checkpoint to its final name, replacing an earlier checkpoint of the same step.
 
     Raises:
         OutputNotWritable: HP105 when a folder of that name is not a checkpoint.
@@ -240,9 +240,10 @@ def publish(directory: Path, step: int) -> None:
 
 
 def remove(directory: Path, step: int) -> None:
-    """Remove a published checkpoint; it is hidden first, so that a killed run leaves no visible partial checkpoint.
+    """Remove a published checkpoint.
 
-    A folder with other files stays, and a warning names them.
+    It is first renamed to a hidden name, so that a killed run leaves no partial checkpoint. A folder with other files
+    stays, and a warning names them.
     """
     target, hidden = directory / step_name(step), temporary(directory, step)
     if entries := foreign(target):
@@ -253,7 +254,7 @@ def remove(directory: Path, step: int) -> None:
 
 
 def remove_all(directory: Path) -> None:
-    """Remove all checkpoints of a folder, leftovers of killed runs, and the folder if it is empty."""
+    """Remove all checkpoints in a folder, leftovers of killed runs, and then the folder if it is empty."""
     if not directory.is_dir():
         return
     for step in steps(directory):
@@ -264,7 +265,7 @@ def remove_all(directory: Path) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Remove leftovers of a killed run; restore a checkpoint whose replacement was interrupted."""
+    """Remove leftovers of a killed run, and restore a checkpoint whose replacement was interrupted."""
     for path in _hidden(directory):
         target = directory / path.name[1:].partition(".")[0]
         if path.suffix == ".old" and not target.exists() and not foreign(path):
@@ -274,13 +275,13 @@ def clean(directory: Path) -> None:
 
 
 def _hidden(directory: Path) -> list[Path]:
-    """Return the hidden folders of steps left by a killed run."""
+    """Return the hidden checkpoint folders that a killed run left behind."""
     matches = [p for p in directory.iterdir() if _HIDDEN.fullmatch(p.name) and not p.is_symlink()]
     return [p for p in matches if p.is_dir()]
 
 
 def remove_parts(checkpoint: Path) -> None:
-    """Unlink the files of a checkpoint, and remove its folder if it is empty."""
+    """Remove the files of a checkpoint, and its folder if that is then empty."""
     remove_files(checkpoint, lambda name: bool(_FILES.fullmatch(name)))
 
 
@@ -289,7 +290,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _has_key(path: Path, key: str) -> bool:
-    """Return whether a JSON file is an object with a key; files beyond `_READ_LIMITS` only need to start with `{`."""
+    """Return whether a file is a JSON object with this key; files beyond `_READ_LIMITS` only need to begin with `{`."""
     try:
         if path.stat().st_size > _READ_LIMITS.num_bytes:
             with path.open("rb") as file:
@@ -300,7 +301,7 @@ def _has_key(path: Path, key: str) -> bool:
 
 
 def _sync(directory: Path) -> None:
-    """Flush the entries of a folder to the disk."""
+    """Fsync a folder, so that renamed entries are durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -309,11 +310,11 @@ def _sync(directory: Path) -> None:
 
 
 class CheckpointDirectory:
-    """Folder of checkpoints, created on demand; detects that it or its parent was removed or replaced.
+    """Folder in which checkpoints are written; detects that the folder or its parent was removed or replaced.
 
     Args:
-        path: The folder. A missing parent is created only if it is missing from the start, so that a run directory that
-            was removed later is not recreated.
+        path: The folder, created on demand. Its parent is created only if it is missing at construction, so that a run
+            directory that was removed later is not recreated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -323,12 +324,11 @@ class CheckpointDirectory:
             self._identities[path.parent] = _identity(path.parent)
 
     def prepare(self, step: int) -> Path:
-        """Create and return the hidden folder for writing a checkpoint, after removing leftovers of killed processes.
+        """Remove leftovers of killed processes, then create and return the hidden folder to write a checkpoint into.
 
         Raises:
-            OutputNotWritable: HP105 when the folder or its parent was replaced by another one, whose files would be
-                mixed with the checkpoints or pruned, or when the checkpoint would replace files that are not part of a
-                checkpoint.
+            OutputNotWritable: HP105 when the folder or its parent was replaced by another one, or when the checkpoint
+                would replace files that no checkpoint has.
         """
         for folder, identity in self._identities.items():
             if folder == self._path and not folder.exists():
@@ -348,7 +348,7 @@ class CheckpointDirectory:
         return hidden
 
     def newest_words(self) -> str:
-        """Return the step of the newest checkpoint in words."""
+        """Return words for an error message that name the step of the newest checkpoint."""
         newest = max(steps(self._path), default=None)
         return "no checkpoint was saved" if newest is None else f"newest checkpoint: step {newest}"
 

@@ -1,7 +1,7 @@
 """Export of a model as a Hugging Face directory that `from_pretrained` loads without remote code.
 
-Parameters are gathered one at a time. Rank 0 converts each to the names and shapes of the published format (single
-experts) and writes a file whenever `max_file_bytes` are collected. The directory is published by one rename.
+Parameters are gathered one at a time. Rank 0 converts each to the names and shapes of the published model format, for
+example one tensor per expert. It writes a file for every `max_file_bytes`. One rename publishes the directory.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def export_hf(
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
-    Rank 0 holds at most one file's tensors and one full parameter in memory, other ranks one full parameter. If
-    conversions combine parameters, rank 0 also holds these, at most those of one layer.
+    Rank 0 holds the tensors of at most one file and one full parameter in memory, other ranks one full parameter. If
+    the published format combines several parameters, rank 0 also holds these, at most the parameters of one layer.
 
     Args:
         model: Hugging Face causal language model of plain tensors or DTensors.
@@ -76,9 +76,10 @@ def export_hf(
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Directory to create. An earlier export is replaced if its files are unchanged; any other directory that
             is not empty is rejected.
-        dtype: Stored dtype, except for parameters that transformers keeps in float32 when it loads a model of this
-            dtype; None: dtype of each parameter.
-        generation: Path of a `generation_config.json` to copy if it exists; else the model's own is written.
+        dtype: Stored dtype; parameters that transformers keeps in float32 in a model of this dtype stay float32. None:
+            dtype of each parameter.
+        generation: Path of a `generation_config.json` to copy; None, or no such file: the model's own generation config
+            is written.
         max_file_bytes: Maximum size of a file.
         resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
         carried: Tensors of the pretrained files that the model does not use, written unchanged; None: those of the
@@ -115,7 +116,7 @@ def export_hf(
 
 
 def _reference_of(model: nn.Module) -> nn.Module:
-    """Return the unsharded meta model whose names and shapes are published.
+    """Return the unsharded model on the meta device whose parameter names and shapes the export has.
 
     Raises:
         ModelUnreadable: HP305 for a model that is not a Hugging Face model.
@@ -132,7 +133,7 @@ def _reference_of(model: nn.Module) -> nn.Module:
 def _stored_tensors(
     model: nn.Module, reference: nn.Module, shards: ExportShards, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and stored dtype of every parameter and buffer to write, by name."""
+    """Return (shape, stored dtype), by name, of every parameter and buffer to write."""
     shapes = {n: v.shape for n, v in reference.state_dict().items() if n in shards.owners}
     forced = {} if dtype is None else published_dtypes(model, dtype)
     names = _stored_once(reference, shapes)
@@ -146,9 +147,9 @@ def _write_tensors(
     open_writer: Callable[[], _Writer],
     close: Callable[[_Writer], None],
 ) -> None:
-    """Gather the full tensors one at a time and write them on rank 0; collective.
+    """Gather the full tensors one at a time and write them on rank 0; collective over all ranks.
 
-    A failure of rank 0 is raised on all ranks, after the other ranks have sent their tensors.
+    An error on rank 0 is raised on all ranks, after all tensors have been gathered.
     """
     writer: _Writer | None = None
     failure: Exception | None = None
@@ -178,7 +179,7 @@ def _write_tensors(
 
 
 def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacement:
-    """Return the directory of an export, which may replace an earlier export of either kind."""
+    """Return the replaceable folder of an export; it may replace an earlier export of a model or adapter."""
     return Replacement(out, kind, "the export directory", EXPORTS, parents=True)
 
 
@@ -210,11 +211,11 @@ class _Writer:
         self._open: dict[str, dict[str, Tensor]] = {}
 
     def open(self) -> None:
-        """Create the hidden directory; only an export may be replaced."""
+        """Create the hidden directory; raise if `close` would replace something other than an export."""
         self._folder.open()
 
     def add(self, name: str, full: Tensor) -> None:
-        """Add one full parameter and write the files that it completes."""
+        """Convert and add one full parameter; write each file whose tensors are then complete."""
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
         if name in self.trained:
@@ -229,7 +230,7 @@ class _Writer:
             self._add_tensor(key, part.clone(memory_format=torch.contiguous_format))
 
     def _add_tensor(self, key: str, tensor: Tensor) -> None:
-        """Add a tensor to its file and write the file if it is complete."""
+        """Add a converted tensor to its file; write the file if all its tensors have been added."""
         file = self._file_of[key]
         self._open.setdefault(file, {})[key] = tensor
         self._left[file] -= 1
@@ -239,7 +240,7 @@ class _Writer:
     def close(
         self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None
     ) -> None:
-        """Write the remaining files and rename the directory."""
+        """Write the remaining files (weight index, configs, tokenizer), and rename the directory to its final name."""
         for name, tensor in self._carried.items():
             self._add_tensor(name, tensor.read(()).contiguous())
         assert not self._open, f"tensors never completed: {sorted(self._open)}"
@@ -265,7 +266,7 @@ class _Writer:
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
-    """Return the configuration of an export: class and dtype of the model, and whether its embeddings are tied."""
+    """Return a copy of `config` with the exported model's class and dtype, and whether its embeddings are tied."""
     configured, actual = (
         getattr(c, "tie_word_embeddings", False) for c in (config, reference.config)
     )
@@ -277,7 +278,7 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
 
 
 def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.dtype:
-    """Return the floating-point dtype of most elements."""
+    """Return the floating-point dtype that most elements have."""
     elements: Counter[torch.dtype] = Counter()
     for shape, dtype in stored.values():
         if dtype.is_floating_point:
@@ -286,13 +287,13 @@ def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.d
 
 
 def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:
-    """Return the names to write; of tied parameters only the source is written."""
+    """Return the names in `state` to write; of tied parameters, only the source."""
     tied = reference.get_expanded_tied_weights_keys(all_submodels=True)
     return [name for name in state if name not in tied or tied[name] not in state]
 
 
 def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters in the names and shapes of the published format."""
+    """Convert parameters to the names and shapes of the published format."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(reference, tensors)
@@ -301,7 +302,7 @@ def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
 def _published_sizes(
     reference: nn.Module, meta: dict[str, Tensor]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
-    """Return the parameters that must be converted together, for each parameter, and the bytes of each stored tensor.
+    """Return, per parameter, the names that must be converted together, and the bytes of each stored tensor by key.
 
     Raises:
         ModelUnreadable: HP305 when parameters of several layers are published in one tensor.
@@ -326,9 +327,9 @@ def _published_sizes(
 
 
 def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter, the parameters published in the same tensors, including itself.
+    """Return, per parameter, the names of all parameters that share a stored tensor with it, including itself.
 
-    An example are projections of queries, keys and values that are concatenated in one stored tensor.
+    For example, projections of queries, keys and values may be concatenated in one stored tensor.
     """
     groups: dict[str, tuple[str, ...]] = {}
     first: dict[str, str] = {}
@@ -342,7 +343,7 @@ def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tu
 
 
 def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter, the parameters of the same layer, or those outside of all layers."""
+    """Return, per parameter, the names of all parameters in its layer; parameters outside layers form one group."""
     layers: dict[str, list[str]] = {}
     for name in meta:
         match = _LAYER.match(name)
@@ -351,7 +352,7 @@ def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[st
 
 
 def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
-    """Return the file of each tensor; consecutive tensors share a file until it is full."""
+    """Return the file name of each tensor; consecutive tensors share a file until it would exceed `max_file_bytes`."""
     groups: list[list[str]] = [[]]
     filled = 0
     for key, size in sizes.items():
@@ -371,15 +372,15 @@ def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ExportShards:
-    """Tensors of all ranks, sharded or full, which differ between pipeline ranks.
+    """Tensors to export, distributed over all ranks: sharded or replicated, and different on each pipeline stage.
 
     Attributes:
         rank: This rank.
-        state: Tensors of this rank.
+        state: Tensors of this rank by name.
         device: Device of this rank's tensors.
-        owners: For every tensor the lowest rank that has it, its dtype and its logical shape.
+        owners: For every tensor, the lowest rank that has it, its dtype and its full shape.
         trained: Names of the trained parameters.
-        resident: Returns a local tensor with its current bytes.
+        resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
     """
 
     rank: int
@@ -393,7 +394,7 @@ class ExportShards:
     def of(
         cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor], resident: Resident
     ) -> ExportShards:
-        """Return the tensors of a model over all ranks; collective."""
+        """Collect which rank has which tensor; collective over all ranks."""
         owners: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         trained: set[str] = set()
         gathered = ranks.everywhere(
@@ -408,7 +409,7 @@ class ExportShards:
 
     @torch.no_grad()
     def gather_full(self, name: str) -> Tensor:
-        """Return the full tensor on rank 0; undefined on other ranks. All ranks call this for every name."""
+        """Return the full tensor on rank 0, and an undefined tensor on other ranks; collective over all ranks."""
         (rank, dtype, shape), tensor = self.owners[name], self.state.get(name)
         if tensor is None:
             shape = shape if self.rank == 0 else torch.Size()

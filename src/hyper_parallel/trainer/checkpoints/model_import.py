@@ -24,7 +24,9 @@ _DTYPES = ("float32", "float64")
 def import_checkpoint(
     model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False
 ) -> Path:
-    """Save the weights of a Hugging Face directory, or an adapter, as step 0; host memory holds the full model.
+    """Save the weights of a Hugging Face directory, or an adapter, as a checkpoint of step 0.
+
+    Host memory holds the full model.
 
     Args:
         model_dir: Directory of `config.json` and weight files, or of a peft adapter.
@@ -79,7 +81,7 @@ def import_checkpoint(
 
 
 def _check_empty(directory: Path) -> None:
-    """Raise BadValue (HP102) for a directory with checkpoints."""
+    """Raise BadValue (HP102) if a directory already has checkpoints."""
     if existing := files.steps(directory):
         raise BadValue(
             "the directory already holds checkpoints",

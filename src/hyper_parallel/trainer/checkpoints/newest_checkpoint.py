@@ -1,4 +1,4 @@
-"""Newest checkpoint of several directories."""
+"""Loading of the newest checkpoint among several directories."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 def load_newest(
     saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[int, dict[str, Any]]:
-    """Load the newest intact checkpoint of several directories; see `Checkpointer.load`."""
+    """Load the newest intact checkpoint of several directories; return its step and extra values.
+
+    Errors are those of `Checkpointer.load`.
+    """
     candidates = [
         (step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)
     ]
     for step, number in sorted(candidates, reverse=True) if len(saved) > 1 else []:
-        with suppress(CheckpointCorrupt):  # a warning was logged with the file
+        with suppress(CheckpointCorrupt):  # a logged warning names the file
             return saved[number].load(model, optimizer, step)
     return saved[0].load(model, optimizer)

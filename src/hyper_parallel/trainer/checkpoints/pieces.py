@@ -1,4 +1,4 @@
-"""Writing of the pieces of a state: each box of a tensor is written once, by one of the ranks that have it."""
+"""Writing of checkpoint pieces: each rectangular block (box) of a tensor is written by one of its ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Resident = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Box of a tensor in this rank's memory.
+    """Rectangular block (box) of a tensor in this rank's memory.
 
     Attributes:
-        box: The box, equal on all ranks with the same elements.
+        box: Tensor name and ranges of the block; equal on all ranks that have the same elements.
         dtype: Dtype of the tensor.
-        read: Returns the elements.
+        read: Returns the elements of the block.
     """
 
     box: Box
@@ -42,7 +42,7 @@ class StatePart:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements."""
+        """Number of bytes of the elements."""
         return self.box.size * self.dtype.itemsize
 
     def copied(self) -> StatePart:
@@ -63,10 +63,10 @@ def _name(dtype: torch.dtype) -> str:
 def parts_of(
     tensors: Mapping[str, Tensor], resident: Resident = torch.Tensor.detach
 ) -> list[StatePart]:
-    """Return this rank's parts of each tensor; elements are read on demand from their current tier.
+    """Return the blocks of each tensor on this rank; elements are read on demand from their current memory tier.
 
     Raises:
-        UnsupportedSharding: HP205 for a split that boxes cannot express.
+        UnsupportedSharding: HP205 for a shard that is not a union of rectangular blocks.
         BadValue: HP102 for a dtype that safetensors does not support.
     """
     parts = []
@@ -88,7 +88,7 @@ def _read(resident: Resident, tensor: Tensor, index: tuple[slice, ...]) -> Tenso
 
 
 def write_pieces(path: Path, parts: Sequence[StatePart]) -> list[tuple[str, Piece]]:
-    """Write a safetensors file, flushed to the disk, and return tensor name and position of each piece."""
+    """Write and fsync a safetensors file; return a pair of tensor name and piece for each part."""
     # Larger element sizes first, so that each piece is aligned.
     parts = sorted(parts, key=lambda p: (-p.dtype.itemsize, p.box))
     first = header(

@@ -1,4 +1,4 @@
-"""File operations on several ranks: a failure of one rank is raised on all ranks, so that no rank hangs."""
+"""Actions on several ranks whose failure on one rank is raised on all ranks, so that no rank hangs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class RankGroup:
     """Ranks of a process group, or a single process without one.
 
     Args:
-        work: Output of the ranks, for errors: `checkpoint`.
-        place: Path of the output.
-        own_group: Create a separate process group, so that a thread may use it during training: collectives of one
-            group need a single order.
+        work: Noun for the ranks' output in error messages, for example `checkpoint`.
+        place: Path of the output, for error messages.
+        own_group: Create a separate process group for a background thread, as all collectives of one group need a
+            single order.
     """
 
     def __init__(self, work: str, place: Path, *, own_group: bool = False) -> None:
@@ -41,7 +41,7 @@ class RankGroup:
             self.group = None
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Call `action` on every rank and return the results of all ranks, or raise the first failure on all ranks."""
+        """Call `action` on every rank; on all ranks, return the results by rank or raise the first failure."""
         try:
             outcome: tuple[Any, Exception | None] = action(), None
         except Exception as error:
@@ -57,11 +57,11 @@ class RankGroup:
         return [result for result, _ in gathered]
 
     def on_rank_0(self, action: Callable[[], T]) -> T:
-        """Call `action` on rank 0 and return its result, or raise its failure, on all ranks."""
+        """Call `action` on rank 0; on all ranks, return its result or raise its failure."""
         return self.everywhere(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def _coded(self, error: Exception) -> Exception:
-        """Return an error that all ranks can raise: it can be pickled, and I/O errors get their code."""
+        """Convert an exception to one that can be pickled and raised on all ranks; an I/O error becomes HP105."""
         if isinstance(error, HyperParallelError):
             return error
         if isinstance(error, (OSError, SafetensorError)):

@@ -3,7 +3,7 @@
     source -> documents -> tokenizer -> tokens -> hold-out -> packed arrays (cached)      prepare(), one process
     packed arrays -> order of the seed -> steps -> slice of a rank -> microbatches        Batches, every rank
 
-No collective waits for tokenization: `prepare` returns before ranks start, and ranks only map files.
+No collective waits for tokenization: `prepare` returns before ranks start, and ranks only memory-map files.
 """
 
 from hyper_parallel.trainer.data.batches import Balance, Batch, Batches, Grid, Order, StepRows

@@ -1,7 +1,7 @@
-"""Data cache: directories named by the hash of everything that decides their content, published by one rename.
+"""Data cache: directories named by a hash of all inputs that determine their content, published by one rename.
 
-A directory is complete or absent. Its `meta.json` lists size and SHA-256 of every other file. Opening an entry always
-compares sizes, and checksums for files up to 256 MiB (larger ones would cost seconds per start). An entry that
+A directory is complete or absent. Its `meta.json` lists size and SHA-256 of every other file. Opening an entry compares
+the sizes of all files, and the checksums of files up to 256 MiB, as larger ones would take seconds. An entry that
 differs is rebuilt. A lock file serializes processes that open the same entry: the first builds it, the others wait.
 """
 
@@ -42,10 +42,10 @@ _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
 def cache_root(directory: str | None) -> Path:
-    """Return the directory of the cache: `directory`, else `data` in the user's cache directory of this package.
+    """Create and return the cache directory: `directory`, or `data` in this package's user cache if that is None.
 
     Raises:
-        OutputNotWritable: HP105.
+        OutputNotWritable: HP105 when the directory is not writable.
     """
     root = (Path(directory) if directory else cache_dir() / "data").expanduser().absolute()
     check_writable(root, "data.cache_dir")
@@ -53,7 +53,7 @@ def cache_root(directory: str | None) -> Path:
 
 
 def digest(value: Any) -> str:
-    """Return a short hash of JSON values, for names of cache entries."""
+    """Return a short hexadecimal hash of a JSON value, as name of a cache entry."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -61,9 +61,10 @@ def digest(value: Any) -> str:
 def entry(
     root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the directory `root/key` and its metadata with `cached`; build the entry if it is absent or damaged.
+    """Return the directory `root/key` and its metadata; build the entry if it is absent or damaged.
 
-    The key is the hash of everything that decides the content. `build` fills a directory and may return metadata.
+    The metadata's value `cached` tells whether the entry already existed. `key` is a hash of all inputs of the content.
+    `build` fills a directory and may return metadata.
     """
     from filelock import FileLock
 
@@ -95,7 +96,7 @@ def _remove_entry(directory: Path) -> None:
     """Remove the files of a damaged or unfinished entry.
 
     Raises:
-        OutputNotWritable: HP105 when the directory contains files that are not part of the entry.
+        OutputNotWritable: HP105 when the directory contains files that are not part of a cache entry.
     """
     if not os.path.lexists(directory):
         return
@@ -120,9 +121,9 @@ def _remove_entry(directory: Path) -> None:
 
 @contextmanager
 def byte_bar(name: str, total_bytes: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr and yield the function that advances it by a number of bytes.
+    """Show a progress bar on stderr; yield a function that advances it by a number of bytes.
 
-    `total_bytes` is an estimate; at the end the bar is full in any case.
+    `total_bytes` may be an estimate, as the bar is full at the end in any case. Without `show` there is no bar.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,10 +1,10 @@
-"""Tables: parquet files, and datasets that the library `datasets` opens (folders, names on the Hugging Face hub).
+"""Tables: parquet files, and data sets that the library `datasets` opens (folders, names on the Hugging Face hub).
 
-A column of parquet may be compressed by a factor of ten thousand, or refer to one long value in each of a million rows,
-so the memory of a batch is known only after decoding. The reader checks the mean size of a row from the file's metadata
-first and decodes each batch under a limit on the memory of this process.
+A parquet column may be compressed by a factor of ten thousand, or refer to one long value in a million rows. The memory
+of a batch is therefore known only after decoding. The reader first checks the mean size of a row in the file's
+metadata. Then it decodes each batch under a memory limit of this process.
 
-A name is read from the library's cache; it is downloaded only if the environment sets `HF_HUB_OFFLINE=0`.
+A data set named on the hub is read from the library's cache. It is downloaded only with `HF_HUB_OFFLINE=0`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from hyper_parallel.units import MiB, format_bytes
 _BATCH_BYTES: Final = 16 * MiB
 _MOST_ROWS: Final = 1024
 _HEAP_RECORDS: Final = 8
-"""Memory for decoding a batch, in records of the largest size: a page, its text, and its rows as objects."""
+"""Memory limit for decoding a batch, as a multiple of the record size limit: a page, its text, and its rows as
+objects."""
 _LEAST_HEAP: Final = 256 * MiB
 """Smallest memory limit; it leaves space for libraries and threads that start during a read."""
 
 
 def heap_bytes(most: int) -> int:
-    """Return the memory limit for reading records of at most `most` bytes."""
+    """Return the memory limit in bytes for reading records of at most `most` bytes."""
     return max(_HEAP_RECORDS * most, _LEAST_HEAP)
 
 
 def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
-    """Yield (where, row) of a parquet file; arguments and errors as for `read_records`."""
+    """Yield (location, row) for each row of a parquet file; arguments and errors as for `read_records`."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -74,7 +75,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _batch_rows(group: Any, path: Path, first: int, most: int) -> int:
-    """Return the number of rows per batch for a row group; raise if its mean row is longer than the limit."""
+    """Return the number of rows per batch for a row group; raise NoData (HP602) if its mean row exceeds the limit."""
     columns = (group.column(i).total_uncompressed_size for i in range(group.num_columns))
     row_bytes = max(group.total_byte_size, sum(columns)) / max(group.num_rows, 1)
     if row_bytes > most:
@@ -86,7 +87,7 @@ def next_rows(batches: Iterator[Any], where: str, most: int) -> list[Any] | None
     """Return the rows of the next Arrow batch, decoded under the memory limit; None after the last batch.
 
     Raises:
-        NoData: HP602 when decoding exceeds the limit.
+        NoData: HP602 when decoding exceeds the memory limit.
     """
     try:
         with bounded_heap(heap_bytes(most)):
@@ -98,7 +99,7 @@ def next_rows(batches: Iterator[Any], where: str, most: int) -> list[Any] | None
 
 
 def records_too_long(where: str, got: str, most: int) -> NoData:
-    """Return the error of a record that is longer than the limit."""
+    """Return the error for a record of more than `most` bytes."""
     return NoData(
         "a record is longer than `data.max_record_bytes`",
         where=where,
@@ -117,7 +118,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Split of a dataset."""
+    """Split of a data set opened by the library `datasets`."""
 
     name: str
     rows: Any  # datasets.Dataset, or IterableDataset when it is streamed
@@ -125,24 +126,24 @@ class Table:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the columns; 0 for a streamed table."""
+        """Bytes of all columns; 0 for a streamed table."""
         columns = getattr(self.rows, "data", None)
         return 0 if columns is None else int(columns.nbytes)
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the content by the library."""
+        """Fingerprint of the content that `datasets` computes, or ""."""
         return str(getattr(self.rows, "_fingerprint", ""))
 
     @property
     def opened(self) -> tuple[str, ...]:
-        """Columns whose values name files or URLs (images, sounds and the like); they are not read."""
+        """Names of columns that are skipped because reading them opens files or URLs (images, sounds and the like)."""
         opening = self._opening
         return tuple(name for name in opening if name not in self.media_columns)
 
     @property
     def _opening(self) -> dict[str, Any]:
-        """Features of columns for which `datasets` opens files."""
+        """Features, by column name, for which `datasets` opens files or URLs."""
         features = getattr(self.rows, "features", None) or {}
         return {name: feature for name, feature in features.items() if _opens_files(feature)}
 
@@ -154,9 +155,9 @@ class Table:
         return rows
 
     def _sound_rows(self) -> Iterator[bool]:
-        """Validate the Arrow batches in order and yield True per row, without end after the last row.
+        """Validate the Arrow batches in order and yield True for each row, then True forever for use in `zip`.
 
-        Arrow maps files into memory, so reading a row with a wrong offset would crash the process.
+        Without validation a wrong offset in a memory-mapped file would crash the process.
         """
         columns = getattr(self.rows, "data", None)
         if (
@@ -171,7 +172,7 @@ class Table:
             yield True
 
     def records(self, most: int) -> Iterator[tuple[str, Record]]:
-        """Yield (where, record) of every row; raise for a record that is longer than `most` bytes."""
+        """Yield (location, record) for each row; raise NoData (HP602) for a record of more than `most` bytes."""
         number = -1
         # Reading a table in memory or in mapped files needs no more memory; a stream decodes each row.
         streamed = getattr(self.rows, "data", None) is None
@@ -200,7 +201,7 @@ class Table:
 
 
 def is_table(data: Data, path: Path) -> bool:
-    """Return whether `datasets` opens the source: a folder that it wrote or that has a card, or a hub name."""
+    """Return whether `datasets` opens the source: a hub name, a folder written by `datasets`, or one with a card."""
     if not path.exists():
         # A hub name whose first part is an existing folder is a mistyped path.
         is_name = bool(_HUB_NAME.fullmatch(data.source)) and not is_file_name(data.source)
@@ -212,10 +213,10 @@ def is_table(data: Data, path: Path) -> bool:
 
 
 def open_table(data: Data, path: Path) -> Table:
-    """Open the split of a dataset that a recipe names.
+    """Open the split of a data set that a recipe names.
 
     Raises:
-        NoData: HP602 with the places that were tried.
+        NoData: HP602 with the paths and names that were tried.
     """
     try:
         import datasets
@@ -267,7 +268,7 @@ def _lacked_memory(error: BaseException | None) -> bool:
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a feature of images or audio, or of a list of them, whose values are read as {bytes, path}."""
+    """Return a copy of an image or audio feature, or of a list of one, that yields {bytes, path} undecoded."""
     undecoded = copy.deepcopy(feature)
     inner = undecoded
     while not hasattr(inner, "decode"):
@@ -277,7 +278,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _opens_files(feature: Any) -> bool:
-    """Return whether reading a value of a `datasets` feature opens a file or URL."""
+    """Return whether reading a value of a `datasets` feature may open a file or URL."""
     if hasattr(feature, "decode_example"):
         return True
     inner = (
@@ -291,9 +292,9 @@ def _opens_files(feature: Any) -> bool:
 
 
 def refuse_outside(file: Path, folder: Path) -> None:
-    """Raise for a file of a data folder that is a link out of the folder, a broken link, a pipe, a socket or a device.
+    """Raise if a file in a data folder is a link out of the folder, a broken link, a pipe, a socket or a device.
 
-    Such a file lets the author of the folder choose a file to read, or block the reader forever.
+    The author of an untrusted folder could otherwise make the reader open a private file or block forever.
 
     Raises:
         NoData: HP602 naming the file.
@@ -326,7 +327,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
 
 
 def _card_text(path: Path) -> str:
-    """Return the beginning of a dataset card, which holds the configuration; empty without a card."""
+    """Return the beginning of a dataset card, which has its configuration; "" without a card."""
     if not path.is_file():
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -334,7 +335,7 @@ def _card_text(path: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise for a dataset folder that refers to files outside of it by links, by its card, or by a list of files.
+    """Raise if a dataset folder refers to files outside of it by links, by its card, or by a list of files.
 
     Raises:
         NoData: HP602 naming the file with the reference.
@@ -347,7 +348,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_names(path: Path) -> None:
-    """Raise for a card or a list of files that names a file outside of its folder or exceeds the limits."""
+    """Raise if a dataset card or list of files names a file outside of its folder, or is too large."""
     try:
         if path.suffix == ".json":
             values = read_json(path, _CARD_LIMITS)
@@ -385,8 +386,8 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _missing(data: Data, got: str, allowed: object, hint: str | None) -> NoData:
-    asked = {"name": data.name, "split": data.split}
-    keys = "".join(f", data.{key}: {value}" for key, value in asked.items() if value)
+    selection = {"name": data.name, "split": data.split}
+    keys = "".join(f", data.{key}: {value}" for key, value in selection.items() if value)
     return NoData(
         "the dataset cannot be loaded",
         where=f"data.source: {data.source}{keys}",

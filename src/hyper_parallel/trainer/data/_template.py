@@ -1,9 +1,8 @@
 """Renderer of chat templates within a work budget: a template is an untrusted program from the tokenizer's publisher.
 
-Templates are compiled in jinja's immutable sandbox with the filters and globals of transformers. Every operation that
-takes time or memory is charged to one budget by its size: a loop iteration, a call, a filter, a comparison, an
-operator, and output. The budget grows with the conversation. A template that exceeds it raises after the same bounded
-number of steps on every machine.
+Templates are compiled in jinja's immutable sandbox with the filters and globals of transformers. Loop iterations,
+calls, filters, comparisons, operators and output are charged to one budget by their size. The budget grows with the
+conversation. A template that exceeds it raises after the same bounded number of steps on every machine.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja sandbox in which every step is charged to a budget.
 
     Args:
-        like: Environment of transformers that provides extensions, filters and globals.
+        like: Environment of transformers, from which extensions, filters and globals are copied.
     """
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
@@ -119,7 +118,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Run a binary operator and charge its operands and result."""
+        """Run a binary operator, and charge its operands and result to the budget."""
         self.work.step(left, right)
         if operator == "*":
             for text, count in ((left, right), (right, left)):
@@ -133,12 +132,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.work.allocate(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, method or macro of a template and charge its arguments and result."""
+        """Call a function, method or macro of a template, and charge its arguments and result to the budget."""
         work = __self.work
         work.step(*args)
         check_integers(args, kwargs)
         owner = getattr(__obj, "__self__", None)
-        if isinstance(__obj, LoopContext) and args:  # a loop that is recursive
+        if isinstance(__obj, LoopContext) and args:  # call of a recursive loop
             args = (Counted(args[0], work, __self._constant), *args[1:])
         elif isinstance(__obj, (Macro, BlockReference)):
             work.spend(__self._constant)
@@ -160,7 +159,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _num_constant(body: Iterable[nodes.Node]) -> int:
-    """Return the number of literal template characters in some nodes."""
+    """Return the number of characters of literal text in the nodes of a template."""
     return sum(len(data.data) for node in body for data in _nodes_of(node, nodes.TemplateData))
 
 
@@ -177,7 +176,7 @@ def _charge_loops(tree: nodes.Template) -> None:
 
 
 class _Charging(jinja2.visitor.NodeTransformer):
-    """Transformer that adds a charging filter to operators that jinja compiles to plain Python."""
+    """AST transformer that routes operators which jinja compiles to plain Python through filters that charge them."""
 
     def visit_Concat(self, node: nodes.Concat, *args: Any, **kwargs: Any) -> nodes.Node:
         self.generic_visit(node, *args, **kwargs)
@@ -199,7 +198,7 @@ class _Charging(jinja2.visitor.NodeTransformer):
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
-    """Return a node that applies a filter to the value of `node`; constants are unchanged."""
+    """Return a node that applies the filter `name` to the value of `node`; return a constant unchanged."""
     if isinstance(node, nodes.Const):
         return node
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -231,17 +230,17 @@ def rendered(
     tools: Sequence[Mapping[str, Any]] = (),
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and the spans that the template marks as the assistant's (`generation`).
+    """Render a conversation; return its text, and the [start, end) spans inside `{% generation %}` blocks.
 
     Args:
-        source: The template.
+        source: Source of the template.
         messages: Turns, each with the keys that the template reads.
         values: Additional variables of the template.
         tools: Functions that the assistant may call, as JSON schemas; if empty, the variable `tools` is None.
-        marks: Whether to track the marked spans; else none are returned.
+        marks: Whether to return the spans; False: the list is empty.
 
     Raises:
-        Exception: Any error of the template; `TemplateBudget` when it exceeds its budget.
+        Exception: Any error that the template raises; `TemplateBudget` when it exceeds its budget.
     """
     template = compiled(source)
     environment: Any = template.environment
@@ -259,6 +258,6 @@ def rendered(
 
 @lru_cache(maxsize=8)
 def variables_of(source: str) -> frozenset[str]:
-    """Return the names of all variables that a template reads and does not define."""
+    """Return the names of all variables that a template reads without defining them."""
     environment: Any = compiled(source).environment
     return frozenset(meta.find_undeclared_variables(environment.parse(source)))

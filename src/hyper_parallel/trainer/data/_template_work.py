@@ -1,7 +1,7 @@
-"""Cost model of the steps of a chat template: one budget per conversation, in bytes of work.
+"""Cost model for rendering an untrusted chat template: one budget of work, in bytes, per conversation.
 
-Steps that may produce a long text or a large number at once are charged before they run, by the sizes of their
-operands. All other steps are charged after they run.
+A step that may produce a long text or a large number is charged before it runs, by the sizes of its operands. All other
+steps are charged after they run.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _SHALLOW: Final = (
 
 
 class TemplateBudget(SecurityError):
-    """Error of a template that does more work than the budget of its conversation."""
+    """Error of a template that does more work than its conversation's budget allows."""
 
 
 class Work:
-    """Remaining budget and output size of one rendering."""
+    """Remaining budget, and size of the output so far, of one rendering."""
 
     def __init__(self) -> None:
         self.left = self.printed = self.num_pieces = 0
 
     def reset(self, num_turns: int, num_bytes: int) -> None:
-        """Set the budget for a conversation and clear the output size."""
+        """Set the budget for a conversation of this size, and clear the output size."""
         turns = _BUDGET_PER_TURN * min(num_turns, _MOST_TURNS)
         self.left = _BUDGET + turns + _BUDGET_PER_BYTE * num_bytes
         self.printed = self.num_pieces = 0
 
     def add_output(self, piece: str) -> None:
-        """Count and charge a piece of output."""
+        """Add a piece to the output size, and charge it."""
         self.printed += len(piece)
         self.num_pieces += 1
         self.spend(STEP)
@@ -71,7 +71,7 @@ class Work:
         return text
 
     def spend(self, num_bytes: int) -> None:
-        """Charge bytes of work; raise if the budget is exhausted."""
+        """Charge `num_bytes` of work; raise TemplateBudget if the budget is exhausted."""
         self.left -= num_bytes
         if self.left < 0:
             raise TemplateBudget("the template does more work than its conversation allows")
@@ -81,7 +81,7 @@ class Work:
         self.spend(STEP + sum(map(_read_cost, values)))
 
     def allocate(self, value: Any) -> Any:
-        """Charge the memory of a result and return it."""
+        """Charge the memory of a result, and return the result."""
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
             raise TemplateBudget(f"an integer of more than {MOST_BITS} bits")
         self.spend(size_of(value))
@@ -89,7 +89,7 @@ class Work:
 
 
 def _read_cost(value: Any) -> int:
-    """Return the work of reading a value once, without the content of its items."""
+    """Return the work in bytes of reading a value once, without the content of its items."""
     if isinstance(value, (str, bytes)):
         return len(value) // READ
     return ITEM * len(value) if isinstance(value, (list, tuple, dict, range)) else 0
@@ -103,7 +103,7 @@ def size_of(value: Any) -> int:
 
 
 def deep_size(value: Any) -> int:
-    """Return the bytes of a value with everything it contains; a shared part counts once per reference.
+    """Return the bytes of a value including all items at any depth; an item counts once per reference to it.
 
     Raises:
         TemplateBudget: The value is larger than the budget.
@@ -122,9 +122,9 @@ def deep_size(value: Any) -> int:
 
 
 def num_bytes_of(value: Any) -> int:
-    """Return the number of characters of all texts in a value of objects and lists; a number counts as 8.
+    """Return the number of characters of all texts in nested lists and objects; a number counts as 8.
 
-    A shared member is visited once per reference, so callers pass values that a bounded reader has checked.
+    An item is visited once per reference, so pass only values whose size was checked when they were read.
     """
     total, stack = 0, [value]
     while stack:
@@ -141,11 +141,11 @@ def num_bytes_of(value: Any) -> int:
 
 
 class Counted:
-    """Iterable that charges each iteration as a step.
+    """Iterable that charges each iteration of a template's loop.
 
     Args:
-        values: The iterable.
-        work: Budget.
+        values: Iterable to wrap.
+        work: Budget to charge.
         constant: Number of literal template characters that each iteration prints.
     """
 
@@ -168,7 +168,7 @@ def as_text(value: Any, work: Work) -> str:
 
 
 def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """Return a filter that charges its operands, the largest result of its kind, and the actual result."""
+    """Wrap a jinja filter so that it charges its operands, the largest possible result, and the actual result."""
     takes_first = hasattr(
         function, "jinja_pass_arg"
     )  # the first argument is a context or an environment
@@ -189,7 +189,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
 def _spend_filter(
     name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work
 ) -> tuple[Any, ...]:
-    """Charge a filter for the largest result of its operands; return the operands, iterators as lists."""
+    """Charge a filter for its largest possible result; return its operands, with iterators converted to lists."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
         work.spend(deep_size(first))
@@ -220,7 +220,7 @@ def _spend_filter(
 
 
 def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) -> None:
-    """Charge a method or filter that produces a longer text, or several texts."""
+    """Charge a method or filter of a text whose result may be longer than the text, or several texts."""
     if isinstance(text, bytes):
         work.spend(64 * len(text))
         return
@@ -251,7 +251,7 @@ def _values(value: Any) -> Iterable[Any]:
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:
-    """Raise for widths that produce a text of any length, and charge each use of an argument."""
+    """Raise TemplateBudget for a format string with large widths, and charge each use of an argument."""
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):
@@ -261,7 +261,7 @@ def check_format(text: str, args: Sequence[Any], work: Work) -> None:
 
 
 def check_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise for an integer argument that is too large."""
+    """Raise TemplateBudget for an integer argument that is too large."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > _MOST_INTEGER:
             raise TemplateBudget(f"a number above {_MOST_INTEGER:,}")

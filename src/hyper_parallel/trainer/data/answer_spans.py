@@ -1,15 +1,15 @@
 r"""Character spans of the assistant's answers in a rendered conversation.
 
-A conversation is rendered twice: unchanged, and with the words of every turn replaced by unique placeholders, which
-locate each turn's words. Substituting the words back must give the first text. This proves that the text around the
-words does not depend on them, so no assumption about the template is needed.
+The words of a turn are its content, reasoning and tool calls. A conversation is rendered twice: unchanged, and with
+unique placeholders instead of the words, which locate them. Substituting the words back must give the first text. This
+proves that the text around the words does not depend on them, so no assumption about the template is needed.
 
     <|im_start|>assistant\n<think>\n\n</think>\n\nQz7zQ<|im_end|>\n
                          ^ end of the generation prompt  ^ end marker
 
-An answer begins at the end of the generation prompt of the turns before it. If the template writes an answered turn
-differently (for example without the reasoning block that the generation prompt opens), the answer begins with its
-words. It ends with the marker at which generation stops.
+An answer begins where the generation prompt of the earlier turns ends. If the template writes an answered turn
+differently, for example without the reasoning block that the generation prompt opens, the answer begins with its words.
+It ends with the marker at which generation stops.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from hyper_parallel.trainer.data.template_properties import (
 _RESERVED: Final = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that are set from the turns and tools of a record."""
 _MOST_SHAPES: Final = 256
-"""Number of texts with placeholders that are cached: data sets have a few shapes, one per number of turns."""
+"""Maximum number of cached texts with placeholders; a data set needs about one per number of turns."""
 _MOST_SHAPE: Final = 2048
-"""Length of the turns of such a text, at most, so that the cache stays below a megabyte or two."""
+"""Maximum characters of the turns of a cached text, so that the cache stays below a megabyte or two."""
 _OTHER_FILE: Final = "data.chat_template=FILE"
 
 
@@ -53,9 +53,9 @@ class Rendering:
     """Rendered conversation with the spans of the assistant's answers.
 
     Attributes:
-        text: The whole text.
-        spans: [start, end) characters of each answer including its end marker, in order.
-        turns: Index of the turn of each span.
+        text: Text of the whole conversation.
+        spans: [start, end) characters of each answer, including its end marker, in order.
+        turns: Turn index of each span.
     """
 
     text: str
@@ -64,7 +64,7 @@ class Rendering:
 
 
 class _Renderer:
-    """Renderer of one conversation; every method raises HP102 with the turn and the cause of an error."""
+    """Renderer of one conversation; its methods raise BadValue (HP102) that names the turn and the cause."""
 
     def __init__(self, tokenizer: Any, conversation: Conversation, where: str) -> None:
         self._conversation, self._where = conversation, where
@@ -79,11 +79,11 @@ class _Renderer:
         return self._render(self._forms[:count], prompt=prompt)[0]
 
     def marked(self) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of all turns, and the spans that the template marks."""
+        """Return the text of all turns, and the [start, end) spans that the template marks as the assistant's."""
         return self._render(self._forms, marks=self.template.has_marks)
 
     def shaped(self, shape: Placeholders) -> str:
-        """Return the text of all turns with placeholders, cached because many conversations share it."""
+        """Return the text of all turns with placeholders for their words; cached, as many conversations share it."""
         messages = shape.of(self._conversation.messages)
         key, known = self._shape_key(messages), self.template.shaped_texts
         text = known.get(key)
@@ -94,7 +94,7 @@ class _Renderer:
         return text
 
     def _shape_key(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """Return the turns as texts; empty if the text depends on more, or the turns are long."""
+        """Return roles and contents of the turns as cache key; () if the text depends on more, or is long."""
         one = self._conversation
         is_plain = not one.tools and not one.template_values and all(len(m) == 2 for m in messages)
         if not is_plain or "strftime_now" in self.template.source:
@@ -103,7 +103,7 @@ class _Renderer:
         return key if sum(map(len, key)) < _MOST_SHAPE else ()
 
     def shaped_prompt(self, shape: Placeholders, count: int) -> str:
-        """Return the text of the first turns with placeholders and the generation prompt; empty if that fails."""
+        """Return the first `count` turns with placeholders, then the generation prompt; "" if the template raises."""
         messages = shape.of(self._conversation.messages[:count])
         try:
             return self._render([self.template.form(m) for m in messages], prompt=True)[0]
@@ -111,7 +111,7 @@ class _Renderer:
             return ""
 
     def prompt_before(self, count: int) -> str | None:
-        """Return the text of the first turns with the generation prompt; None if the template raises."""
+        """Return the text of the first `count` turns with the generation prompt; None if the template raises."""
         try:
             return self.text(count, prompt=True)
         except BadValue:
@@ -141,7 +141,7 @@ class _Renderer:
         )
 
     def error(self, problem: str, turn: int | None = None, **details: Any) -> BadValue:
-        """Return an error about the conversation or one of its turns."""
+        """Return an error about the conversation, or about turn index `turn`."""
         where = self._where or "chat template"
         if turn is not None:
             where += f", turn {turn + 1} ({self._conversation.messages[turn]['role']})"
@@ -149,7 +149,7 @@ class _Renderer:
         return BadValue(problem, where=where, **details)
 
     def check_values(self) -> None:
-        """Raise for variables of the record that the template does not read, or that a record cannot set."""
+        """Raise if the record sets a template variable that the template does not read or that is reserved."""
         for name in self._conversation.template_values:
             if name in _RESERVED:
                 raise self.error(
@@ -165,7 +165,7 @@ class _Renderer:
                 )
 
     def check_tools(self, text: str) -> None:
-        """Raise if the template does not write the tools of the conversation."""
+        """Raise if the rendered `text` lacks a tool of the conversation."""
         if not self._conversation.tools:
             return
         names = [tool.get("function", tool).get("name", "") for tool in self._conversation.tools]
@@ -184,7 +184,7 @@ def render_text(
     """Return the text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
 
     Raises:
-        BadValue: HP102 for any error of the template.
+        BadValue: HP102 for any error that the template raises.
     """
     renderer = _Renderer(tokenizer, conversation, where)
     renderer.check_values()
@@ -196,17 +196,17 @@ def render_text(
 def locate_answers(
     tokenizer: Any, conversation: Conversation, trained: Sequence[int], where: str = ""
 ) -> Rendering:
-    """Return the text of a conversation with the spans of the answers to train on.
+    """Render a conversation and locate the answers to train on.
 
     Args:
         tokenizer: Tokenizer with a chat template.
-        conversation: All turns.
+        conversation: Conversation with all turns.
         trained: Indices of assistant turns that get a span.
         where: Location of the record, for errors.
 
     Raises:
-        BadValue: HP102 with turn and cause, when the template drops or changes words, a tool or a variable, writes no
-            end marker, or raises.
+        BadValue: HP102 with turn and cause, when the template raises, drops or changes words, tools or variables, or
+            writes no end marker.
     """
     renderer = _Renderer(tokenizer, conversation, where)
     renderer.check_values()
@@ -247,7 +247,7 @@ class _Search:
         """End marker of the last answer, if only a following turn would write it."""
 
     def _find_words(self) -> tuple[Placeholders, list[WordsPlace]]:
-        """Return the placeholders that reproduce the text, and the places of all words in it."""
+        """Return the placeholders with which the text can be reproduced, and the positions of all words in it."""
         collision = PLACEHOLDER.search(self._text)
         if collision:
             raise self._renderer.error(
@@ -277,7 +277,7 @@ class _Search:
         self._raise_changed()
 
     def _raise_changed(self) -> NoReturn:
-        """Raise for a conversation whose words the template changes; name the first turn with missing words."""
+        """Raise the error for a template that changes the conversation's words, naming the first affected turn."""
         for i, message in enumerate(self._messages):
             for words in pieces_of(message):
                 if not any(form in self._text for form in forms_of(words)):
@@ -290,7 +290,7 @@ class _Search:
         )
 
     def check_words(self, trained: AbstractSet[int]) -> None:
-        """Raise for a conversation whose words the template drops, repeats or reorders."""
+        """Raise if the template drops, repeats or reorders the words of the conversation."""
         shape, places = self._shape, self._places
         counts = Counter(place.number for place in places)
         for number, words in enumerate(shape.words):
@@ -327,11 +327,11 @@ class _Search:
             raise self._renderer.error("the chat template writes the answers in another order")
 
     def words_of(self, i: int) -> list[WordsPlace]:
-        """Return the places of the words of a turn."""
+        """Return the positions of the words of turn `i` in the text."""
         return [self._places[index] for index in self._of_turn.get(i, ())]
 
     def span(self, i: int) -> tuple[int, int]:
-        """Return the [start, end) characters of the answer of turn `i`."""
+        """Return the [start, end) characters of the answer in turn `i`, after checks."""
         start = self._start(i)
         end = self._end(i, start)
         self._check_tags(i, start, end)
@@ -339,7 +339,7 @@ class _Search:
         return start, end
 
     def _check_alone(self, i: int, start: int, end: int) -> None:
-        """Raise if an answer's span contains words of another turn, such as the result of a tool."""
+        """Raise if the span of turn `i` contains words of another turn, such as a tool result."""
         inside = [p for p in self._places if start <= p.start < end]
         foreign = {self._shape.words[p.number].turn for p in inside} - {i}
         if not self._shape.all_turns:
@@ -358,7 +358,7 @@ class _Search:
             )
 
     def _check_tags(self, i: int, start: int, end: int) -> None:
-        """Raise for a tag in an answer that the template drops; the generation prompt may end with the tag."""
+        """Raise if the template drops a tag of turn `i`'s content, unless the generation prompt ends with that tag."""
         if self._shape.tags is None:
             return
         content = self._messages[i].get("content") or ""
@@ -380,7 +380,7 @@ class _Search:
         return self._start_of_wrapper(i)
 
     def _check_context(self, i: int, prompt: str | None) -> None:
-        """Raise if generation sees another prompt than training: earlier turns change when more turns follow."""
+        """Raise if training has another text before turn `i` than generation, whose prompt is `prompt`."""
         before = [p.end for p in self._places if self._shape.words[p.number].turn < i]
         end = max(before, default=0)
         if prompt is not None and not prompt.startswith(self._text[:end]):
@@ -393,7 +393,7 @@ class _Search:
             )
 
     def _with_space(self, i: int, place: WordsPlace) -> int:
-        """Return the start of the words, including white space that the template keeps and tags before them."""
+        """Return the start of turn `i`'s words, including white space and tags before them that the template keeps."""
         content = self._messages[i].get("content") or ""
         lead = content[: content.index(self._shape.words[place.number].text)]
         start = place.start - len(lead)
@@ -401,9 +401,9 @@ class _Search:
         return start if is_kept and self._text[start : place.start] == lead else place.start
 
     def _start_of_wrapper(self, i: int) -> int:
-        """Return the start of the text that the template writes before reasoning, a tool call or an end marker.
+        """Return the start of the text that the template writes before an answer's reasoning, tool call or end marker.
 
-        It is the first text after the previous turn that is not part of the generation prompt.
+        It is the first character after the previous turn that is not part of the generation prompt.
         """
         own = self.words_of(i)
         before = [p for p in self._places if self._shape.words[p.number].turn < i]
@@ -422,7 +422,7 @@ class _Search:
         return previous + len(shared)
 
     def _end(self, i: int, start: int) -> int:
-        """Return the end of an answer's end marker."""
+        """Return the end of the marker that closes the answer of turn `i`."""
         own = self.words_of(i)
         words_end = own[-1].end if own else start
         following = (
@@ -461,7 +461,7 @@ class _Search:
         return bool(kinds & {"name", "argument"})
 
     def _check_values(self, i: int, own: Sequence[WordsPlace]) -> None:
-        """Raise for an argument of a tool call that has no placeholder and is not written."""
+        """Raise if the template does not write an argument of turn `i`'s tool calls."""
         text = self._text[own[0].start :]
         for call in self._messages[i]["tool_calls"]:
             for key, value in _leaves(call["function"].get("arguments")):
@@ -470,7 +470,7 @@ class _Search:
                     raise self._renderer.error(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:
-        """Return the number of characters from the end of words to the end of the marker; None without a marker."""
+        """Return the number of characters in `rest` from the words to the end of the marker; None without a marker."""
         end = self._template.ends[0 if is_last else 1]
         if is_last and not end.is_written:
             return self._append(rest, end)
@@ -484,7 +484,7 @@ class _Search:
         return start + len(wanted) if start >= 0 else None
 
     def _call_end(self, rest: str, is_last: bool) -> int | None:
-        """Return the number of characters from a tool call to the end of the marker; None without a marker."""
+        """Return the number of characters in `rest` from a tool call to the end of the marker; None without one."""
         end = self._template.call_end
         if end.text is None:
             return None
@@ -494,7 +494,10 @@ class _Search:
         return self._append(rest, end) if is_last and not end.is_written else None
 
     def _append(self, rest: str, end: EndMarker) -> int | None:
-        """Append an end marker to the text; return the number of characters to its end."""
+        """Note in `appended` that the caller must add an end marker, which the template does not write.
+
+        Return the number of characters of `rest` with the marker; None if there is no marker.
+        """
         if end.text is None:
             return None
         self.appended = end.text.lstrip() if rest != rest.rstrip() else end.text
@@ -503,7 +506,7 @@ class _Search:
     def narrowed(
         self, i: int, span: tuple[int, int], marks: Sequence[tuple[int, int]]
     ) -> tuple[int, int]:
-        """Return a span cut at the template's marks, which must contain all words of the turn."""
+        """Return a span that begins at the template's own mark; raise if the marks leave out words of the turn."""
         inside = [
             (max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]
         ]
@@ -517,7 +520,7 @@ class _Search:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of each leaf within objects and lists."""
+    """Yield (key, value) of each leaf in nested objects and lists; a list item has the key of its list."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _leaves(item, str(name))

@@ -1,12 +1,12 @@
-"""Load balancing: reorder the records of one step so that data-parallel ranks have equal work.
+"""Load balancing: reorder the sequences of one step so that data-parallel ranks have about equal work.
 
     data order             rank 0 | 9 1 | 8 2 |   rank 1 | 1 1 | 1 1 |      largest rank 20
     balanced               rank 0 | 9 1 | 2 1 |   rank 1 | 8 1 | 1 1 |      largest rank 13
 
-The numbers are costs of records. Each bar ends a microbatch, and turn t is the t-th microbatch of every rank.
-Records are assigned to microbatches, largest first, and microbatches to ranks. Pairwise exchanges then lower the
-largest sum. Their number is limited, not their time, so every rank computes the same order, also after a resume. A step
-keeps its records, so its loss and gradients do not change.
+The numbers are costs of sequences. Each bar ends a microbatch. Turn t is the t-th microbatch of every rank. Sequences
+are assigned to microbatches, largest first, and microbatches to ranks. Pairwise exchanges then lower the largest sum.
+Their number is limited, not their time, so every rank computes the same order, also after a resume. A step keeps its
+set of sequences, so its loss and gradients do not change.
 
 Sources: LPT, Graham 1969; balanced turns of data-parallel ranks, DistTrain, arXiv:2408.04275, section 5.2.
 """
@@ -29,16 +29,16 @@ MAX_COMPARISONS: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Positions of the records of a step: by rank, by microbatch, and within a microbatch.
+    """Layout of the sequences of a step: which rank computes which microbatches, and the size of a microbatch.
 
     Attributes:
-        owners: Microbatches that each rank computes, in order. They are numbered through the data-parallel ranks: all
-            microbatches of the first rank, then those of the second.
-        rows: Records per microbatch.
+        owners: Indices of the microbatches that each rank computes, in order. They count all microbatches of the first
+            data-parallel rank, then those of the second, and so on.
+        rows: Number of sequences per microbatch.
         in_turns: True if ranks synchronize after every microbatch, as collectives of sharded weights do; False if they
             synchronize once, at the end of the step.
-        seconds: Predicted time of a step, given the cost of each microbatch, when their order matters; None: it
-            does not.
+        seconds: Function from the cost of each microbatch to the predicted seconds of a step, if their order matters;
+            None: it does not.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -54,14 +54,14 @@ class Grid:
 
     @property
     def turns(self) -> list[list[int]]:
-        """Indices of the owners that have a microbatch in each turn."""
+        """Indices of the ranks (in `owners`) that have a microbatch in each turn."""
         most = max(map(len, self.owners))
         return [[k for k, own in enumerate(self.owners) if t < len(own)] for t in range(most)]
 
     def largest(self, costs: Int64) -> int:
-        """Return the cost of the critical path, given the cost of the record in each position.
+        """Return the cost of the critical path, given the cost of the sequence in each position.
 
-        It is the largest sum of a rank; with `in_turns`, the sum over turns of the largest microbatch.
+        This is the largest cost of a rank or, with `in_turns`, the sum over turns of the largest microbatch's cost.
         """
         loads = costs.reshape(-1, self.rows).sum(1)
         if not self.in_turns:
@@ -72,21 +72,21 @@ class Grid:
         )
 
     def imbalance(self, costs: Int64) -> float:
-        """Return `largest` over the mean cost of a rank; 1 for equal ranks, and for a step without costs."""
+        """Return `largest` divided by the mean cost of a rank: 1 for equal ranks, and for a step without costs."""
         total = int(costs.sum())
         return self.largest(costs) * len(self.owners) / total if total else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Imbalance of a step before and after it is balanced, see `Grid.imbalance`.
+    """Imbalance of a step before and after balancing; see `Grid.imbalance`.
 
     Attributes:
-        media_tokens: Tokens of images and audio of the step.
-        in_order: Imbalance in the order of the data.
-        balanced: Imbalance of the step that ran.
-        predicted_in_order_s: Predicted seconds in the order of the data; None: without `Grid.seconds`.
-        predicted_s: Predicted seconds of the step that ran, likewise.
+        media_tokens: Number of tokens of images and audio in the step.
+        in_order: Imbalance in data order.
+        balanced: Imbalance in the balanced order, in which the step runs.
+        predicted_in_order_s: Predicted seconds in data order; None without `Grid.seconds`.
+        predicted_s: Predicted seconds in the balanced order; None without `Grid.seconds`.
     """
 
     media_tokens: int
@@ -97,7 +97,7 @@ class Balance:
 
     @classmethod
     def of(cls, media_tokens: int, in_order: Int64, balanced: Int64, grid: Grid) -> Balance:
-        """Return the balance of a step, given the costs of its records in both orders."""
+        """Compute the balance of a step from the costs of its sequences in both orders."""
         both = in_order, balanced
         seconds = [
             grid.seconds(costs.reshape(-1, grid.rows).sum(1))
@@ -109,15 +109,15 @@ class Balance:
 
 
 def arrange(costs: Int64, grid: Grid) -> Int64:
-    """Return an order of the records of a step: for each position, the index of its record in `costs`.
+    """Return a balanced order of a step's sequences: for each position, the index of its sequence in `costs`.
 
-    Neither `grid.largest` nor the largest microbatch exceed those of the data order, which is returned unless one of
-    them falls. With `grid.seconds`, the order is the fastest of the data order and of those with the largest, or the
-    smallest, microbatches first.
+    Neither `grid.largest` nor the largest microbatch exceeds its value in data order. If neither is lower, the data
+    order is returned. With `grid.seconds`, the result is the fastest of three orders: the data order, largest
+    microbatches first, and smallest microbatches first.
 
     Args:
-        costs: Cost of each record in the order of the data, at least 0, [N].
-        grid: Positions of the N records.
+        costs: [N] cost of each sequence in data order, at least 0.
+        grid: Layout of the N sequences.
     """
     data_order = np.arange(len(costs))
     if not costs.any() or (len(grid.owners) == 1 and grid.seconds is None):
@@ -141,7 +141,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
 
 def _placed(bins: Sequence[Int64], order: Sequence[Sequence[int]], grid: Grid) -> Int64:
-    """Return the record of each place, given the bins of each owner in the order of its turns."""
+    """Return the sequence index in each position; `order` has the bins (microbatches) of each rank."""
     numbers = np.empty(len(bins), np.int64)
     for members, own in zip(order, grid.owners, strict=True):
         numbers[[*own]] = members
@@ -153,15 +153,15 @@ def _objective(costs: Int64, grid: Grid) -> tuple[int, int]:
 
 
 def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Return the microbatches of each owner, largest first, with sums that are about equal."""
+    """Assign microbatches to ranks with about equal total load; return each rank's microbatches, largest first."""
     parts = spread(loads, [len(own) for own in grid.owners])
     return [sorted(part.tolist(), key=lambda i: -loads[i]) for part in parts]
 
 
 def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Return the microbatches of each owner, with microbatches of about equal size in each turn.
+    """Assign microbatches to ranks so that each turn has about equal loads; return each rank's microbatches in order.
 
-    Within a turn, the largest goes to the owner with the smallest sum so far.
+    Within a turn, the largest microbatch goes to the rank with the smallest load so far.
     """
     queue = iter(np.argsort(-loads, kind="stable").tolist())
     order: list[list[int]] = [[] for _ in grid.owners]
@@ -174,10 +174,10 @@ def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
 
 
 def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
-    """Assign items to bins of fixed sizes so that the largest sum is small; return the items of each bin.
+    """Assign items to bins of fixed sizes so that the largest sum of costs is small; return the item indices per bin.
 
     Args:
-        costs: Cost of each item, [N].
+        costs: [N] cost of each item.
         sizes: Number of items of each bin; they add up to N.
     """
     members: list[list[int]] = [[] for _ in sizes]
@@ -192,7 +192,7 @@ def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
 
 
 def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
-    """Exchange pairs of items between the largest bin and others while the largest sum falls."""
+    """Exchange items between the most expensive bin and others while its cost falls; return each bin's items."""
     bins = [np.array(items, np.int64) for items in members]
     loads = np.array([costs[items].sum() for items in bins], np.int64)
     bin_of = np.empty(len(costs), np.int64)

@@ -1,13 +1,13 @@
 """Global order of packed sequences, and the slice of a step that one data-parallel rank reads.
 
-The order is a function of the seed and the epoch alone. Step k takes its next `sequences_per_step` sequences. Rank and
-microbatch only slice that list, so a step's content is the same for every layout with equal tokens per step:
+The order depends only on the seed and the epoch. Step k takes the next `sequences_per_step` sequences. Ranks and
+microbatches only slice this list, so a step's content is the same for every layout with equal tokens per step:
 
     step k        | s0 s1 s2 s3 s4 s5 s6 s7 |
     dp 2, mb 2    | [s0 s1][s2 s3] | [s4 s5][s6 s7] |
     dp 4, mb 1    | [s0][s1] | [s2][s3] | [s4][s5] | [s6][s7] |
 
-Balanced by cost, the sequences of a step are arranged for the layout before they are sliced, see `balance`.
+If `data.balance` is on, the sequences of a step are reordered for the layout before they are sliced; see `balance`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BLOCK = 1024  # sequences per block of a mixture; the share of a source is exac
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs, targets and padding of one microbatch of one data-parallel rank."""
+    """Microbatch of one data-parallel rank: inputs, labels and padding."""
 
     input_ids: Int64  # [B, S]
     shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 without loss
@@ -57,7 +57,7 @@ class Batch:
 def check_cut(
     sequences_per_step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
 ) -> None:
-    """Raise HP308 if dp_size * microbatch * accumulation differs from the sequences of a step."""
+    """Raise BatchMismatch (HP308) unless dp_size * microbatch * accumulation equals the sequences of a step."""
     size = dp_size * microbatch * accumulation
     if size != sequences_per_step or not 0 <= dp_rank < dp_size:
         raise BatchMismatch(
@@ -68,7 +68,7 @@ def check_cut(
 
 
 def check_position(state: dict[str, Any], current: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raise HP702 if a checkpoint's data position differs from the current data in one of `keys`."""
+    """Raise CheckpointMismatch (HP702) if a checkpoint's data position differs from the current one in `keys`."""
     changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
         raise CheckpointMismatch(
@@ -82,15 +82,15 @@ def check_position(state: dict[str, Any], current: dict[str, Any], keys: tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order of sequences, a function of the seed and the epoch.
+    """Order of sequences, which depends only on the seed and the epoch.
 
     Attributes:
-        seed: Seed of every permutation.
-        shuffle: Whether each epoch has its own order; else every epoch has the order on disk.
-        weights: Shares of the sources of `JoinedSequences`, each of which has its own epochs; empty: all sequences are
-            read equally often.
-        costs: Cost of an image or recording, and of each of its tokens, by which the sequences of a step are balanced;
-            None: a step has the order of the data.
+        seed: Seed of all permutations.
+        shuffle: Whether each epoch has its own random order; False: every epoch has the order on disk.
+        weights: Share of each source of `JoinedSequences` in a mixture, in which each source has its own epochs; empty:
+            all sequences are read equally often.
+        costs: (cost of an image or recording, cost of each of its tokens). The sequences of a step are balanced by
+            these costs. None: data order.
     """
 
     seed: int = 0
@@ -99,7 +99,7 @@ class Order:
     costs: tuple[int, int] | None = None
 
     def permutation(self, count: int, *key: int) -> Int64:
-        """Return a permutation of `count` indices; `key` distinguishes permutations of equal seed."""
+        """Return a permutation of `count` indices that depends on the seed and `key`."""
         # The raw bits of PCG64 never change between numpy versions; `permutation` may.
         bits = np.random.PCG64([self.seed, *key]).random_raw(count)
         return np.argsort(bits, kind="stable")
@@ -107,12 +107,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of a step that belong together, as an objective needs them.
+    """Grouping of the rows of a step that an objective needs together.
 
     Attributes:
-        repeats: Number of consecutive copies of every sequence; a divisor of the sequences of a step.
+        repeats: Number of consecutive copies of every sequence; divides the sequences of a step.
         iterations: Number of consecutive steps that read the same sequences.
-        group_size: Number of sequences, adjacent on disk, that stay adjacent and count as one; also a divisor.
+        group_size: Number of sequences, adjacent on disk, that stay adjacent and count as one; divides the sequences of
+            a step.
     """
 
     repeats: int = 1
@@ -121,27 +122,27 @@ class StepRows:
 
     @property
     def unit(self) -> int:
-        """Rows of a step per group of sequences."""
+        """Number of rows in a step for each group of sequences."""
         return self.repeats * self.group_size
 
     def expand(self, groups: Int64) -> Int64:
-        """Return the row indices of groups, each row repeated."""
+        """Return the row indices of groups, with each row repeated `repeats` times."""
         rows = groups[:, None] * self.group_size + np.arange(self.group_size)
         return rows.ravel().repeat(self.repeats)
 
 
 class Batches:
-    """Deterministic order over packed sequences, cut into steps.
+    """Steps of a run over packed sequences, in a deterministic order.
 
     Args:
-        sequences: Sequences of one source or of several.
-        sequences_per_step: Sequences of one step over all data-parallel ranks.
+        sequences: Packed sequences of one source or several.
+        sequences_per_step: Number of sequences of one step over all data-parallel ranks.
         order: Order of the sequences.
-        rows: Rows of a step that belong together; a group counts as one of `num_sequences`.
-        tail: Behaviour when an epoch ends inside a step. `wrap`: the step continues with the next epoch (training).
-            `pad`: the step is filled with dummy rows without labels and the next step starts the next epoch
-            (evaluation: every sequence exactly once, the same number of microbatches on every rank).
-        limit: Number of sequences to use, spread evenly over those on disk; None: all.
+        rows: Grouping of the rows of a step; a group counts as one in `num_sequences`.
+        tail: Behaviour when an epoch ends inside a step. `wrap`, for training: the step continues with the next epoch.
+            `pad`, for evaluation: the step is filled with dummy rows without labels, so every sequence is read exactly
+            once.
+        limit: Number of sequences to use, spread evenly over all on disk; None: all.
         fingerprint: Hash of the data, stored in checkpoints.
 
     Raises:
@@ -186,7 +187,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps, from the start of an epoch, that visit every sequence at least once."""
+        """Number of steps from the start of an epoch until every sequence has been read."""
         return -(-self.num_sequences * self.rows.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:
@@ -210,9 +211,10 @@ class Batches:
         return self.rows.expand(np.concatenate(parts))
 
     def _mixture_block(self, block: int) -> Int64:
-        """Return the sequences of one block of a mixture.
+        """Return the indices of the groups of sequences in one block of a mixture of sources.
 
-        The cumulative shares of the sources are exact to one sequence; the seed decides the order in the block.
+        After every block, the share of each source is exact to one sequence. The order in the block depends on the
+        seed.
         """
         assert self._shares is not None
         assert isinstance(self.sequences, JoinedSequences)
@@ -248,7 +250,7 @@ class Batches:
         return self._shuffled[1]
 
     def num_valid(self, step: int) -> int:
-        """Return the number of labels with loss in a step over all ranks; needs no communication."""
+        """Return the number of labels with loss in a step over all ranks, without communication."""
         return self.sequences.num_valid(self.step_batch(step))
 
     def microbatches(
@@ -260,15 +262,15 @@ class Batches:
         accumulation: int,
         grid: Grid | None = None,
     ) -> list[Batch]:
-        """Return the `accumulation` batches of [microbatch, S] of one data-parallel rank in a step, counted from 0.
+        """Return the `accumulation` microbatches, [microbatch, S] each, of one data-parallel rank in a step.
 
         Args:
             step: Step, counted from 0.
             dp_rank: Data-parallel rank.
             dp_size: Number of data-parallel ranks.
-            microbatch: Sequences of a microbatch.
-            accumulation: Microbatches of a rank.
-            grid: Places over which the sequences are balanced; None: the order of the data.
+            microbatch: Number of sequences of a microbatch.
+            accumulation: Number of microbatches of a rank.
+            grid: Ranks and microbatches over which the sequences are balanced; None: data order.
 
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
@@ -279,7 +281,7 @@ class Batches:
         return [self._batch(i) for i in local]
 
     def _arrange(self, step: int, grid: Grid) -> Int64:
-        """Return the indices of a step's sequences in their places."""
+        """Return the indices of a step's sequences in the balanced order."""
         key = (step, self.sequences_per_step, grid)
         if self._arranged[0] != key:
             indices = self.step_batch(step)
@@ -287,14 +289,14 @@ class Batches:
         return self._arranged[1]
 
     def balance(self, step: int, grid: Grid) -> Balance:
-        """Return the imbalance of a step, counted from 0, in the order of the data and arranged."""
+        """Return the imbalance of step `step`, counted from 0, in data order and in the balanced order."""
         indices = self.step_batch(step)
         tokens = int(self.sequences.media_costs(indices)[:, 1].sum())
         costs = self._costs(indices), self._costs(self._arrange(step, grid))
         return Balance.of(tokens, *costs, grid)
 
     def _costs(self, indices: Int64) -> Int64:
-        """Return the cost of sequences."""
+        """Return the encoder costs of N sequences, [N]."""
         assert self.order.costs is not None
         return self.sequences.media_costs(indices) @ np.array(self.order.costs, np.int64)
 
@@ -306,11 +308,11 @@ class Batches:
         return Batch(inputs, labels, *sizes, media)
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of sequences read before a step, including earlier batch sizes of a resumed run."""
+        """Return the number of sequences read before a step; earlier parts of a run may have had other batch sizes."""
         return self._origin + step // self.rows.iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the data position before a step, for a checkpoint: plain values, equal on every rank and layout."""
+        """Return the data position before a step as JSON values that are equal on every rank and layout."""
         return {
             "step": step,
             "sequences_seen": self.sequences_seen(step),
@@ -322,9 +324,9 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint: its next step reads the sequences that follow the ones already seen.
+        """Continue after the sequences that the checkpoint's run has read.
 
-        Tokens per step may change; the data and its order may not.
+        The number of tokens per step may have changed, but not the data and its order.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

@@ -1,13 +1,13 @@
 """Chat templates and tokens of conversations, with the assistant's tokens as targets.
 
-The tokenizer's own template is used when it has one. A tokenizer trained here has `CHATML`; another tokenizer without
-a template gets `PLAIN`, which needs no special token except the end-of-text token.
+The tokenizer's own template is used if it has one. A tokenizer trained by `prepare` has `CHATML`. Any other tokenizer
+without a template gets `PLAIN`, whose only special token is end-of-text.
 
-`answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes it so that the tokens
-before an answer equal those of generation. Targets are the words of the assistant, the marker that ends a turn, and
-text between the generation prompt and the words, such as an empty reasoning block. A template that marks the
-assistant's words itself, between `{% generation %}` and `{% endgeneration %}`, may exclude text before the words. The
-end marker is always a target, because a model that never learns it does not stop.
+`answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes the text so that the
+tokens before an answer equal the prompt tokens of generation. Targets are the assistant's words and the marker that
+ends a turn. Text between the generation prompt and the words, such as an empty reasoning block, is a target too. A
+template with `{% generation %}` blocks may exclude text before the words. The end marker is always a target, because a
+model that never learns it does not stop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RAW = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Template of `data.chat_template: none`: words alone, the assistant's closed by end-of-text."""
+"""Template of `data.chat_template: none`: contents only, the assistant's closed by end-of-text."""
 
 
 def render(
@@ -53,7 +53,7 @@ def render(
     """Return the text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
 
     Raises:
-        BadValue: HP102 for any error of the template, and for a variable that it does not read.
+        BadValue: HP102 for any error that the template raises, and for a record's variable that it does not read.
     """
     return render_text(tokenizer, _as_conversation(conversation), prompt=prompt, where=where)
 
@@ -63,7 +63,7 @@ def _as_conversation(turns: Conversation | Sequence[Message]) -> Conversation:
 
 
 def complete_text(tokenizer: Any, conversation: Conversation, where: str = "") -> str:
-    """Return the text of a conversation, checked to contain the words of all turns.
+    """Return the text of a conversation after checking that it contains the words of all turns.
 
     Raises:
         BadValue: HP102 as for `encode_conversation`, except for missing end markers.
@@ -77,13 +77,13 @@ def assistant_spans(
     where: str = "",
     num_context: int = 0,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation and the [start, end) characters of the assistant's turns with end markers.
+    """Return the text of a conversation, and [start, end) characters of each assistant turn with its end marker.
 
     Args:
         tokenizer: Tokenizer with a chat template.
-        conversation: All turns.
+        conversation: Conversation, or its turns.
         where: Location of the record, for errors.
-        num_context: Number of leading turns without a span.
+        num_context: Number of leading turns that get no span.
     """
     one = _as_conversation(conversation)
     rendering = locate_answers(tokenizer, one, _trained_turns(one, num_context), where)
@@ -91,7 +91,7 @@ def assistant_spans(
 
 
 def _trained_turns(conversation: Conversation, num_context: int) -> list[int]:
-    """Return the indices of turns whose words are targets."""
+    """Return the indices of assistant turns to train on."""
     return [
         i
         for i, turn in enumerate(conversation.messages)
@@ -102,10 +102,10 @@ def _trained_turns(conversation: Conversation, num_context: int) -> list[int]:
 def encode_conversation(
     tokenizer: Any, conversation: Conversation, where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation and, for each, whether it is a target.
+    """Return the token ids of a conversation and, for each, whether it is a target.
 
-    Targets are the assistant's tokens in all turns after the first `num_context`, except turns that the conversation
-    excludes. The tokens before the first target equal those of generation for the same turns.
+    Targets are the assistant's tokens after the first `num_context` turns, except in turns that the record excludes.
+    The tokens before the first target equal the prompt tokens of generation.
 
     Raises:
         BadValue: HP102 with the turn, when the template or the tokenizer does not reproduce the conversation exactly.
@@ -128,9 +128,10 @@ def encode_conversation(
 def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
 ) -> tuple[bytes, int]:
-    """Return the text and the media of a conversation as a line of prepared data, and the number of other tokens.
+    """Return a conversation with media as a JSON line of prepared data, and its number of text tokens.
 
-    See `reference_line`. Tokens that the template writes for an item count as tokens of the item.
+    The line has the text and references to the media; see `reference_line`. Tokens that the template writes for an
+    image or recording do not count as text.
     """
     text = assistant_spans(tokenizer, conversation, where, num_context)[0]
     num_tokens = len(tokens_of_spans(tokenizer, text, (), where)[0])
@@ -140,10 +141,10 @@ def media_line(
 def encode_pair(
     tokenizer: Any, prompt: str, answer: str, where: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a prompt and its answer, joined as plain text and closed by end-of-text, and the targets.
+    """Return the token ids of a prompt and its answer, joined without a template, and whether each is a target.
 
-    Targets are the tokens of the answer. The tokens of the prompt equal those of generation, and no space is added
-    before the answer.
+    Targets are the tokens of the answer and the end-of-text token after it. The prompt's tokens equal those of
+    generation, and no space is added before the answer.
     """
     text = prompt + answer
     ids, mask = tokens_of_spans(tokenizer, text, [(len(prompt), len(text))], where)
@@ -153,10 +154,10 @@ def encode_pair(
 def encode_prompt(
     tokenizer: Any, conversation: Conversation, where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a prompt, then those of its answer, and whether each token belongs to the answer.
+    """Return the token ids of a prompt followed by its answer, and whether each token belongs to the answer.
 
-    The prompt is the first `num_context` turns with the generation prompt. End-of-text closes the answer, so that an
-    empty answer has a marked token too.
+    The prompt is the first `num_context` turns with the generation prompt. The answer ends with end-of-text, so that an
+    empty answer also has a token.
     """
     if not num_context:
         return [], []
@@ -170,20 +171,19 @@ def encode_prompt(
 
 
 def answer_of(messages: Sequence[Message], num_context: int) -> str:
-    """Return the words of the turns after a prompt."""
+    """Return the contents of the turns after the first `num_context`, joined by line ends."""
     return "\n".join(turn["content"] for turn in messages[num_context:])
 
 
 def stop_ids(
     tokenizer: Any, eos: int | Sequence[int] | None = None, *, chat: bool = True
 ) -> set[int]:
-    """Return the tokens that end a text, for generation, rollouts and samples of a run.
+    """Return the token ids at which generation stops.
 
     Args:
-        tokenizer: Tokenizer of the model; its end-of-text token is one of the results.
+        tokenizer: Tokenizer of the model, whose end-of-text token is always included.
         eos: `eos_token_id` of the model's generation config: one token, or several.
-        chat: Whether the text is an answer, which also ends at the special tokens that the chat template writes after
-            an answer or a tool call.
+        chat: Whether to include the special tokens that the chat template writes after an answer or a tool call.
     """
     own = [eos] if eos is None or isinstance(eos, int) else eos
     stops = {tokenizer.eos_token_id, *own} - {None}

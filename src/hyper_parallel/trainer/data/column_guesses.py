@@ -1,7 +1,7 @@
-"""Guesses of the keys that hold a prompt, an answer, a pair or a turn, for the hints of errors.
+"""Guesses, for hints of errors, of which keys of a record hold a prompt, an answer, a pair or a turn.
 
-A hint is pasted, so a wrong guess trains on the wrong text: a key is named if its name says its meaning, or if no name
-of the record says any. Without such a key there is no guess.
+Users paste hints, so a wrong guess would train on the wrong text. A key is guessed only if its name states its meaning,
+or if no key of the record has such a name.
 """
 
 from __future__ import annotations
@@ -43,31 +43,39 @@ _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "system": ("system", "instruction"),
     "assistant": ("assistant", "bot", "agent", "model", "gpt", "llm", "answer", "response", "claude"),
 }  # fmt: skip
-"""Parts of words for roles; a word without such a part is one of the user."""
+"""Parts of role names, by role; a name with none of these parts is taken as the user's."""
 
 
 def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | None:
-    """Return the overrides that name the keys of records or the words of roles; None without any."""
+    """Return recipe overrides that rename columns (or roles), such as `data.columns.prompt=question`; None if empty.
+
+    Args:
+        columns: Map from a canonical name to the key in the records.
+        section: `columns` or `roles`.
+    """
     pairs = (f"data.{section}.{name}={_as_value(key)}" for name, key in columns.items())
     return " ".join(map(shlex.quote, pairs)) or None
 
 
 def _as_value(text: str) -> str:
-    """Return a text as a YAML value that is read as the same text."""
+    """Return a text as a YAML scalar, quoted if YAML would read it as another type."""
     is_plain = re.fullmatch(r"[^\W\d][\w.-]*", text) is not None
     is_word = text.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
     return text if is_plain and is_word else json.dumps(text, ensure_ascii=False)
 
 
 def guess_role(word: str) -> str:
-    """Return the role that a word of a data set probably names."""
+    """Return the role that a role name of a data set probably means; `user` without a better guess."""
     lower = word.lower()
     named = (r for r, parts in _ROLE_WORDS.items() if any(part in lower for part in parts))
     return next(named, "user")
 
 
 def guess_turn_columns(turn: Record) -> dict[str, str]:
-    """Return `role` and `content` to the keys that probably hold them in a turn without both; empty without a guess."""
+    """Guess the keys of a turn that has neither `role` nor `content`.
+
+    Return a dict from `role` and `content` to the guessed keys, {} without a guess.
+    """
     texts = [key for key, value in turn.items() if isinstance(value, str)]
     roles = [key for key in texts if turn[key].lower() in ROLES]
     contents = [key for key in texts if key not in roles and key not in WITHOUT_INFLUENCE]
@@ -77,9 +85,10 @@ def guess_turn_columns(turn: Record) -> dict[str, str]:
 
 
 def guess_texts(values: Record) -> dict[str, str]:
-    """Return `prompt`, `completion` and `system` to the keys that probably hold them; empty without a guess.
+    """Guess the keys of a record that hold its prompt, completion and system text.
 
-    Names that readers know without `data.columns` are left out.
+    Return a dict from `prompt`, `completion` and `system` to the guessed keys, {} without a guess. Keys that are known
+    synonyms are left out.
     """
     systems = [key for key in values if key.lower() in SYSTEMS]
     texts = [k for k, v in values.items() if isinstance(v, str) and k not in (*systems, *TOOLS)]
@@ -102,15 +111,20 @@ def guess_texts(values: Record) -> dict[str, str]:
 
 
 def _named(texts: list[str], names: tuple[str, ...], words: tuple[str, ...]) -> list[str]:
-    """Return the first key that is one of the names, else all keys with one of the words in their name."""
+    """Return the keys among `texts` that probably have a meaning.
+
+    If any of `names` is a key, the result is the first such name alone. Otherwise it is all keys that contain one of
+    `words`.
+    """
     exact = [name for name in names if name in texts]
     return exact[:1] or [key for key in texts if any(word in key.lower() for word in words)]
 
 
 def guess_pair(values: Record) -> dict[str, str]:
-    """Return `chosen`, `rejected` and `prompt` to the keys that probably hold them; empty without a guess.
+    """Guess the keys of a record that hold a pair of answers and their prompt.
 
-    Without names that say the better answer, keys of a pair are guessed from their number and order.
+    Return a dict from `chosen`, `rejected` and `prompt` to the guessed keys, {} without a guess. If no name tells the
+    better answer, the guess relies on number and order of the keys.
     """
     turns = [key for key, value in values.items() if isinstance(value, list | tuple | dict)]
     texts = [key for key, value in values.items() if isinstance(value, str)]
@@ -132,17 +146,17 @@ def guess_pair(values: Record) -> dict[str, str]:
 
 
 def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
-    """Return whether a word of a key matches: `bad$` matches `bad_reply` and `badReply`, but not `badge`."""
+    """Return whether a word of a key matches: `bad$` matches `bad_reply` and `badReply` but not `badge`."""
     words = re.split(r"[\W_\d]+|(?<=[a-z])(?=[A-Z])", key)
     return any(pattern.match(word.lower()) for word in words)
 
 
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
-    """Guess the keys of a pair from names that say which answer is the worse one; empty without a guess.
+    """Guess the keys of a pair whose names tell the worse answer; return a dict as `guess_pair`, {} without a guess.
 
     Args:
-        values: Record.
-        with_answers: Whether the key of an answer, such as `response`, may name the better one.
+        values: Values of the record.
+        with_answers: Whether a general name of an answer, such as `response`, may be the better one.
     """
     kinds: tuple[Any, ...] = (list | tuple | dict, str)
     for kind in kinds:

@@ -1,8 +1,8 @@
 """Conversations in records: format detection, and readers of turns and prompts.
 
-A record is `sharegpt`, `alpaca`, `prompt_completion` or `preference`. Each is read into `Conversation`: turns, and the
-number of turns that the record names as the prompt. The stage decides which turns are targets, see `num_context`.
-Tables in `record_keys` hold synonyms of keys; unknown keys raise there.
+A record has the format `sharegpt`, `alpaca`, `prompt_completion` or `preference`. It becomes a `Conversation`: turns,
+and the number of turns that form the prompt if the record names one. The stage determines which turns are targets; see
+`num_context`. `record_keys` has the tables of synonymous keys, and raises for unknown keys.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orp
 
 
 def _sharegpt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read `conversations` (from, value) or `messages` (role, content)."""
+    """Read the turns under `conversations` (keys `from`, `value`) or `messages` (keys `role`, `content`)."""
     key = _turns_key(values)
     yield read_turns(values[key], rules, where, key), None
 
@@ -72,14 +72,14 @@ def _turns_key(values: Values) -> str:
 
 
 def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read the history pairs, then the instruction with its input, and the output."""
+    """Read an alpaca record: pairs of `history`, then `instruction` with its `input`, then `output`."""
     answer = _text(rules.one_of(values, ANSWERS, where), "output", where)
     last = _message("user", _instruction(values, rules, where)), _message("assistant", answer)
     yield [*_history(values, where), *last], None
 
 
 def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt and its completion, each a text or turns; a `history` of pairs precedes texts."""
+    """Read a prompt and its completion, each a text or turns; if both are texts, `history` pairs come first."""
     prompt = rules.one_of(values, _prompt_keys(values), where)
     turns = _turns_of(prompt, "user", rules, where, "prompt")
     answer = rules.one_of(values, ANSWERS, where)
@@ -91,7 +91,7 @@ def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt for which completions are sampled, and its answer from `completion` or a synonym."""
+    """Read a prompt for which completions are sampled, and its reference answer from `completion` or a synonym."""
     prompt = _turns_of(values[_prompt_keys(values)[0]], "user", rules, where, "prompt")
     answer = values.get("completion", [])
     if is_empty(answer):
@@ -104,8 +104,8 @@ def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
 def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
     """Read the conversation with the chosen answer, then the conversation with the rejected answer.
 
-    An answer continues the prompt. If both answers repeat the prompt, or the record names none, the prompt is their
-    common leading turns.
+    Usually an answer continues the prompt. If both answers include the prompt, or the record names no prompt, the turns
+    that both begin with are the prompt.
     """
     raw = [values[key] for key in ("chosen", "rejected")]
     answers = [_turns_of(a, "assistant", rules, where, "chosen or rejected") for a in raw]
@@ -133,9 +133,9 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 def _prompt_of_pair(
     values: Values, rules: RecordRules, where: str
 ) -> tuple[list[Message], Message | None]:
-    """Return the prompt turns of a pair, and the turn of a prompt that is a text.
+    """Return the prompt turns of a pair, and the turn of its text prompt, None if the prompt is not a text.
 
-    The turns are empty if the answers contain the whole conversation.
+    There are no prompt turns if the answers contain the whole conversation.
     """
     prompt = rules.one_of(values, QUESTIONS, where)
     if isinstance(prompt, str) and (prompt or isinstance(values["chosen"], str)):
@@ -159,10 +159,10 @@ def _check_pair(
     text: Message | None,
     where: str,
 ) -> None:
-    """Raise for a pair whose prompt is missing or ambiguous.
+    """Raise if the prompt of a pair is missing or ambiguous.
 
     Raises:
-        NoData: HP602.
+        NoData: HP602 with the problem.
     """
     problem = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
@@ -183,7 +183,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _turns_of(value: Any, role: str, rules: RecordRules, where: str, key: str) -> list[Message]:
-    """Return the turns of a value that is a text of `role`, a turn or a list of turns."""
+    """Return the turns in a value, which is a turn, a list of turns, or a text that becomes a turn of `role`."""
     if isinstance(value, str):
         return [_message(role, value)]
     if not isinstance(value, list | tuple | dict):
@@ -192,7 +192,7 @@ def _turns_of(value: Any, role: str, rules: RecordRules, where: str, key: str) -
 
 
 def _text(value: Any, key: str, where: str) -> str:
-    """Return a value that must be a text."""
+    """Return `value`; raise NoData (HP602) unless it is a text."""
     if not isinstance(value, str):
         got, problem = f"{key}: {abbreviated(value, 60)}", f"`{key}` of a record is not a text"
         raise NoData(problem, where=where, got=got, allowed="a text")
@@ -200,13 +200,13 @@ def _text(value: Any, key: str, where: str) -> str:
 
 
 def _instruction(values: Values, rules: RecordRules, where: str) -> str:
-    """Return the instruction of an alpaca record followed by its input."""
+    """Return the instruction of an alpaca record, followed by its input if it has one."""
     texts = values.get("instruction", ""), rules.one_of(values, _INPUTS, where) or ""
     return "\n".join(text for text in (_text(t, "instruction", where) for t in texts) if text)
 
 
 def _history(values: Values, where: str) -> list[Message]:
-    """Return the turns of the question and answer pairs under `history`."""
+    """Return the turns of the (question, answer) pairs under `history`."""
     turns, pairs = [], values.get("history") or []
     for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -230,19 +230,19 @@ def _split_system(turns: Sequence[Message]) -> tuple[list[Message], list[Message
 
 
 def _same(one: Message, other: Message) -> bool:
-    """Return whether two turns are equal except for white space around their words."""
+    """Return whether two turns are equal except for white space around their content."""
     return one["role"] == other["role"] and one["content"].strip() == other["content"].strip()
 
 
 def _quotes(answer: Sequence[Message], prompt: Message | None) -> bool:
-    """Return whether an answer is a whole conversation: the user begins it, and the prompt is one of its turns."""
+    """Return whether an answer is a whole conversation: it begins with a user turn and contains the prompt's turn."""
     _, turns = _split_system(answer)
     is_conversation = prompt is not None and turns[:1] and turns[0]["role"] == "user"
     return bool(is_conversation) and any(_same(turn, prompt) for turn in turns if prompt)
 
 
 def _repeats(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:
-    """Return whether an answer begins with the prompt's turns and has more; either may lack the system turn."""
+    """Return whether an answer begins with the prompt's turns and has more turns; either may lack the system turn."""
     (system, question), (own, turns) = _split_system(prompt), _split_system(answer)
     if system and own and not _begins(own, system):
         return False
@@ -254,14 +254,14 @@ def _begins(turns: Sequence[Message], beginning: Sequence[Message]) -> bool:
 
 
 def _num_shared(whole: Sequence[Sequence[Message]]) -> int:
-    """Return the number of leading turns that all conversations share, less than the length of the shortest one."""
+    """Return the number of leading turns common to all conversations, at most all but the last turn of the shortest."""
     most = min(len(turns) for turns in whole) - 1
     differ = (i for i in range(most) if any(turns[i] != whole[0][i] for turns in whole))
     return next(differ, max(most, 0))
 
 
 def _joined(prompt: Sequence[Message], answer: Sequence[Message]) -> Part:
-    """Return the turns of a prompt and its answer, without a prompt that the answer repeats."""
+    """Join a prompt and its answer, which may repeat the prompt; return all turns, and the number of prompt turns."""
     (system, question), (own, turns) = _split_system(prompt), _split_system(answer)
     repeats = bool(prompt) and _repeats(prompt, answer)
     if system and own and not repeats:
@@ -288,7 +288,7 @@ _FORMATS: Final[dict[str, tuple[_Reader, str]]] = {
         "lists may begin with the prompt",
     ),
 }
-"""Readers of conversations, and a description of the keys that each reads."""
+"""Reader of each conversation format, and a description of the keys that it reads."""
 CONVERSATIONS: Final = frozenset(_FORMATS)
 """Record formats of conversations."""
 _DEFAULT: Final = RecordRules()
@@ -297,7 +297,7 @@ _DEFAULT: Final = RecordRules()
 def shape_of(
     record: Record, text_key: str, where: str, stage: str = "pt", rules: RecordRules = _DEFAULT
 ) -> str:
-    """Return the format of a record: one of `CONVERSATIONS`, or `records` (text under `text_key`).
+    """Return the format of a record: one of `CONVERSATIONS`, or `records` for a text under `text_key`.
 
     Raises:
         NoData: HP602 for a record of no known format.
@@ -324,7 +324,7 @@ def shape_of(
 
 
 def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values:
-    """Return the values of a record by canonical names; parse turns that are JSON text; set a null answer to ""."""
+    """Return the values of a record by canonical key, with JSON texts of turns parsed and a null answer as ""."""
     values = rules.named(record, rules.columns, where)
     for key in TURNS:
         text = values.get(key)
@@ -339,7 +339,7 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
 
 
 def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
-    """Raise for a record that may be a conversation under other key names; the hint is the override for them."""
+    """Raise if a record seems to be a conversation under unknown keys; the hint is the override that names them."""
     columns = {}
     if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
         raise NoData(
@@ -388,7 +388,7 @@ _RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected
 
 
 def _is_records(value: Sequence[Any]) -> bool:
-    """Return whether a list holds records instead of turns or tools."""
+    """Return whether all items of a list are records, not turns or tools."""
     return all(
         isinstance(one, dict) and not _RECORD_KEYS.isdisjoint(one) and "role" not in one
         for one in value
@@ -396,7 +396,7 @@ def _is_records(value: Sequence[Any]) -> bool:
 
 
 def _conversation(values: Record, stage: str) -> str | None:
-    """Return the format of a record that is a conversation; None for another record."""
+    """Return the conversation format of a record; None if it is no conversation."""
     if "chosen" in values and "rejected" in values:
         return "preference"
     if any(isinstance(values.get(key), list | tuple) for key in TURNS):
@@ -409,7 +409,7 @@ def _conversation(values: Record, stage: str) -> str | None:
 
 
 def _prompt_keys(values: Values) -> tuple[str, ...]:
-    """Return the keys of the prompt; `instruction` and `input` count only without another prompt key."""
+    """Return the keys that hold the prompt; `instruction` and `input` count only if there is no other."""
     present = tuple(key for key in QUESTIONS if key in values)
     return present or tuple(key for key in PROMPTS if key in values)
 
@@ -421,7 +421,7 @@ def conversations_of(
     stage: str = "sft",
     rules: RecordRules = _DEFAULT,
 ) -> list[Conversation]:
-    """Return the conversation of a record; for a preference two, the one with the chosen answer first.
+    """Return the conversation of a record; for a preference record two, first the one with the chosen answer.
 
     Raises:
         NoData: HP602 naming the faulty key or turn.
@@ -477,7 +477,7 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 def _with_system(
     turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str
 ) -> Part:
-    """Return a conversation with the record's `system` text as first turn, unless it already has that turn.
+    """Prepend the record's `system` text as a turn, unless the turns have it; return the turns and their prompt length.
 
     Raises:
         NoData: HP602 for a system turn with another text.
@@ -525,7 +525,7 @@ def _check_unread(
     rules: RecordRules,
     where: str,
 ) -> None:
-    """Raise for keys that the format does not read, unless they repeat its turns or do not influence the text.
+    """Raise for keys that the format does not read, except keys that repeat its turns or do not influence the text.
 
     Raises:
         NoData: HP602 naming the key.
@@ -553,7 +553,10 @@ def _check_unread(
 
 
 def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) -> bool:
-    """Return whether a conversation contains a value: a text as a turn or as all turns, a list as its first turns."""
+    """Return whether the turns of a conversation repeat a value.
+
+    A text must equal the content of one turn or contain the contents of all turns. A list must equal the first turns.
+    """
     if isinstance(value, str):
         contents = [turn["content"].strip() for turn in turns]
         return value.strip() in contents or all(content in value for content in contents)
@@ -564,10 +567,10 @@ def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) 
 
 
 def num_context(one: Conversation, stage: str) -> int:
-    """Return the number of leading turns that are not targets of a stage, of any role.
+    """Return the number of leading turns that a stage does not train on.
 
-    A prompt that the record names is context. Without a prompt, `stage: sft` trains on every answer, and stages that
-    compare answers train on the last one. With `stage: grpo` the answer is the assistant's turns at the end.
+    A prompt that the record names is context. If it names none, `stage: sft` trains on every answer, and stages that
+    compare answers train on the last one. With `stage: grpo` the assistant's turns at the end are the reference answer.
     """
     is_answer = [turn["role"] == "assistant" for turn in one.messages]
     if stage == "grpo":
@@ -582,7 +585,7 @@ def num_context(one: Conversation, stage: str) -> int:
 def check_flags(
     one: Conversation, num_context: int, record: Record, where: str, rules: RecordRules
 ) -> None:
-    """Raise for a turn of the prompt that the record marks as trained on.
+    """Raise if the record marks a turn of the prompt as trained on.
 
     Raises:
         NoData: HP602 naming the turn.
@@ -602,13 +605,13 @@ def check_flags(
 
 
 def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bool) -> bool:
-    """Return whether a record consists of a prompt and its completion (or two completions) that are all texts.
+    """Return whether a record consists of a prompt and one completion, or a pair of completions, that are all texts.
 
     Args:
-        record: The record.
+        record: Record to test.
         shape: Format of the record.
         rules: Rules by which its keys are read.
-        any_name: Whether synonyms of `prompt` and `completion` count, too.
+        any_name: Whether synonyms of `prompt` and `completion` count too.
     """
     if shape not in ("prompt_completion", "preference"):
         return False

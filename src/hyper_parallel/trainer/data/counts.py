@@ -1,7 +1,7 @@
-"""Counts of the records of a source: read, used, cut, and left out by reason.
+"""Counts of the records of a source: read, used, cut, and dropped by reason.
 
-Prepared data, streams and commands that show data share this object. The reader counts records and ignored keys; the
-packer or the stream counts whether a record is used, cut or left out.
+Prepared data, streams and commands that show data use the same class. The reader counts records and ignored keys. The
+packer or the stream counts records that are used, cut or dropped.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class DataCounts:
 
     Attributes:
         source: `data.source`.
-        format: Recognised format: `text` (a file is a document), `records` (a text under a key), or that of
-            conversations (`sharegpt`, `alpaca`, `prompt_completion`, `preference`).
+        format: Recognised format: `text` (a file is a document), `records` (a text under a key), or a conversation
+            format (`sharegpt`, `alpaca`, `prompt_completion`, `preference`).
         seq_len: `data.seq_len`.
-        read: Records that were read; a pair, or a text file, is one record.
-        used: Records that are trained on, including cut ones.
-        cut: Records longer than `data.seq_len`, whose end is cut off.
-        tokens: Tokens of the used records.
-        target_tokens: Tokens with loss among `tokens`: two per pair for a reward model; none for prompts for which
+        read: Number of records read; a pair is one record, and so is a text file.
+        used: Number of records that are trained on, including cut ones.
+        cut: Number of records longer than `data.seq_len`, whose end is cut off.
+        tokens: Number of tokens of the used records.
+        target_tokens: Number of these tokens with loss: two per pair for a reward model, 0 for prompts whose
             completions are sampled.
-        dropped: Number of records left out, by reason.
-        ignored_keys: Number of records that have a key without influence on the text, by key.
-        remarks: Number of other changes by the reader, by description.
-        by_document: Texts of `stage: pt` are not concatenated, so the first token of each is not a target.
-        unknown_id: Unknown token of the tokenizer; None: it has none.
+        dropped: Number of dropped records by reason.
+        ignored_keys: Number of records with a key that does not influence the text, by key.
+        remarks: Number of other changes that the reader made, by description.
+        by_document: Whether texts of `stage: pt` are not concatenated, so that the first token of each is not a target.
+        unknown_id: Id of the tokenizer's unknown token; None: it has none.
     """
 
     source: str = ""
@@ -88,7 +88,7 @@ class DataCounts:
             getattr(self, name).clear()
 
     def restart(self, num_read: int) -> None:
-        """Restart the counts of a resumed stream; `num_read` records after the start are already read."""
+        """Restart the counts for a resumed stream that has already read `num_read` records after its position."""
         for name in _NUMBERS:
             setattr(self, name, 0)
         self.dropped.clear()
@@ -128,7 +128,7 @@ class DataCounts:
         self.add_unknown(any(i == unknown and is_target for i, is_target in pairs), stage)
 
     def add_unknown(self, has_unknown: bool, stage: str) -> None:
-        """Count a record whose targets contain the unknown token."""
+        """Count a record whose targets contain the unknown token, if `has_unknown`."""
         if has_unknown and self.unknown_id is not None and stage != "grpo":
             kind = "texts" if stage == "pt" else "conversations whose answers"
             self.remarks[f"{kind} have words that the tokenizer does not know: {UNKNOWN}"] += 1
@@ -136,10 +136,10 @@ class DataCounts:
     def add_marked(
         self, num_tokens: int, marked: Sequence[int], stage: str, *, is_cut: bool
     ) -> None:
-        """Count a used record of conversations.
+        """Count a record of one or two conversations as used.
 
         Args:
-            num_tokens: Number of tokens of all its documents, cut to `data.seq_len`.
+            num_tokens: Number of tokens of all its documents after cutting to `data.seq_len`.
             marked: Number of answer tokens in each of its documents.
             stage: Stage of the recipe.
             is_cut: Whether a document is longer than `data.seq_len`.
@@ -150,7 +150,7 @@ class DataCounts:
         self.add_used(num_tokens, len(marked) if stage == "rm" else sum(marked), is_cut)
 
     def add_used(self, num_tokens: int, num_targets: int, is_cut: bool = False) -> None:
-        """Count a record that is trained on."""
+        """Count a record as used, with its numbers of tokens and targets."""
         self.used += 1
         self.cut += is_cut
         self.tokens += num_tokens
@@ -158,12 +158,12 @@ class DataCounts:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on all text that is cut or left out, and on ignored keys."""
+        """Sentences on cut, dropped or changed text, and on ignored keys."""
         return [*self.losses, *self.passed_over]
 
     @property
     def passed_over(self) -> list[str]:
-        """Sentence on ignored keys of records; empty without ignored keys."""
+        """Sentence on ignored keys of records, as a list; empty without ignored keys."""
         if not self.ignored_keys:
             return []
         keys = ", ".join(f"{key} ({n:,})" for key, n in sorted(self.ignored_keys.items()))
@@ -171,7 +171,7 @@ class DataCounts:
 
     @property
     def losses(self) -> list[str]:
-        """Sentences on text that is cut, left out or changed."""
+        """Sentences on text that is cut, dropped or changed."""
         kind = "documents" if self.format in ("text", "records") else "conversations"
         lines = [f"{self.cut} {kind} cut to seq_len={self.seq_len}"] if self.cut else []
         lines += [f"{n} {kind} left out: {why}" for why, n in sorted(self.dropped.items()) if n]
@@ -191,7 +191,7 @@ class DataCounts:
 
 
 def missing_target(document: Document, stage: str) -> str:
-    """Return the reason why a conversation has no target, as a key of `DataCounts.dropped`."""
+    """Return the reason why a document has no target, as a key of `DataCounts.dropped`."""
     one = document.conversation
     if one is None:
         return EMPTY_RECORD

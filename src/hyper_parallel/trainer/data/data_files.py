@@ -1,4 +1,4 @@
-"""Data files: kind by name, decompression, files that describe a data set, and suggestions for missing paths."""
+"""Data files: kinds by file name, decompression, recognition of README-like files, suggestions for missing paths."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def inner_suffix(path: Path) -> str:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of a file: a value of `KINDS`, or text."""
+    """Return the kind of a file by its suffix: a value of `KINDS`, else `text`."""
     return KINDS.get(inner_suffix(path), "text")
 
 
 def refuse_unread(path: Path) -> None:
-    """Raise for a file whose suffix names a format that is not read; it would be read as text.
+    """Raise if a file's suffix names an unsupported format, which would otherwise be read as text.
 
     Raises:
         NoData: HP602 with the command that converts the file.
@@ -114,7 +114,9 @@ def refuse_unread(path: Path) -> None:
 
 
 def refuse_other_target(path: Path) -> None:
-    """Raise for a link to a file of another format: errors would show its lines as names of columns.
+    """Raise if a file is a link to a file of another format.
+
+    Otherwise an error might show a line of that file as column names.
 
     Raises:
         NoData: HP602 with the name of the target.
@@ -131,13 +133,13 @@ def refuse_other_target(path: Path) -> None:
 
 
 def refuse_splits(root: Path, files: Sequence[Path]) -> None:
-    """Raise for a directory of records whose names have both `train` and a word of held-out data.
+    """Raise if a directory has both `train` files and files named like held-out data (such as `test`).
 
-    All files of a directory are one source, so held-out records would be trained on.
+    All files of a directory are one source, so the held-out records would be trained on.
 
     Args:
-        root: The directory.
-        files: Its data files, all of one kind, at least one.
+        root: Directory of the files.
+        files: Data files of the directory, at least one, all of one kind.
 
     Raises:
         NoData: HP602 with one file of each split.
@@ -159,7 +161,7 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
 
 
 def json_record(path: Path) -> dict[str, Any] | None:
-    """Return the first line of a file if it is a JSON object with keys; else None."""
+    """Return the first line of a file as a dict if it is a nonempty JSON object, else None."""
     with open_bytes(path) as file:
         line = file.readline(_LONGEST_FIRST_LINE)
     try:
@@ -170,20 +172,20 @@ def json_record(path: Path) -> dict[str, Any] | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name has the suffix of a file."""
+    """Return whether a name has a suffix that data files have."""
     return Path(name).suffix.lower() in _SUFFIXES
 
 
 def describes(path: Path) -> bool:
-    """Return whether a file describes the data in its folder (README.md, LICENSE, dataset_info.json)."""
+    """Return whether a file describes the data in its folder instead of being data (README.md, LICENSE, ...)."""
     return path.name.partition(".")[0].lower() in _DESCRIPTIONS
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Open a data file for reading, and decompress it if its suffix says so.
+    """Open a data file for reading, decompressed if its suffix names a compression.
 
-    Callers bound the size of each read: a record, or a piece of text.
+    Decompression is unbounded, so callers must limit the size of each read.
 
     Raises:
         NoData: HP602 for a damaged compressed file.
@@ -254,7 +256,7 @@ def pipe_command(path: Path, command: str) -> str:
 
 
 def several_paths(text: str) -> list[str]:
-    """Return the existing files of a list with commas, or of a pattern (`part-*.jsonl`); empty for another text."""
+    """Return the existing files that a comma-separated list or a pattern (`part-*.jsonl`) names; [] for other text."""
     parts = [part.strip() for part in text.split(",")]
     pattern = Path(text)
     if len(parts) == 1 and "*" in pattern.name:
@@ -267,15 +269,15 @@ def several_paths(text: str) -> list[str]:
 def nearest(
     path: Path, folders: Iterable[Path] = (), fits: Callable[[Path], bool] = lambda _: True
 ) -> Path | None:
-    """Return the existing file or folder that a missing path probably means; None without a similar name.
+    """Return the existing file or folder that a missing path probably means; None if no name is similar.
 
-    Misspelt names come before similar ones. Within each group, the search order is: the same folder, data files in the
-    working directory and its direct subfolders, `folders`. A misspelt name that does not fit is the last choice.
+    Misspelt names are preferred to merely similar ones. The search order is: the same folder, data files in the working
+    directory and its direct subfolders, then `folders`. A misspelt name that does not fit is the last choice.
 
     Args:
-        path: The missing path.
+        path: Missing path.
         folders: Additional folders to search.
-        fits: Predicate for paths that the caller can read.
+        fits: Returns whether the caller can use a path.
     """
     places = [path.parent.iterdir()] if path.parent.is_dir() else []
     places += [_below(Path.cwd()), *(folder.iterdir() for folder in folders if folder.is_dir())]
@@ -302,12 +304,12 @@ def _similarity(path: Path, other: Path) -> float:
 
 
 def _shown(path: Path) -> Path:
-    """Return a path relative to the working directory if it is below it, else unchanged."""
+    """Return a path relative to the working directory if it is below that, else unchanged."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """Yield the data files in a folder and in its direct subfolders that are not hidden."""
+    """Yield the data files in a folder and its direct subfolders, except hidden ones."""
     for folder in (root, *(p for p in sorted(root.iterdir()) if p.is_dir())):
         if folder.name.startswith(".") and folder != root:
             continue

@@ -1,8 +1,8 @@
-"""Documents and conversations: a record of a source in the form that tokenization reads.
+"""Documents and conversations: records of a source in the form that tokenization reads.
 
-Readers of records (`conversations`, `turns`) build `Conversation`; `chat` renders and tokenizes it. A conversation has
-the fields of the OpenAI chat format, which the chat templates of transformers read. A `Document` adds the values that
-stages read.
+`conversations` and `turns` read a record into a `Conversation`, and `chat` renders and tokenizes it. A conversation has
+the fields of the OpenAI chat format, which the chat templates of transformers read. A `Document` is a text or
+conversation with additional values for learning stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MEDIA_BLOB: Final = "media.bin"
 
 
 class BadMedia(NoData, code="HP602"):
-    """An image or a recording of a record cannot be read, or has no place in its text."""
+    """Error for an image or recording of a record that cannot be read, or has no mark in its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class MediaFile:
     """Encoded image or recording.
 
     Attributes:
-        kind: Name of its kind, see `media_kinds`.
-        name: Name of the file relative to `folder`; empty for bytes.
+        kind: Name of its `MediaKind`: `image` or `audio`.
+        name: File name relative to `folder`; empty if `content` has the bytes.
         folder: Folder outside of which no file is read.
-        content: Bytes of the record; None: the file has them.
+        content: Bytes in the record itself; None: read the file.
     """
 
     kind: str
@@ -51,13 +51,13 @@ class Conversation:
     """Turns of one conversation.
 
     Attributes:
-        messages: All turns, the system's first.
-        num_prompt: Number of leading turns that the record names as the prompt; None: the record names no prompt.
+        messages: All turns, the system turn first.
+        num_prompt: Number of leading turns that are the record's prompt; None: the record names no prompt.
         tools: Functions that the assistant may call, as JSON schemas in OpenAI's form.
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
         untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
         trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
-        media: Images and recordings in the order of their marks in the contents.
+        media: Images and recordings, in the order of their marks in the contents.
     """
 
     messages: tuple[Message, ...]
@@ -70,7 +70,7 @@ class Conversation:
 
 
 def has_content(turn: Message) -> bool:
-    """Return whether a turn has words, reasoning or tool calls."""
+    """Return whether a turn has text, reasoning or tool calls."""
     return bool(
         (turn.get("content") or "").strip()
         or turn.get("tool_calls")
@@ -80,17 +80,17 @@ def has_content(turn: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Text or conversation of a source, with the location of its record.
+    """Text or conversation from a record, with values for learning stages.
 
     Attributes:
-        where: Location of the record.
-        text: The text; empty for a conversation.
-        conversation: The conversation; None for a text.
-        num_context: Number of leading turns that are not targets.
-        good: Whether the last answer is a good one, with `stage: kto`.
+        where: Location of the record, for errors.
+        text: Text; empty for a conversation.
+        conversation: Conversation; None for a text.
+        num_context: Number of leading turns that are not trained on.
+        good: Whether the last answer is labelled good, with `stage: kto`.
         margin: Required score margin of a pair, with `stage: rm`; None: the record has none.
-        columns: Keys of the record that rewards may read, with `stage: grpo`.
-        templated: Whether the chat template renders the conversation; else its contents are concatenated.
+        columns: Values of the record that reward functions may read, by key, with `stage: grpo`.
+        templated: Whether the chat template renders the conversation; False: its contents are concatenated.
     """
 
     where: str
@@ -104,7 +104,7 @@ class Document:
 
     @property
     def content(self) -> bytes:
-        """Bytes of every field except the location, for a checksum."""
+        """Bytes of all fields except the location, for a checksum."""
         one = self.conversation or Conversation(())
         values: tuple[Any, ...] = (
             one.messages,
@@ -122,18 +122,18 @@ class Document:
 
     @property
     def plain(self) -> str:
-        """Words alone, without any template: the text on which a tokenizer is trained."""
+        """Text, or contents of the turns, without a template: the text on which a tokenizer is trained."""
         turns = self.conversation.messages if self.conversation else ()
         return self.text or "\n".join(turn["content"] for turn in turns)
 
     @property
     def is_empty(self) -> bool:
-        """True if the document has neither words nor tool calls."""
+        """True if the document has neither text nor tool calls."""
         turns = self.conversation.messages if self.conversation else ()
         keys = ("content", "tool_calls", "reasoning_content")
         return not self.text and not any(turn.get(key) for turn in turns for key in keys)
 
     @property
     def num_bytes(self) -> int:
-        """UTF-8 bytes of the words."""
+        """Number of UTF-8 bytes of the text or turns."""
         return len(self.plain.encode("utf-8", "surrogatepass"))

@@ -1,10 +1,10 @@
-"""Pixel values, audio features and other arrays of a batch, computed by the model's processor when a rank reads them.
+"""Arrays of a batch with images or audio (pixel values, audio features, ...), computed by the model's processor.
 
-Arrays with one number for each token (`mm_token_type_ids`, `token_type_ids`) are padded to the length of the rows. All
-others keep the form in which the processor returns them for the rows with media together.
+A rank computes them when it reads a batch. Arrays with one number per token (`mm_token_type_ids`, `token_type_ids`) are
+padded to the length of the rows. All others keep the form in which the processor returns them for all rows with media.
 
-The attention mask is all ones, because rows are padded on the right. Some models (Qwen2.5-Omni) give tokens of images
-the positions of text without a mask.
+The attention mask is all ones, because rows are padded on the right. Without a mask, some models (Qwen2.5-Omni) would
+give image tokens the positions of text.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _processor = lru_cache(maxsize=1)(load_processor)
 
 @dataclass(frozen=True, slots=True)
 class RowMedia:
-    """Text and media of one row of prepared data.
+    """Text, images and audio of one row of prepared data.
 
     Attributes:
-        row: Values of the row's line, see `reference_line`; empty for a row without media.
+        row: JSON values of the row as written by `reference_line`; empty for a row without media.
         processor: Directory of the processor.
         root: Folder of the media files.
         prepared: Folder of the prepared data.
@@ -47,14 +47,14 @@ class RowMedia:
 
     @property
     def where(self) -> str:
-        """Location of the record."""
+        """Location of the record, for errors."""
         return str(self.row["where"])
 
     def decode(self, rate: int) -> list[tuple[str, Any]]:
-        """Return kind and decoded value of each item.
+        """Return (kind, decoded value) of each image or recording.
 
         Raises:
-            NoData: HP602 when an item differs from the one whose size decided the tokens.
+            NoData: HP602 when a file differs from the one for which the tokens were prepared.
         """
         items = []
         for stored in self.row["media"]:
@@ -74,7 +74,7 @@ class RowMedia:
 
 
 def _changed(problem: str, where: str, got: str) -> NoData:
-    """Return the error of an input that differs from the one of the preparation; the hint prepares the data again."""
+    """Return the error for an input that changed since the data was prepared; the hint prepares the data again."""
     return NoData(problem, where=where, got=got, hint="data.cache_dir=prepared-again")
 
 
@@ -82,14 +82,14 @@ _MASK = "attention_mask"
 
 
 def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a batch by their names in the model's forward.
+    """Return the arrays of a batch, by argument name of the model's forward.
 
     Args:
         rows: Text and media of each row, all with the same processor.
-        input_ids: Tokens of the rows, [B, S].
+        input_ids: [B, S] token ids of the rows.
 
     Raises:
-        NoData: HP602 when the processor returns other tokens than those of the prepared data.
+        NoData: HP602 when the processor now returns other tokens than when the data was prepared.
     """
     mask = {_MASK: np.ones(input_ids.shape, np.int64)}
     filled = [i for i, row in enumerate(rows) if row.row]
@@ -125,7 +125,7 @@ def _arrays(
 def features_of(
     processor: Any, text: str, items: Sequence[tuple[str, Any]], where: str
 ) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Return the tokens of a text with media, and all other arrays by their names in the model's forward."""
+    """Return the token ids of a text with media, and all other arrays by argument name of the model's forward."""
     arrays = _arrays(processor, [text], [items], where)
     extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
     return arrays["input_ids"][0].tolist(), extra
@@ -135,7 +135,7 @@ _PER_TOKEN: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
 def per_token_names(processor: Any) -> frozenset[str]:
-    """Return the names of arrays with one number for each token: those that a text alone has."""
+    """Return the names of arrays with one number per token, which a processor also returns for text without media."""
     if processor not in _PER_TOKEN:
         text = processor.tokenizer.eos_token
         arrays = processor(text=[text], add_special_tokens=False, return_tensors="pt")

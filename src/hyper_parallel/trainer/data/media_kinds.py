@@ -1,4 +1,4 @@
-"""Kinds of media in records: columns and parts that refer to them, and marks that stand for them in texts."""
+"""Kinds of media in records (images, audio): the columns and content parts that name them, and their marks in texts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class MediaKind:
     """Kind of media: images or recordings.
 
     Attributes:
-        name: Type of its parts in chat templates, and its argument of processors in the singular.
-        one: One item, as errors call it.
-        argument: Argument of processors.
-        columns: Columns of records with references.
-        parts: Types of parts of contents, each with the keys of its reference.
-        processors: Names of the part of a model's processor that reads it.
-        extra: Extra of this package that decodes it.
+        name: Name of the kind, and type of its content parts in chat templates: `image` or `audio`.
+        one: Words for one item in errors, such as `an image`.
+        argument: Argument name of processors, such as `images`.
+        columns: Columns of records that refer to items of this kind.
+        parts: Types of content parts, each with the keys that may hold the reference.
+        processors: Names of the processor's component that reads items of this kind.
+        extra: Optional extra of this package that is needed to decode it.
     """
 
     name: str
@@ -32,12 +32,12 @@ class MediaKind:
 
     @property
     def mark(self) -> str:
-        """Text inside this package that stands for one item in the content of a turn."""
+        """Internal text that stands for one item in the content of a turn."""
         return f"\0{self.name}\0"
 
     @property
     def text_mark(self) -> str:
-        """Text in records that stands for the next item of a column."""
+        """Text in records, such as `<image>`, that stands for the next item of a column."""
         return f"<{self.name}>"
 
 
@@ -69,11 +69,11 @@ MEDIA_MARK: Final = re.compile(f"\0({'|'.join(KINDS)})\0")
 
 
 def kind_of_part(part: object, kinds: tuple[MediaKind, ...]) -> MediaKind | None:
-    """Return the kind of a part of a content; None for other parts."""
+    """Return the media kind of a content part; None for a part that is not media."""
     name = part.get("type") if isinstance(part, Mapping) else None
     return next((kind for kind in kinds if name in kind.parts), None)
 
 
 def without_marks(content: str) -> list[str]:
-    """Return the texts between the marks of a content."""
+    """Split the content of a turn at its media marks; return the texts between them."""
     return MEDIA_MARK.split(content)[::2]

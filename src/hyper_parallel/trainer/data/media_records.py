@@ -1,9 +1,9 @@
-"""Media of records: references in columns and in parts of contents, their files, and limits on both.
+"""Images and recordings of records: references to them, their files, decoding, and limits.
 
-A record names its images and recordings in columns (`images`, `audio`) with a mark (`<image>`, `<audio>`) in its texts
-for each, or in parts of contents. A reference is the name of a file below the media folder, or encoded bytes as parquet
-stores them (`{bytes, path}`) or as OpenAI's `input_audio` (`{data, format}`). Nothing is downloaded, and no file
-outside of the media folder is read.
+A record names its images and recordings in columns (`images`, `audio`), with a mark (`<image>`, `<audio>`) for each in
+its texts, or in content parts. A reference is a file name below the media folder, or encoded bytes as in parquet
+(`{bytes, path}`) or OpenAI's `input_audio` (`{data, format}`). Nothing is downloaded, and no file outside of the media
+folder is read.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _REFERENCES: Final = "a file name below the media folder, or encoded bytes as {b
 def take_media(
     turns: Sequence[Message], values: Mapping[str, Any], rules: RecordRules, where: str
 ) -> tuple[list[Message], tuple[MediaFile, ...]]:
-    """Return turns with one mark for each item, and the items in the order of the marks.
+    """Return the turns with one internal mark per image or recording, and these items in the order of the marks.
 
     Raises:
-        NoData: HP602 when items and marks of a kind differ in number, an answer has an item, or a reference is not
+        NoData: HP602 when the numbers of items and marks differ, an answer contains an item, or a reference is not
             allowed.
     """
     inline = [reference for turn in turns for reference in turn.get(REFERENCES, ())]
@@ -86,7 +86,7 @@ def take_media(
 def _listed(
     kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, where: str
 ) -> list[Any]:
-    """Return the references in the column of a kind."""
+    """Return the references in a record's column of this media kind."""
     value = rules.one_of(values, kind.columns, where)
     if is_empty(value):
         return []
@@ -94,7 +94,7 @@ def _listed(
 
 
 def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> MediaFile:
-    """Return the item of a reference, which may name a file inside the media folder only."""
+    """Return the item that a reference names; raise if its file is outside the media folder."""
     assert rules.media_root is not None
     root = rules.media_root
     if isinstance(reference, Mapping):
@@ -134,7 +134,7 @@ def _from_base64(text: str, where: str) -> bytes:
 
 
 def content_of(item: MediaFile, where: str) -> bytes:
-    """Return the bytes of an encoded item.
+    """Return the encoded bytes of an image or recording.
 
     Raises:
         NoData: HP602 when the file is missing, unreadable or too large.
@@ -151,32 +151,32 @@ def content_of(item: MediaFile, where: str) -> bytes:
 
 
 def check_media(items: Sequence[MediaFile], where: str) -> None:
-    """Raise HP602 for an item that cannot be read or decoded."""
+    """Raise NoData (HP602) if an image or recording cannot be read or decoded."""
     for item in items:
         decoded(item.kind, content_of(item, where), item.name, where)
 
 
 def checksum(content: bytes) -> str:
-    """Return the SHA-256 of an encoded item."""
+    """Return the SHA-256 of encoded bytes in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> Any:
-    """Return an item as processors read it.
+    """Decode an image or recording to the form that processors read.
 
     Args:
-        kind: Name of its kind.
+        kind: `image` or `audio`.
         content: Encoded bytes.
         name: Name of the file, for errors.
         where: Location of the record, for errors.
-        rate: Samples per second of a recording; 0: those of the file.
+        rate: Sampling rate of the result for audio, in Hz; 0: as in the file.
 
     Returns:
-        RGB image of Pillow, upright as its metadata says; or the samples of a recording, float32 [n], one channel.
+        Pillow RGB image, rotated as its metadata says; or [n] float32 samples of a recording, mixed to one channel.
 
     Raises:
-        MissingDependency: HP501 without the package that decodes it.
-        NoData: HP602 when the bytes have no known format, or too many pixels or samples.
+        MissingDependency: HP501 when the package that decodes this kind is not installed.
+        NoData: HP602 for an unknown format, or too many pixels or samples.
     """
     try:
         return _image(content) if kind == IMAGE.name else _samples(content, rate)
@@ -229,7 +229,7 @@ def _samples(content: bytes, rate: int) -> Any:
 
 
 def thumbnail(picture: Any) -> str:
-    """Return a small copy of a decoded image for a report, a PNG as base64; the image may be changed."""
+    """Return a small PNG of a decoded image as base64, for reports; the image may be resized in place."""
     picture.thumbnail(_SMALL)
     written = io.BytesIO()
     picture.save(written, "PNG")

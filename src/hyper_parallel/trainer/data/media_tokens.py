@@ -1,9 +1,8 @@
 """Tokens of conversations with media: expansion by the model's own processor, with exact labels.
 
-The chat template writes a short mark for an item, and the processor replaces it by as many tokens as the item needs.
-Answers are located in the text with marks. Its tokens and those of the processor must be equal outside of the
-expansions, so every target keeps its token and its predecessor among the targets, whatever the processor writes for an
-item.
+The chat template writes a short mark for an image or recording, and the processor expands it to as many tokens as the
+item needs. Answers are located in the text with marks. Outside of the expansions its tokens must equal those of the
+processor, so labels are exact whatever the processor writes for an item.
 
     template    user  <image>                    Which digit?  assistant  [seven <end>]
     processor   user  <image><image><image>...   Which digit?  assistant  [seven <end>]
@@ -35,18 +34,18 @@ def expand(
     tokens: tuple[Sequence[int], Sequence[bool]],
     where: str,
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation with expanded media and, for each, whether it is a target.
+    """Return the token ids of a conversation with expanded media and, for each, whether it is a target.
 
     Args:
-        tokenizer: Tokenizer whose directory holds the processor.
+        tokenizer: Tokenizer whose directory has the processor's files.
         conversation: Conversation with media.
-        text: Its text by the chat template.
-        tokens: Tokens of the text, and whether each is a target.
+        text: Conversation as rendered by the chat template.
+        tokens: Token ids of the text, and whether each is a target.
         where: Location of the record, for errors.
 
     Raises:
         BadValue: HP102 when template or processor do not support the media.
-        NoData: HP602 when an item cannot be read.
+        NoData: HP602 when an image or recording cannot be read.
     """
     items = decoded_media(tokenizer, conversation, where)
     arrays = process(processor_of(tokenizer), [text], [items], where)
@@ -54,7 +53,7 @@ def expand(
 
 
 def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> list[tuple[str, Any]]:
-    """Return kind and decoded value of each item of a conversation; errors as for `expand`."""
+    """Return (kind, decoded value) of each image or recording of a conversation; errors are those of `expand`."""
     for kind in (item.kind for item in conversation.media):
         if kind not in properties_of(tokenizer).written_media:
             raise BadValue(
@@ -74,16 +73,16 @@ _PROCESSORS: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
 
 def processor_of(tokenizer: Any) -> Any:
-    """Return the processor in the directory of a tokenizer."""
+    """Return the processor whose files are in the tokenizer's directory."""
     if tokenizer not in _PROCESSORS:
         _PROCESSORS[tokenizer] = load_processor(Path(tokenizer.name_or_path))
     return _PROCESSORS[tokenizer]
 
 
 def reference_line(conversation: Conversation, text: str, where: str, blob: IO[bytes]) -> bytes:
-    """Return the text of a conversation and references to its media as a line of JSON.
+    """Return the text of a conversation and references to its media as a JSON line.
 
-    Items that the record holds as bytes are appended to `blob`.
+    Bytes of media that the record itself contains are appended to `blob`.
     """
     media = [_stored(item, where, blob) for item in conversation.media]
     where = Path(where).name  # equal wherever the same data is prepared
@@ -101,11 +100,11 @@ def _stored(item: MediaFile, where: str, blob: IO[bytes]) -> dict[str, Any]:
 
 
 def load_processor(directory: Path) -> Any:
-    """Load the processor of a directory: local files only, and no code in them.
+    """Load the processor of a directory from local files, without running code in them.
 
     Raises:
         MissingDependency: HP501 when a package of the processor is not installed.
-        NoData: HP602 when it cannot be loaded.
+        NoData: HP602 when the processor cannot be loaded.
     """
     from transformers import AutoProcessor
 
@@ -140,7 +139,7 @@ def load_processor(directory: Path) -> Any:
 
 
 def rate_of(processor: Any) -> int:
-    """Return the samples per second that a processor reads; 0: it reads no recordings."""
+    """Return the sampling rate in Hz that a processor expects; 0 if it reads no audio."""
     parts = (getattr(processor, name, None) for name in AUDIO.processors)
     return next((int(part.sampling_rate) for part in parts if hasattr(part, "sampling_rate")), 0)
 
@@ -148,12 +147,12 @@ def rate_of(processor: Any) -> int:
 def process(
     processor: Any, texts: Sequence[str], media: Sequence[Sequence[tuple[str, Any]]], where: str
 ) -> Mapping[str, Any]:
-    """Return the tensors of a processor for texts with media, padded on the right.
+    """Run a processor on texts with media; return its tensors by name, padded on the right.
 
     Args:
         processor: Processor of the model.
         texts: Text of each row.
-        media: Kind and decoded value of each item of each row.
+        media: (kind, decoded value) of each image or recording, by row.
         where: Location of a record, for errors.
 
     Raises:
@@ -194,13 +193,19 @@ def process(
 def aligned(
     ids: Sequence[int], targets: Sequence[bool], expanded: Sequence[int], where: str
 ) -> tuple[list[int], list[bool]]:
-    """Return expanded tokens and whether each is a target, given the tokens and targets before the expansion.
+    """Transfer targets to expanded tokens; return these tokens and whether each is a target.
 
-    Tokens that occur more often after the expansion, or less often, may belong to items. All others must be equal and
-    in the same order. Targets never belong to items, and no item lies between two adjacent targets.
+    Only tokens that the expansion makes more or less frequent may belong to images or recordings. All others must be
+    equal in the same order. Images and recordings contain no target and do not lie between two adjacent targets.
+
+    Args:
+        ids: Token ids before the expansion.
+        targets: Whether each of them is a target.
+        expanded: Token ids after the expansion.
+        where: Location of the record, for errors.
 
     Raises:
-        BadValue: HP102 when the tokens differ outside of the items.
+        BadValue: HP102 when the tokens differ outside of the expansions.
     """
     before, after = Counter(ids), Counter(expanded)
     added, removed = after - before, before - after

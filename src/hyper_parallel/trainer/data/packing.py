@@ -1,7 +1,7 @@
-"""Tokenize, split by document, pack and write the arrays of one cache entry.
+"""Packing of a source: tokenize, split by document, and write the arrays of one cache entry.
 
-Three passes: write the tokens of all documents to one flat file (in batches, so memory stays bounded); draw the
-held-out documents; copy the tokens of each split, in document order, into its final arrays.
+There are three passes. The first writes the tokens of all documents to one flat file, in batches to bound memory. The
+second draws the held-out documents. The third copies the tokens of each split, in document order, to its arrays.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _OPEN_ROWS = 64  # open rows of first-fit; more rows save little padding and cos
 
 @dataclass(frozen=True)
 class Flat:
-    """Tokens of all documents of a source in one stream."""
+    """Tokens of all documents of a source as one stream, with the span of each document."""
 
     tokens: NDArray[Any]  # [T], memory-mapped
-    spans: list[slice]  # of every document
+    spans: list[slice]  # span of every document in `tokens`
     learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
     pairs: bool = False  # adjacent documents (2i, 2i + 1) are answers to one prompt
     facts: DocumentFacts = field(default_factory=DocumentFacts)
@@ -71,7 +71,7 @@ def pack(
     masked: bool,
     counts: DataCounts,
 ) -> list[str]:
-    """Write the training and held-out sequences of a stream, update the counts, and return additional notes."""
+    """Write the training and held-out sequences of a token stream, update `counts`, and return additional notes."""
     notes: list[str] = []
     if flat.facts.media:
         masked = False
@@ -98,7 +98,7 @@ def pack(
 
 
 def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> NoData:
-    """Return the error of a source without a single training sequence."""
+    """Return the error for a source that yields no training sequence."""
     where = f"data.source: {data.source}"
     if flat.learn is not None:
         return no_target("no conversation has a token to learn from", counts, data)
@@ -112,7 +112,7 @@ def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> No
 
 
 def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
-    """Return the error of a source without a conversation that has a target, with the most frequent reason."""
+    """Return the error for a source in which no conversation has a target, with the most frequent reason."""
     where = f"data.source: {data.source}"
     if counts.used:  # all used conversations are held out
         got = f"{counts.used} conversations, data.holdout={data.holdout}"
@@ -132,12 +132,12 @@ def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
-    """Return the narrowest type that holds every token id."""
+    """Return the narrowest unsigned integer type for token ids of a vocabulary."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
-    """Tokenize every document into unnamed files in `directory`; the end-of-text token closes each text."""
+    """Tokenize all documents of a source into unnamed files in `directory`; each text ends with end-of-text."""
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
     facts, end = DocumentFacts(), 0
@@ -196,7 +196,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encode(
     batch: list[Document], hf: Any, stage: str
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Yield the tokens of each document and, except with `pt`, whether each token is a target."""
+    """Yield (token ids, whether each is a target) of each document; with `pt` the second is empty."""
     if not batch:
         return
     if stage != "pt":
@@ -240,9 +240,9 @@ def split_documents(
 ) -> tuple[list[slice], list[slice]]:
     """Return the token spans of the training and of the held-out documents, each in document order.
 
-    The seed draws `round(share * documents)` documents, and more of them until they fill one sequence. If that number
-    is zero, the tail of the longest document is held out: `share` of all tokens, at least one sequence. A conversation
-    is never cut, so at least one conversation is held out. The two documents of a pair are drawn as one.
+    The seed draws `round(share * documents)` documents to hold out, and more if they do not fill one sequence. If that
+    number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence. Conversations
+    are never cut, so at least one of them is held out. The two documents of a pair are drawn together.
     """
     unit = 2 if flat.pairs else 1
     spans, count = flat.spans, len(flat.spans) // unit
@@ -275,7 +275,7 @@ def _length(span: slice) -> int:
 
 
 def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
-    """Copy spans of the stream into one flat array on disk."""
+    """Copy spans of the token stream into one flat array on disk."""
     dtype, size = flat.tokens.dtype, sum(map(_length, spans))
     if size == 0:
         np.save(path, np.zeros(0, dtype))
@@ -302,12 +302,13 @@ def write_rows(
 ) -> None:
     """Pack documents into rows of `seq_len`; write inputs, shifted labels, counts per row and, if `masked`, positions.
 
-    A document of T tokens takes T - 1 positions, because its last token is only a label (T positions if it is scored).
-    With packing, documents share rows. A longer text is cut into pieces that share one token, so that every token but
-    its first is a label once. A longer conversation is cut to its first `seq_len` + 1 tokens, of which `seq_len` are
-    labels. A conversation is dropped without a target, or if it has media and is longer. Positions restart at 0 with
-    every document and with the padding. The counts per row are labels with loss and tokens before the padding. Updates
-    the counts of conversations.
+    A document of T tokens takes T - 1 positions, because its last token is only a label. If a reward model scores it,
+    it takes T positions. With packing, documents share rows. A text longer than a row is cut into pieces that overlap
+    by one token, so every token but the first is a label once. A longer conversation is cut to its first `seq_len` + 1
+    tokens. Conversations without a target are dropped, and so are longer ones with media.
+
+    Positions restart at 0 with every document and with the padding. The two counts per row are its labels with loss and
+    its tokens before the padding. `counts` of conversations are updated.
     """
     seq_len, learn = data.seq_len, flat.learn
     num_label_only = 0 if flat.scored else 1
@@ -341,7 +342,7 @@ def write_rows(
 def _used_conversations(
     flat: Flat, spans: list[slice], cut: list[slice], counts: DataCounts
 ) -> list[slice]:
-    """Return the cut conversations that have a target, of a pair both or neither, and count all conversations."""
+    """Count all conversations, and return those to use: conversations (or whole pairs) whose cut span has a target."""
     assert flat.learn is not None
     first, used, unit = int(not flat.scored), list[slice](), 2 if flat.pairs else 1
     targets = [int(flat.learn[s.start + first : s.stop].sum()) for s in cut]
@@ -366,7 +367,7 @@ def _used_conversations(
 
 
 def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
-    """Return whether a target of a document is the tokenizer's unknown token."""
+    """Return whether any target in a document's span is the tokenizer's unknown token."""
     if unknown_id is None:
         return False
     is_unknown = flat.tokens[span] == unknown_id
@@ -374,7 +375,7 @@ def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
 
 
 def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the inputs of a document and their targets."""
+    """Return the input tokens and shifted labels of a document's span."""
     tokens = flat.tokens[span]
     if flat.scored:  # transformers reads the score at the last token that is not padding
         last = np.flatnonzero(tokens != pad_id)[-1:]
@@ -390,7 +391,7 @@ def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[
 def fill_row(
     pieces: Sequence[tuple[NDArray[Any], NDArray[Any]]], seq_len: int, pad_id: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]:
-    """Return inputs, labels and positions of a padded row, [S] each, and the number of tokens before its padding."""
+    """Return inputs, labels and positions, [S] each, of a row of documents, and its number of tokens before padding."""
     num_real = sum(len(tokens) for tokens, _ in pieces)
     num_padding = seq_len - num_real
     padding = (np.full(num_padding, pad_id), np.full(num_padding, IGNORE_INDEX))
@@ -400,7 +401,7 @@ def fill_row(
 
 
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Pack items into rows of a capacity: each into the oldest open row with enough space, else into a new row.
+    """Pack items into rows of `capacity`, each into the oldest open row with enough space; return item indices per row.
 
     Source: first-fit bin packing, Johnson et al. 1974, over a bounded number of open rows.
     """

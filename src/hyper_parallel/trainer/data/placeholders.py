@@ -1,7 +1,7 @@
-"""Placeholders for the words of turns, and the positions of the words in a rendered conversation.
+"""Placeholders for the words of turns (content, reasoning, tool calls), which locate them in a rendered conversation.
 
-A placeholder replaces words but not the white space around them, so that a template that strips a turn strips both
-alike. Placeholders consist of letters and digits, which no template and no JSON writer changes.
+A placeholder does not replace white space around the words, so that a template that strips a turn strips both alike.
+Placeholders consist of letters and digits, which no template and no JSON writer changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words of a turn that a placeholder replaces."""
+    """Piece of a turn's content, reasoning, function name or arguments that a placeholder replaces."""
 
     turn: int
     kind: str  # content, reasoning, name or argument
@@ -29,7 +29,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class WordsPlace:
-    """Characters [start, end) of a text that hold the words with index `number`."""
+    """Position [start, end) in a rendered text of the `Words` with index `number`."""
 
     number: int
     start: int
@@ -38,12 +38,12 @@ class WordsPlace:
 
 @dataclass
 class Placeholders:
-    """Replacement of the words of turns by placeholders.
+    """Replacer of the words of turns by placeholders; `words` lists all replaced pieces.
 
     Args:
-        tags: Texts that are not replaced because the template may read them.
-        all_turns: Whether to replace words of all turns instead of only the assistant's.
-        names: Whether to replace names of called functions.
+        tags: Pattern of texts that are not replaced because the template may read them.
+        all_turns: Whether to replace words of all turns; False: only of the assistant's.
+        names: Whether to replace the names of called functions.
     """
 
     tags: re.Pattern[str] | None
@@ -54,7 +54,7 @@ class Placeholders:
     _ids: dict[str, str] = field(default_factory=dict)
 
     def of(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the turns with placeholders for their words."""
+        """Return copies of the turns with placeholders instead of their words."""
         return [self._turn(i, message) for i, message in enumerate(messages)]
 
     def _turn(self, i: int, message: Message) -> Message:
@@ -90,7 +90,7 @@ class Placeholders:
         return "".join(parts)
 
     def _one(self, i: int, text: str, kind: str) -> str:
-        """Replace a text except the white space at both ends, which a template may strip."""
+        """Replace a text of turn `i` by a placeholder, except white space at both ends, which a template may strip."""
         core = text.strip()
         if not core:
             return text
@@ -121,13 +121,13 @@ class Placeholders:
 
 
 def pieces_of(message: Message) -> list[str]:
-    """Return the words of a turn's content between its media, without white space at their ends."""
+    """Return the pieces of a turn's content between its media marks, stripped and without empty ones."""
     pieces = without_marks(message.get("content") or "")
     return [core for piece in pieces if (core := piece.strip())]
 
 
 def forms_of(words: str) -> Iterator[str]:
-    """Yield the forms in which a template may write words: unchanged, as JSON, and as a Python literal."""
+    """Yield the forms in which a template may write a text: unchanged, as JSON, and as a Python literal."""
     yield words
     for escaped in (json.dumps(words, ensure_ascii=False), json.dumps(words), repr(words)):
         if escaped[1:-1] != words:
@@ -135,7 +135,10 @@ def forms_of(words: str) -> Iterator[str]:
 
 
 def places_of(shaped: str, text: str, words: Sequence[Words]) -> list[WordsPlace] | None:
-    """Return the places of words in a text, given the text with placeholders; None if the texts differ otherwise."""
+    """Locate words in a rendered text by comparing it with the text rendered with placeholders, `shaped`.
+
+    Return None if the texts differ in more than the placeholders.
+    """
     parts = PLACEHOLDER.split(shaped)
     places: list[WordsPlace] = []
     position = len(parts[0])

@@ -1,4 +1,4 @@
-"""`prepare`: from a recipe's `data` section to packed sequences, once, before any rank starts."""
+"""Preparation of a recipe's `data` section as packed sequences, in one process before any rank starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _WITHOUT_INFLUENCE = (
 
 @dataclass(frozen=True)
 class PackedData:
-    """Training data of a run: packed sequences or a stream, held-out sequences, and their descriptions."""
+    """Training data of a run: packed sequences or a stream, held-out sequences, and facts about them."""
 
     train: PackedSequences | JoinedSequences | Stream
     holdout: (
@@ -50,7 +50,7 @@ class PackedData:
     )  # empty when `data.holdout` is 0; None: a stream has none
     tokenizer_dir: str  # Hugging Face directory of the tokenizer of these tokens
     vocab_size: int  # largest token id plus one
-    fingerprint: str  # hash of the packed content: equal wherever the same text is packed alike
+    fingerprint: str  # hash of the packed content, equal on every machine
     cached: bool  # whether the cache already held the result
     notes: tuple[str, ...] = ()  # sentences on text that was cut or left out
     counts: tuple[DataCounts, ...] = ()  # of each source of the recipe; updated live for a stream
@@ -62,14 +62,14 @@ class PackedData:
     tokenizer_notes: tuple[
         str, ...
     ] = ()  # sentences on programs that read the tokenizer differently
-    validation_fingerprint: str | None = None  # as `fingerprint`, of `data.validation`
+    validation_fingerprint: str | None = None  # `fingerprint` of `data.validation`
     records_fingerprint: str | None = None  # hash of the columns that rewards read
     files_fingerprint: str | None = None  # hash of names, sizes and times of the files of a stream
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """Inputs that all sources of a recipe share."""
+    """Settings that all sources of a recipe share."""
 
     tokenizer: Tokenizer
     tokenizer_fingerprint: str
@@ -79,7 +79,7 @@ class _Setup:
     progress: bool
 
     def encoding_rules(self, source: Source) -> list[Any]:
-        """Return the rules by which documents become tokens and targets, for keys and fingerprints."""
+        """Return values that identify how documents become tokens and targets, for cache keys and fingerprints."""
         rules: list[Any] = [_TARGETS, *self.tokenizer.stops] if self.stage != "pt" else []
         return rules + ([] if source.plain == "never" else [_PLAIN_TEXT, source.plain])
 
@@ -94,23 +94,24 @@ def prepare(
     vocab_limit: int | None = None,
     model_config: Mapping[str, Any] | None = None,
 ) -> PackedData:
-    """Tokenize and pack the source of a recipe, or open the cached result.
+    """Tokenize and pack the sources of a recipe, or open the cached result.
 
-    Call it before ranks are forked and before a process group exists. Processes that call it at the same time
-    (torchrun) wait for the first one on a file lock, not in a collective.
+    Call it before ranks are forked and before a process group exists. If several processes call it at once (torchrun),
+    the others wait on a file lock, not in a collective, until the first has finished.
 
     Args:
         data: Section `data` of the recipe.
-        stage: Stage of the recipe. `pt`: every token is a target; other stages: tokens of answers.
-        model_path: `model.path` of the recipe; its tokenizer is used when it has one.
+        stage: Stage of the recipe. With `pt` every token is a target, with other stages the tokens of answers.
+        model_path: `model.path` of the recipe; its tokenizer is used if it has one and `data.tokenizer` is not set.
         seed: Seed that draws the held-out documents.
         progress: Show progress bars on stderr.
-        vocab_limit: Size of the model's vocabulary. None: a tokenizer of any size is accepted.
-        model_config: Values of the model's config, which an export has next to the tokenizer. None: no model is known.
+        vocab_limit: Size of the model's vocabulary; None: a tokenizer of any size is accepted.
+        model_config: Values of the model's config, which an export stores next to the tokenizer; None: no model is
+            known.
 
     Raises:
         NoData: HP602 when the source is missing, unreadable, empty, or shorter than one sequence.
-        BadValue: HP102 when the tokenizer has more tokens than the model, or would give other tokens in an export.
+        BadValue: HP102 when the tokenizer has more tokens than the model, or would produce other tokens from an export.
         Contradiction: HP104 when the stage does not suit the records.
         OutputNotWritable: HP105 when the cache cannot be written.
     """
@@ -140,10 +141,10 @@ def prepare(
 
 
 def _join(data: Data, parts: list[PackedData]) -> PackedData:
-    """Return the data of several sources as one.
+    """Join the prepared data of several sources.
 
     Raises:
-        Contradiction: HP104 when only some of them have media and the others are packed.
+        Contradiction: HP104 when only some sources have media, and the others are packed.
     """
     weights = [weight for _, weight in data.parts()]
     if data.packing and 0 < sum(part.train.has_media for part in parts) < len(parts):
@@ -170,7 +171,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
 
 
 def _pack_validation(data: Data, setup: _Setup) -> PackedData:
-    """Return the packed data of `data.validation`; nothing is held out of it."""
+    """Return the packed data of `data.validation`, of which nothing is held out."""
     section = data.model_copy(
         update={
             "source": data.validation,
@@ -186,7 +187,7 @@ def _pack_validation(data: Data, setup: _Setup) -> PackedData:
 
 
 def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
-    """Return the packed sequences of one source, from the cache or newly built."""
+    """Return the packed data of one source, from the cache or newly built."""
     tokenizer = setup.tokenizer
     key = _cache_key(data, source, setup)
     directory, meta = entry(
@@ -216,7 +217,7 @@ def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
 
 
 def _cache_key(data: Data, source: Source, setup: _Setup) -> str:
-    """Return the name of a source's cache entry: a hash of everything that decides its content."""
+    """Return the name of a source's cache entry: a hash of all inputs of its content."""
     masked = data.masks(setup.stage)
     inputs = [_VERSION, source.identity(), setup.tokenizer_fingerprint, data.seq_len]
     rules: list[Any] = [data.packing, masked] if masked or not data.packing else []
@@ -252,10 +253,10 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
 
 
 def _open_stream(data: Data, source: Source, setup: _Setup) -> PackedData:
-    """Return the stream of a source.
+    """Open a source as a stream.
 
     Raises:
-        NoData: HP602 when the source has no sequence.
+        NoData: HP602 when the source yields no sequence.
     """
     tokenizer, stage = setup.tokenizer, setup.stage
     stream = Stream(source, tokenizer.hf, data, stage, setup.seed, tokenizer.pad_id)

@@ -1,4 +1,4 @@
-"""Preview of a source: decoded examples with their targets, and a histogram of lengths.
+"""Preview of a source: decoded examples with marked targets, and a histogram of document lengths.
 
     records -> tokens and targets, as training encodes them -> text segments, each all targets or no targets
 
@@ -37,7 +37,7 @@ _PAIR: Final = ("chosen", "rejected")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of consecutive tokens that are all targets, or all not targets."""
+    """Text of consecutive tokens of which all are targets, or none."""
 
     text: str
     trained: bool
@@ -45,11 +45,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ExampleText:
-    """Text of a record as the model reads it.
+    """Text of an example as the model reads it, in segments.
 
     Attributes:
         name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
-        segments: The text up to `data.seq_len`.
+        segments: Text up to `data.seq_len` tokens.
         num_tokens: Number of tokens of the whole text.
         num_cut: Number of tokens beyond `data.seq_len`, which are not trained on.
     """
@@ -62,7 +62,7 @@ class ExampleText:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Record with its location, its texts (two for a pair), and small copies of its images as base64 of PNG."""
+    """Example record: its location, its texts (two for a pair), and thumbnails of its images as base64 PNG."""
 
     where: str
     texts: tuple[ExampleText, ...]
@@ -71,7 +71,7 @@ class Example:
 
 @dataclass(slots=True)
 class LengthHistogram:
-    """Counts of documents by their number of tokens, in four buckets for each power of two."""
+    """Histogram of document lengths in tokens, with four buckets per power of two."""
 
     counts: Counter[int] = field(default_factory=Counter)
 
@@ -81,7 +81,7 @@ class LengthHistogram:
         self.counts[4 * shift + (num_tokens >> shift)] += 1
 
     def buckets(self) -> list[dict[str, int]]:
-        """Return at most 16 buckets between the shortest and the longest document, as values of JSON."""
+        """Return at most 16 buckets between the shortest and the longest document, as JSON values."""
         if not self.counts:
             return []
         first, last = min(self.counts), max(self.counts)
@@ -110,7 +110,7 @@ class SourcePreview:
     lengths: LengthHistogram = field(default_factory=LengthHistogram)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the preview as values of JSON."""
+        """Return the preview as JSON values."""
         from hyper_parallel.serde import encode as plain
 
         return {
@@ -120,7 +120,7 @@ class SourcePreview:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SourcePreview:
-        """Return the preview that `as_dict` has written."""
+        """Return a preview from the result of `as_dict`."""
         from hyper_parallel.serde import decode
 
         lengths = Counter({int(k): n for k, n in values["lengths"].items()})
@@ -135,11 +135,11 @@ def example_of(
     stage: str,
     counts: DataCounts,
 ) -> Example:
-    """Return the example of a record.
+    """Return a record as an example with decoded text.
 
     Args:
         hf: Tokenizer of transformers.
-        documents: The document of the record, or the two of a pair.
+        documents: Document of the record, or both documents of a pair.
         encoded: Tokens and targets of each document.
         stage: Stage of the recipe.
         counts: Counts of the source.
@@ -182,7 +182,7 @@ def _example_text(
 def _prompt_and_answer(
     hf: Any, ids: Sequence[int], learn: Sequence[bool]
 ) -> tuple[ExampleText, ...]:
-    """Return the prompt for which completions are sampled, and the answer that rewards may compare them with."""
+    """Return the prompt for which completions are sampled and, if there is one, the reference answer."""
     prompt = [one for one, marked in zip(ids, learn, strict=True) if not marked]
     answer = [one for one, marked in zip(ids, learn, strict=True) if marked][:-1]
     parts = {"prompt": prompt} | ({"answer": answer} if answer else {})
@@ -193,7 +193,7 @@ def _prompt_and_answer(
 
 
 def segments_of(hf: Any, ids: Sequence[int], targets: Sequence[bool]) -> Iterator[Segment]:
-    """Yield the text of tokens, split wherever targets begin or end."""
+    """Yield the text of tokens as segments, split wherever targets begin or end."""
     start = 0
     for trained, run in itertools.groupby(targets):
         end = start + sum(1 for _ in run)
@@ -210,14 +210,14 @@ def _decoded(hf: Any, before: Sequence[int], ids: Sequence[int]) -> str:
 
 
 def is_used(encoded: Sequence[Encoded], stage: str, counts: DataCounts) -> bool:
-    """Return whether a record is trained on, as `counts` would count it."""
+    """Return whether `counts` would count a record as used, that is, trained on."""
     own = DataCounts(seq_len=counts.seq_len, by_document=counts.by_document)
     own.add([Document("")] * len(encoded), encoded, stage)
     return own.used > 0
 
 
 def units(source: Source, stage: str) -> Iterator[list[Document]]:
-    """Yield the documents of each record: one, or the two of a pair."""
+    """Yield the documents of each record: one, or two for a pair."""
     size = 2 if source.shape == "preference" and stage in ("dpo", "orpo", "rm") else 1
     documents = source.documents()
     while unit := list(itertools.islice(documents, size)):
@@ -225,9 +225,9 @@ def units(source: Source, stage: str) -> Iterator[list[Document]]:
 
 
 def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]:
-    """Return the first records of a source that are trained on, with long texts shortened.
+    """Return the first used records of a source as examples, with long texts shortened.
 
-    Reads the beginning of the source again without changing its counts.
+    The beginning of the source is read again, without changing its counts.
     """
     # A text file is one document; its first sequence is shown.
     counts = source.counts

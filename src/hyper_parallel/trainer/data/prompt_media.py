@@ -1,4 +1,4 @@
-"""Prompts with images and recordings: tokens and arrays by the model's own processor, as in training."""
+"""Prompts with images and recordings: their tokens and arrays, computed by the model's processor as in training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _WHERE = "prompt"
 
 @dataclass(frozen=True)
 class PromptMedia:
-    """Arrays of the images and recordings of a prompt.
+    """Processed images and recordings of a prompt.
 
     Attributes:
-        arrays: Arrays by their names in the model's forward.
-        per_token: Names of those with one number for each token of the prompt.
+        arrays: Arrays by argument name of the model's forward.
+        per_token: Names of the arrays with one number per token of the prompt.
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -36,19 +36,19 @@ class PromptMedia:
 
 
 def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a turn has a content of parts."""
+    """Return whether the content of any turn is a list of parts."""
     return any(isinstance(turn.get("content"), list | tuple) for turn in turns)
 
 
 def encode_parts(
     tokenizer: Any, turns: Sequence[Mapping[str, Any]]
 ) -> tuple[list[int], PromptMedia]:
-    """Return the tokens and the media of a prompt.
+    """Return the token ids of a prompt and its processed media.
 
     Args:
-        tokenizer: Tokenizer whose directory holds the processor.
-        turns: Turns whose contents are texts, or lists of parts: `{"type": "image", "image": PATH}`, `{"type": "audio",
-            "audio": PATH}`, `{"type": "text", "text": ...}`. Relative paths begin at the working directory.
+        tokenizer: Tokenizer whose directory has the processor's files.
+        turns: Turns whose contents are texts or lists of parts: `{"type": "image", "image": PATH}`, `{"type": "audio",
+            "audio": PATH}`, `{"type": "text", "text": ...}`. Paths are relative to the working directory.
 
     Raises:
         BadValue: HP102 when the model, its template or its processor do not support the media.
@@ -64,7 +64,7 @@ def encode_parts(
     try:
         return _encoded(tokenizer, turns, kinds)
     except HyperParallelError as error:
-        error.hint = None  # of training: an override of a recipe
+        error.hint = None  # the hint is a recipe override, for training
         raise
 
 
@@ -82,7 +82,7 @@ def _encoded(
 
 
 def _absolute(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return turns in which relative paths begin at the working directory."""
+    """Return the turns with relative paths of media converted to absolute ones."""
 
     def part_of(part: Any) -> Any:
         if not isinstance(part, Mapping):

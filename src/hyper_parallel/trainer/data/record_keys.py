@@ -1,7 +1,7 @@
 """Keys of records: synonyms, ignored keys, errors for unknown keys, and readers of labels, margins and columns.
 
-Every key of a record, of a turn and of a tool call has a meaning, is ignored and counted, or raises an error. A key
-that a recipe names in `data.ignore_keys` is ignored at every depth.
+Every key of a record, turn or tool call either has a meaning, or is ignored and counted, or raises an error. Keys in
+`data.ignore_keys` are ignored at every depth.
 """
 
 from __future__ import annotations
@@ -76,26 +76,26 @@ _OF_TURNS: Final = ("role", "content")
 
 
 def media_columns(kinds: Iterable[str]) -> frozenset[str]:
-    """Return the columns with references to media of some kinds."""
+    """Return the names of record columns that refer to media of these kinds."""
     return frozenset(column for name in kinds for column in KINDS[name].columns)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRules:
-    """Rules by which the keys of a recipe's records are read.
+    """Rules of a recipe for reading the keys of records.
 
     Attributes:
-        columns: Canonical name of each renamed key, by its name in the records.
-        turn_columns: Canonical name of each renamed key of turns.
-        roles: Roles by their names in the records.
-        ignored: Keys that are ignored.
-        media: Columns of images, sounds and the like that the table reader has removed.
+        columns: Map from a renamed key in the records to its canonical key.
+        turn_columns: Map from a renamed key in the turns to its canonical key.
+        roles: Map from a role name in the records to the canonical role.
+        ignored: Keys of records, turns and tool calls that are ignored.
+        media: Names of columns with images, sounds and the like that the table reader has removed.
         text_key: `data.text_key`.
         is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings of records.
+        media_root: Folder of the images and recordings that records name.
         media_kinds: Kinds of media that the model's processor reads.
-        skips_media: Whether records with unreadable media are left out.
-        counts: Counts of ignored keys.
+        skips_media: Whether records with unreadable media are dropped; False: they raise an error.
+        counts: Counts in which ignored keys are recorded.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class RecordRules:
         media_root: Path | None = None,
         media_kinds: tuple[str, ...] = (),
     ) -> RecordRules:
-        """Return the rules of section `data` of a recipe."""
+        """Return the rules that section `data` of a recipe defines."""
         columns = {own: name for name, own in data.columns.items()}
         turns = {own: name for own, name in columns.items() if name in _OF_TURNS}
         columns = {own: name for own, name in columns.items() if name not in _OF_TURNS}
@@ -133,12 +133,12 @@ class RecordRules:
 
     @property
     def media_columns(self) -> frozenset[str]:
-        """Columns with references to media that are read."""
+        """Names of the columns whose references to media are read."""
         return media_columns(kind.name for kind in self.media_kinds)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Non-default settings that decide the text of a record."""
+        """Non-default settings that influence the text of a record, for cache keys."""
         roles = {word: role for word, role in self.roles.items() if ROLES.get(word) != role}
         values = {
             "columns": {**self.columns, **self.turn_columns},
@@ -150,10 +150,10 @@ class RecordRules:
         return {key: value for key, value in values.items() if value}
 
     def named(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
-        """Return the values of a record or a turn by canonical names, without absent and ignored keys.
+        """Return the values of a record or turn by canonical key, without null values and ignored keys.
 
         Raises:
-            NoData: HP602 for two keys with the same canonical name and different values.
+            NoData: HP602 for different values of two keys with the same canonical key.
         """
         if not columns and not self.ignored:
             return {key: value for key, value in record.items() if value is not None}
@@ -171,10 +171,10 @@ class RecordRules:
         return values
 
     def one_of(self, values: Mapping[str, Any], keys: Iterable[str], where: str) -> Any:
-        """Return the value under keys that are synonyms; None without one.
+        """Return the value under any of several synonymous keys; None if the record has none of them.
 
         Raises:
-            NoData: HP602 for values that differ.
+            NoData: HP602 for synonymous keys with different values.
         """
         present = [key for key in keys if not is_empty(values.get(key))]
         if len(present) > 1 and any(values[key] != values[present[0]] for key in present):
@@ -184,7 +184,7 @@ class RecordRules:
         return next((values[key] for key in keys if key in values), None)
 
     def contradiction(self, keys: Collection[str], where: str) -> NoData:
-        """Return the error of synonymous keys with different values."""
+        """Return the error for synonymous keys with different values."""
         first, *rest = keys
         return NoData(
             f"`{first}` and `{'`, `'.join(rest)}` of a record mean the same but have different values",
@@ -195,17 +195,17 @@ class RecordRules:
         )
 
     def ignore_hint(self, keys: Iterable[str]) -> str:
-        """Return the override that ignores `keys` in addition to the keys ignored now."""
+        """Return the recipe override that ignores `keys` in addition to the currently ignored keys."""
         names = sorted({*self.ignored, *keys})
         quoted = (name if name.isidentifier() else f"'{name}'" for name in names)
         override = f"data.ignore_keys=[{','.join(quoted)}]"
         return override if all(map(str.isidentifier, names)) else shlex.quote(override)
 
     def refuse_unknown(self, values: Record, known: Collection[str], item: str, where: str) -> None:
-        """Raise for unknown keys of an item of a record, unless they are empty or do not influence the text.
+        """Raise for unknown keys, except empty ones and keys that do not influence the text.
 
         Raises:
-            NoData: HP602 with the first such key; the hint names all of them.
+            NoData: HP602 naming `item` and the first unknown key; the hint ignores all of them.
         """
         unknown = []
         for key, value in values.items():
@@ -235,12 +235,12 @@ class RecordRules:
             )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
-        """Raise for columns of images, sounds or videos, and for their placeholders in texts.
+        """Raise for columns of unsupported media, and for their placeholders (`<video>`) in texts.
 
-        Placeholders would be trained on as plain text.
+        Otherwise placeholders would be trained on as plain text.
 
         Raises:
-            NoData: HP602 when the record, or the table, has such a column with a value.
+            NoData: HP602 when the record or its table has such a column with a value.
         """
         media = [key for key in (*self.media, *record) if key in _MEDIA or key in self.media]
         media = [key for key in media if key not in self.media_columns]
@@ -269,7 +269,7 @@ class RecordRules:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value is None, or a text, list or object without members."""
+    """Return whether a value is None, or an empty text, list or object."""
     return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
@@ -283,7 +283,7 @@ _ROLLED_OUT: Final = ("prompt", "completion", "completion_ids")
 
 
 def label_of(record: Record, where: str) -> bool:
-    """Return whether a record's answer is a good one: its key `label` (TRL) or `kto_tag` (LlamaFactory).
+    """Return whether a record's answer is labelled good, under its key `label` (TRL) or `kto_tag` (LlamaFactory).
 
     Raises:
         NoData: HP602 without a Boolean label.
@@ -301,7 +301,7 @@ def label_of(record: Record, where: str) -> bool:
 
 
 def margin_of(record: Record, where: str) -> float | None:
-    """Return the required score margin of a pair for a reward model: its key `margin` (TRL); None without the key.
+    """Return the score margin that a reward model must learn for a pair (key `margin`, as in TRL); None without it.
 
     Raises:
         NoData: HP602 when the value is not a finite number.
@@ -324,6 +324,6 @@ def margin_of(record: Record, where: str) -> float | None:
 
 
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
-    """Return the keys of a record that rewards may read: all except those that rollouts replace, as in TRL."""
+    """Return the values of a record that reward functions may read, by key: all that rollouts do not replace."""
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

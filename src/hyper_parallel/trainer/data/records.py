@@ -1,8 +1,8 @@
-"""Records: lines and arrays of JSON, rows of CSV, TSV and parquet.
+"""Reader of records: JSON lines and arrays, rows of CSV, TSV and parquet.
 
-JSON and CSV are read with the standard library instead of Arrow: an error names the file and the line, records may
-differ in their keys, and text that looks like a date or a number stays text. Nothing is downloaded or copied into
-another cache, and the size of a record is limited.
+JSON and CSV are read with the standard library, not with Arrow. Errors can thus name the file and line, records may
+have different keys, and text that looks like a date or number stays text. Nothing is downloaded or copied to another
+cache. The size of a record is limited.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LONGEST_LITERAL: Final = 16
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dictionary of the key-value pairs of a JSON object.
+    """Return the key-value pairs of a JSON object as a dict; hook for `json.loads`.
 
     Raises:
         ValueError: A key occurs twice, so one of its values would be lost.
@@ -66,13 +66,13 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=unique_keys)
 
 
 class ArrayReader:
-    """Incremental iterator over the elements of a JSON array: only one element is in memory at a time.
+    """Incremental reader of a JSON array, which holds only one element in memory at a time.
 
-    The array may be the value of a key of an object whose other values are neither lists nor objects.
+    The array may also be a value of an object whose other values are neither lists nor objects.
 
     Args:
-        file: Text of the file, from its beginning.
-        most: Largest number of characters of an element.
+        file: Text file at its beginning.
+        most: Maximum number of characters of an element.
     """
 
     def __init__(self, file: IO[str], most: int) -> None:
@@ -111,7 +111,7 @@ class ArrayReader:
             self._expect(",", "Expecting ',' delimiter")
 
     def _fill(self) -> bool:
-        """Read at least as many characters as are buffered; return False at the end of the file."""
+        """Read at least as many further characters as are buffered; return False at the end of the file."""
         if self._ended:
             return False
         chunk = self._file.read(max(_CHUNK, len(self._buffer) - self._at))
@@ -123,7 +123,7 @@ class ArrayReader:
         return True
 
     def _next(self) -> str:
-        """Skip white space and return the next character; an empty text at the end."""
+        """Skip white space and return the next character, "" at the end of the file."""
         while True:
             space = _SPACE.match(self._buffer, self._at)
             self._at = space.end() if space else self._at
@@ -182,12 +182,12 @@ class ArrayReader:
 
     @property
     def line(self) -> int:
-        """Line number of the current element's beginning."""
+        """Line number at which the current element begins."""
         return self._first_line + self._buffer.count("\n", 0, self._at)
 
     @property
     def first_line(self) -> int:
-        """Line number of the first line in the text of a `JSONDecodeError`."""
+        """Line number, in the file, of the first line of the text in a `JSONDecodeError`."""
         return self._first_line
 
 
@@ -206,11 +206,11 @@ _MOST_VALUES: Final = 8_000_000
 
 
 def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record]]:
-    """Yield (where, record) of a parquet, CSV, TSV, JSON lines or JSON array file.
+    """Yield (location, record) for each record of a parquet, CSV, TSV, JSON lines or JSON array file.
 
     Args:
-        path: The file.
-        most: Largest size of a record in bytes; memory use is at most a small multiple of it.
+        path: Path of the file.
+        most: Maximum bytes of a record; memory use is at most a small multiple of it.
 
     Raises:
         NoData: HP602 naming the line or row that is unreadable or too long.
@@ -250,14 +250,14 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
 
 
 def _refuse_columns(record: Record, path: Path, where: str) -> None:
-    """Raise for an object whose values are whole columns, as `DataFrame.to_json` writes by default."""
+    """Raise if an object's values are whole columns, as `DataFrame.to_json` writes by default."""
     first = next(iter(record.values()), None)
     if not isinstance(first, (dict, list)) or len(record) < 2:
         return
     of_rows = isinstance(first, dict) and bool(first) and all(key.isdigit() for key in first)
     of_texts = isinstance(first, list) and bool(first) and all(isinstance(v, str) for v in first)
-    alike = all(type(v) is type(first) and len(v) == len(first) for v in record.values())
-    if alike and (of_rows or of_texts) and inner_suffix(path) == ".json":
+    have_equal_sizes = all(type(v) is type(first) and len(v) == len(first) for v in record.values())
+    if have_equal_sizes and (of_rows or of_texts) and inner_suffix(path) == ".json":
         written = f'pandas.read_json({json.dumps(str(path))}).to_json("lines.jsonl"'
         code = f'import pandas; {written}, orient="records", lines=True)'
         raise NoData(
@@ -270,7 +270,7 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
 
 
 def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
-    """Yield the lines of a file; raise for a line that is longer than the limit."""
+    """Yield the lines of a file; raise NoData (HP602) for a line of more than `most` characters."""
     for number in itertools.count(1):
         line = file.readline(most + 1)
         if len(line) > most:
@@ -309,12 +309,12 @@ def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
-    """Return whether a file is an array of records, or an object around an array, instead of one record per line.
+    """Return whether a file is a JSON array of records, or an object around one, rather than one record per line.
 
     Args:
-        file: Text of the file.
-        most: Largest number of characters of a record.
-        of_lines: Whether the file name implies one record per line, so that an object in one line is a record.
+        file: Text file at its beginning.
+        most: Maximum number of characters of a record.
+        of_lines: Whether the file name implies one record per line, so that an object on one line is a record.
     """
     head = file.read(_HEAD)
     if head.lstrip().startswith("["):
@@ -361,7 +361,7 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
 
 
 def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
-    """Raise for keys next to the list of records that could apply to all records, such as a system text or a weight."""
+    """Raise for keys next to a file's list of records that may apply to all records, such as a system text."""
     if unknown := sorted({*reader.outer_keys} - WITHOUT_INFLUENCE - _FILE_KEYS):
         raise NoData(
             "the object that contains the list of records has unknown keys",
@@ -373,7 +373,7 @@ def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
 
 
 def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
-    """Return the error of an object with several lists of records, such as the splits of a data set."""
+    """Return the error for a file or object with several lists of records, such as splits of a data set."""
     first = keys[0]
     name, target = shlex.quote(str(path)), f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
     return NoData(
@@ -386,7 +386,7 @@ def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
 
 
 def _parse(text: str, path: Path, number: int) -> Any:
-    """Return the value of a JSON text that begins in line `number` of a file."""
+    """Parse a JSON text that begins in line `number` of a file; raise NoData (HP602) for invalid JSON."""
     if len(text) > _UNCOUNTED and sum(map(text.count, ",[{")) > _MOST_VALUES:
         raise NoData(
             "a JSON record has too many values",
@@ -410,7 +410,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
 
 
 def turns_hint(path: Path) -> str:
-    """Return the command that rewrites a file whose records are turns with one conversation per line."""
+    """Return a shell command that rewrites a file of single turns to one conversation per line."""
     with open_text(path) as file:
         of_lists = file.read(_HEAD).lstrip().startswith("[")
     if not of_lists:
@@ -420,12 +420,12 @@ def turns_hint(path: Path) -> str:
 
 
 def over_lines_hint(path: Path | str) -> str:
-    """Return the command that rewrites a file with one record per line."""
+    """Return a shell command that rewrites a file to one record per line."""
     return f"{pipe_command(Path(path), 'jq -c .')} > lines.jsonl"
 
 
 def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoData:
-    """Return the error of a text that begins in line `first_line` of a file and is not JSON."""
+    """Return the error for a text, beginning in line `first_line` of a file, that is not JSON."""
     begin = error.doc.rfind("\n", 0, error.pos) + 1
     shown = _excerpt(path, error.doc[begin : begin + 400].partition("\n")[0])
     number, problem = first_line + error.lineno - 1, error.msg.removesuffix(" at")
@@ -438,18 +438,18 @@ def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoDat
 
 
 def _excerpt(path: Path, line: str) -> str:
-    """Return the beginning of a line for an error; none if the path is a link, maybe to a private file."""
+    """Return the beginning of a line for an error, without content of a linked file, which may be private."""
     return "a line of the file that it links to" if path.is_symlink() else line.strip()[:60]
 
 
 def _unreadable(error: Exception, where: str) -> NoData:
-    """Return the error of values that are nested too deeply, or of numbers of thousands of digits."""
+    """Return the error for JSON that is nested too deeply, or has a number of thousands of digits."""
     problem = "values are nested too deep" if isinstance(error, RecursionError) else str(error)
     return NoData("a line of JSON cannot be read", where=where, got=problem[:120])
 
 
 def _unicode(record: Any, text: str, where: str) -> Any:
-    """Return the record; raise if an escape sequence is half of a surrogate pair, which UTF-8 cannot represent."""
+    """Return a record; raise if its JSON text has half of a surrogate pair, which UTF-8 cannot represent."""
     if "\\u" in text:
         try:
             json.dumps(record, ensure_ascii=False).encode()
@@ -492,7 +492,7 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:
-    """Yield the lines of a table; raise for a line with millions of columns."""
+    """Yield the lines of a CSV or TSV table; raise NoData (HP602) for a line with too many columns."""
     for number, line in enumerate(lines, start=1):
         if len(line) > _UNCOUNTED and line.count(delimiter) > _MOST_VALUES:
             raise NoData(
@@ -504,7 +504,7 @@ def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:
 
 
 def text_of(record: Record, text_key: str, where: str) -> str:
-    """Return the text of a record.
+    """Return the text of a record under `text_key`.
 
     Raises:
         NoData: HP602 when the record has no text under `text_key`.

@@ -1,12 +1,12 @@
-"""Tokenizer directories that load alike everywhere: with and without the model's config.json next to their files.
+"""Saving of tokenizers so that they produce the same tokens with and without the model's config.json next to them.
 
 transformers chooses the class of a tokenizer from `tokenizer_class`, from `model_type` of a config.json in the same
-folder, and from the form of tokenizer.json. Classes that rebuild the tokenizer from its vocabulary (Qwen2Tokenizer,
-GPTNeoXTokenizer, ...) ignore the normalizer and the pre-tokenizer of tokenizer.json, so the same files produce other
-tokens. An export has a config.json, a folder of adapters has none, and both must produce the tokens of training.
+folder, and from the contents of tokenizer.json. Some classes (Qwen2Tokenizer, GPTNeoXTokenizer, ...) rebuild the
+tokenizer from its vocabulary and ignore the normalizer and pre-tokenizer of tokenizer.json. The same files may then
+produce other tokens. An export has a config.json, a folder of adapters has none, and both must tokenize as in training.
 
-The check loads the files instead of modelling the rules of one version of transformers. It first loads them without
-their vocabulary, because equal pipelines produce equal tokens. Only if pipelines differ, it loads them completely and
+The check loads the files, so it depends on no rule of one version of transformers. It first loads them without their
+vocabulary, because equal pipelines produce equal tokens. Only if pipelines differ, it loads them completely and
 compares the tokens of probe texts.
 """
 
@@ -84,7 +84,7 @@ _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_files(directory: Path) -> list[str]:
-    """Return the names of the tokenizer files of a Hugging Face directory."""
+    """Return the names of the tokenizer files in a Hugging Face directory."""
     names = [name for name in _FILES if (directory / name).is_file()]
     further = sorted((directory / _TEMPLATES).glob("*.jinja"))
     return names + [f"{_TEMPLATES}/{path.name}" for path in further if path.is_file()]
@@ -96,7 +96,7 @@ def has_tokenizer(directory: str | Path | None) -> bool:
 
 
 def require_tokenizer(weights: Path, tokenizer: str | None, where: str | None) -> None:
-    """Raise if neither the directory of pretrained weights nor the recipe names a tokenizer.
+    """Raise if the directory of pretrained weights has no tokenizer and the recipe names none.
 
     Args:
         weights: Directory of the pretrained weights.
@@ -104,7 +104,7 @@ def require_tokenizer(weights: Path, tokenizer: str | None, where: str | None) -
         where: Origin of `model.path`.
 
     Raises:
-        TokenizerMissing: HP706.
+        TokenizerMissing: HP706 naming the directory.
     """
     if not (tokenizer or has_tokenizer(weights)):
         raise TokenizerMissing(
@@ -117,28 +117,28 @@ def require_tokenizer(weights: Path, tokenizer: str | None, where: str | None) -
 
 
 def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
-    """Return the names of the kinds of media that the processor in a tokenizer's directory reads.
+    """Return the media kinds (`image`, `audio`) that the processor in a tokenizer's directory reads.
 
-    `processor_config.json` names its parts. Older directories have the values of one part, or of several merged, in
-    `preprocessor_config.json`.
+    `processor_config.json` names the processor's components. Older directories only have `preprocessor_config.json`,
+    with the values of one component, or of several merged.
     """
     if not has_tokenizer(directory):
         return ()
     merged, parts = (_json_values(Path(str(directory)) / name) for name in PROCESSOR_FILES[:2])
     has_rate = "sampling_rate" in merged
-    found = {
+    is_in_merged = {
         IMAGE.name: bool(merged) and (not has_rate or any(k.startswith("image_") for k in merged)),
         AUDIO.name: has_rate,
     }
     return tuple(
         kind.name
         for kind in KINDS.values()
-        if found[kind.name] or any(part in parts for part in kind.processors)
+        if is_in_merged[kind.name] or any(part in parts for part in kind.processors)
     )
 
 
 def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
-    """Load a tokenizer directory: local files only, and code in them only if `trusted`."""
+    """Load a tokenizer from a local directory; its Python code runs only if `trusted`."""
     from transformers import AutoTokenizer
 
     from hyper_parallel.model import read_config_values
@@ -173,17 +173,17 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
 
 
 def samples_of(texts: Iterable[str]) -> list[str]:
-    """Return the beginnings of the first texts of the data, as additional probes."""
+    """Return the beginnings of the first texts, as additional probe texts."""
     return [text[:_SAMPLE_CHARACTERS] for text in itertools.islice(texts, _MOST_SAMPLES)]
 
 
 def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str | None:
-    """Return a description of the first difference of two tokenizers of one directory; None if they agree.
+    """Return a description of the first difference between two tokenizers; None if all probe texts have equal tokens.
 
     Args:
         one: Tokenizer of transformers.
         other: Tokenizer of transformers.
-        samples: Texts of the data, compared in addition to the built-in probes.
+        samples: Texts of the data to compare in addition to the built-in probes.
     """
     if one.get_vocab() != other.get_vocab():
         return f"the vocabularies, of {len(one.get_vocab())} and {len(other.get_vocab())} entries"
@@ -204,7 +204,7 @@ def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str |
 
 
 def _own_probes(hf: Any) -> list[str]:
-    """Return texts that contain the added tokens of a tokenizer and entries of its vocabulary."""
+    """Return probe texts that contain a tokenizer's added tokens and some entries of its vocabulary."""
     added = [str(token) for _, token in sorted(hf.added_tokens_decoder.items())][:_MOST_ENTRIES]
     size = len(hf)
     entries = range(0, size, max(1, size // _MOST_ENTRIES))
@@ -213,7 +213,7 @@ def _own_probes(hf: Any) -> list[str]:
 
 
 def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
-    """Return the tokens of texts; None for a text on which the tokenizer fails."""
+    """Return the token ids of each text, with special tokens if `added`; None where the tokenizer fails."""
     try:
         with tokenizing("probes of the tokenizer"):
             ids = hf(list(texts), add_special_tokens=added, verbose=False)["input_ids"]
@@ -226,7 +226,7 @@ def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
 
 
 def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | None) -> str:
-    """Return the text with the first tokens that differ."""
+    """Describe the first difference between two token lists of a text."""
     left, right = left or [], right or []
     first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
     tokens = (hf.convert_ids_to_tokens(ids[first : first + 4]) for ids in (left, right))
@@ -234,14 +234,14 @@ def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | Non
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
-    """Copy the tokenizer of a directory so that the copy produces the same tokens in its new folder.
+    """Copy a tokenizer so that the copy produces the same tokens in its new folder.
 
-    If transformers would load the copy with a class that produces other tokens, the copy names the class of the
-    source. A config.json of the target must already exist.
+    If transformers would load the copy with a class that produces other tokens, the copy names the class of the source.
+    The target's config.json, if any, must already exist.
 
     Raises:
         BadValue: HP102 when no class loads the copy with the tokens of the source.
-        NoData: HP602 for files of a received folder that must not be copied.
+        NoData: HP602 for files of an untrusted folder that must not be copied.
     """
     source = Path(source)
     check_files(source, tokenizer_files(source))
@@ -261,7 +261,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
 
 def _same_pipelines(source: Path, target: Path) -> bool:
-    """Return whether the copy loads with the pipeline of its source; name the class in the copy if necessary."""
+    """Return whether a tokenizer copy loads with its source's pipeline; write its class into the copy if necessary."""
     with _temporary_tokenizer(source, _config_values(source), None, small=source) as folder:
         original = _load(folder)
     if original is None:
@@ -277,13 +277,13 @@ def _same_pipelines(source: Path, target: Path) -> bool:
 
 
 def _config_values(directory: Path) -> dict[str, Any] | None:
-    """Return the values of the config.json of a directory; None without one."""
+    """Return the values of a directory's config.json; None without one."""
     path = directory / _MODEL_CONFIG
     return read_json(path, Limits()) if path.is_file() else None
 
 
 def _load(folder: Path) -> Any:
-    """Return the tokenizer of a folder; None if it cannot be loaded."""
+    """Load the tokenizer of a folder; return None if it cannot be loaded."""
     try:
         return load_tokenizer(folder)
     except HyperParallelError:
@@ -291,7 +291,7 @@ def _load(folder: Path) -> Any:
 
 
 def _same_pipeline(one: Any, other: Any) -> bool:
-    """Return whether two tokenizers loaded from the same files are known to produce the same tokens."""
+    """Return whether two tokenizers from the same files have equal pipelines; False if a pipeline is not known."""
     return other is not None and pipeline(one) == pipeline(other) is not None
 
 
@@ -303,17 +303,17 @@ def required_class(
     *,
     is_own: bool = False,
 ) -> str | None:
-    """Return the `tokenizer_class` to write so that transformers loads the exported files with the same tokens.
+    """Return the `tokenizer_class` to write into exported tokenizer files so that they produce the same tokens.
 
     Args:
-        hf: The tokenizer as loaded from the directory.
-        directory: Directory of its files.
-        config: Values of the config of the model that is trained; None: no model is known.
-        samples: Texts of the data.
+        hf: Tokenizer as loaded from the directory.
+        directory: Directory of the tokenizer's files.
+        config: Values of the trained model's config; None: no model is known.
+        samples: Texts of the data on which tokenizers are compared, in addition to built-in probes.
         is_own: Whether the tokenizer was trained for this model, so that the class of the model's config may load it.
 
     Returns:
-        None if the files need no change.
+        Class name, or None if the files need no change.
 
     Raises:
         BadValue: HP102 if the class that transformers chooses for the model's config produces other tokens.
@@ -352,7 +352,7 @@ def required_class(
 def _folders(
     directory: Path, config: Mapping[str, Any] | None, name: str | None, small: Path | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary tokenizer next to the model's config, then without a config; see `_temporary_tokenizer`."""
+    """Yield a temporary tokenizer directory with the model's config, then one without; see `_temporary_tokenizer`."""
     for values in (config, None) if config is not None else (None,):
         with _temporary_tokenizer(directory, values, name, small=small) as folder:
             yield folder
@@ -399,13 +399,13 @@ def _temporary_tokenizer(
 
 
 def class_name(hf: Any) -> str:
-    """Return the name by which transformers finds the class of a tokenizer."""
+    """Return the class name of a tokenizer as `tokenizer_class` of transformers names it."""
     name = type(hf).__name__
     return _GENERIC_NAME if name in _GENERIC else name
 
 
 def _json_values(path: Path) -> dict[str, Any]:
-    """Return the values of a JSON file; empty without the file."""
+    """Return the values of a JSON file; {} without the file."""
     if not path.is_file():
         return {}
     try:
@@ -421,12 +421,12 @@ def _json_values(path: Path) -> dict[str, Any]:
 
 
 def _has_code(directory: Path) -> bool:
-    """Return whether a tokenizer names its own Python code, which is never run and never copied."""
+    """Return whether a tokenizer directory names its own Python code, which is never run or copied."""
     return "auto_map" in _json_values(directory / CONFIG)
 
 
 def set_class(directory: Path, name: str) -> None:
-    """Write the class name into the files of a tokenizer."""
+    """Write `name` as the tokenizer class into the tokenizer files of a directory."""
     path = directory / CONFIG
     values = _json_values(path) | {"tokenizer_class": name}
     values.pop("auto_map", None)
@@ -437,7 +437,7 @@ def set_class(directory: Path, name: str) -> None:
 def _refused(
     hf: Any, directory: Path, target: Path | None, difference: str | None, wanted: str | None = None
 ) -> BadValue:
-    """Return the error of an exported tokenizer with other tokens than training."""
+    """Return the error for a tokenizer that would produce other tokens from an export than in training."""
     read, model_type = "", ""
     if target is not None and (target / _MODEL_CONFIG).is_file():
         values = read_json(target / _MODEL_CONFIG, Limits())
@@ -468,7 +468,7 @@ _ENTRIES: Final = 512
 
 
 def without_vocabulary(directory: Path) -> str | None:
-    """Return tokenizer.json of a directory with few entries and no merges; None if its model is not BPE.
+    """Return the text of a directory's tokenizer.json with a shortened vocabulary and no merges; None if it is not BPE.
 
     Raises:
         NoData: HP602 when the file cannot be read.
@@ -482,7 +482,7 @@ def without_vocabulary(directory: Path) -> str | None:
 
 @functools.lru_cache(maxsize=4)
 def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
-    """Return the text of a file without its vocabulary; cached, because large files take a second."""
+    """Return the text of a tokenizer.json with a shortened vocabulary; cached, because large files take a second."""
     values = _json_values(Path(path))
     try:
         model = values["model"]
@@ -496,7 +496,7 @@ def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
 
 
 def pipeline(hf: Any) -> tuple[Any, ...] | None:
-    """Return everything except the vocabulary that decides the tokens of a text; None if it is not known."""
+    """Return all that determines a fast tokenizer's tokens except its vocabulary; None for a slow tokenizer."""
     if not hf.is_fast:
         return None
     added = sorted(map(repr, hf.added_tokens_decoder.values()))
@@ -505,7 +505,7 @@ def pipeline(hf: Any) -> tuple[Any, ...] | None:
 
 
 def _states(backend: Any, parts: Sequence[str]) -> list[Any]:
-    """Return the serialized parts of a tokenizer of the library, and the options of its model."""
+    """Return the serialized components `parts` of a fast tokenizer, then class and options of its model."""
     states: list[Any] = []
     for name in parts:
         part = getattr(backend, name)
@@ -515,14 +515,14 @@ def _states(backend: Any, parts: Sequence[str]) -> list[Any]:
 
 
 def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None:
-    """Return a warning if the class of a tokenizer ignores parts of tokenizer.json, so that tokens differ; else None.
+    """Return a warning if a tokenizer's class ignores parts of tokenizer.json and so produces other tokens, else None.
 
-    Training and exports agree. Programs that read tokenizer.json with the library `tokenizers` get other tokens.
+    Training and exports agree in that case, but programs that read tokenizer.json with `tokenizers` get other tokens.
 
     Args:
-        hf: The tokenizer as loaded from the directory.
-        directory: Directory of its files.
-        samples: Texts of the data on which the two are compared, in addition to the built-in probes.
+        hf: Tokenizer as loaded from the directory.
+        directory: Directory of the tokenizer's files.
+        samples: Texts of the data to compare in addition to the built-in probes.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -551,7 +551,7 @@ def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None
 
 
 def _sentence(hf: Any, file: Path, text: str, ids: Sequence[int], plain: Any) -> str:
-    """Return the warning with the first token that differs."""
+    """Return the warning of `reading_note` with the first token that differs."""
     pairs = enumerate(zip(ids, plain.ids, strict=False))
     i = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(plain.ids)))
     tokens = hf.convert_ids_to_tokens(ids[i : i + 1]), plain.tokens[i : i + 1]

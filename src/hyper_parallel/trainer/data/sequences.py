@@ -1,8 +1,9 @@
-"""Packed sequences and the per-row data stored next to them: written once, read through memory maps.
+"""Packed sequences, and values per row stored next to them; written once, read through memory maps.
 
     DocumentFacts (while tokenizing) -> train_good.npy, train_margins.npy, train_records.jsonl -> PackedSequences
 
-Facts of a row are labels of answers, score margins of pairs, and columns of records for rewards.
+Values per row are labels of answers (KTO), score margins of pairs (reward models), columns of records (rewards), and
+references to media.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ IGNORE_INDEX: Final = -100
 
 @dataclass
 class DocumentFacts:
-    """Values that a stage reads next to the tokens, by the document's offset in the token stream.
+    """Values that a stage needs besides tokens; each dict is keyed by the document's offset in the token stream.
 
     Attributes:
-        good: Whether the document's answer is a good one.
+        good: Whether the document's answer is labelled good.
         margins: Required score margin of the document's pair.
-        records: Columns of the document's record including its answer, as a line of JSON.
-        columns: Names of the columns of all records, in order of appearance.
-        media: Text and media of the document, as a line of JSON.
-        media_costs: Number of the document's media, and tokens that the processor writes for them.
+        records: JSON line with the columns of the document's record and its answer.
+        columns: Names of the columns of all records, in order of appearance (the values are None).
+        media: JSON line with the document's text and references to its media.
+        media_costs: (number of media in the document, number of tokens that the processor writes for them).
     """
 
     good: dict[int, bool] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class DocumentFacts:
     _num_margins: int = 0
 
     def add(self, start: int, document: Document, stage: str) -> None:
-        """Add the values of a document that `stage` reads.
+        """Add the values of a document that `stage` needs.
 
         Raises:
             NoData: HP602 when only some pairs have a margin, or a column is not a JSON value.
@@ -81,7 +82,7 @@ class DocumentFacts:
             self.records[start] = _json_line(record, document.where)
 
     def write(self, path: Path, starts: Sequence[int]) -> None:
-        """Write the values of each row of `path`; `starts` holds the document offset of each row."""
+        """Write the values of all rows to files `PATH_NAME`; `starts` has the document offset of each row."""
         if self.good:
             good = np.array([self.good[start] for start in starts], np.bool_)
             np.save(path.with_name(f"{path.name}_good.npy"), good)
@@ -99,10 +100,10 @@ class DocumentFacts:
 
 
 class RecordFile:
-    """JSON Lines file with an index: the object of each row is read by row number.
+    """JSON Lines file with an index, from which the object of any row can be read.
 
     Args:
-        path: The file; `PATH.ends.npy` holds the end offset of each line, and `PATH.keys.json` the column names.
+        path: Path of the file. `PATH.ends.npy` has the end offset of each line, `PATH.keys.json` the column names.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +113,7 @@ class RecordFile:
         self._bytes = np.memmap(path, np.uint8, mode="r") if len(self._ends) else np.zeros(0)
 
     def read(self, index: int) -> dict[str, Any]:
-        """Return the object of a row."""
+        """Return the object of row `index`."""
         start = int(self._ends[index - 1]) if index else 0
         row: dict[str, Any] = json.loads(self._bytes[start : int(self._ends[index])].tobytes())
         return row
@@ -130,7 +131,7 @@ def _with_suffix(path: Path, suffix: str) -> Path:
 
 
 def _json_line(record: dict[str, Any], where: str) -> bytes:
-    """Return a record as a line of JSON; dates (from parquet) become text."""
+    """Return a record as a JSON line; dates, which parquet may contain, become text."""
 
     def plain(value: Any) -> Any:
         if hasattr(value, "isoformat"):
@@ -148,19 +149,19 @@ def _json_line(record: dict[str, Any], where: str) -> bytes:
 class PackedSequences:
     """Training or held-out split of packed data, read through memory maps; cheap to pickle.
 
-    Plain text is one flat stream of tokens. Sequence i reads the S + 1 tokens from offset i * S: its inputs are the
-    first S, its labels the last S. Adjacent sequences share one token, so every token of the stream except the first
-    is a label exactly once per epoch. Fewer than S tokens at the end of the stream are not used.
+    Plain text is one flat stream of tokens. Sequence i is the S + 1 tokens from offset i * S: the first S are its
+    inputs, the last S its labels. Adjacent sequences share one token, so every token of the stream except the first is
+    a label exactly once per epoch. A remainder of fewer than S tokens at the end of the stream is not used.
 
-    Conversations, and texts in separate rows, are stored as [N, S] inputs and [N, S] shifted labels, -100 at positions
-    without loss. If attention is blocked between documents, [N, S] positions restart at 0 with each document. The rest
-    of a row is padding.
+    Conversations, and texts in rows of their own, are stored as [N, S] inputs and [N, S] shifted labels. Labels are
+    -100 at positions without loss. Rows end with padding. If attention is blocked between documents, there are also [N,
+    S] positions, which restart at 0 with each document.
 
     Args:
         directory: Folder of the arrays.
         split: `train` or `holdout`.
-        seq_len: Tokens of a row.
-        media: Folders of the processor and of the media files; None: the conversations have no media.
+        seq_len: Number of tokens of a row.
+        media: (folder of the processor, folder of the media files); None: the conversations have no media.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class PackedSequences:
         return f"PackedSequences({self.split}, {len(self)} x {self.seq_len})"
 
     def num_valid(self, indices: Int64) -> int:
-        """Return the number of labels that carry loss in the sequences `indices`; -1 stands for a dummy row."""
+        """Return the number of labels with loss in the sequences `indices`; index -1 is a dummy row."""
         real = indices[indices >= 0]
         return (
             len(real) * self.seq_len
@@ -215,7 +216,7 @@ class PackedSequences:
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
         """Return inputs and shifted labels, int64 [len(indices), S] each.
 
-        Index -1 yields a dummy row: token 0 without labels.
+        Index -1 yields a dummy row of token 0 without labels.
         """
         real = indices >= 0
         rows = np.where(real, indices, 0)
@@ -230,7 +231,7 @@ class PackedSequences:
         return inputs, labels
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the tokens of each row before its padding, 0 for a dummy row; None if no row is padded."""
+        """Return the number of tokens of each row before its padding, 0 for a dummy row; None if no row is padded."""
         dummy = indices < 0
         if self._num_real is None and not dummy.any():
             return None
@@ -239,7 +240,7 @@ class PackedSequences:
         return np.where(dummy, 0, counts)
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
-        """Return whether the answer of each row is a good one; the data must be labelled."""
+        """Return whether each row's answer is labelled good; only for data with labels (KTO)."""
         assert self._good is not None
         labels: NDArray[np.bool_] = self._good[indices]
         return labels
@@ -250,28 +251,28 @@ class PackedSequences:
         return self._margins is not None
 
     def margins(self, indices: Int64) -> NDArray[np.float64]:
-        """Return the required score margin of the pair of each row; 0 without a margin and for a dummy row."""
+        """Return the required score margin of each row's pair; 0 without a margin and for a dummy row."""
         if self._margins is None:
             return np.zeros(len(indices))
         return np.where(indices < 0, 0.0, self._margins[indices])
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys of the records of all rows that rewards may read."""
+        """Names of the record columns that reward functions may read."""
         return () if self._records is None else self._records.columns
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """Return the columns of the record of each row."""
+        """Return the column values of each row's record, by column name."""
         assert self._records is not None
         return [self._records.read(int(index)) for index in indices]
 
     @property
     def has_media(self) -> bool:
-        """True if a conversation has media; then every row is one conversation."""
+        """True if any conversation has media, in which case every row is one conversation."""
         return self._media_lines is not None
 
     def media_costs(self, indices: Int64) -> Int64:
-        """Return the number of media of each row, and the tokens that the processor writes for them, [len(indices), 2].
+        """Return [len(indices), 2]: number of media in each row, and number of tokens that stand for them.
 
         Both are 0 for a row without media and for a dummy row.
         """
@@ -280,7 +281,7 @@ class PackedSequences:
         return np.where(indices[:, None] < 0, 0, self._media_costs[indices])
 
     def media(self, indices: Int64) -> list[RowMedia]:
-        """Return text and media of each row, which are empty for a row without media."""
+        """Return text and media of each row, empty for a row without media."""
         if self._media is None:
             return [RowMedia()] * len(indices)
         lines = self._media_lines
@@ -290,7 +291,7 @@ class PackedSequences:
     def positions(self, indices: Int64) -> Int64 | None:
         """Return the position of every input in its document, int64 [len(indices), S].
 
-        None if attention is not blocked between documents.
+        Return None if attention is not blocked between documents.
         """
         if self._positions is None:
             return None
@@ -300,7 +301,7 @@ class PackedSequences:
 
 
 class JoinedSequences:
-    """Concatenation of the sequences of several sources; methods as those of `PackedSequences`."""
+    """Concatenation of the sequences of several sources, with the methods of `PackedSequences`."""
 
     def __init__(self, parts: Sequence[PackedSequences]) -> None:
         self.parts, self.split = tuple(parts), parts[0].split
@@ -310,7 +311,7 @@ class JoinedSequences:
         return int(self.starts[-1])
 
     def _split(self, indices: Int64) -> Iterator[tuple[PackedSequences, Int64, Any]]:
-        """Yield (source, indices within the source, their positions in `indices`) for each source that has some."""
+        """Yield, per source in `indices`: the source, indices within it, and their positions in `indices`."""
         source = np.searchsorted(self.starts, np.maximum(indices, 0), side="right") - 1
         for number in np.unique(source):
             rows = np.nonzero(source == number)[0]
@@ -318,11 +319,11 @@ class JoinedSequences:
             yield self.parts[number], np.where(indices[rows] < 0, -1, local), rows
 
     def num_valid(self, indices: Int64) -> int:
-        """Return the number of labels that carry loss."""
+        """Return the number of labels with loss in the sequences `indices`."""
         return sum(part.num_valid(local) for part, local, _ in self._split(indices))
 
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Return inputs and shifted labels."""
+        """Return inputs and shifted labels, int64 [len(indices), S] each."""
         gathered = np.empty((2, len(indices), self.parts[0].seq_len), np.int64)
         for part, local, rows in self._split(indices):
             gathered[:, rows] = part.read(local)
@@ -331,7 +332,7 @@ class JoinedSequences:
     def _gather(
         self, read: Callable[[PackedSequences, Int64], Any], indices: Int64
     ) -> list[Any] | None:
-        """Return the values that a method of the sources reads for each row; None if it returns None."""
+        """Call a method of the sources and return its value for each row; None if it returns None for a source."""
         gathered: list[Any] = [None] * len(indices)
         for part, local, rows in self._split(indices):
             if (values := read(part, local)) is None:
@@ -341,7 +342,7 @@ class JoinedSequences:
         return gathered
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the tokens of each row before its padding; None if no row is padded."""
+        """Return the number of tokens of each row before its padding; None if no row is padded."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
         for part, local, rows in self._split(indices):
@@ -350,34 +351,34 @@ class JoinedSequences:
         return gathered if padded else None
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
-        """Return whether the answer of each row is a good one."""
+        """Return whether each row's answer is labelled good."""
         return np.array(self._gather(PackedSequences.desirable, indices), np.bool_)
 
     @property
     def has_margins(self) -> bool:
-        """True if a source has margins."""
+        """True if any source has score margins."""
         return any(part.has_margins for part in self.parts)
 
     def margins(self, indices: Int64) -> NDArray[np.float64]:
-        """Return the required score margin of the pair of each row; 0 without a margin."""
+        """Return the required score margin of each row's pair; 0 without a margin."""
         return np.array(self._gather(PackedSequences.margins, indices), np.float64)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys of the records of all sources."""
+        """Names of the record columns of all sources."""
         return tuple(dict.fromkeys(key for part in self.parts for key in part.columns))
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """Return the columns of the record of each row."""
+        """Return the column values of each row's record, by column name."""
         return self._gather(PackedSequences.records, indices) or []
 
     @property
     def has_media(self) -> bool:
-        """True if a source has media."""
+        """True if any source has media."""
         return any(part.has_media for part in self.parts)
 
     def media_costs(self, indices: Int64) -> Int64:
-        """Return number and tokens of the media of each row."""
+        """Return [len(indices), 2]: number of media of each row, and number of their tokens."""
         return np.array(self._gather(PackedSequences.media_costs, indices), np.int64).reshape(-1, 2)
 
     def media(self, indices: Int64) -> list[RowMedia]:
@@ -385,16 +386,16 @@ class JoinedSequences:
         return self._gather(PackedSequences.media, indices) or []
 
     def positions(self, indices: Int64) -> Int64 | None:
-        """Return the position of every input in its document; None without positions.
+        """Return the position of every input in its document, int64 [len(indices), S]; None without positions.
 
-        Either all sources of a recipe have positions, or none has.
+        Either all sources of a recipe have positions, or none.
         """
         gathered = self._gather(PackedSequences.positions, indices)
         return None if gathered is None else np.stack(gathered)
 
 
 def media_rows(sequences: PackedSequences | JoinedSequences) -> Int64:
-    """Return the indices of the rows with media, those with the fewest tokens of media first."""
+    """Return the indices of the rows with media, in ascending order of their number of media tokens."""
     costs = sequences.media_costs(np.arange(len(sequences)))
     rows = np.flatnonzero(costs[:, 0])
     return rows[np.argsort(costs[rows, 1], kind="stable")]
@@ -403,6 +404,6 @@ def media_rows(sequences: PackedSequences | JoinedSequences) -> Int64:
 def media_inputs(
     sequences: PackedSequences | JoinedSequences, indices: Int64
 ) -> dict[str, NDArray[Any]]:
-    """Return tokens and media of rows by their names in the model's forward."""
+    """Return token ids and media arrays of rows, by argument name of the model's forward."""
     tokens = sequences.read(indices)[0]
     return {"input_ids": tokens, **media_arrays(sequences.media(indices), tokens)}

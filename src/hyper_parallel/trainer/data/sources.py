@@ -1,4 +1,4 @@
-"""Sources of a recipe: their files, their format, and their documents in a fixed order.
+"""Data sources of a recipe: their files, their format, and their documents in a fixed order.
 
 A document is a text or a conversation. Files are read in the order of their relative paths, records in file order, so
 the same files produce the same tokens on every machine.
@@ -87,7 +87,7 @@ _FORMATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Resolved files (in reading order) or table of one `data.source`."""
+    """Data source of a recipe: its files in reading order or its table, and its format."""
 
     name: str
     shape: str
@@ -115,22 +115,22 @@ class Source:
 
     @property
     def is_conversations(self) -> bool:
-        """True if records are conversations, which a chat template renders."""
+        """True if the records are conversations."""
         return self.shape in CONVERSATIONS
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files, an estimate of their text; at most `max_bytes`."""
+        """Estimated bytes of text: the size of the files, at most `max_bytes`."""
         total = sum(f.stat().st_size for f in self.files) or (
             self.table.num_bytes if self.table else 0
         )
         return total if self.max_bytes is None else min(total, self.max_bytes)
 
     def identity(self) -> dict[str, object]:
-        """Return everything about the source that decides its text; for files name, size and times.
+        """Return the values that determine the source's text, for cache keys; for files their name, size and times.
 
-        The change time (ctime) is included because `cp -p` and `touch -r` preserve size and modification time; no user
-        can set it.
+        The change time (ctime) is included because `cp -p` and `touch -r` can preserve size and modification time, but
+        not the change time.
         """
         folder = Path(self.name).expanduser()
         # A table that `datasets` wrote keeps its fingerprint when its files are replaced.
@@ -149,7 +149,7 @@ class Source:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents in order, up to `max_bytes` of text: the last text is cut, a conversation is never cut."""
+        """Yield documents in order, up to `max_bytes` of text; the last text may be cut, conversations are not."""
         self.counts.clear()
         left = self.max_bytes
         unread = _descriptions(Path(self.name).expanduser(), self.files)
@@ -178,7 +178,7 @@ class Source:
             left = None if left is None else left - sum(sizes)
 
     def _all_documents(self) -> Iterator[list[Document]]:
-        """Yield the documents of each record: one, or the two of a pair."""
+        """Yield the documents of each record: one, or two for a pair."""
         if self.shape == "text":
             for path in self.files:
                 yield from ([document] for document in self._text_documents(path))
@@ -199,7 +199,7 @@ class Source:
             yield documents
 
     def _conversations(self, where: str, record: Record) -> list[Document]:
-        """Return the document of a record that is a conversation, or the two documents of a pair."""
+        """Return the document of a conversation record, or the two documents of a pair."""
         stage = self.stage
         templated = self._is_templated(where, record)
         conversations = conversations_of(record, self.shape, where, stage, self.rules)
@@ -222,12 +222,12 @@ class Source:
         ]
 
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Return a conversation with its empty answers excluded from training, if other answers have words.
+        """Return a conversation whose empty answers are excluded from training, unless all answers are empty.
 
         Training on an end marker alone would teach the model empty answers.
 
         Raises:
-            NoData: HP602 for a turn of the prompt that the record marks as trained on.
+            NoData: HP602 when the record marks a turn of the prompt as trained on.
         """
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
@@ -239,10 +239,10 @@ class Source:
         return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
-        """Return whether the chat template renders a conversation.
+        """Return whether the chat template renders a record; False: its texts are joined without a template.
 
         Raises:
-            NoData: HP602 for turns with `data.chat_template: none`.
+            NoData: HP602 for a record that is not a pair of texts, with `data.chat_template: none`.
         """
         if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
             return True
@@ -263,7 +263,7 @@ class Source:
         return False
 
     def _text_documents(self, path: Path) -> Iterator[Document]:
-        """Yield the text of a file, in pieces if it is longer than the largest record."""
+        """Yield the text of a file as documents, in pieces if it is longer than a record may be."""
         replaced = 0
         try:
             for number, raw in enumerate(_pieces(path, self.record_bytes)):
@@ -298,7 +298,7 @@ class Source:
 
 
 def _pieces(path: Path, most: int) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces of at most `most`, cut after a line end, else between characters."""
+    """Yield the bytes of a file in pieces of at most `most` bytes, cut after a line end or else between characters."""
     with open_bytes(path) as file:
         rest = b""
         while True:
@@ -312,7 +312,7 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
 
 
 def _between_characters(piece: bytes) -> int:
-    """Return the start of an incomplete UTF-8 character at the end of a piece; without one, the piece's length."""
+    """Return the start of an incomplete UTF-8 character at the end of a piece, or the length of the piece."""
     for length in range(1, min(4, len(piece))):
         byte = piece[-length]
         if byte & 0xC0 != 0x80:  # first byte of a character; its high bits are the length
@@ -327,7 +327,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
-        media: Names of the kinds of media that the model's processor reads.
+        media: Media kinds (`image`, `audio`) that the model's processor reads.
 
     Raises:
         NoData: HP602 when there are no files to read, or their format is not recognized.
@@ -368,7 +368,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
 
 
 def _media_root(data: Data, path: Path) -> Path:
-    """Return the folder of the media of a source.
+    """Return the folder of a source's images and recordings.
 
     Raises:
         NoData: HP602 when `data.media_dir` is not a folder.
@@ -383,7 +383,7 @@ def _media_root(data: Data, path: Path) -> Path:
 
 
 def _check_stage(source: Source, stage: str) -> None:
-    """Raise HP104 if the stage does not train on the source's records."""
+    """Raise Contradiction (HP104) if the stage cannot train on the source's kind of records."""
     pairs = source.shape == "preference"
     wants_pairs, wants_turns = stage in ("dpo", "orpo", "rm"), stage in ("sft", "kto", "grpo")
     if wants_pairs != pairs or (wants_turns and not source.is_conversations):
@@ -400,22 +400,22 @@ def _check_stage(source: Source, stage: str) -> None:
 
 
 def _has_empty_answers(document: Document) -> bool:
-    """Return whether a conversation has answers to train on, all of them without words."""
+    """Return whether a conversation has answers to train on, and all of them are empty."""
     one = document.conversation or Conversation(())
     answers = _answers(one, document.num_context)
     return bool(answers) and not any(has_content(one.messages[i]) for i in answers)
 
 
 def _answers(one: Conversation, num_context: int) -> list[int]:
-    """Return the answers of a conversation that the record does not exclude from training."""
+    """Return the indices of assistant turns to train on: after the context, and not excluded by the record."""
     turns = enumerate(one.messages[num_context:], start=num_context)
     return [i for i, turn in turns if turn["role"] == "assistant" and i not in one.untrained]
 
 
 def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield every conversation, then its prompt with the answer of the conversation before (KTO's mismatched pairs).
+    """Yield each conversation followed by its prompt with the previous conversation's answer (KTO's mismatched pairs).
 
-    The first prompt is paired with the answer of the last conversation; that document is yielded at the very end.
+    The first prompt gets the answer of the last conversation, so both documents of the first conversation come last.
 
     Raises:
         NoData: HP602 when there is only one conversation, or a conversation does not end with an answer.
@@ -460,7 +460,7 @@ def _with_answer_of(one: Document, other: Document) -> Document:
 
 
 def _descriptions(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the files of a folder that describe its data files."""
+    """Return the README-like files of a folder, if its data files are not texts."""
     if not files or kind_of(files[0]) == "text" or not folder.is_dir():
         return []
     return [path for path in _sorted_files(folder) if describes(path)]
@@ -473,16 +473,16 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
 
 
 def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
-    """Raise for a source that is a missing path; the hint names a similar path whose records the stage can read.
+    """Raise if a source is a missing path; the hint names a similar path whose records the stage can read.
 
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
-        key: Key of the source, for the hint; empty for one source of several.
+        key: Recipe key of the source, for the hint; empty for one source of several.
         folders: Additional folders to search, such as the recipe's.
 
     Raises:
-        NoData: HP602.
+        NoData: HP602 naming the path.
     """
     path = Path(data.source).expanduser()
     if data.source == STDLIB or path.exists():
@@ -512,7 +512,7 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
 
 
 def _files(data: Data, stage: str) -> list[Path]:
-    """Return the files to read, in order; at least one of them is not empty."""
+    """Return the files of a source in reading order; raise NoData (HP602) if there is none or all are empty."""
     where = f"data.source: {data.source}"
     if data.source == STDLIB:
         path = Path(sysconfig.get_path("stdlib"))
@@ -549,7 +549,7 @@ def _files(data: Data, stage: str) -> list[Path]:
 
 
 def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
-    """Return the files below `root` that are not hidden, by relative path.
+    """Return the files below `root` except hidden ones, sorted by relative path.
 
     Raises:
         NoData: HP602 for a pipe, a broken link, or a link to a file outside of `root`.
@@ -563,7 +563,7 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
 
 
 def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
-    """Return the files without descriptions of the data; all files if the folder holds texts only."""
+    """Return the files without README-like ones, unless the folder has only texts or the format is `text`."""
     if format_ == "text":
         return files
     records = [f for f in files if kind_of(f) != "text" and not describes(f)]
@@ -571,7 +571,7 @@ def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
 
 
 def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
-    """Return the files of a directory that belong to the format; with `auto` all files must be of one kind."""
+    """Return the files of a directory that have the recipe's format; with `auto` all files must be of one kind."""
     kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
     suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
     if format_ == "auto" and len(kinds) > 1:
@@ -596,10 +596,10 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
 def _shape(
     files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules
 ) -> str:
-    """Return the format of the records, recognized from the first record.
+    """Return the format of a source, recognized from its first record or named by the recipe.
 
     Raises:
-        NoData: HP602 without a record, or when it lacks a key that the recipe names.
+        NoData: HP602 when there is no record, or the first one lacks a key that the recipe names.
     """
     if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
         if data.format == "auto":
@@ -615,10 +615,10 @@ def _shape(
 
 
 def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:
-    """Raise for a text file whose first line is a JSON object: records under another name.
+    """Raise if the first line of a text file is a JSON object, as the file probably has records.
 
     Raises:
-        NoData: HP602.
+        NoData: HP602 with the override that reads records.
     """
     record = json_record(file)
     if record is None:
@@ -636,9 +636,9 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Raise for a name in `data.columns` that the first record lacks.
+    """Raise if the first record lacks a key that `data.columns` names.
 
-    An optional key may appear in later records only, unless all records have the same keys (`all_alike`).
+    An optional key may appear only in later records, unless all records have the same keys (`all_alike`).
     """
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike

@@ -1,9 +1,9 @@
-"""Tokens of a text whose target spans begin at token boundaries, as in generation.
+"""Tokenization of a text so that target spans begin at token boundaries, as in generation.
 
-The tokens before a span equal those of the same prompt in generation, and the tokens of the span continue them. The
-text is first tokenized as a whole. It is cut at a span if a token crosses the span's beginning (`"ASSISTANT: "` and
-`return` share the token `" return"`), or if the prompt alone has other tokens. The parts are then tokenized separately
-and their tokens concatenated; no part gains a space that is not in the text.
+The tokens before a span equal those of the same prompt in generation, and the span's tokens continue them. The text is
+first tokenized as a whole. It is cut at a span if the prompt alone has other tokens, or if a token crosses the
+beginning of the span. For example, `"ASSISTANT: "` and `return` share the token `" return"`. The parts are then
+tokenized separately, without additional spaces, and their tokens are concatenated.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SAMPLE: Final = (
 )
 """Text on which `_Facts.restarts` is measured."""
 _MOST_TAILS: Final = 1024
-"""Number of prompt ends whose tokens are cached, and their largest length."""
+"""Maximum number of prompt ends whose tokens are cached, and maximum characters of each."""
 _MOST_ROUNDS: Final = 8
-"""Number of times that a text is cut further; each round cuts at all borders of spans that cross a token."""
+"""Maximum number of rounds of cutting a text; each round cuts at all borders of spans that lie inside a token."""
 _PAIRS: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
 """Texts on which `_Facts.joins` is measured."""
 
@@ -44,7 +44,7 @@ Tokens = tuple[list[int], Offsets]
 
 
 class _LazyOffsets(Sequence[tuple[int, int]]):
-    """[start, end) characters of the tokens of an encoding; a search reads a few of them without a list of all."""
+    """[start, end) characters of each token of an encoding, computed on access because a search reads only a few."""
 
     def __init__(self, encoding: Any) -> None:
         self._encoding = encoding
@@ -60,7 +60,7 @@ class _LazyOffsets(Sequence[tuple[int, int]]):
         return self._encoding.token_to_chars(index)
 
     def word(self, index: int) -> int:
-        """Return the number of the word of a token; a tokenizer without words has one."""
+        """Return the index of the word that contains token `index`; 0 if the tokenizer has no words."""
         return self._encoding.token_to_word(index) or 0
 
 
@@ -72,7 +72,7 @@ class _Facts:
     joins: bool
     """Whether the concatenated tokens of two texts decode to the concatenated text."""
     restarts: bool
-    """Whether the tokens from a word on are those of the text from this word on, for all words of `_SAMPLE`."""
+    """Whether the text from any word of `_SAMPLE` on has the same tokens alone as within the whole text."""
     tails: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -93,7 +93,10 @@ def _facts_of(tokenizer: Any) -> _Facts:
 
 
 def _restarts(tokenizer: Any) -> bool:
-    """Return whether tokenization restarts at every word of `_SAMPLE`; False for a tokenizer without words."""
+    """Return whether tokenization restarts at every word: the text from any word on has the same tokens alone.
+
+    Tested on `_SAMPLE`; False for a tokenizer without words.
+    """
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
     return len(starts) > _FAR_WORDS and all(
@@ -102,7 +105,7 @@ def _restarts(tokenizer: Any) -> bool:
 
 
 def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
-    """Return the tokens of a text without added special tokens.
+    """Return the token ids of a text without added special tokens.
 
     Raises:
         BadValue: HP102 when the tokenizer fails.
@@ -113,7 +116,7 @@ def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
 
 
 def ids_behind(tokenizer: Any, token: int, text: str, where: str) -> list[int]:
-    """Return the tokens of a text that follows a token, as the tokenizer produces them for both together."""
+    """Return the token ids of a text after `token`, as the tokenizer produces them for both together."""
     with tokenizing(where):
         before = tokenizer.decode([token])
         ids = list(tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -125,16 +128,16 @@ def ids_behind(tokenizer: Any, token: int, text: str, where: str) -> list[int]:
 def tokens_of_spans(
     tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], where: str
 ) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a text and, for each, whether it is a target.
+    """Return the token ids of a text and, for each, whether it is a target.
 
     Args:
         tokenizer: Fast tokenizer of transformers.
-        text: The whole text.
+        text: Text to tokenize.
         spans: [start, end) characters of the targets, in order and disjoint.
         where: Location of the record, for errors.
 
     Raises:
-        BadValue: HP102 when the tokens of a part cannot continue those before it.
+        BadValue: HP102 when the tokenizer cannot continue the tokens before a cut without changing the text.
     """
     with tokenizing(where):
         spans = [span for span in spans if span[0] < span[1]]
@@ -163,7 +166,7 @@ def _borders(
     spans: Sequence[tuple[int, int]],
     cuts: set[int],
 ) -> Iterator[int]:
-    """Yield the borders of spans at which the text must be cut."""
+    """Yield the start and end positions of spans at which the text must be cut before tokenization."""
     ids, offsets = tokens
     for start, end in spans:
         token = _first_token(offsets, start)
@@ -183,8 +186,8 @@ def _is_prompt(
 ) -> bool:
     """Return whether the prompt alone has the tokens `ids`.
 
-    Only the text from a token on at which tokenization restarts is tokenized again, and the whole prompt if its tokens
-    differ.
+    To save time, first only the end of the prompt, from a token at which tokenization restarts, is tokenized again. The
+    whole prompt follows if these tokens differ.
     """
     begin = _restart(facts, ids, offsets)
     tail = prompt[offsets[begin][0] :] if begin else prompt
@@ -197,15 +200,15 @@ def _is_prompt(
 
 
 def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
-    """Return the index of a token near the end at which tokenization restarts; 0: the whole prompt is tokenized.
+    """Return the index of a token near the end of a prompt at which tokenization restarts; 0 if none is known.
 
-    It is the last special token. Without one, and if `facts.restarts`, it begins a word that has `_FAR_WORDS` words
-    behind it.
+    It is the last special token. Without one, if `facts.restarts`, it is the first token of a word `_FAR_WORDS` words
+    before the end.
 
     Args:
         facts: Properties of the tokenizer.
-        ids: Tokens of the prompt.
-        offsets: Characters of the tokens of the whole text; only `_LazyOffsets` know the words.
+        ids: Token ids of the prompt.
+        offsets: [start, end) characters of the tokens; only `_LazyOffsets` know the words.
     """
     first = max(0, len(ids) - _MOST_STEPS)
     steps = range(len(ids) - 1, first - 1, -1)
@@ -220,7 +223,7 @@ def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
 def _tokens_of_parts(
     tokenizer: Any, facts: _Facts, text: str, cuts: Sequence[int], where: str
 ) -> Tokens:
-    """Return the concatenated tokens of the parts of a text between cuts."""
+    """Tokenize the parts of a text between cuts; return the concatenated tokens and offsets."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     before: tuple[str, list[int]] = ("", [])
@@ -238,7 +241,7 @@ def _tokens_of_parts(
 
 
 def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
-    """Return the tokens of a part that continue those of the part before it."""
+    """Return tokens of a part that decode to the right text after the tokens of the previous part, `before`."""
     context, ids = before
     decoded = _text(tokenizer, ids)
     alone, whole = (
@@ -261,7 +264,7 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
 
 
 def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
-    """Yield the tokens of a part alone, and those of the part after each anchor text."""
+    """Yield candidate tokens of a part: tokenized alone, then tokenized after each text of `_ANCHORS`."""
     yield _tokens(tokenizer, part)
     stripped = part.lstrip()  # a tokenizer may merge white space into one space
     for text in (part, stripped) if stripped != part else (part,):
@@ -282,9 +285,9 @@ def _first_token(offsets: Offsets, position: int) -> int:
 
 
 def _targets(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return whether each token contains a character of a span; tokens and spans are in order.
+    """Return for each token whether it contains a character of a span; tokens and spans are in order.
 
-    A token without characters, such as a word-begin marker, belongs to the span that it begins.
+    A token without characters, such as a word-begin marker, belongs to the span that begins at it.
     """
     targets = [False] * len(offsets)
     for start, end in spans:

@@ -1,9 +1,9 @@
-"""Streaming: sequences packed while a run reads them, from data that is endless or too large to prepare.
+"""Streaming: a run packs sequences while it reads them, for data that is endless or too large to prepare.
 
-    documents, shuffled in blocks -> tokens -> sequences, each with the place after it -> steps
+    documents, shuffled in blocks -> tokens -> sequences, each with the position after it -> steps
 
 Every rank builds all sequences of a step and takes its slice, so a step's content is the same for every layout. A
-checkpoint stores the place of the next token and a checksum of all documents up to it. A resumed run skips the same
+checkpoint stores the position of the next token, and a checksum of all documents before it. A resumed run skips these
 documents, compares the checksum, and tokenizes only one block of documents a second time.
 """
 
@@ -38,9 +38,9 @@ Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]
 
 
 class Place(NamedTuple):
-    """Beginning of the next sequence: epoch, document in the epoch's order, and token or piece of the document.
+    """Position in a stream where the next sequence begins: epoch, document in the epoch's order, part of the document.
 
-    `checksum` covers all documents of the epoch up to the end of this document's block; empty: not known.
+    `checksum` covers all documents of the epoch up to the end of this document's shuffle block; empty: not known.
     """
 
     epoch: int = 0
@@ -49,20 +49,20 @@ class Place(NamedTuple):
     checksum: str = ""
 
     def is_in(self, other: Place) -> bool:
-        """Return whether both places are in the same document."""
+        """Return whether both positions are in the same document."""
         return (self.epoch, self.document) == (other.epoch, other.document)
 
 
 class Stream:
-    """Endless sequences of a source, epoch after epoch.
+    """Endless stream of packed sequences from a source, epoch after epoch.
 
     Args:
-        source: Source of the documents.
+        source: Source that yields the documents.
         hf: Tokenizer of transformers.
         data: Section `data` of the recipe.
         stage: `pt` or `sft`.
-        seed: Seed of the order of the documents.
-        pad_id: Token of the padding.
+        seed: Seed of the documents' order.
+        pad_id: Padding token.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Stream:
 
     @property
     def counts(self) -> DataCounts:
-        """Counts of the first complete epoch; before its end, of the records read so far."""
+        """Counts of the first complete epoch or, before its end, of the records read so far."""
         return self._epoch_counts or self._source.counts
 
     def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield the sequences from a place on, each with the place of the next one."""
+        """Yield (position of the next sequence, sequence) from position `start` on."""
         whole = self._stage == "sft" or self.masked or not self.data.packing
         return self._documents_in_rows(start) if whole else self._pieces_of_text(start)
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
-        """Yield (place, tokens, targets) of every document from a place on, and count documents."""
+        """Yield (position, token ids, target mask) of every document from `start` on, and count documents."""
         for epoch in itertools.count(start.epoch):
             number, digest = 0, xxh3_128()
             if self._epoch_counts is None:
@@ -125,10 +125,10 @@ class Stream:
                 self._check_skipped(start, f"{digest.hexdigest()} of {number} documents")
 
     def _check_skipped(self, start: Place, checksum: str) -> None:
-        """Raise if the skipped documents differ from those that the run has read before the checkpoint.
+        """Raise if the documents before `start` are not those that the run read before the checkpoint.
 
         Raises:
-            CheckpointMismatch: HP702.
+            CheckpointMismatch: HP702 with both checksums.
         """
         if start.checksum not in ("", checksum):
             place = f"epoch {start.epoch}, document {start.document}"
@@ -141,7 +141,7 @@ class Stream:
             )
 
     def _report(self, number: int | None = None) -> None:
-        """Log text that is cut or left out: after 256, 512, 1,024, ... documents, and at the end of the epoch."""
+        """Log how much text is cut or dropped, after 256, 512, 1,024, ... documents and at the end of an epoch."""
         blocks = 0 if number is None else number // _BLOCK
         notes = self.counts.losses
         if blocks & (blocks - 1) or notes == self._reported or os.environ.get("RANK", "0") != "0":
@@ -157,7 +157,7 @@ class Stream:
         return NoData(problem, where=f"data.source: {self._source.name}")
 
     def _pieces_of_text(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield the sequences of the concatenated text, as `PackedSequences` cuts plain text."""
+        """Yield sequences of the concatenated text of all documents, cut as `PackedSequences` cuts plain text."""
         size = self.data.seq_len
         tokens, starts = np.zeros(0, np.int64), list[tuple[int, Place]]()
 
@@ -178,7 +178,7 @@ class Stream:
             tokens = tokens[done:]
 
     def _documents_in_rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield padded rows of whole documents, or with `packing` of as many as fit in order."""
+        """Yield padded rows of one whole document each or, with `packing`, of as many as fit, in order."""
         size, row, used = self.data.seq_len, list[tuple[Any, Any]](), 0
         last = start.epoch
         for document, ids, learn in self._documents(start):
@@ -204,9 +204,9 @@ class StreamBatches:
     """Steps of a stream, with the interface of `Batches`.
 
     Args:
-        stream: Stream of the sequences.
-        sequences_per_step: Sequences of one step over all data-parallel ranks.
-        fingerprint: Hash of the inputs that decide the sequences, stored in checkpoints.
+        stream: Stream that yields the sequences.
+        sequences_per_step: Number of sequences of one step over all data-parallel ranks.
+        fingerprint: Hash of the inputs that determine the sequences, stored in checkpoints.
     """
 
     def __init__(self, stream: Stream, sequences_per_step: int, fingerprint: str) -> None:
@@ -229,13 +229,15 @@ class StreamBatches:
         return self._steps[step][0]
 
     def num_valid(self, step: int) -> int:
-        """Return the number of labels with loss in a step over all ranks; needs no communication."""
+        """Return the number of labels with loss in a step over all ranks, without communication."""
         return sum(int((labels != IGNORE_INDEX).sum()) for _, labels, *_ in self._step(step))
 
     def microbatches(
         self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
     ) -> list[Batch]:
-        """Return the `accumulation` batches of [microbatch, S] of one data-parallel rank in a step, counted from 0.
+        """Return the microbatches of one data-parallel rank in step `step`, counted from 0.
+
+        There are `accumulation` of them, with [microbatch, S] tokens each.
 
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
@@ -255,11 +257,11 @@ class StreamBatches:
         return batches
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of sequences read before a step, including earlier batch sizes of a resumed run."""
+        """Return the number of sequences read before a step; earlier parts of a run may have had other batch sizes."""
         return self._origin + step * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the data position before a step: the latest step that was read or one of the few before it."""
+        """Return the data position before a step for a checkpoint; only the newest steps are available."""
         return {
             "step": step,
             "place": list(self._steps[step - 1][1] if step - 1 in self._steps else self._place),
@@ -271,7 +273,7 @@ class StreamBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; tokens per step may change.
+        """Continue after the sequences that the checkpoint's run has read; tokens per step may have changed.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

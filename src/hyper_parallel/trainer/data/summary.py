@@ -1,4 +1,4 @@
-"""Summary of the data as text for the command `data`, the start panel and the report."""
+"""Summary of the data in words, for the command `data`, the start panel and the report."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _FORMATS: Final = {
 
 
 def records_word(stage: str) -> str:
-    """Return the noun for the records of a stage: documents, conversations, pairs, answers or prompts."""
+    """Return the noun for a stage's records: documents, conversations, pairs, answers or prompts."""
     return _RECORDS.get(stage, "pairs")
 
 
 def summary_rows(
     stage: str, counts: Sequence[DataCounts], weights: Sequence[float], *, sampled: bool
 ) -> dict[str, str]:
-    """Return the rows of a summary by their names.
+    """Return the summary as a dict from row name to text.
 
     Args:
         stage: Stage of the recipe.
@@ -79,7 +79,7 @@ def _examples(stage: str, counts: Sequence[DataCounts], sampled: bool) -> str:
 
 
 def targets_text(stage: str, counts: Sequence[DataCounts]) -> str | None:
-    """Return a phrase with the number of targets; None for a stage that learns from sampled completions."""
+    """Return the number of target tokens in words; None for a stage that learns from sampled completions."""
     if stage == "grpo":
         return None
     if stage == "rm":
@@ -90,7 +90,7 @@ def targets_text(stage: str, counts: Sequence[DataCounts]) -> str | None:
 
 
 def notes(stage: str, counts: Sequence[DataCounts]) -> list[str]:
-    """Return notes on ignored keys, remarks of readers, and a stage that does not suit the records."""
+    """Return sentences on ignored keys, changes by the reader, and a stage that does not suit the records."""
     sentences = []
     if stage == "pt" and (talks := [c for c in counts if c.format in CONVERSATIONS]):
         sentences.append(

@@ -1,12 +1,12 @@
-"""Properties of a chat template, measured by rendering short conversations of unique words.
+"""Properties of a chat template, measured by rendering short probe conversations of unique words.
 
-No property is derived from the name of a model or the source of its template. A probe is rendered when a conversation
-first needs the property, and the result is cached per tokenizer and template:
+No property is derived from the name of a model. A probe is rendered when a conversation first needs the property, and
+the result is cached per tokenizer and template:
 
     probe -> text with the probe's words -> text before, between and after the words
 
-Measured properties: the form of turns that the template reads (texts or lists of parts, arguments of tool calls as an
-object or a text, the key of reasoning, the role of a developer), and the marker that ends an answer.
+One group of properties is the form of turns that the template reads: content as text or list of parts, tool-call
+arguments as object or text, key of reasoning, role of a developer. The other is the marker that ends an answer.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 
 @dataclass(frozen=True, slots=True)
 class EndMarker:
-    """Text that ends an answer.
+    """Marker after an answer at which generation stops.
 
     Attributes:
-        text: Text from the end of the words to the end of the marker; None: the template writes no end marker.
-        is_written: Whether the template writes the marker; else it is the beginning of the turn that would follow.
+        text: Text from the end of the answer's words to the end of the marker; None: there is no end marker.
+        is_written: Whether the template writes the marker after the last answer; False: it begins the next turn.
     """
 
     text: str | None
@@ -72,11 +72,11 @@ class EndMarker:
 
 
 class TemplateProperties:
-    """Properties of one template with one tokenizer.
+    """Measured properties of one chat template with one tokenizer.
 
     Args:
         tokenizer: Fast or slow tokenizer of transformers.
-        source: The template.
+        source: Source of the template.
     """
 
     def __init__(self, tokenizer: Any, source: str) -> None:
@@ -100,14 +100,14 @@ class TemplateProperties:
         values: Mapping[str, Any] | None = None,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and the marked spans of turns that already have the form of the template."""
+        """Render turns that have the template's form; return the text, and the spans that the template marks."""
         variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
         return rendered(self.source, messages, variables, tools=tools, marks=marks)
 
     def _probe(
         self, *turns: Message, tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
-        """Return the text of a probe; empty if the template raises."""
+        """Render a probe conversation; return "" if the template raises."""
         try:
             return self.render(turns, tools=tools, prompt=prompt)[0]
         except TemplateBudget as error:  # every further probe would exhaust its budget too
@@ -133,13 +133,13 @@ class TemplateProperties:
 
     @cached_property
     def has_marks(self) -> bool:
-        """True if the template marks the assistant's words."""
+        """True if the template marks the assistant's words by `{% generation %}` blocks."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     # Form of turns
 
     def form(self, message: Message) -> Message:
-        """Return a turn with the keys and types that the template reads."""
+        """Convert a turn to the keys and types that the template reads."""
         role = message["role"]
         if role == "developer":
             role = self._developer
@@ -164,19 +164,19 @@ class TemplateProperties:
 
     @cached_property
     def _question(self) -> Message:
-        """User turn of the probes, in the template's form."""
+        """User turn of probe conversations, in the template's form."""
         return self.form({"role": "user", "content": _QUESTION})
 
     @cached_property
     def written_media(self) -> frozenset[str]:
-        """Kinds of media of which the template writes a part."""
+        """Names of the media kinds whose content parts the template writes."""
         text = {"type": "text", "text": _QUESTION}
         without = self._probe({"role": "user", "content": [text]})
-        found = {n: self._probe({"role": "user", "content": [{"type": n}, text]}) for n in KINDS}
-        return frozenset(n for n, t in found.items() if t and t != without and "'type':" not in t)
+        texts = {n: self._probe({"role": "user", "content": [{"type": n}, text]}) for n in KINDS}
+        return frozenset(n for n, t in texts.items() if t and t != without and "'type':" not in t)
 
     def _takes_parts(self, role: str) -> bool:
-        """Return whether the template reads the content of a role only as a list of parts."""
+        """Return whether the template reads the content of this role's turns only as a list of parts, not as text."""
         if role not in self._parts:
             parts = [{"type": "text", "text": _ANSWER}]
             before: list[Message] = []
@@ -195,14 +195,14 @@ class TemplateProperties:
 
     @cached_property
     def _developer(self) -> str:
-        """Role under which the template writes a developer's turn."""
+        """Role for developer turns: `developer` if the template writes it, else `system`."""
         turn = {"role": "developer", "content": _ANSWER}
         if _ANSWER in self._probe(turn, self._question):
             return "developer"
         return "system"
 
     def _reasoning(self, reasoning: str, content: Any, key: str | None = None) -> Message:
-        """Return the keys of a turn that hold its reasoning and its content."""
+        """Return the entries of a turn for its reasoning: under `key` or, if that is empty, a part of the content."""
         key = self._reasoning_key if key is None else key
         if key:
             return {key: reasoning}
@@ -211,9 +211,9 @@ class TemplateProperties:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        """Key under which the template reads reasoning; empty: a part of the content.
+        """Key under which the template reads reasoning; empty if it reads it as a part of the content.
 
-        If the template reads no reasoning, the first of `_REASONING_KEYS`.
+        If the template reads no reasoning, this is the first of `_REASONING_KEYS`.
         """
         answer = self.form({"role": "assistant", "content": _ANSWER})
         for key in (*_REASONING_KEYS, ""):
@@ -227,7 +227,7 @@ class TemplateProperties:
 
     @staticmethod
     def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-        """Return a tool call with its arguments as an object or as a text."""
+        """Return a tool call whose arguments are a JSON text if `as_text`, else an object."""
         function = dict(call["function"])
         arguments = function.get("arguments")
         if isinstance(arguments, Mapping):
@@ -237,7 +237,7 @@ class TemplateProperties:
 
     @cached_property
     def _calls(self) -> tuple[bool, Any]:
-        """Form of tool calls: True if arguments are a text, and the content of a turn that has only calls."""
+        """Pair: whether arguments of tool calls must be a text, and the content of a turn that has only calls."""
         empty = [{"type": "text", "text": ""}]
         forms = [(text, content) for content in ("", None, empty) for text in (False, True)]
         for as_text, content in forms:
@@ -262,7 +262,7 @@ class TemplateProperties:
 
     @cached_property
     def writes_call_ids(self) -> bool:
-        """True if the template writes the identifier of a tool call instead of its function name."""
+        """True if the template writes the id of a tool call instead of its function name."""
         as_text, content = self._calls
         text = self._probe(self._question, self._call_turn(as_text, content), tools=_TOOLS)
         answer = text.partition(_QUESTION)[2]
@@ -291,7 +291,7 @@ class TemplateProperties:
 
     @cached_property
     def _text_after_words(self) -> tuple[str, str]:
-        """Text after the words of the last answer, and after those of an answer that a user's turn follows."""
+        """Pair: text after the words of a last answer, and after the words of an answer before a user turn."""
         answer = self.form({"role": "assistant", "content": _ANSWER})
         follow_up = self.form({"role": "user", "content": _FOLLOW_UP})
         last = self._probe(self._question, answer).rpartition(_ANSWER)[2]
@@ -300,7 +300,7 @@ class TemplateProperties:
 
     @cached_property
     def ends(self) -> tuple[EndMarker, EndMarker]:
-        """Marker of the last answer, and of an answer that a user's turn follows."""
+        """Pair: end marker of a last answer, and of an answer before a user turn."""
         return self._ends(*self._text_after_words)
 
     def _ends(self, last: str, later: str) -> tuple[EndMarker, EndMarker]:
@@ -321,17 +321,17 @@ class TemplateProperties:
         return text[: ends[0][1]] if ends else None
 
     def _first_stop(self, text: str) -> str | None:
-        """Return a text up to the end of its first token at which generation stops."""
+        """Return a text up to and including its first stop token; None without one."""
         ends = [end for start, end in self._added_ends(text) if text[start:end] in self._stop_names]
         return text[: ends[0]] if ends else None
 
     def _last_tag(self, text: str) -> str | None:
-        """Return a text up to the end of its last added token; without one, up to the end of its last tag."""
+        """Return a text up to and including its last added token or else its last tag; None without either."""
         ends = self._added_ends(text) or [match.span() for match in _ANY_TAG.finditer(text)]
         return text[: ends[-1][1]] if ends else None
 
     def _before_opener(self, text: str) -> str:
-        """Return a text up to the token that begins a turn, which some templates write after the last turn."""
+        """Return a text up to the token with which turns begin, as some templates write it after the last turn too."""
         opening = self._probe(self._question).partition(_QUESTION)[0]
         names = [opening[slice(*span)] for span in self._added_ends(opening)]
         names = [name for name in names if name != self._special.get("bos_token")]
@@ -340,7 +340,7 @@ class TemplateProperties:
 
     @cached_property
     def call_end(self) -> EndMarker:
-        """Marker of an answer that ends with a tool call, without the text that closes the call itself."""
+        """End marker of an answer that ends with a tool call, without text that closes the call itself."""
         as_text, content = self._calls
         turn = self._call_turn(as_text, content)
         last = self._probe(self._question, turn, tools=_TOOLS).rpartition(_VALUE)[2]
@@ -362,7 +362,7 @@ class TemplateProperties:
         return EndMarker(tags[-1] if tags else None)
 
     def end_token(self, end: EndMarker) -> str | None:
-        """Return the last added token of a marker; without added tokens, its text."""
+        """Return the last added token in a marker's text, or the text itself if it has none; None without a marker."""
         if end.text is None:
             return None
         ends = self._added_ends(end.text)
@@ -370,7 +370,7 @@ class TemplateProperties:
 
     @property
     def stops(self) -> set[int]:
-        """Added tokens at which an answer ends."""
+        """Ids of the added tokens at which an answer ends."""
         last, later = self.ends
         markers = [last if last.text is not None else later]
         if later.text is not None and not self._before_opener(f" {later.text.lstrip()}").strip():
@@ -382,7 +382,7 @@ class TemplateProperties:
 
 
 def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
-    """Return a text that consists of tags; None for a text with words, which is not a marker."""
+    """Return a text if it consists only of tags and added tokens; None if it has words and so is no marker."""
     if text is None:
         return None
     pattern = template.added_names
@@ -391,7 +391,7 @@ def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
 
 
 def _parts_of(content: str) -> list[dict[str, str]]:
-    """Return the content of a turn as a list of parts."""
+    """Convert the content of a turn, with media marks, to a list of parts."""
     first, *rest = MEDIA_MARK.split(content)
     parts = [{"type": "text", "text": first}] if first or not rest else []
     for kind, text in zip(rest[::2], rest[1::2], strict=True):
@@ -401,7 +401,7 @@ def _parts_of(content: str) -> list[dict[str, str]]:
 
 
 def unfinished(text: str) -> str:
-    """Return a text without an unclosed tag at its end."""
+    """Return a text without an incomplete tag at its end."""
     return _UNFINISHED_TAG.sub("", text)
 
 
@@ -412,10 +412,10 @@ def common_prefix(one: str, other: str) -> str:
 
 
 def generation_stops(tokenizer: Any) -> list[int]:
-    """Return the `eos_token_id` tokens of the generation config next to a tokenizer; empty without a config.
+    """Return the `eos_token_id` values of the generation config in a tokenizer's directory; [] without one.
 
     Raises:
-        ModelUnreadable: HP305 when it cannot be read.
+        ModelUnreadable: HP305 when the generation config cannot be read.
     """
     values = read_generation_config(Path(str(tokenizer.name_or_path))) or {}
     stops = values.get("eos_token_id")
@@ -426,7 +426,7 @@ _KNOWN: Final[WeakKeyDictionary[Any, dict[str, TemplateProperties]]] = WeakKeyDi
 
 
 def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
-    """Return the properties of the tokenizer's template for conversations with or without tools.
+    """Return the measured properties of the tokenizer's chat template for conversations with or without tools.
 
     Raises:
         Exception: The tokenizer has no template.

@@ -1,8 +1,8 @@
-"""Tokenizer of a recipe: the recipe's own, the model's, or a byte-level BPE trained on the source.
+"""Tokenizer of a recipe: `data.tokenizer`, the model's, or a byte-level BPE trained on the source.
 
-Every tokenizer is stored in a Hugging Face tokenizer directory, so that the run's export contains it and any tool
-loads it. A trained tokenizer has four special tokens (end of text, padding, two for chat turns) and the 256 bytes as
-its alphabet, so it can encode any text. Source: Sennrich et al. 2016 (BPE), Radford et al. 2019 (on bytes).
+Every tokenizer is stored as a Hugging Face tokenizer directory, which the run's export contains and any tool can load.
+A trained tokenizer has four special tokens (end of text, padding, two for chat turns). Its alphabet is the 256 bytes,
+so it can encode any text. Source: Sennrich et al. 2016 (BPE), Radford et al. 2019 (on bytes).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Tokenizer:
     """Tokenizer of transformers and its directory.
 
     Attributes:
-        hf: The tokenizer.
-        directory: Directory of its files.
-        notes: Sentences for the user.
+        hf: Tokenizer of transformers.
+        directory: Directory of the tokenizer's files.
+        notes: Sentences about the tokenizer for the user.
     """
 
     hf: Any
@@ -74,18 +74,18 @@ class Tokenizer:
 
     @property
     def pad_id(self) -> int:
-        """Padding token; the end-of-text token if the tokenizer has no padding token."""
+        """Id of the padding token, or of the end-of-text token if there is no padding token."""
         pad = self.hf.pad_token_id
         return int(self.hf.eos_token_id if pad is None else pad)
 
     @property
     def stops(self) -> list[int]:
-        """Tokens at which the generation config next to the tokenizer stops; they decide end markers of answers."""
+        """Stop token ids of the generation config next to the tokenizer, which identify end markers of answers."""
         return generation_stops(self.hf)
 
     @property
     def media(self) -> tuple[str, ...]:
-        """Names of the kinds of media that a processor in the directory reads."""
+        """Media kinds (`image`, `audio`) that a processor in the tokenizer's directory reads."""
         return media_of_processor(self.directory)
 
     @property
@@ -96,7 +96,7 @@ class Tokenizer:
 
 
 def unknown_token(hf: Any) -> int | None:
-    """Return the token for words and characters outside the vocabulary; None without one.
+    """Return the id of the token for text outside the vocabulary; None if the tokenizer never produces one.
 
     Byte-level tokenizers name the end-of-text token as unknown token, but never produce it for a text.
     """
@@ -113,7 +113,10 @@ def open_sources(
     vocab_limit: int | None,
     model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
-    """Return the tokenizer of a recipe and its sources with their sections; arguments and errors as for `prepare`."""
+    """Return the tokenizer of a recipe, and for each source its `data` section and its resolved form.
+
+    Arguments and errors are those of `prepare`.
+    """
     sections = [section for section, _ in data.parts()]
     media = media_of_processor(Path(data.tokenizer or model_path or "").expanduser())
     sources = [resolve(section, stage, media=media) for section in sections]
@@ -128,7 +131,7 @@ def open_sources(
 def _too_large(
     tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_limit: int
 ) -> BadValue:
-    """Return the error of a tokenizer with ids beyond the vocabulary of the model."""
+    """Return the error for a tokenizer with token ids beyond the model's vocabulary."""
     own = has_tokenizer(model_path)
     where, hint = f"model.path: {model_path}", f"data.vocab_size={vocab_limit}"
     if data.tokenizer:
@@ -149,7 +152,10 @@ def _too_large(
 
 
 def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
-    """Return a source that counts the tokenizer's unknown and special tokens, and writes pairs as the recipe says."""
+    """Return a source that knows the tokenizer's special tokens and which records are joined without a chat template.
+
+    Its counts get the unknown token.
+    """
     source.counts.unknown_id = unknown_token(tokenizer.hf)
     names = [
         str(one) for one in tokenizer.hf.added_tokens_decoder.values() if one.special and str(one)
@@ -173,20 +179,20 @@ def obtain(
 ) -> Tokenizer:
     """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the source.
 
-    If `data.chat_template` differs from the tokenizer's own template, a copy of the tokenizer gets it. If
-    transformers would load the files with another class in an export or next to adapters, a copy names the class.
+    If `data.chat_template` differs from the tokenizer's own template, a copy of the tokenizer with that template is
+    returned. If transformers would load an export's files with another class, a copy that names its class is returned.
 
     Args:
         data: Section `data` of the recipe.
-        sources: Its sources.
+        sources: Sources of the recipe.
         model_path: `model.path` of the recipe.
-        cache: Root of the cache.
-        show: Show bars on stderr.
-        vocab_limit: Size of the model's vocabulary; None: not known.
-        config: Values of the config of the model; None: not known.
+        cache: Root of the data cache.
+        show: Whether to show progress bars on stderr.
+        vocab_limit: Size of the model's vocabulary; None: no model is known.
+        config: Values of the model's config; None: no model is known.
 
     Raises:
-        BadValue: HP102 when an export of the run would give other tokens than training.
+        BadValue: HP102 when an export of the run would produce other tokens than training.
     """
     existing = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if existing:
@@ -218,14 +224,14 @@ def _with_class(
     config: Mapping[str, Any] | None,
     cache: Path,
 ) -> Tokenizer:
-    """Return the tokenizer, or a copy that names its class, so that every later reader produces the same tokens.
+    """Return the tokenizer, or a copy that names its class if transformers would otherwise produce other tokens.
 
     Args:
-        tokenizer: The tokenizer of training.
-        original: The existing tokenizer from which it derives; None: it is trained here.
+        tokenizer: Tokenizer used in training.
+        original: Existing tokenizer from which it was derived; None: it was trained on the sources.
         sources: Sources of the recipe.
-        config: Values of the config of the model; None: not known.
-        cache: Root of the cache.
+        config: Values of the model's config; None: no model is known.
+        cache: Root of the data cache.
     """
     import transformers
 
@@ -261,7 +267,7 @@ def _with_class(
 
 
 def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
-    """Return the chat template that replaces the tokenizer's own; None: the tokenizer keeps its own."""
+    """Return the chat template that must replace the tokenizer's own; None if the tokenizer keeps its own."""
     if data.chat_template == "none":
         return RAW
     if data.chat_template != "auto":
@@ -279,7 +285,7 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
 
 
 def _read_template(path: Path) -> str:
-    """Return the template of a file.
+    """Read and check a chat template file.
 
     Raises:
         BadValue: HP102 when the file cannot be read or is not a template.
@@ -302,7 +308,7 @@ def _read_template(path: Path) -> str:
 
 
 def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenizer:
-    """Return a copy of a tokenizer with another chat template, so that exports and `generate --chat` have it."""
+    """Return a copy of a tokenizer with another chat template, which exports and `generate --chat` then use."""
     stops = generation_stops(tokenizer.hf)
     key = digest([_VERSION, tokenizer.fingerprint, template, *([stops] if stops else [])])
     tokenizer.hf.chat_template = template

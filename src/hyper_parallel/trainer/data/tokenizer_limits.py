@@ -1,7 +1,7 @@
-"""Limits of an untrusted tokenizer: size of its files, its regular expressions, and growth of a text.
+"""Limits for untrusted tokenizers: size of files, cost of regular expressions, and growth of normalized text.
 
-File sizes are checked before reading. The loaded parts (normalizer, pre-tokenizer, post-processor, decoder) are small
-and are checked before the tokenizer processes any text.
+File sizes are checked before reading. The loaded components (normalizer, pre-tokenizer, post-processor, decoder) are
+small, and are checked before the tokenizer processes any text.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 class Unbounded(ValueError):
-    """Error of a tokenizer part that takes unbounded time or memory."""
+    """Error for a tokenizer component that may take unbounded time or memory."""
 
 
 def check_files(directory: Path, names: Sequence[str]) -> None:
-    """Raise for tokenizer files that are not regular files, exceed 64 MiB, or link to other files outside.
+    """Raise if a tokenizer file is not a regular file, exceeds 64 MiB, or is a link out of its directory.
 
     Raises:
         NoData: HP602 naming the file.
@@ -72,14 +72,14 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
 
 
 def check_parts(backend: Any, where: str) -> None:
-    """Raise for a loaded tokenizer that takes unbounded time or memory for a text.
+    """Raise if a loaded tokenizer may take unbounded time or memory for a text.
 
     Args:
         backend: `tokenizers.Tokenizer`.
         where: Directory of the tokenizer, for errors.
 
     Raises:
-        BadValue: HP102 naming the part.
+        BadValue: HP102 naming the component.
     """
     for name in PARTS:
         part = getattr(backend, name, None)
@@ -108,7 +108,7 @@ def check_parts(backend: Any, where: str) -> None:
 
 
 def _check_part(value: Any, key: str = "") -> None:
-    """Check every text, pattern and list of a part."""
+    """Raise Unbounded if a text, pattern or list in a component's JSON state is too large or too costly."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name == "Regex" and isinstance(item, str):
@@ -127,7 +127,7 @@ def _check_part(value: Any, key: str = "") -> None:
 
 
 def growth(state: Any) -> float:
-    """Return the largest number of characters that a normalizer produces from one."""
+    """Return the maximum number of characters that a normalizer (its JSON state) produces from one character."""
     if not isinstance(state, dict):
         return 1.0
     kind = state.get("type")
@@ -147,9 +147,9 @@ def growth(state: Any) -> float:
 
 
 def _longest_mapped(text: str) -> float:
-    """Return the length of the longest text of a character map.
+    """Return the byte length of the longest replacement in a precompiled character map, given in base64.
 
-    The map is a trie whose size in bytes is its first four bytes, then zero-terminated texts.
+    The map consists of four bytes with the size of a trie, the trie, and zero-terminated replacement texts.
     """
     raw = base64.b64decode(text)
     texts = raw[4 + int.from_bytes(raw[:4], "little") :]
@@ -157,13 +157,13 @@ def _longest_mapped(text: str) -> float:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise for a regular expression that may backtrack without bound.
+    """Raise if matching a regular expression may take exponential time.
 
-    Time is exponential if an unbounded repetition contains another repetition or an alternative: `(a|aa)+`, `(a+)*`. No
+    This is possible if an unbounded repetition contains another repetition or an alternative: `(a|aa)+`, `(a+)*`. No
     published tokenizer has such an expression.
 
     Raises:
-        Unbounded: The expression may take exponential time; the text has the reason.
+        Unbounded: The expression may take exponential time; the message has the reason.
     """
     if len(pattern) > _MOST_PATTERN:
         raise Unbounded(f"a regular expression of {len(pattern):,} characters")
@@ -200,7 +200,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def _end_of_class(pattern: str, position: int) -> int:
-    """Return the end of the character class that opened before `position`; classes may be nested."""
+    """Return the position after a character class whose `[` is just before `position`; classes may be nested."""
     depth, first = 1, True
     while position < len(pattern) and depth:
         character = pattern[position]
@@ -216,7 +216,7 @@ def _end_of_class(pattern: str, position: int) -> int:
 
 
 def _repetition(pattern: str, position: int) -> tuple[int, int]:
-    """Return the largest count of the quantifiers at `position`, and the position after them."""
+    """Return the maximum repeat count of the quantifiers at `position`, and the position after them."""
     most = 1
     while position < len(pattern):
         character = pattern[position]
@@ -243,10 +243,10 @@ def _repetition(pattern: str, position: int) -> tuple[int, int]:
 
 @contextmanager
 def tokenizing(where: str) -> Iterator[None]:
-    """Convert any error of a tokenizer in this context to HP102, including panics of its Rust library.
+    """Convert any tokenizer error inside the context, including panics of its Rust library, to BadValue (HP102).
 
     Raises:
-        BadValue: HP102.
+        BadValue: HP102 with the tokenizer's message.
     """
     try:
         yield

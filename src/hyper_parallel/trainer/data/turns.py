@@ -1,7 +1,7 @@
-"""Turns of conversations: roles, contents, reasoning, tool calls, and flags that exclude a turn from training.
+"""Reader of conversation turns: roles, contents, reasoning, tool calls, and flags that exclude turns from training.
 
-Turns of OpenAI (`role`, `content`), sharegpt (`from`, `value`) and LlamaFactory (`function_call`, `observation`) become
-messages in OpenAI's form, which chat templates read.
+Turns in the forms of OpenAI (`role`, `content`), sharegpt (`from`, `value`) and LlamaFactory (`function_call`,
+`observation`) become messages in OpenAI's form, which chat templates read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TRAINED: Final = "\0trained"
 
 
 def read_turns(values: Any, rules: RecordRules, where: str, key: str = "messages") -> list[Message]:
-    """Return the messages of a list of turns; turns with flags carry temporary keys, see `conversation_of`.
+    """Convert a list of turns to messages; training flags become temporary keys, which `conversation_of` removes.
 
     Raises:
         NoData: HP602 naming the unreadable turn.
@@ -76,7 +76,7 @@ def conversation_of(
     template_values: Mapping[str, Any],
     media: tuple[MediaFile, ...] = (),
 ) -> Conversation:
-    """Return the conversation of messages from `read_turns`."""
+    """Return a `Conversation` of messages from `read_turns`, with their training flags as turn indices."""
     untrained = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
     trained = frozenset(i for i, message in enumerate(messages) if _TRAINED in message)
     if untrained or trained:
@@ -87,7 +87,7 @@ def conversation_of(
 
 
 def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tuple[Any, ...]:
-    """Return the tools of a record: a list of JSON schemas, or its JSON text.
+    """Return the tools of a record, which are given as a list of JSON schemas or as its JSON text.
 
     Raises:
         NoData: HP602 for any other value.
@@ -105,7 +105,7 @@ def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tup
 
 
 def _tool(tool: Any, rules: RecordRules, where: str, allowed: str) -> dict[str, Any]:
-    """Return a tool in OpenAI's form."""
+    """Convert a tool to OpenAI's form; raise NoData (HP602) for an invalid one."""
     if rules.is_table:
         tool = _without_absent(tool)
     if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
@@ -121,10 +121,10 @@ def _tool(tool: Any, rules: RecordRules, where: str, allowed: str) -> dict[str, 
 
 
 def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str, Any]:
-    """Return the variables for the chat template under `chat_template_kwargs`.
+    """Return the template variables that a record sets under `chat_template_kwargs`.
 
     Raises:
-        NoData: HP602 for a value that is not an object, and for variables that the conversation itself sets.
+        NoData: HP602 for a value that is not an object, or variables that the conversation itself sets.
     """
     if is_empty(value):
         return {}
@@ -142,7 +142,7 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
 
 
 def _message(turn: Any, rules: RecordRules, where: str) -> Message:
-    """Return the message of a turn of any form."""
+    """Convert a turn of any known form to a message in OpenAI's form."""
     if not isinstance(turn, Mapping):
         raise _unreadable("a turn is not an object with keys", where, turn, "role and content")
     values = rules.named(turn, rules.turn_columns, where)
@@ -188,7 +188,7 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
 
 
 def _references(parts: Sequence[Any], rules: RecordRules) -> list[tuple[str, Any]]:
-    """Return kind and reference of the parts that are media."""
+    """Return (kind, reference) of each content part that is an image or recording."""
     references = []
     for part in parts:
         if (kind := kind_of_part(part, rules.media_kinds)) is not None:
@@ -198,10 +198,11 @@ def _references(parts: Sequence[Any], rules: RecordRules) -> list[tuple[str, Any
 
 
 def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
-    """Return the role of a turn.
+    """Return the canonical role of a turn.
 
     Raises:
-        NoData: HP602 for an unknown word. A hint names its probable role, unless the recipe uses another word for it.
+        NoData: HP602 for an unknown role name. The hint maps it to its probable role, unless the recipe already maps
+            another name to that role.
     """
     named = {k: values[k] for k in _ROLE if not is_empty(values.get(k))}
     roles = {key: _role(word, rules) for key, word in named.items()}
@@ -218,14 +219,14 @@ def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
 
 
 def _role(word: Any, rules: RecordRules) -> str | None:
-    """Return the role of a word in any case; None for an unknown word."""
+    """Return the canonical role for a role name in upper or lower case; None for an unknown name."""
     if not isinstance(word, str):
         return None
     return rules.roles.get(word) or ROLES.get(word.lower())
 
 
 def _content(value: Any, message: Message, rules: RecordRules, where: str) -> str:
-    """Return the text of a content, and add its reasoning parts to the message."""
+    """Return the text of a turn's content, with marks for media; add its reasoning parts to `message`."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -264,7 +265,7 @@ def _add_reasoning(message: Message, value: Any, where: str) -> None:
 
 
 def _calls_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> list[dict[str, Any]]:
-    """Return the calls under `tool_calls` and under the older `function_call`."""
+    """Return the tool calls of a turn under `tool_calls` and under the older `function_call`."""
     calls = []
     for key in ("tool_calls", "function_call"):
         if not is_empty(values.get(key)):
@@ -273,7 +274,7 @@ def _calls_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> list
 
 
 def _read_calls(value: Any, rules: RecordRules, where: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a value that is a call or a list of calls."""
+    """Return the tool calls in a value, which is one call or a list of calls."""
     allowed = 'calls such as {"name": "f", "arguments": {"x": 1}}'
     listed = [value] if isinstance(value, Mapping) else value
     if not isinstance(listed, list | tuple) or not listed:
@@ -312,7 +313,7 @@ def _call(
 
 
 def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None:
-    """Return whether the flags of a turn mark it as trained on; None without flags."""
+    """Return whether the flags of a turn (`weight`, `train`, ...) mark it as trained on; None without flags."""
     flags = {}
     for key in values.keys() & _FLAGS.keys():
         value = values[key]
@@ -349,7 +350,7 @@ def flag_names(value: Any) -> set[str]:
 
 
 def parsed(value: Any, key: str, where: str) -> Any:
-    """Return a value; a text is parsed as JSON.
+    """Return `value`, parsed as JSON if it is a text.
 
     Raises:
         NoData: HP602 for a text that is not JSON.
@@ -364,7 +365,7 @@ def parsed(value: Any, key: str, where: str) -> Any:
 
 
 def _without_absent(value: Any) -> Any:
-    """Return a value of a table without null keys, because each row of a table has the keys of all rows."""
+    """Return a value without null entries at any depth, as table rows have the keys of all rows."""
     if isinstance(value, Mapping):
         return {k: _without_absent(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):

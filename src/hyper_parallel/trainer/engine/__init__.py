@@ -1,1 +1,1 @@
-"""Torch engine: model, optimizer and step of one rank, their memory and time, and steps executed by a memory plan."""
+"""Torch engine: model, optimizer and training step of one rank, with measurements and offload by a memory plan."""

@@ -1,4 +1,4 @@
-"""Construction of the transformers model of a config."""
+"""Construction of a transformers model from a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING_OUTPUTS: Final = {
     # Llama4ForConditionalGeneration raises in transformers 5.24 because the output of its language model lacks this.
     "Llama4ForConditionalGeneration": ("language_model", "image_outputs")
 }
-"""By class: a module, and an attribute that the class reads of the module's output without need."""
+"""(module, attribute) by class name: the class reads the attribute from the module's output, which lacks it."""
 
 
 def model_from_config(
@@ -28,15 +28,15 @@ def model_from_config(
     scores: bool = False,
     device: str = "meta",
 ) -> nn.Module:
-    """Return the model of a config, built by transformers.
+    """Build the transformers model of a config.
 
     Args:
-        file: The config.
+        file: Config of the model.
         dtype: Dtype of the parameters.
         attention: Attention implementation; None: the default of transformers.
         trusted: Whether code in the config's directory may run, for a type unknown to transformers.
-        scores: Build a sequence classifier of one label that scores every token, instead of a language model.
-        device: `meta`, or `cpu` for a model with random weights.
+        scores: Build a sequence classifier with one label that scores every token, instead of a language model.
+        device: `meta` for a model without storage, or `cpu` for one with random weights.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build such a model of the config.
@@ -74,7 +74,10 @@ def model_from_config(
 
 
 def complete_outputs(model: nn.Module) -> None:
-    """Add outputs that the model's own class reads but its modules do not return."""
+    """Add, by a forward hook, an output that transformers reads but a module of the model does not return.
+
+    Applies to the models in `_MISSING_OUTPUTS`.
+    """
     if (missing := _MISSING_OUTPUTS.get(type(model).__name__)) is not None:
         module, name = missing
         model.get_submodule(module).register_forward_hook(partial(_complete, name))
@@ -86,10 +89,10 @@ def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:
 
 
 def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
-    """Return whether the model is built by trusted code of its directory.
+    """Return whether Python code in the config's directory builds the model.
 
     Raises:
-        ModelUnreadable: HP305 for a type unknown to transformers, without trusted code.
+        ModelUnreadable: HP305 for a type unknown to transformers without such code, or with code that is not trusted.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -114,7 +117,7 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
 
 
 def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
-    """Return the transformers class that builds the model of a config."""
+    """Return the transformers class that builds the model: an auto class if code in the config's directory does."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if scores:
@@ -123,7 +126,7 @@ def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
 
 
 def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
-    """Return the transformers config object of a config, with trusted code of its directory if necessary."""
+    """Return the transformers config object; with `trusted`, its class comes from code in the config's directory."""
     from transformers import AutoConfig
 
     if not trusted:
@@ -135,10 +138,10 @@ def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
 
 
 def class_of_config(file: ConfigFile) -> Any:
-    """Return the transformers class for a language model of a config: of text, else of images, else of audio and text.
+    """Return the transformers class of a config's language model, which may also read images or audio.
 
-    A type with several classes, as of text alone and of images and text, has the one that `architectures` names. Some
-    types are parts of other types; their class is named there too.
+    If a model type has several classes, for example with and without images, the config's `architectures` chooses. The
+    same key names the class if the type is only a part of another model.
 
     Raises:
         ModelUnreadable: HP305 when transformers has no language model of this type.
@@ -148,7 +151,7 @@ def class_of_config(file: ConfigFile) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family: str = file.values["model_type"]
-    # The mapping alone also lists decoders of recordings.
+    # The mapping also lists audio models that only have a decoder.
     is_encoder_decoder = family in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and getattr(
         CONFIG_MAPPING[family], "is_encoder_decoder", True
     )

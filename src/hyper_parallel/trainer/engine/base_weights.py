@@ -1,4 +1,4 @@
-"""Loading of pretrained weights, and identity of base weights that are absent from checkpoints and adapters."""
+"""Loading of pretrained weights, and checksums of base weights, which checkpoints of adapters do not contain."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ METADATA: Final = "base_weights"
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """Identity of the weights that adapters were trained on.
+    """Checksum of the base weights that adapters were trained on.
 
     Attributes:
-        checksum: Joint checksum of the tensors, independent of the layout.
+        checksum: Combined checksum of the tensors, independent of the layout.
         names: Names of the stored tensors that the model reads.
     """
 
@@ -35,19 +35,19 @@ class BaseWeights:
     names: tuple[str, ...]
 
     def to_metadata(self) -> dict[str, str]:
-        """Return the identity as metadata of a safetensors file."""
+        """Return the checksum and names as metadata of a safetensors file."""
         return {METADATA: json.dumps({"checksum": self.checksum, "names": self.names})}
 
 
 def load_base(
     model: nn.Module, directory: Path, *, frozen: bool, **options: Any
 ) -> BaseWeights | None:
-    """Load weights into a model and return their identity over all ranks; None if the weights are trained.
+    """Load weights into a model; return their checksum over all ranks, or None if the weights themselves are trained.
 
     Args:
         model: Model, passed through `parallelize` or not.
         directory: Directory of the weights.
-        frozen: Whether checkpoints contain only adapters.
+        frozen: Whether the weights stay frozen, so that checkpoints contain only adapters.
         options: Further arguments of `load_pretrained`.
     """
     report = load_pretrained(model, directory, checksums=frozen, **options)
@@ -60,16 +60,16 @@ def load_base(
 
 
 def check_base(adapter: Path, base: Path) -> None:
-    """Raise for weights other than those an exported adapter was trained on.
+    """Raise if base weights are not those that an exported adapter was trained on.
 
-    Adapters of other programs without this identity pass.
+    Adapters without a checksum, written by other programs, pass.
 
     Args:
         adapter: Weight file of the adapter.
         base: Directory of the weights.
 
     Raises:
-        CheckpointMismatch: HP702.
+        CheckpointMismatch: HP702 for a different checksum.
     """
     try:
         with safe_open(adapter, framework="pt") as file:

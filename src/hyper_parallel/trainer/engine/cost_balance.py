@@ -1,7 +1,8 @@
-"""Ranks and microbatches over which images and audio of a step are balanced.
+"""Balancing of a step's images and audio over ranks and microbatches by the cost of their encoder.
 
-All records have the same number of tokens, padding included, so the language model costs the same on every rank. The
-encoder's cost differs: it computes on every data-parallel rank, or on the ranks of `parallel.submodels`.
+All sequences have the same number of tokens, padding included, so the language model costs the same on every rank. The
+encoder's cost differs between sequences. It runs on every data-parallel rank, or on its own ranks with
+`parallel.submodels`.
 """
 
 from __future__ import annotations
@@ -39,26 +40,27 @@ _NUM_NOTED_STEPS: Final = 16
 """Number of steps over which the note of a plan averages the imbalance; reading their costs takes milliseconds."""
 
 _MEASURED: Final = 6
-"""Rows of which the encoder's operations are counted, from the fewest to the most tokens: seconds for a large one."""
+"""Number of rows, from the fewest to the most tokens, whose encoder FLOPs are counted; takes seconds if it is large."""
 _PARTS: Final = 64
-"""Steps of a share, coarse enough that no rounding of a machine changes it."""
+"""Resolution of the fitted share, coarse enough that rounding differences between machines do not change it."""
 _MOST_SIMULATED: Final = 512
 """Most microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
 
 
 def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) -> tuple[int, int]:
-    """Return the cost of an image or recording, and of each of its tokens, as integers in one unit.
+    """Return the encoder's cost per image or recording, and its cost per token, as integers in the same unit.
 
-    Encoders of fixed windows compute as much for a short recording as for a long one, and most others as much for each
-    token. The costs are fitted to the operations of the encoder's forward on meta tensors. If these depend on values,
-    the costs are fitted to the elements of its inputs, which are padded to windows or tiles.
+    Encoders with fixed windows compute as much for a short recording as for a long one. For most others the cost grows
+    with the number of tokens. The costs are fitted to the FLOPs of the encoder's forward on meta tensors. If the
+    forward depends on values, they are fitted to the number of elements of its inputs, which are padded to windows or
+    tiles.
 
     Args:
-        model: Model of the recipe on the meta device; not changed.
+        model: Model of the recipe on the meta device, not changed.
         sequences: Training sequences with media.
 
     Returns:
-        Costs; (0, 1) for a model without an encoder of its own, or with several.
+        (cost per item, cost per token); (0, 1) for a model without an encoder, or with several.
     """
     rows = media_rows(sequences)
     if not len(rows):
@@ -76,7 +78,12 @@ def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) 
 
 
 def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
-    """Return the costs that explain the work on rows best, given items and tokens of each, [N, 2]."""
+    """Fit `work` [N] as a linear function of the items and tokens of each row; return integer costs per item and token.
+
+    Args:
+        counts: [N, 2] number of items and of tokens of each row.
+        work: [N] work on each row, in any unit.
+    """
     from scipy.optimize import nnls
 
     items, tokens = counts.sum(0).tolist()
@@ -91,11 +98,14 @@ def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TowerPlaces:
-    """Microbatches of the ranks of a tower, for a number of microbatches of each data-parallel rank.
+    """Assignment of microbatches to the ranks of an encoder (tower) that has its own ranks.
+
+    Both functions take the number of microbatches per data-parallel rank.
 
     Attributes:
-        owners: Returns the numbers of the microbatches of each tower rank, see `Submodels.owners`.
-        schedule: Returns the joint schedule of tower and language part; None: the tower computes in rounds.
+        owners: Returns, per tower rank, the indices of its microbatches; see `Submodels.owners`.
+        schedule: Returns the joint schedule of tower and language model; None: all tower ranks compute in synchronous
+            rounds.
     """
 
     owners: Callable[[int], tuple[tuple[int, ...], ...]]
@@ -103,12 +113,13 @@ class TowerPlaces:
 
 
 def cost_grid(plan: Plan, batches: Batches, tower: TowerPlaces | None) -> Grid:
-    """Return the places of the records of a step.
+    """Return the grid of ranks and microbatches over which the sequences of a step are balanced.
 
     Args:
-        plan: Plan of the run; with sub-models, that of the language part.
+        plan: Plan of the run; with sub-models, the plan of the language model.
         batches: Training sequences.
-        tower: Places of a tower on ranks of its own; None: every data-parallel rank computes its own images and audio.
+        tower: Microbatches of an encoder with its own ranks; None: every data-parallel rank encodes its own images and
+            audio.
     """
     strategy, rows = plan.strategy, plan.workload.microbatch or 1
     count = batches.sequences_per_step // (strategy.dp * rows)
@@ -118,14 +129,17 @@ def cost_grid(plan: Plan, batches: Batches, tower: TowerPlaces | None) -> Grid:
         return Grid.of_data_ranks(strategy.dp, count, rows, in_turns)
     if tower.schedule is None:
         return Grid(tower.owners(count), rows, in_turns=True)
-    # The schedule may leave the tower to some of its ranks, when the others have more work of the language part.
+    # The schedule may leave tower ranks without microbatches if they have more work of the language model.
     owners = tuple(filter(None, tower.owners(count)))
     seconds = _step_seconds(plan, tower.schedule(count))
     return Grid(owners, rows, in_turns=False, seconds=seconds)
 
 
 def _step_seconds(plan: Plan, schedule: Schedule) -> Callable[[Int64], float] | None:
-    """Return the simulated seconds of a joint schedule as a function of the tower's tokens of each microbatch."""
+    """Return a function from the tower's tokens per microbatch to the simulated seconds of a joint schedule.
+
+    Return None if the plan has no sub-models, or the schedule is too large to simulate.
+    """
     too_large = schedule.stages * schedule.microbatches > _MOST_SIMULATED
     if plan.submodels is None or too_large:
         return None
@@ -146,7 +160,7 @@ def _step_seconds(plan: Plan, schedule: Schedule) -> Callable[[Int64], float] | 
 
 
 def _planned_places(recipe: Recipe, plan: Plan) -> TowerPlaces | None:
-    """Return the places of the tower of a recipe before ranks start; None without a tower of its own."""
+    """Return the microbatches of an encoder's ranks as known before ranks start; None without `parallel.submodels`."""
     if recipe.parallel.submodels is None:
         return None
     layouts, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
@@ -162,7 +176,7 @@ def _planned_places(recipe: Recipe, plan: Plan) -> TowerPlaces | None:
 
 
 def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
-    """Return the imbalance of the first steps before and after they are balanced, for the notes of a plan."""
+    """Return a plan's note on the mean imbalance of the first steps, with and without balancing."""
     grid = cost_grid(plan, batches, _planned_places(recipe, plan))
     count = len(grid.owners)
     if count == 1 and grid.seconds is None:
@@ -183,7 +197,7 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
 
 
 def mean_imbalance(steps: list[Balance]) -> tuple[float, float]:
-    """Return the mean imbalance in the order of the data and balanced, weighted by the tokens of each step."""
+    """Return the mean imbalance (in data order, after balancing), weighted by the media tokens of each step."""
     total = sum(step.media_tokens for step in steps)
     if not total:
         return 1.0, 1.0

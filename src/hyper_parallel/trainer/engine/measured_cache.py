@@ -29,7 +29,7 @@ _UNRELATED: Final = (
 def cache_file(
     folder: str, file: ConfigFile, measuring: Sequence[ModuleType], *choices: object
 ) -> Path:
-    """Return the file of a cached measurement.
+    """Return the path of the cache file of a measurement, whose name is a hash of all that the measurement depends on.
 
     Args:
         folder: Folder below the cache directory of this package.
@@ -49,21 +49,21 @@ def cache_file(
 
 
 def load_cached(path: Path, cls: type[T]) -> T | None:
-    """Return the cached value; None if it is absent or damaged."""
+    """Return the cached value of type `cls`; None if the file is absent or damaged."""
     with suppress(OSError, ValueError, DecodeError):
         return read(cls, path, Limits(MiB))
     return None
 
 
 def save_cached(path: Path, value: object) -> None:
-    """Write a value to the cache; a directory that cannot be written is ignored."""
+    """Write a value to the cache; a write failure is ignored."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(encode(value), indent=1) + "\n")
 
 
 def _own_code(file: ConfigFile) -> list[Path]:
-    """Return the Python files next to a config that names code of its own."""
+    """Return the Python files next to a config whose `auto_map` names its own code, else an empty list."""
     if file.directory is None or "auto_map" not in file.values:
         return []
     return sorted(file.directory.glob("*.py"))

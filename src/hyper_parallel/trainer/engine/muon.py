@@ -1,4 +1,4 @@
-"""Muon for linear weights, single or stacked in one parameter, and AdamW for all other parameters."""
+"""Muon optimizer for linear weights, single or stacked in one parameter, with AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOMENTUM: Final = "momentum_buffer"
 def muon_groups(
     groups: list[dict[str, Any]], roles: dict[nn.Parameter, ParameterRole]
 ) -> list[dict[str, Any]]:
-    """Return the groups split by the number of linear weights per parameter; 0 for parameters of AdamW."""
+    """Split parameter groups by the number of linear weights per parameter; a group with none is updated by AdamW."""
     result = []
     for group in groups:
         counts = {p: roles[p].num_matrices for p in group["params"]}
@@ -31,7 +31,7 @@ def muon_groups(
 
 
 def describe_muon(roles: dict[str, ParameterRole]) -> str:
-    """Return a line with the parameters of Muon and the roles of AdamW."""
+    """Return a log line about the parameters that Muon updates, and the kinds of parameters that AdamW updates."""
     stacked = [r for r in roles.values() if r.kind is ParameterKind.STACKED]
     single = sum(r.kind is ParameterKind.LINEAR for r in roles.values())
     rest = {r.kind for r in roles.values()} - {ParameterKind.LINEAR, ParameterKind.STACKED}
@@ -48,7 +48,7 @@ def describe_muon(roles: dict[str, ParameterRole]) -> str:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for linear weights, AdamW for the other parameters, with one learning rate.
+    """Optimizer that applies Muon to linear weights and AdamW to other parameters, with one learning rate.
 
     Linear weights stacked in one parameter, such as the experts of a layer, are orthogonalised separately.
     Source: Jordan et al. 2024, Muon; updates are scaled to the root mean square of AdamW's as in Liu et al.,
@@ -57,7 +57,7 @@ class Muon(torch.optim.Optimizer):
     Args:
         groups: Groups of parameters, as returned by `muon_groups`.
         lr: Learning rate.
-        betas: Moments of AdamW.
+        betas: Decay rates of AdamW's moments.
         eps: Epsilon of AdamW.
         options: Further arguments of `torch.optim.Muon`.
     """
@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _matrices(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[nn.Parameter]:
-        """Yield every linear weight of a parameter as a separate parameter, with views of gradient and momentum."""
+        """Yield each linear weight stacked in a parameter as a parameter, with views of gradient and momentum."""
         if parameter.grad is None:
             return
         state = self.state[parameter]
@@ -109,5 +109,5 @@ class Muon(torch.optim.Optimizer):
 
 
 def _split_rows(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return [count, ...] or [count * rows, columns] as `count` matrices."""
+    """Split a tensor [count, rows, columns] or [count * rows, columns] into views of `count` matrices."""
     return tensor.view(count, -1, tensor.shape[-1]).unbind(0)

@@ -1,12 +1,13 @@
-"""Training steps by a memory plan: run warm-up steps, capture one, plan it, and execute the plan.
+"""Training steps with offload: run warm-up steps, record one of them, plan its memory, and execute that plan.
 
-Before the first step, two warm-up steps run on a copy of the state and are rolled back. The eager one provides the
-results that the first planned step must repeat bit for bit. The recorded one uses other data, another learning rate and
-another token count, so that values that should be tensors are detected. The state is unchanged if no plan fits.
+Two warm-up steps run before training and are rolled back. The eager one provides the results that the first planned
+step must repeat bit for bit. The recorded one uses other data, another learning rate and another token count, so that
+values which should be tensors are detected. The state is unchanged if no plan fits.
 
-From then on, the device of the plan (an accelerator; on a CPU a simulated one) owns parameters and optimizer state.
-Checkpoints and exports read them on their home tier. Work without a plan (start, warm-up, evaluations) fetches its
-tensors from host memory within the same budget by a `LruSpillMode`. Every planned step has an `OffloadRecord`.
+Afterwards the plan's device (an accelerator, or on a CPU a simulated one) owns parameters and optimizer state.
+Checkpoints and exports read them on the tier where they live between steps. Work without a plan (start, warm-up,
+evaluations) runs in a `LruSpillMode`, which fetches tensors from host memory within the same budget. Every planned step
+yields an `OffloadRecord`.
 """
 
 from __future__ import annotations
@@ -77,19 +78,19 @@ _PHASES: Final = {
 
 
 class PlannedSteps:
-    """Executor of one rank's steps by a memory plan.
+    """Runner of one rank's training steps that executes a memory plan.
 
     Args:
-        loop: Step implementation.
-        assumed: Machine and goal.
+        loop: Loop that runs training steps without a memory plan.
+        assumed: Machine to plan for, and goal of the plan.
         flash: Directory for this rank's files, created here; None: no flash tier.
-        say: Prints a line on rank 0.
-        spill: Owner of the bytes of model and optimizer until there is a plan.
+        say: Function that prints a line on rank 0.
+        spill: Mode that owns the storages of model and optimizer until a plan exists.
 
     Attributes:
         plan: Current memory plan.
-        notes: Notes on the memory plan for the plan of the run.
-        timelines: Predicted and measured timeline of the first planned step, later of the first step of a new plan.
+        notes: Notes on the memory plan, to add to the plan of the run.
+        timelines: (predicted, measured) timelines of the first step of the current memory plan.
     """
 
     def __init__(
@@ -116,16 +117,16 @@ class PlannedSteps:
     # -- before the first step -----------------------------------------------------------------
 
     def prepare(self, first: StepInputs, second: StepInputs) -> None:
-        """Run the first step eagerly, capture one on the second's data, plan it, and transfer the state to the device.
+        """Run the `first` step eagerly, record a step on `second`, plan its memory, and move the state to the device.
 
         Args:
-            first: Inputs of the next step; its eager results are the reference of the first planned step.
+            first: Inputs of the next step. Its eager results are the reference for the first planned step.
             second: Inputs of any other step of the same shape.
 
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
             BudgetImpossible: HP402 with the smallest budget that fits every rank.
-            TierFull: HP403.
+            TierFull: HP403 when a tier has no space for the state.
         """
         if self._flash is not None:
             self._flash.mkdir()
@@ -160,7 +161,7 @@ class PlannedSteps:
         self._say(line)
 
     def _run_and_roll_back(self, inputs: StepInputs) -> tuple[StepOutcome, list[Any]]:
-        """Return the results of an eager step and the storages that it leaves empty; its changes are rolled back."""
+        """Run an eager step and roll it back; return its results, and the storages that the step leaves empty."""
         with self._rollback():
             with self._spill:
                 outputs = self._loop.planned_step(inputs)
@@ -169,7 +170,7 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Record the peak of device memory outside of planned steps; HP402 if `activity` exceeded the budget."""
+        """Record the peak device bytes of work outside planned steps; raise HP402 if `activity` exceeded the budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
@@ -178,7 +179,7 @@ class PlannedSteps:
 
     @contextmanager
     def _rollback(self) -> Iterator[None]:
-        """Roll back all changes of a step at the end of the context."""
+        """Restore model, optimizer and random state at the end of the context."""
         self._reshard()
         # In host memory, as the device may lack memory for a second copy.
         home = self._spill.on_current_tier
@@ -269,13 +270,13 @@ class PlannedSteps:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
-        """Run one planned step, the counterpart of `Loop.step`; plan again when its waits exceed the plan.
+        """Run one planned step like `Loop.step`; make a new plan if waits for copies exceed the prediction.
 
         Raises:
             LossNotFinite: HP604; updates may have run before the norm was known.
-            StepChanged: HP512 when the plan does not repeat the eager step.
-            TransferFailed: HP513.
-            TierFull: HP403.
+            StepChanged: HP512 when the step differs from the recorded one.
+            TransferFailed: HP513 when a copy between tiers fails.
+            TierFull: HP403 when a tier runs out of space.
         """
         start = time.perf_counter()
         loop = self._loop
@@ -314,7 +315,7 @@ class PlannedSteps:
         return outputs, measured
 
     def _record(self, measured: Measured) -> OffloadRecord:
-        """Return this rank's predictions and measurements; plan again when the step waited too long."""
+        """Return this rank's predicted and measured numbers; make a new plan if the step waited too long."""
         plan, clock = self.plan, clocked(self.plan.program, self._machine, self.plan.actions)
         # Not the live bytes of the arena, which are computed from the plan's actions.
         peaks = [(measured.peak_bytes[tier], plan.peak_bytes[tier]) for tier in ("dram", "flash")]
@@ -338,9 +339,10 @@ class PlannedSteps:
         )
 
     def _replan(self, measured: Measured, planned_s: float) -> bool:
-        """Plan again with the measured bandwidth when the step waits longer than planned; return whether it did.
+        """Replace the memory plan if a step waited longer for copies than planned; return whether it was replaced.
 
-        Only waits count: a plan for copies cannot change the duration of operators on a real device.
+        The new plan uses the measured bandwidths. Slower operators do not cause a new plan, as copies cannot change
+        them.
         """
         if self._replans == REPLANS or measured.wait_s - planned_s <= DRIFT * measured.seconds:
             return False
@@ -363,7 +365,7 @@ class PlannedSteps:
 
     @contextmanager
     def streamed(self) -> Iterator[None]:
-        """Make tensors of model and optimizer resident on use inside the context, within the budget.
+        """Fetch tensors of model and optimizer to the device on use inside the context, within the budget.
 
         Raises:
             BudgetImpossible: HP402 when the budget does not suffice.
@@ -375,7 +377,7 @@ class PlannedSteps:
         self._record_outside_peak("an evaluation")
 
     def on_current_tier(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of model or optimizer on its home tier, between steps or after the last one."""
+        """Return the current bytes of a model or optimizer tensor on the tier where it lives between steps."""
         if self._device.state.arena is None:
             return self._spill.on_current_tier(tensor)
         live = self._device.hardware.gauge.live_bytes
@@ -383,7 +385,7 @@ class PlannedSteps:
         return self._device.state.on_home_tier(tensor)
 
     def finish(self) -> None:
-        """Release the device after the last step; the state stays on its tiers."""
+        """Release the device after the last step; parameters and optimizer state stay readable on their tiers."""
         self._device.state.materialize_on_use(self._spill)
 
     def close(self) -> None:
@@ -392,7 +394,7 @@ class PlannedSteps:
 
 
 def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
-    """Raise for unregistered state, which the rollback would not restore and checkpoints would not save."""
+    """Raise if the step changes tensors that are not in `named`, as rollback and checkpoints would miss them."""
     storages = captured.program.storages
     for call in captured.program.operators:
         for s in call.writes:
@@ -405,16 +407,17 @@ def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OffloadRecord:
-    """Predictions and measurements of offload in one step, over all ranks.
+    """Predicted and measured numbers of offload in one step, of one rank or (see `over_ranks`) of all ranks.
 
     Attributes:
-        pred_memory_bytes: Predicted device memory of the fullest rank: arena and staging buffers. The measured value is
-            `memory_bytes` of the step.
+        pred_memory_bytes: Predicted device memory of the fullest rank: arena and staging buffers. The step's
+            `memory_bytes` is its measured counterpart.
         difference_bytes: Largest difference between predicted and measured peak of any tier on any rank.
-        outside_bytes: Peak device bytes outside of planned steps so far: start, warm-up, evaluations, checkpoints.
-        dram_bytes: Host memory of the buffers of the fullest rank.
-        flash_bytes: Measured peak of the files of the fullest rank.
-        sim_step_s: Time of the step on the virtual clock, slowest rank; on accelerators measured by events.
+        outside_bytes: Peak device bytes so far outside planned steps: start, warm-up, evaluations, checkpoints.
+        dram_bytes: Host memory of the offload buffers on the fullest rank.
+        flash_bytes: Measured peak of the offload files of the fullest rank.
+        sim_step_s: Time of the step on the slowest rank: on the simulated device's clock, or on accelerators measured
+            by events.
         pred_sim_step_s: Predicted `sim_step_s`.
         wait_s: Seconds of the step in which the compute lane waited for copies.
         pred_wait_s: Predicted `wait_s`.
@@ -442,12 +445,12 @@ class OffloadRecord:
 
 
 def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
-    """Return the plan with the memory that offload predicts for the fullest rank; every rank must call.
+    """Return the plan with the fullest rank's memory as predicted by its memory plan; collective over all ranks.
 
     Args:
         plan: Plan of the run.
         memory: Memory plan of this rank.
-        notes: Notes in addition to the statement of the memory plan.
+        notes: Notes to add besides the memory plan's own statement.
     """
     fullest = max(
         gather_objects(_memory_terms(memory)),
@@ -458,7 +461,7 @@ def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
 
 
 def _memory_terms(plan: MemoryPlan) -> tuple[MemoryTerm, ...]:
-    """Return the predicted memory of a rank, on the device and in the other tiers, as terms of a plan."""
+    """Return a rank's predicted memory on the device and other tiers as memory terms of a `Plan`."""
     unused, staging = plan.arena_bytes - plan.peak_bytes["device"], plan.program.staging_bytes
     flash, kinds = plan.peak_bytes["flash"], peak_by_kind(plan)
     terms = [
@@ -476,7 +479,7 @@ def _memory_terms(plan: MemoryPlan) -> tuple[MemoryTerm, ...]:
 
 
 def offload_line(plan: MemoryPlan) -> str:
-    """Return the predicted peaks and step time of a memory plan, in one line."""
+    """Return a log line with the predicted peak bytes and step time of a memory plan."""
     recorded = range(len(plan.program.operators))
     recorded_peak = order_peak(plan.program, recorded)
     recorded_s = order_seconds(plan.program, recorded)
@@ -489,7 +492,7 @@ def offload_line(plan: MemoryPlan) -> str:
 
 
 def drift_line(step: int, record: OffloadRecord) -> str:
-    """Return a line for a step that waited longer than planned."""
+    """Return a log line for a step that waited longer than planned."""
     return (
         f"offload: step {step} took {format_seconds(record.sim_step_s)} instead of the planned "
         f"{format_seconds(record.pred_sim_step_s)}, waiting {format_seconds(record.wait_s)} for copies; planned again "
@@ -498,7 +501,7 @@ def drift_line(step: int, record: OffloadRecord) -> str:
 
 
 def excess_line(step: int, record: OffloadRecord, measured_bytes: int) -> str:
-    """Return a line for a step that used more device memory than planned."""
+    """Return a log line for a step that used more device memory than planned."""
     return (
         f"offload: step {step} took {format_bytes(measured_bytes)} of the device instead of the predicted "
         f"{format_bytes(record.pred_memory_bytes)}: memory is allocated outside of the plan"
@@ -506,13 +509,13 @@ def excess_line(step: int, record: OffloadRecord, measured_bytes: int) -> str:
 
 
 def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> None:
-    """Write the predicted and measured timeline of one planned step, for the report."""
+    """Write the (predicted, measured) timelines of one planned step, which the report shows."""
     for timeline, name in zip(timelines, ("predicted", "measured"), strict=True):
         write_timeline(timeline, directory / f"offload_{name}.json")
 
 
 def largest_update_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return a lower bound of the working set of one optimizer operator: a parameter, its gradient and moments."""
+    """Return the bytes that an optimizer operator needs at least: the largest parameter, its gradient and moments."""
     trained = [local(p).nbytes for p in model.parameters() if p.requires_grad]
     moments = 2 if isinstance(optimizer, torch.optim.Adam) else 0
     return max(trained, default=0) * (2 + moments)
@@ -525,18 +528,17 @@ def plan_or_refuse(
     program: MemoryProgram,
     machine: MemoryMachine,
 ) -> MemoryPlan:
-    """Plan the recorded step on all ranks; every rank must call.
+    """Plan the memory of the recorded step on every rank, or refuse the budget on all ranks; collective over all ranks.
 
     Args:
-        make_plan: Returns this rank's plan for a budget.
-        budget_bytes: Budget of the recipe; None: the goal is a slowdown.
-        least_bytes: Known minimum of this rank for a step without a plan.
+        make_plan: Returns this rank's plan for a budget in bytes.
+        budget_bytes: Device budget of the recipe; None: the goal is a maximum slowdown.
+        least_bytes: Device bytes that this rank needs at least for a step without a plan.
         program: Recorded step.
         machine: Machine to plan for.
 
     Raises:
-        BudgetImpossible: HP402. If steps without a plan need more than the budget on some rank, their minimum is
-            planned for, so that the budget in the hint has a plan.
+        BudgetImpossible: HP402 with a budget for which a plan exists on every rank.
     """
     least_bytes = max(gather_objects(least_bytes))
     planned_bytes = budget_bytes if budget_bytes is None else max(budget_bytes, least_bytes)
@@ -552,7 +554,7 @@ def plan_or_refuse(
 
 
 def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
-    """Raise on all ranks if the peak of any rank exceeds its budget; every rank must call.
+    """Raise on all ranks if the peak of any rank exceeds the budget; collective over all ranks.
 
     Raises:
         BudgetImpossible: HP402 with the bytes of the fullest rank.
@@ -563,7 +565,7 @@ def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
 
 
 def _too_small(budget_bytes: int, least_bytes: int, what: str) -> BudgetImpossible:
-    """Return the error for a device budget that is too small, with a sufficient budget."""
+    """Return the error for a device budget below `least_bytes`, with a sufficient budget in its hint."""
     error = BudgetImpossible(
         f"{what} does not fit {format_bytes(budget_bytes)}",
         where="offload.budget",

@@ -1,4 +1,4 @@
-"""Machine assumed by a memory plan and machine of the simulated device, from recipe and topology."""
+"""Machine models of a memory plan and of the simulated device, derived from recipe and topology."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ NOTICED: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class OffloadMachine:
-    """Machine and goal of memory planning.
+    """Machine to plan offload for, and goal of the plan.
 
     Attributes:
         choice: Section `offload` of the recipe.
-        budget_bytes: Device budget of a rank; None when the goal is a slowdown.
-        planned: Machine for planning.
-        actual: Machine of the virtual clock.
-        roofline: Roofline for the seconds of operators.
-        link: Latency and bytes/s between ranks, for collectives.
-        notes: Origin of the budget.
+        budget_bytes: Device budget of a rank; None when the goal is a maximum slowdown.
+        planned: Machine that the memory plan assumes.
+        actual: Machine that the simulated device's clock follows.
+        roofline: Peak FLOP/s and memory bandwidth, from which seconds of operators are predicted.
+        link: Latency and bytes/s between ranks, for seconds of collectives.
+        notes: Lines that explain the budget.
     """
 
     choice: Offload
@@ -51,7 +51,7 @@ class OffloadMachine:
 
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan, device: torch.device) -> OffloadMachine:
-        """Return machine and goal from recipe and topology, for a rank's device; `recipe.offload` must be on."""
+        """Derive machine and goal from recipe and topology for a rank's device; `recipe.offload` must be enabled."""
         ranks, choice = plan.strategy.world_size, recipe.offload
         node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
         dram = choice.dram
@@ -74,21 +74,21 @@ class OffloadMachine:
         return cls(choice, budget, planned, actual, roofline, link, notes)
 
     def annotate(self, program: MemoryProgram) -> MemoryProgram:
-        """Return the program with seconds: a roofline for device operators, the link for collectives."""
+        """Return the program with predicted seconds of device operators (roofline) and of collectives (link)."""
         return self.roofline.annotate(program, self.link)
 
 
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
-    """Return the budget that `budget: auto` resolves to on a device, and a line with the reason.
+    """Return the device budget of `budget: auto` in bytes, and a line that explains it.
 
     Args:
-        budget_bytes: Memory of a rank's device in the topology.
+        budget_bytes: Memory of a rank's device according to the topology.
         device: Device of the rank.
 
     Returns:
-        On an accelerator the memory not used outside of the plan (contexts, buffers of the collective library, other
-        processes), minus a margin for kernel workspaces and fragmentation of the allocator. The simulated device of a
-        CPU has no other users.
+        Budget and explanation. On an accelerator the budget is its free memory minus a margin for kernel workspaces and
+        fragmentation. Memory of contexts, collective libraries and other processes is not free. On a CPU it is
+        `budget_bytes`.
     """
     if device.type == "cpu":
         text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
@@ -106,13 +106,13 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
 def check_offload(
     recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
 ) -> None:
-    """Raise for models and layouts that offload does not support, before any rank starts.
+    """Raise if offload does not support the model or layout, before any rank starts.
 
     Args:
-        recipe: The recipe.
+        recipe: Recipe of the run.
         plan: Plan of the run.
         model: Model as returned by `build_model`.
-        where: Origin of a key of the recipe.
+        where: Returns the origin of a recipe key, for errors.
 
     Raises:
         CaptureUnsupported: HP511 for experts whose sizes depend on the data, and for dropout under tensor parallelism
@@ -153,7 +153,7 @@ def check_offload(
 
 
 def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachine:
-    """Return the machine with bandwidths replaced by measured ones where they differ by more than 2 %."""
+    """Return the machine with measured bandwidths wherever they differ from its own by more than 2 %."""
     changed = {}
     for kind in ("store", "prefetch", "copy_out", "copy_in"):
         channel: Channel | None = getattr(machine, kind)

@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizer:
-    """Class of an optimizer.
+    """Optimizer that a recipe can select by a short name.
 
     Attributes:
         path: Dotted path of the class.
-        has_moments: Whether it takes `betas` and `eps` as Adam does.
+        has_moments: Whether the constructor takes `betas` and `eps` as Adam's does.
     """
 
     path: str
@@ -42,7 +42,7 @@ class NamedOptimizer:
 
     @property
     def package(self) -> str:
-        """Package of the class."""
+        """Top-level package of the class, which must be installed."""
         return self.path.partition(".")[0]
 
 
@@ -87,12 +87,12 @@ NAMED_OPTIMIZERS: Final = {
 class Adafactor(torch.optim.Adafactor):
     """Adafactor of torch, applied to the local shards of parameters and states.
 
-    DTensor has no sharding rule for the in-place row and column norms. If no axis shards a parameter, the local tensor
-    of a replica is the full matrix, and every rank computes the same update.
+    DTensor has no sharding rule for Adafactor's in-place row and column norms. Parameters must therefore be replicated:
+    the local tensor is then the full matrix, and every rank computes the same update.
     """
 
     def _init_group(self, group: dict[str, Any], *tensors: Any) -> bool:
-        """Collect the tensors of a group with torch's method, and replace them by their local shards."""
+        """Collect the tensors of a group with torch's method, then replace DTensors by their local tensors."""
         has_complex: bool = super()._init_group(group, *tensors)  # type: ignore[misc]
         for collected in tensors:
             collected[:] = [None if tensor is None else local(tensor) for tensor in collected]
@@ -107,9 +107,9 @@ _REPLACEMENTS: Final[dict[type, type]] = {torch.optim.Adafactor: Adafactor}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups by role: with weight decay, and without it (norms, biases, state-space parameters, vectors).
+    """Return two parameter groups: with weight decay, and without it (norms, biases, vectors, state-space parameters).
 
-    Roles depend on module types and logical shapes, so the groups are the same on every layout.
+    The split depends on module types and logical shapes, so it is the same on every layout. Empty groups are omitted.
     """
     decayed, undecayed = [], []
     for name, role in trained_roles(model).items():
@@ -124,7 +124,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def trained_roles(model: nn.Module) -> dict[str, ParameterRole]:
-    """Return the roles of the trained parameters, by name."""
+    """Return the role (linear weight, norm, bias, ...) of each trained parameter by name."""
     roles = parameter_roles(model)
     return {name: roles[name] for name, p in model.named_parameters() if p.requires_grad}
 
@@ -132,7 +132,7 @@ def trained_roles(model: nn.Module) -> dict[str, ParameterRole]:
 def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
     """Return the recipe's optimizer; by default AdamW (Loshchilov and Hutter, arXiv:1711.05101).
 
-    Adam and AdamW are fused, so that the device decides whether a step is applied.
+    Adam and AdamW use fused kernels, in which the device decides whether a step is skipped.
     """
     name, groups = training.optimizer, parameter_groups(model, training.weight_decay)
     options: dict[str, Any] = {"lr": training.lr}
@@ -148,12 +148,12 @@ def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimiz
 
 
 def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
-    """Return the class of a name or of a dotted path.
+    """Return the optimizer class with a short name or a dotted path.
 
     Raises:
         BadValue: HP102 for an unknown name.
         MissingDependency: HP501 when its package is not installed.
-        NotImportable: HP109 for a path without an optimizer.
+        NotImportable: HP109 for a path that names no optimizer class.
     """
     known = {
         "adamw": torch.optim.AdamW,
@@ -197,14 +197,14 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
 def check_optimizer(
     recipe: Recipe, plan: Plan, where: Callable[[str], str], model: nn.Module
 ) -> None:
-    """Raise for an optimizer that does not exist, rejects its arguments, or does not support the layout.
+    """Raise if the recipe's optimizer does not exist, rejects its arguments, or does not support the layout.
 
-    For Muon, log which parameters it updates.
+    For Muon, also log which parameters it updates.
 
     Raises:
-        BadValue: HP102.
-        NotImportable: HP109.
-        Contradiction: HP104.
+        BadValue: HP102 for an unknown name or an invalid argument.
+        NotImportable: HP109 for a path that names no optimizer class.
+        Contradiction: HP104 for an optimizer that the layout does not support.
     """
     training, s = recipe.training, plan.strategy
     name, key = training.optimizer, where("training.optimizer")
@@ -257,7 +257,7 @@ def check_optimizer(
 
 
 def check_resumed_state(training: Training, saved_args: dict[str, Any], directory: Path) -> None:
-    """Raise for arguments with which the optimizer cannot continue from its saved state.
+    """Raise if the optimizer cannot continue from its saved state with changed arguments.
 
     Args:
         training: Section `training` of the resumed run.
@@ -265,7 +265,7 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
         directory: Directory of the checkpoints.
 
     Raises:
-        CheckpointMismatch: HP702.
+        CheckpointMismatch: HP702 with both sets of arguments.
     """
     saved_training = training.model_copy(update={"optimizer_args": saved_args})
     failure = resumed_failure(
@@ -283,7 +283,7 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
 
 
 def recipe_values(optimizer: torch.optim.Optimizer, training: Training) -> tuple[str, ...]:
-    """Return the keys of groups set by the recipe; other keys are state that the optimizer updates."""
+    """Return the keys of parameter groups that the recipe sets; other keys are state that the optimizer updates."""
     parameters = inspect.signature(type(optimizer).__init__).parameters
     return ("weight_decay", *parameters, *training.optimizer_args)
 
@@ -295,7 +295,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
 
 
 class _OnShards(TorchFunctionMode):
-    """Mode that passes local shards to the fused kernels, as DTensor's layout search for every list takes longer."""
+    """Mode that passes local tensors to fused Adam kernels, which avoids DTensor's slow dispatch of tensor lists."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -306,13 +306,13 @@ class _OnShards(TorchFunctionMode):
 
 
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
-    """Update the parameters unless `skip` is true, decided on the device without a host read.
+    """Run the optimizer step unless `skip` is True.
 
-    Fused optimizers of torch read the attribute `found_inf` (as set by `torch.amp.GradScaler`) in their kernels. For
-    other optimizers the host reads `skip` before the update.
+    Fused torch optimizers read `skip` on the device, as attribute `found_inf` (see `torch.amp.GradScaler`). For other
+    optimizers the host reads it before the step.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: Optimizer to step.
         skip: Scalar on the parameters' device; None: always update.
     """
     if skip is None:

@@ -30,26 +30,26 @@ def check_trial_step(
     sharded: bool,
     replicated: bool,
 ) -> None:
-    """Raise for an optimizer whose step fails on parameters of the run's layout.
+    """Raise if a step of the optimizer fails on a small layer with parameters sharded or replicated like the run's.
 
-    An optimizer that also fails on a plain layer passes on machines with an accelerator, as it may need the
+    On a machine with an accelerator, an optimizer that also fails on a plain layer passes, as it may need the
     accelerator.
 
     Args:
-        build: Returns the optimizer of a module.
+        build: Builds the optimizer for a module.
         name: Name of the optimizer in the recipe.
-        where: Origin of the name.
+        where: Origin of the name, for errors.
         sharded: Whether the layout shards parameters.
         replicated: Whether the layout replicates parameters.
 
     Raises:
-        Contradiction: HP104 with the first line of the error.
-        RankFailed: HP601 when the trial ended its process or hung.
+        Contradiction: HP104 with the first line of the optimizer's error.
+        RankFailed: HP601 when the trial crashed its process or hung.
     """
     degrees = (_RANKS,) if not replicated else (_RANKS, _RANKS if sharded else 1)
 
     def trial(_: int) -> tuple[str | None, str | None]:
-        """Return the failures on a plain layer and on a parallelized layer."""
+        """Return the error lines (None: success) of a step on a plain layer and on a parallelized layer."""
         plain = _failure(build, nn.Linear(_SIZE, _SIZE))
         if plain is not None or not (sharded or replicated):
             return plain, None
@@ -70,11 +70,11 @@ def resumed_failure(
     build_saved: Callable[[nn.Module], torch.optim.Optimizer],
     build_resumed: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> str | None:
-    """Return the reason why an optimizer cannot continue from the state of another one; None if it can.
+    """Return the error of an optimizer that continues from another one's state; None if it can continue.
 
     Args:
-        build_saved: Returns the optimizer whose state was saved.
-        build_resumed: Returns the optimizer that continues.
+        build_saved: Builds the optimizer whose state was saved.
+        build_resumed: Builds the optimizer that continues.
     """
 
     def trial(_: int) -> str | None:
@@ -90,7 +90,7 @@ def resumed_failure(
 
 
 def _in_child_process(trial: Callable[[int], _Result]) -> _Result:
-    """Run a trial in a child process, as torch optimizers may initialise an accelerator driver, which breaks forks."""
+    """Run a trial in a child process, as optimizers may initialise an accelerator driver, after which forks fail."""
     try:
         return launch(trial, 1, timeout_s=_TIMEOUT_S)[0]
     except ForkUnsafe:  # in a rank with a process group, which does not fork later
@@ -98,7 +98,7 @@ def _in_child_process(trial: Callable[[int], _Result]) -> _Result:
 
 
 def _failure(build: Callable[[nn.Module], torch.optim.Optimizer], layer: nn.Module) -> str | None:
-    """Return the first line of the error of a step on the layer; None if the step succeeds."""
+    """Return the first line of the error of one optimizer step on a layer; None if the step succeeds."""
     return _step_failure(build(layer), layer)
 
 
@@ -114,7 +114,7 @@ def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | N
 
 
 def _parallelized_layer(degrees: tuple[int, ...]) -> nn.Module:
-    """Return a layer on data-parallel ranks, sharded by the last mesh axis and replicated by the first of two."""
+    """Return a layer with FSDP over the last of `degrees` and, if there are two, replicated over the first."""
     layer = nn.Linear(_SIZE, _SIZE)
     mesh = DeviceMesh("cpu", torch.arange(math.prod(degrees)).view(degrees))
     placements = [*[Replicate()] * (len(degrees) - 1), Shard(0)]

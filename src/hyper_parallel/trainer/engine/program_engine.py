@@ -1,7 +1,7 @@
-"""Engine whose steps are step programs of another framework; torch holds the state for checkpoints and exports.
+"""Engine that runs captured step programs in another framework, with torch for checkpoints and exports.
 
-Batches, order of data, learning rates, records, checkpoints and exports are those of the torch engine. Weights and
-optimizer state live in the framework between steps; a save, an export or a resume copies them.
+Batches, data order, learning rates, records, checkpoints and exports come from the torch engine. Between steps, weights
+and optimizer state live in the other framework. A save, an export or a resume copies them from or to torch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 
 
 class FrameworkState:
-    """Weights and optimizer state of one rank in the framework.
+    """Weights and optimizer state of one rank as values of another framework.
 
     Args:
-        model: Model of torch, from which the values are read.
-        optimizer: Its optimizer.
-        runner: The framework.
-        shapes: Shapes of its values; shards of torch may have fewer rows.
+        model: Torch model from which the initial values are read.
+        optimizer: Torch optimizer of the model.
+        runner: Interface to the framework.
+        shapes: Shapes of the framework's values by name; torch shards with fewer rows are padded.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class FrameworkState:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Values of the parameters, by `param.NAME`."""
+        """Parameter values of the framework, by name `param.NAME`."""
         return {k: v for k, v in self.values.items() if k.startswith("param.")}
 
     def adopt(self, values: dict[str, Any]) -> None:
-        """Replace values after an update."""
+        """Replace values by those of an optimizer update, and count the step."""
         self.values |= values
         self.step += 1
         for state in self._optimizer.state.values():
@@ -86,7 +86,7 @@ class FrameworkState:
                 state["step"].fill_(self.step)
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of model or optimizer with its current value."""
+        """Copy the current value of a model or optimizer tensor from the framework into it, and return it."""
         name = self._names.get(id(local(tensor)))
         if name is not None:
             array = torch.from_numpy(self._runner.array(self.values[name]))
@@ -96,7 +96,7 @@ class FrameworkState:
 
 
 def _padded(array: NDArray[Any], shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """Return an array with rows of zeros added up to a shape."""
+    """Return an array padded with zeros up to a shape."""
     if shape is None or array.shape == shape:
         return array
     return np.pad(array, [(0, wanted - n) for wanted, n in zip(shape, array.shape, strict=True)])
@@ -104,13 +104,14 @@ def _padded(array: NDArray[Any], shape: tuple[int, ...] | None) -> NDArray[Any]:
 
 @dataclass
 class ProgramLoop(Loop):
-    """Steps and evaluations by programs.
+    """Training loop whose steps and evaluations run compiled step programs.
 
     Attributes:
-        runner: The framework.
-        reports: Whether this rank reports its losses: tensor-parallel ranks compute the same ones.
-        state: Weights and optimizer state.
-        passes: Passes over the microbatches of a step.
+        runner: Interface to the framework.
+        reports: Whether this rank's loss counts; False on all but one of the tensor-parallel ranks, which compute the
+            same loss.
+        state: Weights and optimizer state in the framework.
+        passes: Runner of forward and backward over the microbatches of a step.
         programs: Compiled programs by name: loss, gradients, update.
     """
 
@@ -124,7 +125,7 @@ class ProgramLoop(Loop):
     def connect(
         self, runner: ProgramRunner, programs: StepPrograms, compiled: dict[str, CompiledProgram]
     ) -> None:
-        """Take the weights and the optimizer state from torch."""
+        """Copy weights and optimizer state from torch into the framework, and set up the compiled programs."""
         self.runner, self.programs = runner, compiled
         plan, rank = handle(self.model).plan, handle(self.model).ranks.rank
         self.reports = plan.mesh.coordinate(rank)["tp_x"] == 0
@@ -143,7 +144,10 @@ class ProgramLoop(Loop):
         }
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the loss and the global gradient norm before clipping; prepare the update."""
+        """Run the step's programs; return this rank's share of the loss, and the global gradient norm before clipping.
+
+        The updated values are kept until `update` applies them.
+        """
         count = int(inputs.valid_tokens)
         batches = [self._batch(part, count) for part in inputs.microbatches]
         with self.recorder.span("forward and backward", "compute"):
@@ -151,29 +155,31 @@ class ProgramLoop(Loop):
         grads = {name.replace("sum.", "grad.", 1): value for name, value in sums.items()}
         with self.recorder.span("update", "optimizer"):
             scalars = update_scalars(self.optimizer, self.state.step + 1, float(inputs.lr))
-            given = {k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()}
-            self._pending = self.programs["update"](self.state.values | grads | given)
+            inputs_by_name = {
+                k: self.runner.value(torch.tensor(v).numpy()) for k, v in scalars.items()
+            }
+            self._pending = self.programs["update"](self.state.values | grads | inputs_by_name)
             norm = float(self.runner.array(self._pending.pop("grad_norm")))
         return torch.tensor(loss * self.reports, dtype=torch.float64), torch.tensor(
             norm, dtype=torch.float64
         )
 
     def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
-        """Adopt the prepared update unless `skip` is true."""
+        """Apply the updated values of the last `gradients` call unless `skip` is True."""
         if skip is None or not bool(skip):
             self.state.adopt(self._pending)
         self._pending = {}
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
-        """Return this rank's share of the mean loss."""
+        """Return this rank's share of the mean loss over held-out microbatches."""
         batches = [self._batch(part, count) for part in parts]
         return torch.tensor(self.passes.evaluate(self.state.parameters, batches) * self.reports)
 
     def count_routing(self) -> None:
-        """Return None: the programs do not count the tokens of experts."""
+        """Return None, as step programs do not count tokens per expert."""
 
     def _locate(self, inputs: StepInputs, step: int) -> None:
-        """Return None: values between the operators of a program cannot be read."""
+        """Return None, as intermediate values of a compiled program cannot be read."""
 
     def _batch(self, part: dict[str, Tensor], valid_tokens: int) -> dict[str, Any]:
         ids = part["input_ids"]
@@ -196,7 +202,7 @@ class ProgramEngine(TorchEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # The tensors of torch are not those that train: the gauge measures the process.
+        # Training does not use torch's tensors, so the gauge measures the process instead.
         self._gauge.state = self._gauge.kinds = None
 
     def __enter__(self) -> ProgramEngine:
@@ -227,7 +233,7 @@ class ProgramEngine(TorchEngine):
         self._runner.close(failed=any(error))
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
-        """Open the run's checkpoints, and compile the programs."""
+        """Open the run's checkpoints, compile the step programs, and copy the state into the framework."""
         super().begin(done, batches)
         programs = self._programs
         folder = Path(self._job.output_dir) / "programs"
@@ -243,17 +249,17 @@ class ProgramEngine(TorchEngine):
 
     @property
     def _programs(self) -> StepPrograms:
-        """Programs of this rank."""
+        """Captured step programs of this rank."""
         programs = self._job.programs
         assert programs is not None
         return programs[self.rank % len(programs)]
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about device and versions for the record of the run."""
+        """Return device and package versions for run.json."""
         return super().facts() | self._runner.facts()
 
     def _agree(self, text: str | None) -> str:
-        """Return the text of rank 0."""
+        """Return rank 0's text on every rank."""
         texts = [text]
         dist.broadcast_object_list(texts)
         return str(texts[0])

@@ -1,9 +1,9 @@
-"""Passes over the microbatches of a step by step programs: one after the other, or in the order of a pipeline schedule.
+"""Execution of step programs on the microbatches of a step, in sequence or in the order of a pipeline schedule.
 
-A pipeline rank has one stage. Its program `loss` computes the activations `sent` to the next stage, and the loss on the
-last one. Its program `gradients` repeats this forward, so only the input of a stage is kept for its backward: on stages
-other than the last one it reads the gradient of the activations as `batch.gradient`, and on stages other than the first
-one it returns that of `batch.received`. Messages pass through the memory of the host, by torch.
+A pipeline rank has one stage. Its program `loss` computes the activations `sent` to the next stage or, on the last
+stage, the loss. Its program `gradients` repeats this forward, so only the input of a stage is kept for backward. Stages
+before the last read the gradient of `sent` as `batch.gradient`. Stages after the first return the gradient of
+`batch.received`. Torch sends the messages through host memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Values = Mapping[str, Any]
 
 
 class SerialPasses:
-    """Microbatches one after the other.
+    """Execution of step programs on one microbatch after the other.
 
     Args:
-        runner: The framework.
+        runner: Interface to the framework.
         programs: Compiled programs `loss` and `gradients`.
     """
 
@@ -37,7 +37,7 @@ class SerialPasses:
     def train(
         self, parameters: Values, sums: Values, batches: Sequence[Values]
     ) -> tuple[float, Values]:
-        """Return the loss of all microbatches, and the sums of their gradients, from `sums` on."""
+        """Return the summed loss of all microbatches, and `sums` plus their gradients."""
         loss = 0.0
         for batch in batches:
             results = self._programs["gradients"]({**parameters, **sums, **batch})
@@ -46,20 +46,20 @@ class SerialPasses:
         return loss, sums
 
     def evaluate(self, parameters: Values, batches: Sequence[Values]) -> float:
-        """Return the loss of all microbatches."""
+        """Return the summed loss of all microbatches without gradients."""
         losses = (self._programs["loss"]({**parameters, **batch})["loss"] for batch in batches)
         return sum(float(self._runner.array(loss)) for loss in losses)
 
 
 class PipelinePasses(SerialPasses):
-    """Microbatches on the stage of one pipeline rank; the loss is that of the last stage, and 0 on others.
+    """Execution of one pipeline stage's step programs in the order of a schedule; only the last stage returns a loss.
 
     Args:
-        runner: The framework.
+        runner: Interface to the framework.
         programs: Compiled programs `loss` and `gradients` of the stage.
-        strategy: Strategy without other axes than pp, with one stage per rank.
-        rank: Rank of this process, its stage.
-        shape: Shape of a message.
+        strategy: Strategy with pp as its only axis, and one stage per rank.
+        rank: Rank of this process, which is also its stage index.
+        shape: Shape of the activations between stages.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PipelinePasses(SerialPasses):
     def train(
         self, parameters: Values, sums: Values, batches: Sequence[Values]
     ) -> tuple[float, Values]:
-        """Return the loss of all microbatches, and the sums of their gradients, from `sums` on."""
+        """Return the summed loss on the last stage (0.0 elsewhere), and `sums` plus the gradients of this stage."""
         schedule = one_by_one(step_schedule(self._strategy, len(batches)))
         inputs: dict[int, Values] = {}
         loss = 0.0
@@ -102,7 +102,7 @@ class PipelinePasses(SerialPasses):
         return loss, sums
 
     def evaluate(self, parameters: Values, batches: Sequence[Values]) -> float:
-        """Return the loss of all microbatches."""
+        """Return the summed loss on the last stage, without gradients; 0 elsewhere."""
         losses = []
 
         def forward(i: int, received: Any) -> Any:
@@ -116,7 +116,7 @@ class PipelinePasses(SerialPasses):
         return sum(losses)
 
     def _run(self, schedule: Schedule, compute: Mapping[str, Any]) -> None:
-        """Run this rank's actions; a message is waited for when it is used."""
+        """Run this rank's actions of a schedule; each receive is waited for when its message is used."""
         arriving: dict[tuple[str, int], tuple[Tensor, Any]] = {}
         results: dict[tuple[str, int], Any] = {}
         sending: list[tuple[Tensor, Any]] = []
@@ -140,7 +140,7 @@ class PipelinePasses(SerialPasses):
     def _take(
         self, arriving: dict[tuple[str, int], tuple[Tensor, Any]], key: tuple[str, int]
     ) -> Any:
-        """Return a received message as a value of the framework; None where none was sent."""
+        """Wait for a message and return it as a value of the framework; None if the stage receives none."""
         if key not in arriving:
             return None
         buffer, work = arriving.pop(key)

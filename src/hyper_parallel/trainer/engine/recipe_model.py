@@ -1,4 +1,4 @@
-"""Model of a recipe on the meta device, any Hugging Face model with unmodified code, and its trained parameters."""
+"""Model of a recipe on the meta device (any Hugging Face model, with unmodified code) and its trained parameters."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ _WEIGHT_HINTS = ("*.index.json", "*.gguf", "consolidated*.pth")
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """Return the recipe's language model, of text or of images and text, on the meta device, in training mode.
+    """Build the recipe's language model on the meta device, in training mode, with adapters and frozen parameters.
 
-    Dropout is disabled if the recipe says so.
+    The model may also read images or audio. Dropout is disabled if the recipe says so.
 
     Raises:
         ModelUnreadable: HP305 when transformers cannot build such a model of the config.
@@ -112,7 +112,7 @@ _NOT_MEASURED: Final = (
 
 
 def read_recipe_spec(loaded: LoadedRecipe) -> ModelSpec:
-    """Return the model of a recipe for planning; errors as for `read_spec`."""
+    """Return the `ModelSpec` of a recipe's model for planning; errors are those of `read_spec`."""
     recipe = loaded.recipe
     return read_spec(
         recipe.model.path,
@@ -124,7 +124,7 @@ def read_recipe_spec(loaded: LoadedRecipe) -> ModelSpec:
 
 
 def refuse_submodels(loaded: LoadedRecipe, problem: str, *words: str) -> None:
-    """Raise Contradiction (HP104) for a recipe with sub-models, in a command (`words`) on layouts of a whole model."""
+    """Raise Contradiction (HP104) if a recipe has sub-models; `words` name the command that does not support them."""
     if loaded.recipe.parallel.submodels is not None:
         raise Contradiction(
             problem,
@@ -142,18 +142,19 @@ def read_spec(
     tried: bool = False,
     scores: bool = False,
 ) -> ModelSpec:
-    """Return a model for planning, read from its files if its family is known, else from the transformers module.
+    """Return a model's `ModelSpec`, from its config if the family is known, else from the transformers module.
 
     Args:
-        path: See `load_model`.
+        path: Model directory, config file, preset or hub id; see `load_model`.
         where: Origin of the value, for errors.
         trusted: `model.trust_remote_code` of the recipe.
-        tried: Whether to test which axes the forward pass of a module supports, so that a search can exclude the rest.
-        scores: Read the model as a sequence classifier of one label.
+        tried: Whether to test which parallel axes the model's forward supports, so that a search can exclude the
+            others.
+        scores: Read the model as a sequence classifier with one label.
 
     Raises:
-        ModelUnreadable: HP305 when transformers cannot build a language model of the config either.
-        HyperParallelError: See `load_model`.
+        ModelUnreadable: HP305 when transformers cannot build a language model from the config.
+        HyperParallelError: Errors of `load_model`.
     """
     file = read_config(path, where=where)
     # Readers take only the language part of a multimodal model, but the full model is trained.
@@ -179,7 +180,7 @@ def read_spec(
 
 @dataclass(frozen=True, slots=True)
 class _CachedMeasurement:
-    """Cached measurement of the activations saved for backward; None: the forward cannot be measured."""
+    """Cache entry of the activations saved for backward; None: the model's forward cannot be measured."""
 
     activations: KeptActivations | None
 
@@ -192,7 +193,7 @@ def _measure(model: nn.Module, cached: Path) -> _CachedMeasurement:
 
 
 def _with_kept(spec: ModelSpec, measurement: _CachedMeasurement) -> ModelSpec:
-    """Return the spec with measured activations, and notes that agree with them."""
+    """Return the spec with measured activations; its notes on their formulas are updated accordingly."""
     formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
     notes = tuple(note for note in spec.notes if note != formulas)
     if measurement.activations is None:
@@ -201,17 +202,19 @@ def _with_kept(spec: ModelSpec, measurement: _CachedMeasurement) -> ModelSpec:
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
-    """Raise if the model differs from the reading of its config; unknown families are read like Llama.
+    """Raise if the built model's parameters differ from the plan's `ModelSpec`, or cannot be sharded by its layout.
+
+    The spec of an unknown family is read as if it were Llama.
 
     Args:
         model: Model as returned by `build_model`.
         plan: Plan of the run.
-        where: Origin of the recipe's model.
+        where: Origin of `model.path`, for errors.
 
     Raises:
-        ModelUnreadable: HP305 naming family and parameter.
+        ModelUnreadable: HP305 naming the family and the first differing parameter.
         NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for unsupported layouts.
-        DoesNotFit: HP401 for a model that is far too large for this machine with any options.
+        DoesNotFit: HP401 for a model that is far too large for this machine.
     """
     most = _FAR_TOO_LARGE * plan.memory_capacity_bytes
     if plan.topology == "local" and 0 < most < plan.memory_bytes:
@@ -237,10 +240,10 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
 
 
 def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
-    """Raise for sequences longer than a model's position table; warn for rotary positions beyond the trained range.
+    """Raise for sequences longer than the model's position embeddings; warn beyond the trained range of rotary ones.
 
     Raises:
-        BadValue: HP102.
+        BadValue: HP102 for sequences that are too long.
     """
     most = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(most, int) or seq_len <= most:
@@ -268,17 +271,17 @@ def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
 
 
 def routing_of(recipe: Recipe) -> Routing:
-    """Return the recipe's options for the routing of experts."""
+    """Return the recipe's `moe` options as a `Routing`."""
     choice = recipe.moe
     return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
 
 
 def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
-    """Return the strategy of each sub-model of a recipe, the language part first.
+    """Return the strategy of each sub-model by name, the language model first.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
-        plan: Plan of the run, with the strategy of the language part.
+        plan: Plan of the run, with the strategy of the language model.
     """
     assert recipe.parallel.submodels is not None
     towers = {
@@ -293,7 +296,7 @@ def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
 
 
 def joint_schedule(plan: Plan) -> Schedule | None:
-    """Return the schedule of tower and pipeline stages of a plan; None without one."""
+    """Return the joint schedule of encoder (tower) and pipeline stages of a plan; None if the plan has none."""
     if plan.submodels is None or not plan.submodels.schedule:
         return None
     return Schedule.from_csv(plan.submodels.schedule, name="plan")
@@ -302,11 +305,11 @@ def joint_schedule(plan: Plan) -> Schedule | None:
 def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     """Return the directory of the pretrained weights, or None for random weights.
 
-    A preset's name and a config file mean a model from scratch. A hub id, and a directory with weights or a tokenizer,
-    mean a published model, for which `init: auto` requires its weights.
+    With `init: auto`, a preset's name or a config file means random weights. A hub id, or a directory with weights or a
+    tokenizer, means a pretrained model, whose weights must exist.
 
     Args:
-        recipe: The recipe.
+        recipe: Recipe of the run.
         where: Origin of `model.path`, for errors.
 
     Raises:
@@ -340,7 +343,7 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
 
 
 def set_special_token_ids(model: nn.Module, tokenizer_dir: str | Path) -> None:
-    """Set the first and last token of a model from scratch to the tokenizer's, for generation."""
+    """Set `bos_token_id` and `eos_token_id` of a model's configs to those of the tokenizer."""
     tokenizer = load_tokenizer(tokenizer_dir)
     for config in (model.config, getattr(model, "generation_config", None)):
         if config is not None:
@@ -349,7 +352,7 @@ def set_special_token_ids(model: nn.Module, tokenizer_dir: str | Path) -> None:
 
 
 def set_pad_token_id(model: nn.Module, tokenizer_dir: str | Path) -> None:
-    """Set the padding token of a classifier, which reads its score at the last token that is not padding."""
+    """Set `pad_token_id` of a classifier, which reads its score at the last token that is not padding."""
     tokenizer = load_tokenizer(tokenizer_dir)
     pad = tokenizer.pad_token_id
     for config in (model.config, model.config.get_text_config()):
@@ -359,12 +362,13 @@ def set_pad_token_id(model: nn.Module, tokenizer_dir: str | Path) -> None:
 def model_files(
     model: nn.Module, tokenizer_dir: str | Path, weights: Path | None
 ) -> dict[str, str]:
-    """Return file names and texts that describe a model: its config and its published generation config.
+    """Return dict from file name to text of the files that describe a model: config and generation config.
 
-    If pretrained files have tensors that the model does not use, a list of them is included for exports.
+    If the pretrained files have tensors that the model does not use, a file that lists them for exports is included.
 
     Args:
-        model: Model as returned by `build_model`; one from scratch gets the tokenizer's first and last token.
+        model: Model as returned by `build_model`. The config of a randomly initialized model gets the tokenizer's
+            special tokens.
         tokenizer_dir: Directory of the run's tokenizer.
         weights: Directory of the pretrained weights.
     """
@@ -385,7 +389,7 @@ def model_files(
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile every decoder layer in place; names, classes and hooks do not change."""
+    """Compile every decoder layer with torch.compile in place; names, classes and hooks do not change."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in names:
@@ -406,7 +410,10 @@ def lora_config(recipe: Recipe) -> Any:
 
 
 def trained_of(model: nn.Module) -> tuple[float, str]:
-    """Return the trained share of the parameters without adapters, and a description of adapters and elements."""
+    """Return trained elements divided by the model's elements without adapters, and a description of both.
+
+    The description is empty if all parameters are trained and the model has no adapters.
+    """
     sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     base = sum(p.numel() for _, p in base_parameters(model))
     adapters, elements = sum(1 for _ in adapted_modules(model)), sum(sizes.values())
@@ -417,10 +424,10 @@ def trained_of(model: nn.Module) -> tuple[float, str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match globs.
+    """Freeze the parameters whose names match one of the glob patterns.
 
     Raises:
-        BadValue: HP102 for a pattern without a match, and when no parameter is left to train.
+        BadValue: HP102 for a pattern that matches no parameter, and when no parameter is left to train.
     """
     where = "training.freeze"
     names = [name for name, _ in model.named_parameters()]
@@ -447,7 +454,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Recipe) -> None:
-    """Raise for a model or a layout that does not support the media of the data.
+    """Raise if model or layout does not support the images or audio of the data.
 
     Args:
         model: Model of the recipe.
@@ -458,7 +465,7 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
     Raises:
         UnsupportedSharding: HP205 for cp, and for pp if the forward cannot run without the media.
         Contradiction: HP104 for offload and for step programs, whose steps all have the same shapes.
-        ModelUnreadable: HP305 when the model's forward does not read them.
+        ModelUnreadable: HP305 when the model's forward has no such inputs.
     """
     rows = media_rows(sequences)[:1]
     arrays = media_inputs(sequences, rows) if len(rows) else {}

@@ -1,4 +1,4 @@
-"""Checks and predicted times of the sub-models of a recipe before ranks start."""
+"""Checks and predicted times of a recipe's sub-models (`parallel.submodels`) before ranks start."""
 
 from __future__ import annotations
 
@@ -27,14 +27,17 @@ from hyper_parallel.trainer.engine.optimizer import check_optimizer
 from hyper_parallel.trainer.engine.recipe_model import submodel_layouts
 
 _SAMPLED: Final = 16
-"""Microbatches of the first step whose media are counted; few, as their arrays are made before the run starts."""
+"""Number of microbatches of the first step whose media are counted; few, as their arrays are computed before the
+run."""
 
 
 def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
-    """Raise for a model that has no such sub-models, and for an optimizer that does not support their layouts.
+    """Raise if the model lacks a sub-model of the recipe, or the optimizer does not support a sub-model's layout.
 
     Raises:
-        BadValue: HP102, UnsupportedSharding: HP205, Contradiction: HP104.
+        BadValue: HP102 for invalid values of `parallel.submodels`.
+        UnsupportedSharding: HP205 for a model that cannot be divided, or an unsupported layout.
+        Contradiction: HP104 for an unsupported optimizer.
     """
     layouts = submodel_layouts(loaded.recipe, plan)
     assert loaded.recipe.parallel.submodels is not None
@@ -48,17 +51,16 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
 def divided_step(
     recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: float
 ) -> DividedStep:
-    """Return the step of the parts of a model on the ranks of a recipe.
+    """Predict the step of a model whose encoder (tower) and language model run on the ranks that the recipe assigns.
 
-    The towers' seconds and memory are priced like those of the language part, with the card of the same machine; for a
-    config without the numbers of the tower, seconds follow from the rate of the language part. Features are sent in no
-    time.
+    Seconds and memory of the tower are predicted with the same machine card as the language model's. If the config does
+    not give the tower's sizes, its seconds follow from the language model's FLOP/s. Sending features costs no time.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
-        plan: Plan of the language part.
+        plan: Plan of the language model.
         model: The model on the meta device, not changed.
-        sequence_flops: FLOPs of the tower's forward per sequence, of `sampled_tower_flops`.
+        sequence_flops: FLOPs of the tower's forward per sequence; see `sampled_tower_flops`.
     """
     assert recipe.parallel.submodels is not None
     strategies, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
@@ -84,7 +86,7 @@ def divided_step(
 
 
 def _at_language_rate(plan: Plan, flops: float, frozen: bool) -> TowerPrice:
-    """Return the price of so many FLOPs at the rate that a plan predicts for the language part."""
+    """Return the seconds of `flops` tower FLOPs at the FLOP/s that the plan predicts for the language model."""
     forward_s = sum(stage.cost.forward_s for stage in plan.stages)
     sequences_flops = plan.model.flops_per_token / 3 * plan.workload.seq_len
     sequences_flops *= plan.workload.microbatch or 1
@@ -93,7 +95,7 @@ def _at_language_rate(plan: Plan, flops: float, frozen: bool) -> TowerPrice:
 
 
 def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanRequest:
-    """Return the request that prices parts of a model like the plan of its language part."""
+    """Return a planner request with the language model's workload and ranks, to price other parts of the model."""
     spec = read_model(model, recipe.model.path)
     ranks = plan.strategy.world_size
     request = resolve(spec, recipe.topology, plan.workload, ranks)
@@ -103,13 +105,13 @@ def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanReques
 def plan_submodels(
     recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: float | None
 ) -> Plan:
-    """Return the plan with the parts of the model, their predicted times and the schedule of a step.
+    """Return the plan with the sub-models, their predicted times and the schedule of a step.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
-        plan: Plan of the language part.
+        plan: Plan of the language model.
         model: The model on the meta device, not changed.
-        sequence_flops: As for `divided_step`; None: times are not predicted.
+        sequence_flops: FLOPs of the tower's forward per sequence; None: times are not predicted.
     """
     if sequence_flops is not None:
         step = divided_step(recipe, plan, model, sequence_flops)
@@ -129,7 +131,7 @@ def plan_submodels(
 def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float | None:
     """Return the mean FLOPs of the tower's forward per sequence, over at most `_SAMPLED` microbatches of step 0.
 
-    The result is None for an encoder that does not run on meta tensors.
+    Return None if the encoder does not run on meta tensors.
     """
     work, strategy = plan.workload, plan.strategy
     rows, count = work.microbatch or 1, work.accumulation_steps or 1

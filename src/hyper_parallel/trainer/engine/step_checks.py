@@ -1,8 +1,8 @@
-"""Checks of the values of a step on all ranks: ranks that compute the same, and the first value that is not finite.
+"""Checks of a step's values over all ranks: equal results of equal inputs, and the first non-finite value.
 
-All data-parallel ranks run one rank's microbatches and compare checksums. The checksum covers the bits of every decoder
-layer's output and output gradient, before any reduction over ranks. Weight gradients are not compared, as FSDP reduces
-them during backward.
+For the first check, all data-parallel ranks run the same microbatches and compare checksums. A checksum covers the bits
+of every decoder layer's output and output gradient, before any reduction over ranks. Weight gradients are not compared,
+as FSDP reduces them during backward.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_ranks(
     model: nn.Module, plan: Plan, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int
 ) -> None:
-    """Compare all data-parallel ranks; every rank calls this between steps, with the same microbatches and tokens.
+    """Check that all data-parallel ranks compute the same bits; every rank calls this with the same microbatches.
 
     Raises:
-        RanksDisagree: HP625 on all ranks. It names the ranks in the minority, or of two ranks the one that is not
-            deterministic.
+        RanksDisagree: HP625 on all ranks, naming the ranks in the minority. Without a majority it names ranks whose own
+            repeat differs, or else all of them.
     """
     first = _checksums(model, microbatches, tokens, step)
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -64,7 +64,7 @@ def check_ranks(
 def _checksums(
     model: nn.Module, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int
 ) -> list[int]:
-    """Return the checksum of every rank."""
+    """Run forward and backward; return the checksum of activations and their gradients of every rank."""
     total = torch.zeros((), dtype=torch.int64, device=handle(model).device)
 
     def add(value: object) -> None:
@@ -102,15 +102,15 @@ def _checksums(
 
 
 def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> str | None:
-    """Return the first tensor of a step with NaN or infinity; every rank calls this and gets the same result.
+    """Rerun a step to find its first tensor with NaN or infinity; collective, with the same result on all ranks.
 
     Args:
-        model: The model; its gradients are cleared.
-        rerun: Runs forward and backward of the step rerun, with the same random numbers.
+        model: Model of this rank; its gradients are cleared.
+        rerun: Runs forward and backward of the step again with the same random numbers.
         stage: Pipeline stage of this rank.
 
     Returns:
-        Kind and name of the tensor and its rank; None when every value of the second pass is finite.
+        Description of the tensor and its rank; None if all values of the rerun are finite.
     """
     hits: list[tuple[int, str]] = []
 

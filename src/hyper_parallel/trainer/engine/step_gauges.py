@@ -1,4 +1,4 @@
-"""Measurements of steps on this rank: spans in a window of steps, peak memory, and the trace of a profiler."""
+"""Measurements of training steps on this rank: timeline spans in a window of steps, peak memory, profiler traces."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ WINDOW: Final = range(2, 13)
 """Recorded steps, few enough for small files: the second, whose bytes are counted, and ten after the warm-up."""
 _MAX_RANKS: Final = 64
 _MAX_FLIGHTS: Final = 20_000
-"""Collectives of a rank that a timeline shows; all of them count in the figures of a step."""
+"""Maximum number of a rank's collectives in a timeline; the statistics of a step include all of them."""
 _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, direction, microbatch."""
 
 
 class SpanRecorder:
-    """Recorder of this rank's spans.
+    """Recorder of this rank's timeline spans in a window of training steps.
 
-    On an accelerator a mark is an event in the stream, read after the run, so recording does not synchronize.
+    On an accelerator, start and end of a span are stream events that are read after the run, without synchronization.
 
     Args:
-        rank: Rank of this process, the number of the lane.
+        rank: Rank of this process, which numbers its timeline lane.
         device: Device of this rank.
-        first_step: First step of this process; the window is relative to it.
-        pulse: Heartbeat that is told about every span; None: no heartbeat.
-        role: Name of the lane.
+        first_step: First step of this process; the recorded window is relative to it.
+        pulse: Heartbeat that every span updates; None: no heartbeat.
+        role: Prefix of the timeline lane's name.
 
     Attributes:
-        origin_s: Creation time in seconds of `time.time`, the start of the timeline.
-        over: Whether the window has passed.
+        origin_s: Creation time in seconds since the epoch, at which the timeline starts.
+        over: Whether the window of recorded steps has passed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SpanRecorder:
         self._origin, self.origin_s = self._now(), time.time()
 
     def begin_step(self, step: int | None) -> None:
-        """Set the step of the next spans; None outside the training steps."""
+        """Set the step of the following spans; None: outside training steps."""
         self._step = step
         self.over = self.over or (step is not None and step >= self._window.stop)
         if self._pulse is not None:
@@ -78,7 +78,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        """Record the enclosed work if the step is in the window; evaluations and checkpoints are always recorded."""
+        """Record the context as a span if its step is in the window, or if it is an evaluation or a checkpoint."""
         if self._pulse is not None:
             self._pulse.begin_phase(name)
         if self._step is not None and self._step not in self._window:
@@ -86,18 +86,18 @@ class SpanRecorder:
             return
         start = self._now()
         yield
-        what = (f"{self._lane}/{lane}", name, category, self._step)
+        label = (f"{self._lane}/{lane}", name, category, self._step)
         end = self._now()
-        self._spans.append((what, start, end))
+        self._spans.append((label, start, end))
         if self._events:
             self._samples.append(("memory", end, torch.accelerator.memory_allocated(self._device)))
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """Record when collectives of the enclosed step are in flight, and when this rank waits for them.
+        """Record when collectives issued inside the context are in flight.
 
-        Only steps in the window and ranks on a CPU: a host does not wait for the collectives of an accelerator.
-        Collectives of FSDP, which torch issues, are not recorded.
+        Recorded only on CPU ranks, in steps of the window, as the host does not wait for an accelerator's collectives.
+        FSDP's own collectives are not recorded.
         """
         self._flights = []
         if self._events or self._step not in self._window:
@@ -116,22 +116,23 @@ class SpanRecorder:
             self._spans.append((span, flight.start_s, flight.end_s))
 
     def overlap(self) -> dict[str, Any]:
-        """Return `ir.masking` of the last step; empty without recorded collectives.
+        """Return exposed seconds and masked share of the last step's communication; {} if none was recorded.
 
-        A collective alone takes its shortest time of the recorded steps so far.
+        See `ir.masking`. The duration of a collective without other work is its shortest one in the recorded steps so
+        far.
         """
         return masking(self._flights, self._alone_s) if self._flights else {}
 
     def memory(self, samples: Iterable[tuple[str, float, int]]) -> None:
-        """Add the gauge's samples of the step: name, host time and bytes."""
+        """Add the memory gauge's samples of a step in the window: tuples of name, host time in seconds and bytes."""
         if self._step in self._window:
             self._samples += [(w, self._now() if self._events else t, n) for w, t, n in samples]
 
     def gather(self, num_ranks: int) -> Timeline | None:
-        """Collect every rank's spans on rank 0 (the first 64 ranks' at most); None elsewhere.
+        """Gather the spans of at most the first 64 ranks; return the timeline on rank 0, None elsewhere.
 
-        Starts are relative to the first mark of each rank. Clocks of machines are aligned because every rank creates
-        its `SpanRecorder` right after a barrier.
+        Times are relative to the creation of each rank's `SpanRecorder`, right after a barrier, so clocks of different
+        machines need not agree.
         """
         own = self.own() if self._rank < _MAX_RANKS else Timeline("measured", ())
         gathered = [own] * num_ranks
@@ -140,7 +141,7 @@ class SpanRecorder:
         return joined(gathered) if self._rank == 0 else None
 
     def own(self, origin_s: float | None = None) -> Timeline:
-        """Return this rank's timeline, relative to its own start or to a moment of `time.time`."""
+        """Return this rank's timeline, relative to its own start or to `origin_s` in seconds since the epoch."""
         if self._events:
             torch.accelerator.synchronize(self._device)
         offset = 0.0 if origin_s is None else self.origin_s - origin_s
@@ -173,10 +174,10 @@ class SpanRecorder:
 
 
 class PhaseSpans:
-    """Substitute for `SpanRecorder` that reports the start of each part of a step to a listener.
+    """Substitute for `SpanRecorder` that calls a function at the start of each span.
 
     Args:
-        begin: Called with a span's name; for a pipeline action with its direction, `forward` or `backward`.
+        begin: Called with the name of the span, or with `forward` or `backward` for a pipeline action.
     """
 
     def __init__(self, begin: Callable[[str], None]) -> None:
@@ -184,7 +185,7 @@ class PhaseSpans:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        """Report the start of the enclosed work."""
+        """Report the start of a span."""
         if action := _ACTION.fullmatch(name):
             name = "forward" if action[1] == "F" else "backward"
         self._begin(name)
@@ -200,21 +201,24 @@ _SAMPLE_INTERVAL_S: Final = 1e-3
 
 
 class MemoryGauge:
-    """Peak memory of this rank during one step; create it before the model.
+    """Gauge of this rank's peak memory during a step; create it before the model.
 
-    Accelerators: the allocator's peak. CPU: the bytes of all tensors, as predicted by a plan, counted in the first two
-    steps of a run; later steps repeat the second. Without `state` no tensors are counted, and a CPU rank reports its
-    peak resident anonymous memory above that of the process before the model was built. The kernel keeps the peak of
-    the full resident set (`VmHWM`), which writing 5 to `/proc/self/clear_refs` resets (proc(5)); the file part is
-    subtracted. Freed memory cached by the C library is resident and counts.
+    On an accelerator it reads the allocator's peak. On a CPU it counts the bytes of all tensors in the first two steps,
+    as a plan predicts them. For later steps it reports the peak of the second step.
+
+    If `state` is None, no tensors are counted. A CPU rank then reports its peak resident anonymous memory minus that at
+    construction, from `VmHWM` in /proc/self/status; writing 5 to /proc/self/clear_refs resets it (proc(5)). This
+    includes freed memory that the C library caches.
 
     Args:
         device: Device of this rank.
 
     Attributes:
         state: Returns the tensors that outlive a step; None: tensors are not counted.
-        kinds: Returns the current bytes of parameters, optimizer states and gradients; empty: kinds are not separated.
-        samples: Name (`memory`, or `peak` and a kind), time and bytes of the last step if it was counted.
+        kinds: Returns the current bytes of parameters, optimizer states and gradients by kind; an empty dict: not
+            separated.
+        samples: Tuples (name, host time, bytes) of the last step if its tensors were counted; name is `memory`, or
+            `peak` and a kind.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -234,7 +238,7 @@ class MemoryGauge:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the enclosed step and drop the previous measurements."""
+        """Measure the step inside the context, and drop earlier measurements."""
         self.samples = []
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
@@ -255,7 +259,7 @@ class MemoryGauge:
         yield
 
     def _sample(self, live_bytes: int, peak_bytes: int) -> None:
-        """Record the live bytes after an operator of a counted step, and the bytes by kind after a peak."""
+        """Record the live bytes after an operator and, right after a new peak, the bytes by kind."""
         now, rising = time.perf_counter(), live_bytes == peak_bytes
         if self._rising and not rising:
             self._highest = self.kinds()
@@ -264,7 +268,7 @@ class MemoryGauge:
         self._rising = rising
 
     def peak_bytes(self) -> int:
-        """Return the peak of the running or the last step; 0 on a system without this information."""
+        """Return the peak bytes of the running or last step; 0 on a system that does not report them."""
         if self._device.type != "cpu":
             return torch.accelerator.max_memory_allocated(self._device)
         if self.state is not None:
@@ -275,26 +279,26 @@ class MemoryGauge:
 
 
 def _resident() -> dict[str, int]:
-    """Return the resident memory of this process in bytes by kind, as counted by the kernel; 0 if unavailable."""
+    """Return the sizes of /proc/self/status in bytes by their names, such as `VmHWM`; absent names are 0."""
     text = _STATUS.read_text() if _STATUS.exists() else ""
     sizes = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     return defaultdict(int, {kind: int(size) * 1024 for kind, size in sizes})
 
 
 def device_name(device: torch.device) -> str:
-    """Return type and name of a device; for a CPU the architecture."""
+    """Return type and model name of a device; for a CPU type and architecture."""
     module = torch.get_device_module(device)
     known = device.type != "cpu" and hasattr(module, "get_device_name")
     return f"{device.type} ({module.get_device_name(device) if known else platform.machine()})"
 
 
 def write_profile(profiler: Any, path: Path, unwritten: Unwritten) -> None:
-    """Write a trace of torch.profiler in Chrome's format.
+    """Write a torch.profiler trace in Chrome's trace format.
 
     Args:
         profiler: Finished `torch.profiler.profile`.
         path: Path of the file; its directory is created.
-        unwritten: Collects a write failure.
+        unwritten: Collects a write failure instead of raising it.
     """
     with unwritten.spare(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Optimizer step, loss scale and evaluation, with the same code on every layout.
+"""Training step, loss scale and evaluation, with the same code on every layout.
 
-The loss of a step is a sum over tokens divided once by the number of valid tokens of the whole step, over all
-data-parallel ranks and microbatches. Gradients are summed, never averaged, so the result does not depend on the layout,
-the number of microbatches or uneven microbatches.
+The loss of a step is the sum over all tokens of all data-parallel ranks and microbatches, divided once by their number
+of valid tokens. Gradients are summed, never averaged, so the result does not depend on the layout or on the number and
+sizes of microbatches.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ Routing = tuple[Tensor, Tensor | None] | None
 
 @dataclass
 class LossScale:
-    """Scale that halves when gradients overflow, and doubles after many steps without overflow; always a power of two.
+    """Dynamic loss scale: halved when gradients overflow, doubled after many steps without overflow; a power of two.
 
     Source: dynamic loss scaling, Micikevicius et al., arXiv:1710.03740; constants of torch.amp.GradScaler.
 
     Attributes:
         value: Scale of the next step.
-        good_steps: Steps since the last change.
+        good_steps: Number of finite steps since the last change.
     """
 
     value: float = 65536.0
     good_steps: int = 0
 
     def after(self, finite: bool) -> None:
-        """Update the scale after a step with finite or non-finite loss and gradients."""
+        """Update the scale after a step; `finite` tells whether its loss and gradients were finite."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
@@ -82,14 +82,14 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of one step: this rank's microbatches, the valid tokens over all ranks, the learning rate."""
+    """Inputs of one step: this rank's microbatches, number of valid tokens over all ranks, and learning rate."""
 
     microbatches: list[dict[str, Tensor]]
     valid_tokens: int | Tensor
     lr: float | Tensor = 0.0
 
     def as_tensors(self) -> StepInputs:
-        """Return copies with the two numbers as tensors: in a captured step every variable must be a tensor."""
+        """Return a copy whose numbers are tensors, as all inputs of a captured step must be."""
         return StepInputs(
             [{name: t.clone() for name, t in part.items()} for part in self.microbatches],
             torch.as_tensor(self.valid_tokens),
@@ -97,7 +97,7 @@ class StepInputs:
         )
 
     def named(self) -> dict[str, Any]:
-        """Return all inputs by name."""
+        """Return all inputs by name: `NAME.MICROBATCH` for tensors, `valid_tokens` and `lr`."""
         parts = enumerate(self.microbatches)
         named: dict[str, Any] = {f"{name}.{i}": t for i, part in parts for name, t in part.items()}
         return {**named, "valid_tokens": self.valid_tokens, "lr": self.lr}
@@ -105,12 +105,12 @@ class StepInputs:
 
 @dataclass
 class SkipPolicy:
-    """Rule for steps to skip; a skipped step changes neither parameters nor optimizer states.
+    """Rule for skipping steps; a skipped step changes neither parameters nor optimizer states.
 
     Attributes:
-        nonfinite: Skip steps whose loss or gradient is not finite, which end the run otherwise.
-        max_norm: Skip steps with a larger gradient norm; None: no limit.
-        num_consecutive: Consecutive skipped steps so far.
+        nonfinite: Skip steps whose loss or gradient is not finite; False: they end the run.
+        max_norm: Skip steps whose gradient norm exceeds this value; None: no limit.
+        num_consecutive: Number of consecutive steps skipped until now.
     """
 
     nonfinite: bool = False
@@ -119,19 +119,19 @@ class SkipPolicy:
 
     @property
     def on(self) -> bool:
-        """True if a step can be skipped."""
+        """True if the rule can skip any step."""
         return self.nonfinite or self.max_norm is not None
 
     def skips(self, shared: Tensor) -> Tensor:
-        """Return whether to skip a step, decided on the device from the result of `Loop.reduce_step_log`."""
+        """Return a bool scalar on the device: whether to skip a step, given the result of `Loop.reduce_step_log`."""
         skip = ~torch.isfinite(shared[-2:]).all()
         return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
     def after(self, output: StepResult, step: int, rejected: bool = False) -> bool:
-        """Count a step and return whether it was skipped, also if its stage rejected it.
+        """Count a step; return whether it was skipped by this rule or `rejected` by its learning stage.
 
         Raises:
-            LossNotFinite: HP604 after too many consecutive skipped steps; overflows of a loss scale do not count.
+            LossNotFinite: HP604 after too many consecutive skipped steps. Overflows of a loss scale do not count.
         """
         spike = self.max_norm is not None and output.grad_norm > self.max_norm
         skipped = spike or rejected or not output.finite
@@ -150,20 +150,20 @@ class SkipPolicy:
 
 @dataclass
 class Loop:
-    """Steps and evaluations of one model on this rank.
+    """Training steps and evaluations of one model on this rank.
 
     Attributes:
         model: Model passed through `parallelize`, with weights.
         optimizer: Optimizer of the model.
-        plan: Applied plan.
-        world: The ranks.
-        recorder: Recorder of spans.
+        plan: Plan by which the model is parallelized.
+        world: Ranks of the process group, and this rank's device.
+        recorder: Recorder of timeline spans.
         gauge: Gauge of peak memory.
         max_grad_norm: Maximum norm for gradient clipping; None: the norm is only measured.
-        scale: Loss scale; None: 1, and gradients that are not finite end the run.
-        wishes: Returns whether this rank requests a stop, and a save, after the current step.
-        seed: Seeds the random numbers of a step.
-        policy: Rule for steps to skip.
+        scale: Dynamic loss scale; None: fixed at 1, and non-finite gradients end the run.
+        wishes: Returns (stop, save): whether this rank requests them after the current step.
+        seed: Function that seeds the random generators for a step.
+        policy: Rule for skipping steps.
         stage: Learning stage; None: cross entropy on the data.
     """
 
@@ -182,7 +182,7 @@ class Loop:
     _grids: dict[int, Grid] = field(default_factory=dict)
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
-        """Run one optimizer step, counted from 1.
+        """Run optimizer step number `step`, counted from 1.
 
         Raises:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite, or too many consecutive steps
@@ -230,7 +230,7 @@ class Loop:
         return replace(result, skipped=int(skipped))
 
     def _locate(self, inputs: StepInputs, step: int) -> str | None:
-        """Return the name of the first value of a step that is not finite."""
+        """Rerun a step; return a description of its first non-finite value, or None."""
         if handle(self.model).submodels is not None:
             return None
         self.seed(step)
@@ -238,10 +238,10 @@ class Loop:
         return first_not_finite(self.model, lambda: self.gradients(inputs), stage)
 
     def planned_step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Routing]:
-        """Run the whole step without reading a value on the host, so that it can be captured for a memory plan.
+        """Run a whole step without reading tensor values on the host, so that it can be recorded for a memory plan.
 
         Returns:
-            This rank's share of the loss, the gradient norm, and the routing of the experts.
+            This rank's share of the loss, the gradient norm, and the token counts of the experts.
         """
         loss_sum, grad_norm = self.gradients(inputs)
         self.update(inputs.lr)
@@ -249,7 +249,7 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Return the mean loss over the first step of `batches` and the number of counted tokens."""
+        """Return the mean loss over the first step of `batches`, and the number of tokens it averages over."""
         self.recorder.begin_step(None)
         self.model.eval()
         with self.recorder.span("evaluation", "evaluation"):
@@ -273,18 +273,18 @@ class Loop:
         )
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
-        """Return this rank's share of the cross entropy of microbatches, divided by `count`."""
+        """Return the summed cross entropy of this rank's microbatches divided by `count`."""
         return forward_loss(self.model, parts, count)
 
     def inputs(
         self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None
     ) -> StepInputs:
-        """Return the inputs of this rank, or of data-parallel rank `share`, in a step counted from 1."""
+        """Return the inputs of step number `step`, counted from 1, for this rank or for data-parallel rank `share`."""
         with self.recorder.span("data", "data"):
             return self._fetch(batches, step - 1, lr, share)
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the loss and the global gradient norm before clipping, without a host read."""
+        """Run forward and backward; return this rank's share of the loss and the global gradient norm, unclipped."""
         span = self.recorder.span
         scale = 1.0 if self.scale is None else self.scale.value
         if self.stage is None:
@@ -310,7 +310,7 @@ class Loop:
     def reduce_step_log(
         self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0
     ) -> Tensor:
-        """Return every rank's memory peak, the requests and the loss summed by one all-reduce, and the gradient norm.
+        """Combine memory peaks, stop and save requests and the loss of all ranks in one all-reduce.
 
         Args:
             loss_sum: This rank's share of the loss.
@@ -318,7 +318,8 @@ class Loop:
             grad_norm: Gradient norm, already equal on every rank.
 
         Returns:
-            [ranks + 4] on the device: peaks, ranks that request a stop, ranks that request a save, loss, norm.
+            [ranks + 4] tensor on the device: peak of each rank, number of stop requests, of save requests, loss,
+            gradient norm.
         """
         size = self.world.world_size
         values = torch.zeros(size + 4, dtype=torch.float64, device=self.world.device)
@@ -334,11 +335,11 @@ class Loop:
         return values
 
     def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
-        """Run the optimizer step and clear the gradients.
+        """Run the optimizer step, then clear the gradients.
 
         Args:
             lr: Learning rate.
-            skip: Scalar on the device; if true, parameters and optimizer state do not change. None: never skip.
+            skip: Bool scalar on the device; if True, parameters and optimizer state do not change. None: never skip.
         """
         with self.recorder.span("optimizer", "optimizer"):
             set_lr(self.optimizer, lr)
@@ -352,11 +353,11 @@ class Loop:
         outcome: str,
         locate: Callable[[], str | None] = lambda: None,
     ) -> StepResult:
-        """Read the result of `reduce_step_log` on the host; the caller adds tokens, seconds and further measurements.
+        """Read the result of `reduce_step_log` on the host; the caller adds tokens, seconds and other measurements.
 
         Raises:
-            LossNotFinite: HP604, with the outcome of the step and the result of `locate`. Not raised while a loss scale
-                can be lowered, or if the step is skipped.
+            LossNotFinite: HP604 for a non-finite loss or norm, with `outcome` and the result of `locate` in its
+                message. Not raised while the loss scale can be lowered, or if the policy skips such steps.
         """
         with self.recorder.span("loss", "communication"):
             *peaks, stop, save, loss, norm = shared.tolist()
@@ -373,19 +374,19 @@ class Loop:
         return output
 
     def count_routing(self) -> Routing:
-        """Return the token counts of the experts in the step."""
+        """Return the token counts of the experts in the step; None for a model without experts."""
         if not handle(self.model).routes:
             return None
         with self.recorder.span("routing", "communication"):
             return count_routing(self.model)
 
     def _rows(self, batches: Any, index: int) -> NDArray[np.int64]:
-        """Return the indices of this rank's rows of a step, counted from 0, in the data; -1 is a padding row."""
+        """Return the data indices of this rank's rows in step `index`, counted from 0; -1 is a padding row."""
         rows: NDArray[np.int64] = batches.step_batch(index)
         return rows.reshape(self.plan.strategy.dp, -1)[self._data_rank]
 
     def _grid(self, batches: Batches | StreamBatches) -> Grid | None:
-        """Return the places over which the sequences of a step are balanced; None: the order of the data."""
+        """Return the grid of ranks and microbatches that balances sequences; None if they keep the data order."""
         if not isinstance(batches, Batches) or batches.order.costs is None:
             return None
         if (size := batches.sequences_per_step) not in self._grids:
@@ -397,7 +398,7 @@ class Loop:
         return self._grids[size]
 
     def _balance(self, batches: Batches | StreamBatches, step: int) -> dict[str, Any] | None:
-        """Return the record of the balance of a step, counted from 1; None in the order of the data."""
+        """Return the balance of step `step`, counted from 1, for its record; None if sequences keep the data order."""
         grid = self._grid(batches)
         if grid is None or not isinstance(batches, Batches):
             return None
@@ -405,12 +406,12 @@ class Loop:
 
     @property
     def _data_rank(self) -> int:
-        """Index of this data-parallel rank."""
+        """Data-parallel rank of this process."""
         coordinate = self.plan.mesh.coordinate(self.world.rank)
         return coordinate["dp_replicate"] * self.plan.strategy.dp_shard + coordinate["dp_shard"]
 
     def _on_device(self, array: NDArray[Any]) -> Tensor:
-        """Return an array on the device; numbers such as pixel values in the dtype of the parameters."""
+        """Copy an array to the device; floating-point arrays such as pixel values get the parameters' dtype."""
         tensor = torch.from_numpy(array)
         dtype = next(self.model.parameters()).dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(self.world.device, dtype, non_blocking=True)
@@ -447,6 +448,6 @@ class Loop:
 
 
 def statistics(routing: Routing) -> dict[str, Any] | None:
-    """Return the routing of a step in the form of its record."""
+    """Return the expert routing statistics of a step as a dict for its record; None without counts."""
     counted = None if routing is None else routing_statistics(*routing)
     return None if counted is None else asdict(counted)

@@ -1,4 +1,4 @@
-"""Programs of a training step, for back ends that do not run torch: loss, gradients and optimizer update."""
+"""Capture of a training step as programs (loss, gradients, optimizer update) for back ends other than torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ VALID_TOKENS: Final = "valid_tokens"
 """Name of the batch's value by which the loss is divided."""
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "edp")
-"""Mesh axes that collectives name as their group; those of a parallelized model name ranks of the block."""
+"""Mesh axes by which a program's collectives name their group; collectives of a parallelized model name ranks of the
+block."""
 
 _FSDP: Final = ("dp_shard", "edp")
 """Axes that shard parameters between steps."""
@@ -55,14 +56,14 @@ _STATES: Final[dict[type, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class StepPrograms:
-    """Programs of a run.
+    """Captured programs of a training step.
 
     Attributes:
-        loss: Loss of one microbatch of the held-out data; of a pipeline stage other than the last one, the activations
-            `sent` to the next.
-        gradients: Loss and gradients of one microbatch, see `capture_gradients`.
-        update: Clipping and optimizer step; inputs `param.NAME`, `grad.NAME`, `STATE.NAME`, `lr` and the scalars of
-            `update_scalars`; outputs `grad_norm`, `param.NAME` and `STATE.NAME`.
+        loss: Program for the loss of one held-out microbatch; on pipeline stages before the last, for the activations
+            `sent` to the next stage.
+        gradients: Program for loss and gradients of one microbatch; see `capture_gradients`.
+        update: Program for clipping and optimizer step. Inputs: `param.NAME`, `grad.NAME`, `STATE.NAME`, and the
+            scalars of `update_scalars`. Outputs: `grad_norm`, `param.NAME` and `STATE.NAME`.
     """
 
     loss: StepProgram
@@ -70,7 +71,7 @@ class StepPrograms:
     update: StepProgram
 
     def save(self, folder: Path) -> None:
-        """Write each program into a folder of its own."""
+        """Write each program into its own subfolder of `folder`."""
         for name in ("loss", "gradients", "update"):
             getattr(self, name).save(folder / name)
 
@@ -78,22 +79,21 @@ class StepPrograms:
 def capture_programs(
     recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
 ) -> tuple[StepPrograms, ...]:
-    """Capture the programs of a recipe, after checks of features that they cannot express.
+    """Capture the step programs of a recipe; refuse features that they cannot express.
 
     Args:
-        recipe: The recipe.
-        plan: Its plan.
+        recipe: Recipe of the run.
+        plan: Plan of the recipe.
         router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
-        where: Origin of a recipe key, for errors.
+        where: Returns the origin of a recipe key, for errors.
 
     Returns:
-        Programs of each rank of the block, see `program_block`.
+        Programs of each rank in the block of ranks whose programs differ; see `program_block`.
 
     Raises:
-        MissingDependency: HP501 when the back end is not installed, or a package that fusion needs.
-        Contradiction: HP104 for a feature of the recipe that programs do not have, or for operators that the back end
-            does not have.
-        UnsupportedSharding: HP205 for a layout with other axes.
+        MissingDependency: HP501 when the back end, or a package that operator fusion needs, is not installed.
+        Contradiction: HP104 for a recipe feature that programs cannot express, or operators that the back end lacks.
+        UnsupportedSharding: HP205 for a layout with an unsupported parallel axis.
     """
     if find_spec(recipe.backend) is None:
         raise MissingDependency(
@@ -141,7 +141,7 @@ def _capture(
     layouts: Mapping[str, Layout],
     where: Callable[[str], str],
 ) -> StepPrograms:
-    """Return the programs of a rank, whose parameters the model has; `layouts` are those of the plan."""
+    """Capture the programs of one rank, whose shards `model` has; `layouts` are the plan's layouts by parameter."""
     if has_dropout(model):
         own = has_dropout(model, adapters=False)
         key = "training.disable_dropout" if own else "lora.lora_dropout"
@@ -174,7 +174,7 @@ def _capture(
 
 
 def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
-    """Return the paths of the layers of this rank that a strategy recomputes."""
+    """Return the module paths of this rank's layers that the strategy recomputes."""
     parallel = attached(model)
     pipeline = None if parallel is None else parallel.pipeline
     stages = [[*view_of(model).layers]] if pipeline is None else [*pipeline.stages.layers.values()]
@@ -185,9 +185,9 @@ def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
 
 
 def program_block(strategy: Strategy) -> Strategy:
-    """Return the strategy of the ranks whose programs differ: those of one pipeline, or tensor or expert group.
+    """Return the strategy of one block of ranks whose programs differ: one pipeline, tensor or expert group.
 
-    Layers are recomputed by the programs, not by the traced model.
+    All other blocks run the same programs. Recompute is dropped, because the programs apply it, not the traced model.
     """
     return replace(
         strategy,
@@ -199,7 +199,7 @@ def program_block(strategy: Strategy) -> Strategy:
 
 
 def _block_plan(plan: Plan, block: Strategy) -> Plan:
-    """Return the plan of the ranks of a block, which hold their parameters without data-parallel shards."""
+    """Return the plan of a block, in which parameters have no data-parallel shards."""
     absent = [a for a in _FSDP if getattr(block, a, 1) == 1]
     layouts = {
         name: replace(
@@ -213,14 +213,14 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 def _traced_world(
     recipe: Recipe, block: Strategy, position: int
 ) -> AbstractContextManager[World | None]:
-    """Return the world in which a rank of a block is traced; None for a model that is not parallelized."""
+    """Return a context that yields the fake world of a block's rank, or None if the rank runs no collectives."""
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)
 
 
 def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
-    """Return the data-parallel shards of the parameters of a strategy."""
+    """Return how data-parallel ranks shard each parameter under a strategy."""
     shards = {}
     for name, layout in layouts.items():
         dims = [(d, a) for d, axes in enumerate(layout.axes) for a in axes if a in _FSDP]
@@ -230,7 +230,7 @@ def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
 
 
 def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> dict[str, float]:
-    """Return the scalar inputs of the update in a step counted from 1."""
+    """Return the scalar inputs of the update program, by name, for step number `step`, counted from 1."""
     if not isinstance(optimizer, torch.optim.AdamW):
         return {"lr": lr}
     first, second = optimizer.param_groups[0]["betas"]
@@ -238,14 +238,14 @@ def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> di
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the optimizer's tensors per parameter."""
+    """Return the keys of the state tensors that the optimizer has for each parameter."""
     if isinstance(optimizer, torch.optim.SGD) and not optimizer.param_groups[0]["momentum"]:
         return ()
     return _STATES[type(optimizer)]
 
 
 def _loss(model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor) -> Tensor:
-    """Return the cross entropy over the tokens of one microbatch, divided by the tokens of the step."""
+    """Return the summed cross entropy of one microbatch divided by `valid_tokens`, the tokens of the step."""
     logits = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     return F.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / valid_tokens
 
@@ -253,14 +253,14 @@ def _loss(model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs
 def _loss_of_model(
     model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor
 ) -> Tensor:
-    """Return the same loss, computed from logits that tensor-parallel ranks share."""
+    """Return the loss as computed by the model itself, whose logits tensor-parallel ranks may share."""
     labels = {"labels": shift_labels, "shift_labels": shift_labels}
     output = model(**inputs, **labels, num_items_in_batch=valid_tokens, use_cache=False)
     return output.loss
 
 
 def _use_static_forms(model: nn.Module) -> None:
-    """Select the forms of attention and experts that have static shapes."""
+    """Select implementations of attention and experts with static shapes."""
     for name, form in (
         ("set_attn_implementation", "eager"),
         ("set_experts_implementation", "batched_mm"),
@@ -272,7 +272,7 @@ def _use_static_forms(model: nn.Module) -> None:
 def _check_recipe(
     recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
 ) -> None:
-    """Refuse by name the features that the programs of a step cannot express."""
+    """Raise Contradiction (HP104) for the first recipe feature that step programs cannot express."""
     training = recipe.training
     refused = {
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
@@ -307,7 +307,7 @@ def _check_recipe(
 
 
 def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
-    """Refuse axes without programs; the hint keeps the number of ranks."""
+    """Raise UnsupportedSharding (HP205) for axes that programs do not support; the hint keeps the world size."""
     if strategy.pp == strategy.world_size and strategy.stages > strategy.pp:
         raise UnsupportedSharding(
             f"the back end {backend} runs one pipeline stage per rank",
@@ -333,7 +333,7 @@ def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
 
 
 def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
-    """Refuse parameters that some stages share and others do not have."""
+    """Raise UnsupportedSharding (HP205) if pipeline stages share parameters and there are more than two stages."""
     if stages.shared and strategy.pp > 2:
         raise UnsupportedSharding(
             "pipeline stages share parameters, such as tied embeddings, which is supported for two stages only",
@@ -354,13 +354,13 @@ def _refused(text: str, where: str, hint: str) -> Contradiction:
 
 @dataclass(frozen=True, slots=True)
 class _Clip:
-    """Norm and clipping of the gradients of a rank.
+    """Gradient norm and clipping of one rank, as a function to capture.
 
     Attributes:
-        strategy: The strategy.
+        strategy: Strategy of the block of ranks.
         tp_group: Name of the rank's tensor-parallel group.
         max_norm: Maximum norm; None: no clipping.
-        copies: Parameter name to the number of ranks of a replica with the same elements.
+        copies: Number of ranks in a replica that have the same elements, by parameter name.
         shared: Names of parameters that all pipeline ranks have.
     """
 
@@ -378,7 +378,7 @@ class _Clip:
         layouts: Mapping[str, Layout],
         max_norm: float | None,
     ) -> _Clip:
-        """Return the clipping of a model, which may be parallelized; `layouts` are those of the plan."""
+        """Return the clipping of a model, plain or parallelized; `layouts` are the plan's layouts by parameter."""
         parallel, tp = attached(model), strategy.tp
         first = 0 if parallel is None else parallel.ranks.rank // tp * tp
         pipeline = None if parallel is None else parallel.pipeline
@@ -392,7 +392,7 @@ class _Clip:
         return cls(strategy, group_name(range(first, first + tp)), max_norm, copies, shared)
 
     def __call__(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the norm of the gradients, summed over replicas, and the clipped gradients."""
+        """Sum gradients over replicas; return their global norm and the clipped gradients."""
         grads = dict(grads)
         grads |= {name: sum_over(grads[name], "pp") for name in self.shared if name in grads}
         if self.strategy.dp_replicate > 1:
@@ -446,7 +446,7 @@ def _update_program(
 def _adamw(
     own: Mapping[str, Tensor], grad: Tensor, values: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return parameter and moments after a step of torch.optim.AdamW."""
+    """Return the new parameter and moments, by name, after a step equal to torch.optim.AdamW's."""
     first, second = group["betas"]
     param = own["param"] * (1 - values["lr"] * group["weight_decay"])
     mean = own["exp_avg"] + (grad - own["exp_avg"]) * (1 - first)
@@ -458,7 +458,7 @@ def _adamw(
 def _sgd(
     own: Mapping[str, Tensor], grad: Tensor, values: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return parameter and momentum after a step of torch.optim.SGD without dampening."""
+    """Return the new parameter and momentum, by name, after a step equal to torch.optim.SGD's without dampening."""
     grad = grad + group["weight_decay"] * own["param"]
     if "momentum_buffer" not in own:
         return {"param": own["param"] - values["lr"] * grad}

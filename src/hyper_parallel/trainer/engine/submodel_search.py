@@ -1,7 +1,7 @@
-"""Search of the ranks and degrees of the parts of a multimodal model, for `parallel.submodels: auto`.
+"""Search for ranks and degrees of the encoder and language model of a multimodal model (`parallel.submodels: auto`).
 
-Every layout of `layouts` is planned, and has a lower bound. Layouts that cannot run are left out; most are refused by
-the planner or by the checks of sub-models. The others are scheduled in the order of their bounds.
+Every candidate layout is planned and gets a lower bound of its step time. Candidates that the planner or the checks of
+sub-models refuse are dropped. The others are scheduled in the order of their bounds.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def choose_submodels(
     plan_of: Callable[[LoadedRecipe], Plan],
     batches_of: Callable[[LoadedRecipe, Plan], Batches],
 ) -> tuple[LoadedRecipe, str, Certificate]:
-    """Return the recipe with the layout of the shortest predicted step per token, a note about it, and the proof.
+    """Choose the layout with the shortest predicted step per token; return its recipe, a note and the certificate.
 
-    The work of the tower is that of the images or recordings at the start of the first step. Layouts are scheduled in
-    the order of their lower bounds; those that exceed the memory of a device are left out.
+    The encoder's work is estimated from images or recordings at the start of the first step. Layouts that exceed device
+    memory are dropped.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
         model: The model on the meta device, not changed.
-        ranks: Ranks to use, all of them.
-        plan_of: Returns the plan of the language part of a recipe with a layout.
-        batches_of: Returns the training batches of such a recipe and its plan.
+        ranks: Number of ranks, all of which are used.
+        plan_of: Returns the plan of the language model of a recipe with explicit sub-models.
+        batches_of: Returns the training batches of such a recipe, given its plan.
 
     Raises:
-        UnsupportedSharding: HP205 for a model without a tower, or whose tower has no predicted time.
+        UnsupportedSharding: HP205 for a model without an encoder, or whose encoder's time cannot be predicted.
         DoesNotFit: HP401 if no layout fits in memory.
-        HyperParallelError: The refusal of the first layout, if none can run.
+        HyperParallelError: Error of the first layout, if no layout can run.
     """
     candidates: list[LoadedRecipe] = []
     steps: list[DividedStep] = []
@@ -93,7 +93,7 @@ def choose_submodels(
 
 
 def _no_time(loaded: LoadedRecipe, parts: _Parts) -> UnsupportedSharding:
-    """Return the error for a tower without a predicted time, with a layout to paste."""
+    """Return the error for an encoder whose time cannot be predicted, with a layout to paste as its hint."""
     hint = json.dumps(parts).replace('"', "")
     return UnsupportedSharding(
         "the time of the encoder cannot be predicted",
@@ -104,7 +104,7 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts) -> UnsupportedSharding:
 
 
 def _no_memory(loaded: LoadedRecipe, least_bytes: int, capacity_bytes: int) -> DoesNotFit:
-    """Return the error for a model none of whose layouts fits in memory."""
+    """Return the error for a model of which no layout fits in device memory."""
     return DoesNotFit(
         "no layout of the parts of the model fits in the memory of a device",
         where=loaded.where("parallel.submodels"),
@@ -115,7 +115,7 @@ def _no_memory(loaded: LoadedRecipe, least_bytes: int, capacity_bytes: int) -> D
 
 
 def _note(recipe: Recipe, proof: Certificate) -> str:
-    """Return the result of the search: the chosen layout, the number of layouts, the step and its bound."""
+    """Return a note on the search: chosen layout, number of layouts, predicted step time and its lower bound."""
     return (
         f"sub-models: {_text(recipe)} is the fastest of {proof.priced} layouts: {format_seconds(proof.value)}, "
         f"and none takes less than {format_seconds(proof.bound)} (gap {proof.gap:.1%})"
@@ -123,7 +123,7 @@ def _note(recipe: Recipe, proof: Certificate) -> str:
 
 
 def _text(recipe: Recipe) -> str:
-    """Return the layout of a recipe: `language pp=2 on ranks 0-1, vision dp_replicate=1 on rank 2`."""
+    """Return the layout of sub-models in words: `language pp=2 on ranks 0-1, vision dp_replicate=1 on rank 2`."""
     assert recipe.parallel.submodels is not None
     parts = {LANGUAGE: recipe.parallel.submodels.language, **recipe.parallel.submodels.towers}
     texts = []

@@ -70,13 +70,13 @@ if TYPE_CHECKING:
 
 
 class TorchEngine:
-    """Model, optimizer and checkpoints of one rank in torch, as an `Engine`.
+    """`Engine` in torch: model, optimizer and checkpoints of one rank.
 
     Args:
-        job: The run.
-        world: The ranks.
+        job: Prepared run.
+        world: Ranks of the process group, and this rank's device.
         display: Terminal output.
-        flash: Folder for files of all ranks; None: no flash tier.
+        flash: Folder for offload files of all ranks; None: no flash tier.
         snapshots: Folder for snapshots; None: no snapshots.
     """
 
@@ -119,7 +119,7 @@ class TorchEngine:
         # Offload counts its own bytes, and compiled code is invisible to the counter.
         if not (self._recipe.offload.on or training.compile):
             self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
-            # The bytes of parameters stay those of before the first step, which may pad local shards.
+            # Keep the parameter bytes from before the first step, as that step may pad local shards.
             parameters = {"parameters": self._bytes_by_kind()["parameters"]}
             self._gauge.kinds = lambda: self._bytes_by_kind() | parameters
         self._snapshots = (
@@ -139,7 +139,7 @@ class TorchEngine:
         self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint and return its step and the `extra` of its save; step 0 for a new run."""
+        """Load the newest intact checkpoint; return its step and extra values, or step 0 for a new run."""
         if self._job.ignore_checkpoints:
             return 0, {}
         source, memory = self._checkpointer(self._job.resume_dir), self._snapshots
@@ -159,7 +159,7 @@ class TorchEngine:
         return done, extra
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
-        """Open the run's checkpoints and, with offload, plan the memory of a step."""
+        """Prepare for the steps after `done`: open the checkpoints and, with offload, plan the memory of a step."""
         job, training = self._job, self._recipe.training
         if self._base is not None:
             self._inputs.check(BASE, self._base.checksum, str(job.weights))
@@ -206,7 +206,7 @@ class TorchEngine:
         self.plan = with_memory(job.plan, planned.plan, planned.notes)
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
-        """Run one optimizer step, counted from 1.
+        """Run optimizer step number `step`, counted from 1.
 
         Raises:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
@@ -220,17 +220,17 @@ class TorchEngine:
             return (self._planned or self._loop).step(step, batches, lr)
 
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Return the mean loss over the first step of `batches`, and the number of counted tokens."""
+        """Return the mean loss over the first step of `batches`, and the number of tokens it averages over."""
         streamed = self._spill if self._planned is None else self._planned.streamed()
         with streamed or nullcontext():
             return self._loop.evaluate(batches)
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Save a checkpoint after a step; may return before it is written."""
+        """Save a checkpoint after a step; may return before the files are written."""
         self._save(self._saver, step, extra)
 
     def snapshot(self, step: int, extra: dict[str, Any]) -> None:
-        """Save the in-memory snapshot from which lost ranks recover; complete on return."""
+        """Save the snapshot in /dev/shm from which lost ranks recover; it is complete on return."""
         if self._snapshots is not None:
             extra = extra | {"snapshot": str(self._snapshots.directory)}
             self._save(self._snapshots, step, extra)
@@ -244,7 +244,7 @@ class TorchEngine:
             saver.save(step, self._model, self._optimizer, extra, self._resident)
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
+        """Return whether `flag` is True on any rank; collective over all ranks."""
         raised = torch.tensor(float(flag), device=self._world.device)
         if self.world_size > 1:
             dist.all_reduce(raised, dist.ReduceOp.MAX)
@@ -252,7 +252,7 @@ class TorchEngine:
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """Profile a step with torch.profiler inside the context if the recipe says so."""
+        """Profile the context with torch.profiler if the recipe profiles this step."""
         window = self._recipe.training.profile
         if window is None or (self.rank and window.ranks == "first"):
             yield
@@ -267,7 +267,7 @@ class TorchEngine:
             self._profiles.close()
 
     def finish(self) -> None:
-        """Wait for the pending checkpoint and end the memory plan."""
+        """Wait for the checkpoint in progress, and release the device of the memory plan."""
         self._saver.finish()
         self._profiles.close()  # a run may end inside the window
         if (planned := self._planned) is not None:
@@ -281,7 +281,7 @@ class TorchEngine:
                         write_timelines(planned.timelines, self._job.output_dir)
 
     def _resident(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of model or optimizer, between steps, with its bytes on its home tier."""
+        """Return the current bytes of a model or optimizer tensor on the tier where it lives between steps."""
         owner = self._planned or self._spill
         return tensor.detach() if owner is None else owner.on_current_tier(tensor)
 
@@ -290,7 +290,7 @@ class TorchEngine:
         return self._recorder.gather(self.world_size)
 
     def export(self) -> None:
-        """Write a Hugging Face directory, or the adapters in peft's format for a model with adapters."""
+        """Export the model as a Hugging Face directory or, with adapters, the adapters in peft's format."""
         job = self._job
         if job.recipe.lora is not None:
             export_adapter(
@@ -317,7 +317,7 @@ class TorchEngine:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about device and versions for the record of the run."""
+        """Return device and package versions for run.json."""
         import transformers
 
         device = self._world.device
@@ -369,7 +369,7 @@ class TorchEngine:
         return model
 
     def _seed(self, step: int) -> None:
-        """Seed the random numbers of a step as a function of seed, rank and step."""
+        """Seed all random generators from the run's seed, this rank and the step."""
         number = derive_seed(self._stream, step)
         if self._noise is not None:
             self._noise.key = derive_seed(self._recipe.training.seed, step)  # the same on all ranks
@@ -378,7 +378,7 @@ class TorchEngine:
         np.random.seed(number % 2**32)  # noqa: NPY002  the generator used by third-party code
 
     def _state(self) -> dict[str, list[Tensor]]:
-        """Return the current parameters with buffers, gradients and optimizer states."""
+        """Return the current tensors by kind: parameters with buffers, gradients, optimizer states."""
         slots = [value for state in self._optimizer.state.values() for value in state.values()]
         return {
             "parameters": [*self._parameters, *self._model.buffers()],
@@ -387,7 +387,6 @@ class TorchEngine:
         }
 
     def _bytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes of `_state` by kind."""
         return {
             kind: sum(local(tensor).nbytes for tensor in tensors)
             for kind, tensors in self._state().items()

@@ -1,4 +1,4 @@
-"""Training loop of a run: learning-rate schedule, metric records, trackers and terminal output. No framework."""
+"""Training loop of a run: learning-rate schedule, metric records, trackers, terminal output. Imports no framework."""
 
 from hyper_parallel.trainer.loop._display import Display, startup_panel
 from hyper_parallel.trainer.loop._schedule import LrSchedule

@@ -59,7 +59,7 @@ class Display:
         self._task = self.bar.add_task("step", total=steps, epochs="")
 
     def advance(self, step: int, epochs: float | None = None) -> None:
-        """Move the bar to a step; `epochs` is the number of passes over the data so far."""
+        """Move the progress bar to a step; show `epochs`, the number of passes over the data so far."""
         shown = "" if epochs is None else f"epoch {epochs:.2f}"
         self.bar.update(self._task, completed=step, epochs=shown)
         if epochs is None:
@@ -69,7 +69,7 @@ class Display:
             self._begun = f"epoch {self._epoch + 1} began after step {step}"
 
     def line(self, text: str) -> None:
-        """Print one line above the bar, after a line that announces a new epoch if one has begun."""
+        """Print one line above the progress bar; if a new epoch has begun, print a line about it first."""
         if self._enabled:
             if self._begun:
                 self._console.print(self._begun)
@@ -78,7 +78,7 @@ class Display:
 
 
 def startup_panel(job: Job) -> Panel:
-    """Return a panel with topology, model, mesh, plan, prediction and data of a run."""
+    """Return the start panel of a run: topology, model, mesh, plan, prediction and data."""
     plan, weights = job.plan, f"pretrained, {job.weights}"
     if job.weights is None:
         weights = f"from scratch, drawn with training.seed={job.recipe.training.seed}"
@@ -123,7 +123,7 @@ def _role_seconds(plan: Plan) -> str:
 
 
 def _calibration_advice(plan: Plan) -> str:
-    """Return the advice to calibrate this machine, or "" if it has a measured device card."""
+    """Return words that advise to calibrate this machine, or "" if its device card is measured."""
     measured = any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost)
     if plan.topology != "local" or measured:
         return ""

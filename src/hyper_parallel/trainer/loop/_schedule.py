@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step, without state to save or restore."""
+"""Learning-rate schedules as pure functions of the step, so that checkpoints store no schedule state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
-    """Learning rate of every step.
+    """Learning-rate schedule of a run.
 
-    Four schedules are native. Linear warm-up from `1 / warmup_steps` to 1 is followed by one of four shapes. Each shape
-    begins at 1 in the step after warm-up and would reach `min_ratio` one step after the last, so no step has rate 0:
+    Four schedules are native: linear warm-up from `1 / warmup_steps` to 1, followed by one of four shapes. A shape is 1
+    in the step after warm-up and would reach `min_ratio` one step after the last step, so no step has rate 0.
 
     * cosine: half a period of a cosine (Loshchilov and Hutter, SGDR, arXiv:1608.03983, one cycle).
     * linear: a straight line.
@@ -72,14 +72,14 @@ class LrSchedule:
 
     @property
     def least(self) -> float:
-        """Final learning rate of a transformers schedule, divided by the peak."""
+        """Lowest learning rate of a transformers schedule, divided by the peak."""
         if "min_lr" in self.args:
             return float(self.args["min_lr"]) / self.peak
         return float(self.args.get("min_lr_rate", self.args.get("min_lr_ratio", self.min_ratio)))
 
 
 def _with_warmup(after: Callable[[LrSchedule, int], float]) -> Callable[[LrSchedule, int], float]:
-    """Return a formula over steps counted from 0 that begins with linear warm-up from 0."""
+    """Return a schedule over steps counted from 0: linear warm-up from 0, then `after`."""
 
     def formula(s: LrSchedule, step: int) -> float:
         return step / s.warmup_steps if step < s.warmup_steps else after(s, step)
@@ -92,7 +92,7 @@ def _progress(s: LrSchedule, step: int) -> float:
 
 
 def _cosine_wave(s: LrSchedule, progress: float) -> float:
-    """Return a cosine that starts at 1 and runs for `num_cycles` periods, by default half a period."""
+    """Return the cosine from 1 with `num_cycles` periods, by default half a period, at `progress` in [0, 1]."""
     return 0.5 * (1.0 + math.cos(2.0 * math.pi * s.args.get("num_cycles", 0.5) * progress))
 
 
@@ -121,9 +121,9 @@ def _inverse_sqrt(s: LrSchedule, step: int) -> float:
 
 
 def _min_lr_after_warmup(s: LrSchedule, step: int) -> float:
-    """Return the factor of a cosine decay to `min_lr`, shifted one step ahead.
+    """Return the factor of a cosine decay to `min_lr`, evaluated one step ahead as in transformers.
 
-    Warm-up begins at `warmup_lr_rate`, or at `1 / warmup_steps` without that argument.
+    Warm-up begins at `warmup_lr_rate`, by default `1 / warmup_steps`.
     """
     warmup, first = s.warmup_steps, s.args.get("warmup_lr_rate")
     if step < warmup and first is None:

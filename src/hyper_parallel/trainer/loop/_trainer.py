@@ -1,4 +1,4 @@
-"""Training loop of one rank: drives an `Engine`, writes records and prints progress. No framework.
+"""Training loop of one rank: drives an `Engine`, writes records and prints progress. Imports no framework.
 
   load -> begin -> evaluate -> [step, evaluate or save when due] * steps -> finish -> export
 
@@ -69,9 +69,7 @@ class StepResult:
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     # Half-batches, and exposed communication; None without either
     overlap: dict[str, Any] | None = None
-    balance: dict[str, Any] | None = (
-        None  # imbalance of ranks by cost; None in the order of the data
-    )
+    balance: dict[str, Any] | None = None  # imbalance of ranks by cost; None in data order
     stop: bool = False  # a rank requests the end of the run after this step
     save: bool = False  # a rank requests a checkpoint after this step
 
@@ -88,20 +86,20 @@ class EvalResult(NamedTuple):
     tokens: int  # counted tokens
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
-    token_accuracy: float | None = None  # share of held-out tokens that are the most likely ones
-    answer_accuracy: float | None = None  # share of answers of which all tokens are
+    token_accuracy: float | None = None  # share of held-out targets that the model ranks first
+    answer_accuracy: float | None = None  # share of answers whose targets all rank first
 
 
 class Engine(Protocol):
-    """Model, optimizer and ranks of a back end; every rank calls the same methods in the same order.
+    """Interface of a back end to the training loop; every rank calls the same methods in the same order.
 
     Attributes:
         rank: Rank of this process; rank 0 writes the records.
         world_size: Number of processes.
         plan: Plan as executed by the ranks, known after `begin`.
-        wishes: Set by the trainer: returns whether this rank requests a stop, and a save, after the current step. A
-            step calls it late, and its result combines the requests of all ranks.
-        unwritten: Set by the trainer: collects write failures of optional outputs.
+        wishes: Function set by the trainer that returns (stop, save): whether this rank requests them after the current
+            step. `step` calls it near its end and combines the requests of all ranks.
+        unwritten: Collector of write failures of optional outputs, set by the trainer.
     """
 
     rank: int
@@ -111,32 +109,29 @@ class Engine(Protocol):
     unwritten: Unwritten
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint and return its step and the `extra` of its save; step 0 for a new run."""
+        """Load the newest intact checkpoint; return its step and extra values, or step 0 for a new run."""
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
         """Prepare for the steps after step `done`."""
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
-        """Run one optimizer step, counted from 1.
+        """Run optimizer step number `step`, counted from 1.
 
         Raises:
             LossNotFinite: HP604 when the loss or the gradient norm is NaN or infinite.
         """
 
     def evaluate(self, batches: Batches | StreamBatches) -> tuple[Any, ...]:
-        """Return the fields of an `EvalResult`: mean loss and counted tokens of the first step of `batches`."""
+        """Evaluate the first step of `batches`; return the fields of an `EvalResult` in order."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Save a checkpoint after a step; may return before the checkpoint is written."""
+        """Save a checkpoint after a step; may return before the files are written."""
 
     def snapshot(self, step: int, extra: dict[str, Any]) -> None:
-        """Save the in-memory snapshot from which lost ranks recover.
-
-        Called if the recipe has `checkpoint.snapshot_every`.
-        """
+        """Save the in-memory snapshot from which lost ranks recover; called only with `checkpoint.snapshot_every`."""
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
+        """Return whether `flag` is True on any rank; collective over all ranks."""
 
     def finish(self) -> None:
         """Wait for pending writes and stop the services started by `begin`."""
@@ -148,7 +143,7 @@ class Engine(Protocol):
         """Write the model in its published format."""
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about device and versions for the record of the run."""
+        """Return device and package versions for run.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +164,7 @@ class Summary:
 
 @dataclass
 class _RunState:
-    """State of a run in this process, on one rank."""
+    """Progress of a run on one rank, since the start of this process."""
 
     done: int  # last finished step
     first_step: int  # first step of this process
@@ -186,13 +181,13 @@ class _RunState:
 
 
 class Trainer:
-    """Driver of one run on one rank.
+    """Training loop of one run on one rank.
 
     Args:
-        job: The run.
+        job: Prepared run.
         engine: Back end that computes the steps.
         display: Terminal output.
-        stop: Source of requests to end before the last step; None: no such source.
+        stop: Request to end before the last step; None: the run cannot be ended early.
     """
 
     def __init__(
@@ -212,7 +207,7 @@ class Trainer:
             self._callbacks[-1].rank = engine.rank
 
     def train(self) -> Summary | None:
-        """Run all steps, evaluations and exports; return the summary on rank 0."""
+        """Run all steps, evaluations and exports; return the summary on rank 0, None on other ranks."""
         try:
             # Opened before loading: records and checkpoints must belong to one directory.
             with closing(DirectoryWatch(self._job.output_dir)) as self._watch:
@@ -257,7 +252,7 @@ class Trainer:
         return self._write_summary(run, seconds) if engine.rank == 0 else None
 
     def _load(self) -> _RunState:
-        """Load the newest checkpoint and return the state at the start of this process."""
+        """Load the newest checkpoint, if any, and return the progress at the start of this process."""
         job, training = self._job, self._job.recipe.training
         done, extra = self._engine.load()
         facts = run_facts(job) | {"environment.device": self._engine.facts().get("device")}
@@ -296,7 +291,7 @@ class Trainer:
                 self._display.line(line)
 
     def _run_steps(self, run: _RunState) -> None:
-        """Run the steps with their records, evaluations and checkpoints until the run ends."""
+        """Run steps with their records, evaluations and checkpoints until the last step or a stop request."""
         recipe = self._job.recipe
         training, checkpoint = recipe.training, recipe.checkpoint
         schedule = LrSchedule.of(training)
@@ -337,7 +332,7 @@ class Trainer:
                 break
 
     def _write_summary(self, run: _RunState, seconds: float) -> Summary:
-        """Write run.json, unless the run had already ended, and return the summary."""
+        """Write run.json and return the summary; a run that was already complete keeps its run.json."""
         losses = run.first_eval_loss, run.last_eval_loss, run.loss
         if run.complete:
             return Summary(run.done, *losses, seconds, run.complete)
@@ -362,7 +357,7 @@ class Trainer:
         )
 
     def _close_log(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Close the records; an error of closing is suppressed if another failure is already propagating."""
+        """Close the metric files; raise their errors only if no other `failure` is propagating."""
         assert self._log is not None
         try:
             with written(self._job.output_dir / "metrics.jsonl"):
@@ -372,13 +367,12 @@ class Trainer:
                 raise
 
     def _save(self, step: int, extra: dict[str, Any], *, snapshot: bool = False) -> None:
-        """Save a checkpoint or a snapshot."""
         with self._check_directory_on_failure():
             (self._engine.snapshot if snapshot else self._engine.save)(step, extra)
 
     @contextmanager
     def _check_directory_on_failure(self) -> Iterator[None]:
-        """Report a lost run directory (HP721) as the cause of a failed write."""
+        """Raise RunDirectoryLost (HP721) instead of an error inside the context if the run directory was lost."""
         try:
             yield
         except OutputNotWritable:
@@ -388,10 +382,10 @@ class Trainer:
     def _continue(
         self, done: int, extra: dict[str, Any], facts: dict[str, Any], stopping: EarlyStopping
     ) -> Changes:
-        """Restore the data position from a checkpoint and print the changes since; return {} for a new run.
+        """Restore the data position from a checkpoint; print and return the changes since then, {} for a new run.
 
         Raises:
-            CheckpointMismatch: HP702.
+            CheckpointMismatch: HP702 for a changed setting that must not change.
         """
         if not done:
             return {}
@@ -410,7 +404,7 @@ class Trainer:
         return changed
 
     def _is_complete(self, done: int) -> bool:
-        """Return whether the run had ended in its directory after step `done` with all records; equal on all ranks."""
+        """Return whether run.json states that the run was completed at step `done`; equal on all ranks."""
         job, ended = self._job, False
         if self._engine.rank == 0 and job.resume_dir == job.checkpoint_dir:
             with suppress(OSError, ValueError):
@@ -425,14 +419,14 @@ class Trainer:
         return self._engine.any(self._engine.rank == 0 and exists)
 
     def _write(self, part: RunPart) -> None:
-        """Write recipe and plan of the run, and archive them for this part."""
+        """Write recipe and plan into the run directory, and a copy into the folder of this part of the run."""
         if self._engine.rank == 0:
             with written(self._job.output_dir):
                 self._job.write(self._engine.plan)
                 part.keep()
 
     def _wishes(self) -> tuple[bool, bool]:
-        """Return whether this rank requests a stop, and a save, after the current step; saves follow rank 0's clock."""
+        """Return (stop, save): whether this rank requests them after the current step; only rank 0 requests saves."""
         if not self._between:
             return False, False
         due_s = 60 * self._job.recipe.checkpoint.every_minutes
@@ -440,11 +434,11 @@ class Trainer:
         return self._stop.asked, self._engine.rank == 0 and 0 < due_s <= passed_s
 
     def _stops(self) -> bool:
-        """Return whether a callback of any rank requested a stop; without callbacks no collective runs."""
+        """Return whether a callback on any rank requested a stop; collective if the run has callbacks."""
         return bool(self._callbacks) and self._engine.any(self._asked)
 
     def _evaluate(self, step: int) -> float:
-        """Return the loss on the held-out text and append it to eval.jsonl; NaN without held-out text."""
+        """Evaluate the held-out data, append the result to eval.jsonl, and return the loss; NaN without such data."""
         if self._holdout is None:
             return math.nan
         start = time.perf_counter()
@@ -457,7 +451,7 @@ class Trainer:
                 hint="lower `training.lr`, and resume from the newest checkpoint: checkpoint.resume=must",
             )
         record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
-        if self._job.recipe.stage != "sft":  # rows of text are no answers
+        if self._job.recipe.stage != "sft":  # rows of plain text have no answers
             record = replace(record, answer_accuracy=None)
         for callback in self._callbacks:
             self._asked |= callback.on_evaluate(step, as_line(record)) is True
@@ -466,7 +460,7 @@ class Trainer:
                 self._log.evaluation(record)
             measured = {**(record.preference or {}), **(record.rollout or {}), **as_line(record)}
             scores_text = "".join(
-                # Without noise of rounding, and no -0.
+                # Round, so that rounding errors and -0 are not shown.
                 f", {name.replace('_', ' ')} {round(measured[name], 6) + 0.0:.4g}"
                 for name in ("accuracy", "margin", "reward", "token_accuracy", "answer_accuracy")
                 if name in measured
@@ -477,7 +471,7 @@ class Trainer:
         return loss
 
     def _held_out(self, tokens: int) -> str:
-        """Return the amount of held-out data in words: tokens, or pairs, answers or prompts in preference stages."""
+        """Return the amount of held-out data in words: tokens or, by stage, pairs, answers or prompts."""
         stage = self._job.recipe.stage
         if stage not in PREFERENCE_STAGES or self._holdout is None:
             return f"{tokens:,} tokens"

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of user callbacks; override the events you need. Every rank has its own object and the same events.
+    """Base class of user callbacks; override the methods you need. Every rank has its own object and sees all events.
 
     `metrics` has the keys of a line of metrics.jsonl or eval.jsonl. Return True from `on_step_end` or `on_evaluate` to
-    stop after this step: as soon as one rank asks, all ranks evaluate, save and export as after a last step.
+    stop training after this step. If any rank does, all ranks evaluate, save and export as after the last step.
 
     Attributes:
         rank: Rank of this process.
@@ -30,7 +30,7 @@ class Callback:
         """Handle the end of an evaluation; step 0 is before the first step."""
 
     def on_save(self, step: int) -> None:
-        """Handle the start of a checkpoint, which may still be written in the background."""
+        """Handle the start of a checkpoint save, which may continue in the background."""
 
     def on_train_end(self, step: int) -> None:
         """Handle the end of training, after the last step, its evaluation and its checkpoint."""

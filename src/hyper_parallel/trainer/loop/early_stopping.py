@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass
 class EarlyStopping:
-    """Counter of evaluations without improvement; loss and counter are equal on every rank.
+    """Early-stopping counter of evaluations without improvement; its state is equal on every rank.
 
     Attributes:
         patience: Number of consecutive evaluations without improvement that ends the run; None: never.
         threshold: Minimum decrease below the best loss that counts as an improvement.
         best: Lowest loss so far; None before the first evaluation.
-        waited: Consecutive evaluations without improvement.
+        waited: Number of consecutive evaluations without improvement until now.
     """
 
     patience: int | None
@@ -30,14 +30,14 @@ class EarlyStopping:
 
     @property
     def why(self) -> str:
-        """Reason for the end of the run, in words."""
+        """Words that explain why the run ends."""
         return (
             f"{self.waited} evaluations in a row were no better than a held-out loss of {self.best}"
         )
 
     def take(self, loss: float) -> None:
-        """Count an evaluation; a loss that is not finite is never an improvement."""
-        if self.patience is None:  # a resumed run with a patience starts to count
+        """Update the counter with the loss of an evaluation; a non-finite loss is no improvement."""
+        if self.patience is None:  # a run that is resumed with a patience starts to count then
             return
         best = self.best
         self.waited = 0 if best is None or best - loss > self.threshold else self.waited + 1
@@ -45,5 +45,5 @@ class EarlyStopping:
         self.best = loss if loss < best else best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run."""
+        """Return the state that checkpoints store for a resumed run."""
         return {"best": self.best, "waited": self.waited}

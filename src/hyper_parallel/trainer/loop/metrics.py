@@ -1,7 +1,7 @@
 """Metrics of a run: metrics.jsonl and eval.jsonl in full precision, trackers, and one log line per step.
 
-The two JSONL files are the interface to the reports. Each record is written as one line at once, so readers see no
-partial record. A resumed run first drops the records after its checkpoint.
+Reports read the two JSONL files. Each record is written as a whole line, so readers see no partial record. A resumed
+run first drops the records after its checkpoint.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepRecord:
     skipped: int | None = None
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    # Layers run on half-batches and whole; in recorded steps exposed communication of rank 0
+    # Numbers of layers run on half-batches and on whole ones; in recorded steps exposed communication of rank 0
     overlap: dict[str, Any] | None = None
     # Tokens of images and audio, and the imbalance of ranks before and after `data.balance`
     balance: dict[str, Any] | None = None
@@ -65,7 +65,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """Line of eval.jsonl: mean loss over the held-out tokens before step 1 (step 0) or after `step`."""
+    """Line of eval.jsonl: evaluation of held-out data after `step`; step 0 is before the first step."""
 
     step: int
     loss: float
@@ -74,7 +74,7 @@ class EvalRecord:
     preference: dict[str, Any] | None = None  # scores of pairs of answers
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     token_accuracy: float | None = None  # share of held-out tokens that are the most likely ones
-    answer_accuracy: float | None = None  # stage sft: share of answers that greedy decoding gives
+    answer_accuracy: float | None = None  # stage sft: share of answers that greedy decoding repeats
 
 
 class MetricsLog:
@@ -82,13 +82,13 @@ class MetricsLog:
 
     Args:
         directory: Run directory.
-        resumed_step: Last finished step of the run, 0 for a new run.
-        report_to: Names of trackers.
-        recipe: Configuration shown by the trackers.
-        watch: Watch of the directory since it was checked; None: from now on.
+        resumed_step: Last finished step of the run; 0 for a new run. Later records are dropped.
+        report_to: Names of trackers, as in `training.report_to`.
+        recipe: Recipe values that the trackers show.
+        watch: Watch that began when the directory was checked; None: a new one begins now.
 
     Raises:
-        RunDirectoryLost: HP721 when another directory has taken the path since; nothing is written to it.
+        RunDirectoryLost: HP721 when another directory is now at this path; nothing is written to it.
 
     Attributes:
         notes: Records dropped from the files of the previous run, one line each.
@@ -122,16 +122,16 @@ class MetricsLog:
             raise
 
     def _open_lines(self, name: str, resumed_step: int) -> TextIO:
-        """Drop the records behind the step of a file of the run, and open the file."""
+        """Drop the records of a JSONL file after `resumed_step`, and open the file for appending."""
         path = self._directory / f"{name}.jsonl"
         self.check_directory()
         if line := _keep_until(path, resumed_step):
             self.notes.append(line)
-        self.check_directory()  # that took time
+        self.check_directory()  # again, as dropping records takes time
         return self._open.enter_context(append_file(path))
 
     def step(self, record: StepRecord) -> None:
-        """Append a training step."""
+        """Append the record of a training step to metrics.jsonl and the trackers."""
         self._append("metrics", record)
         names = ("loss", "grad_norm", "lr", "tps", "mfu", "memory_bytes", "step_s")
         self._draw(record.step, "train", {name: getattr(record, name) for name in names})
@@ -139,7 +139,7 @@ class MetricsLog:
             self._draw(record.step, group, getattr(record, group) or {})
 
     def evaluation(self, record: EvalRecord) -> None:
-        """Append an evaluation."""
+        """Append the record of an evaluation to eval.jsonl and the trackers."""
         self._append("eval", record)
         scores = record.preference or record.rollout or {}
         self._draw(record.step, "eval", {"loss": record.loss, **scores})
@@ -148,7 +148,7 @@ class MetricsLog:
         """Flush and close all files.
 
         Raises:
-            OSError: A metrics file cannot be closed; the remaining files are closed.
+            OSError: A file cannot be written; the others are closed nevertheless.
         """
         for tracker in self._trackers:
             self._try(tracker, tracker.close)
@@ -164,14 +164,14 @@ class MetricsLog:
         self._files[name].flush()
 
     def _draw(self, step: int, group: str, values: Mapping[str, float | None]) -> None:
-        """Send the values that are not None to the trackers."""
+        """Send values to the trackers, except those that are None."""
         points = {f"{group}/{k}": float(v) for k, v in values.items() if v is not None}
         for tracker in tuple(self._trackers) if points else ():
             if not self._try(tracker, lambda tracker=tracker: tracker.log(step, points)):
                 self._trackers.remove(tracker)
 
     def _try(self, tracker: Tracker, action: Callable[[], Any]) -> bool:
-        """Run an action of a tracker and return whether it succeeded; failures do not end the run."""
+        """Run an action of a tracker and return whether it succeeded; a failure does not end the run."""
         try:
             action()
         except Exception as error:  # every tracker has its own exception classes
@@ -184,7 +184,7 @@ class MetricsLog:
 
 
 def as_line(record: Any) -> dict[str, Any]:
-    """Return a record as a dict without values that are None, NaN or infinite, as JSON has no such numbers."""
+    """Return a record as a dict for JSON, without values that are None, NaN or infinite."""
     items = asdict(record).items()
     return {
         k: v for k, v in items if v is not None and (not isinstance(v, float) or math.isfinite(v))
@@ -192,7 +192,7 @@ def as_line(record: Any) -> dict[str, Any]:
 
 
 def _keep_until(path: Path, step: int) -> str | None:
-    """Drop records after a step and damaged lines, such as a last line cut by a kill; return a note about them."""
+    """Drop damaged lines and records after `step` from a JSONL file; return a note on them, or None."""
     if not path.exists():
         return None
     records, later, damaged = [], 0, 0
@@ -212,7 +212,7 @@ def _keep_until(path: Path, step: int) -> str | None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a record; None for a damaged line."""
+    """Return the step of a JSON line; None for a damaged line."""
     try:
         step = parse_json(line, _RECORD)["step"]
     except (ValueError, KeyError, TypeError):
@@ -221,10 +221,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def log_line(record: StepRecord, steps: int) -> str:
-    """Return the log line of a step, at most 80 columns wide, with the deviation from the plan.
-
-    All lines of a run format the step number alike, as far as the width permits.
-    """
+    """Return the log line of a step, at most 80 columns wide, with its deviation from the predicted step time."""
     digits, score = len(str(steps)), f"loss {record.loss:.4f}"
     total = f"/{steps}" if digits <= _MOST_DIGITS else ""
     numbers = [f"step {record.step:>{digits}}{total}", f"step {record.step}{total}"]
@@ -251,7 +248,7 @@ def log_line(record: StepRecord, steps: int) -> str:
 
 
 def _three_digits(text: str) -> str:
-    """Return a number with a prefix to three significant digits: `139 GiB`, `12.3k`."""
+    """Round the number at the start of a text to three significant digits, as in `139 GiB` and `12.3k`."""
     number = re.match(r"[\d,.]+", text)
     if number is None:
         return text

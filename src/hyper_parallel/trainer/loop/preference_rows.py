@@ -1,4 +1,4 @@
-"""Checks of the rows of preference stages and GRPO: every rank needs whole groups, or rows in pairs."""
+"""Checks that every rank gets whole pairs of rows (preference stages) or whole groups of completions (GRPO)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hyper_parallel.trainer.user_code import load_function
 
 
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
-    """Raise for a step without whole groups or pairs of answers per rank, and for a reward that is not a function.
+    """Raise if a rank's rows of a step are not whole pairs or groups, or if a reward is not a function.
 
     Args:
-        loaded: The recipe.
+        loaded: Recipe with the origins of its values.
         plan: Plan of the run.
 
     Raises:
-        Contradiction: HP104.
-        NotImportable: HP109.
+        Contradiction: HP104 for a number of sequences or ranks that does not divide evenly.
+        NotImportable: HP109 for a reward or environment that cannot be imported.
     """
     from hyper_parallel.trainer.stages.rewards import reward_functions
 
@@ -52,10 +52,10 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
 
 
 def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
-    """Raise for rewards whose inputs the data or the run's tokenizer does not provide.
+    """Raise if a reward needs a column that the data lacks, or another tokenizer than the run's.
 
     Raises:
-        Contradiction: HP104 naming a parameter of a function that is not a column; see also `ModelReward.check`.
+        Contradiction: HP104 naming a function parameter that is no column. See also `ModelReward.check`.
     """
     from hyper_parallel.trainer.stages.model_reward import ModelReward
     from hyper_parallel.trainer.stages.rewards import check_columns, reward_functions
@@ -73,7 +73,7 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
-    """Raise for sampling ranks that do not form whole groups, or do not divide the sequences of a step evenly."""
+    """Raise if sampling ranks do not form whole model replicas, or do not divide the sequences of a step evenly."""
     grpo = loaded.recipe.grpo
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:

@@ -1,6 +1,6 @@
-"""Facts that determine the computation of a run, by dotted key: recipe, model config, files, code and environment.
+"""Facts that determine the result of a run, by dotted key: recipe, model config, files, code and environment.
 
-A resumed run compares its facts with those in the checkpoint.
+A resumed run compares its own facts with the facts in the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ABSENT_IN_CONFIG: Final = ("_name_or_path", "transformers_version")
 
 
 def run_facts(job: Job) -> dict[str, Any]:
-    """Return all facts of a run as JSON values, including nulls, empty dicts and the parallel layout."""
+    """Return all facts of a run as a dict from dotted key to JSON value, including nulls and empty dicts."""
     recipe, work = with_absolute_paths(job.recipe), job.plan.workload
     dumped = recipe.model_dump(mode="json", exclude={"parallel": True})
     facts = dict(_section_leaves(recipe, dumped))
@@ -62,7 +62,7 @@ def run_facts(job: Job) -> dict[str, Any]:
 
 
 def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts by dotted key; an empty dict is a leaf."""
+    """Yield (dotted key, value) of each leaf of nested dicts; an empty dict is a leaf."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from flat(inner, f"{key}.{name}")
@@ -73,7 +73,7 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _section_leaves(
     section: Section, dumped: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a section by dotted key; a dict that is not a section is one value."""
+    """Yield (dotted key, value) of each value in a recipe section; a dict that is not a section is one value."""
     for name, value in dumped.items():
         inner = getattr(section, name)
         if isinstance(inner, Section):
@@ -83,7 +83,7 @@ def _section_leaves(
 
 
 def _contents(job: Job) -> dict[str, str | None]:
-    """Return checksums of small files and of prepared data that the recipe names by path only."""
+    """Return checksums, by name, of prepared data and of small files that the recipe names by path."""
     recipe, packed = job.recipe, job.packed
     topology, schedule = Path(recipe.topology).expanduser(), recipe.parallel.schedule_file
     return {
@@ -99,7 +99,7 @@ def _contents(job: Job) -> dict[str, str | None]:
 
 
 def _model_code(job: Job) -> str | None:
-    """Return the checksum of the Python files in the model directory; None if the recipe does not execute them."""
+    """Return the checksum of the Python files in the model directory; None if the recipe does not trust them."""
     directory = Path(job.recipe.model.path).expanduser()
     if not (job.recipe.model.trust_remote_code and directory.is_dir()):
         return None
@@ -107,7 +107,7 @@ def _model_code(job: Job) -> str | None:
 
 
 def _code_paths(job: Job) -> list[str]:
-    """Return the dotted paths of user-defined classes and functions."""
+    """Return the dotted paths of user-defined classes and functions in a recipe."""
     training, grpo = job.recipe.training, job.recipe.grpo
     named = [training.optimizer, *training.callbacks, grpo.environment]
     named += [*grpo.reward_funcs] if job.recipe.stage == "grpo" else []
@@ -126,7 +126,7 @@ def _source_checksum(path: str) -> str | None:
 
 
 def _files_checksum(paths: list[Path]) -> str | None:
-    """Return one checksum of the contents of files in order; None if no file is readable."""
+    """Return one checksum over the contents of files in the given order; None if no file is readable."""
     digests = []
     for path in paths:
         try:
@@ -196,7 +196,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
-    """Return the changes since a checkpoint was written; {} if the checkpoint states no facts.
+    """Return the changes of facts since a checkpoint was written; {} if the checkpoint has no facts.
 
     Args:
         saved: Facts in the checkpoint.
@@ -216,7 +216,7 @@ def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
 
 
 def changes_line(changed: Changes) -> str:
-    """Return the changes in words."""
+    """Return the changes as one line of text."""
     parts = []
     for key, (old, new) in changed.items():
         group, _, name = key.partition(".")
@@ -228,10 +228,10 @@ def changes_line(changed: Changes) -> str:
 
 
 def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> Changes:
-    """Compare the keys of both sides, including keys present on one side only.
+    """Return a dict from each changed key to its (saved, current) values.
 
-    A value on one side may be a section on the other, as `lora: null` and `lora.r: 8`; that is one change. A key
-    unknown to the checkpoint's version of this package counts as its default.
+    A change between a value and a section, such as `lora: null` to `lora.r: 8`, is one change. A key that the
+    checkpoint's version of this package did not know counts as its default.
     """
     changed: Changes = {}
     for key in dict.fromkeys([*facts, *saved]):
@@ -250,7 +250,7 @@ def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> Changes:
 
 
 def _is_unstated(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a key is absent from one side only because that version of this package did not record it."""
+    """Return whether a key is missing on one side only because that version of this package did not record it."""
     if key.partition(".")[0] in _STATED_BY_ALL:
         return True
     if key.startswith(f"{MODEL_CONFIG}."):
@@ -266,13 +266,13 @@ def _has_parent(key: str, facts: Mapping[str, Any]) -> bool:
 
 
 def _section(facts: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    """Return the facts below a key, without the key in their names; None if there are none."""
+    """Return the facts whose keys begin with `key.`, without this prefix; None if there are none."""
     section = {k.removeprefix(f"{key}."): v for k, v in facts.items() if k.startswith(f"{key}.")}
     return section or None
 
 
 def _default(key: str) -> Any:
-    """Return the JSON value of a recipe key's default; the class `Recipe` if the key has no default."""
+    """Return the default of a recipe key as a JSON value; the class `Recipe` stands for no default."""
     owner: Any = Recipe
     *parents, name = key.split(".")
     for parent in parents:
@@ -288,7 +288,7 @@ def _default(key: str) -> Any:
 
 
 def _is_fixed(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a changed key determines the trained weights, or is a section with such a key."""
+    """Return whether a key, or one below it, determines the trained weights and so must not change on resume."""
     if key.startswith(f"{MODEL_CONFIG}."):
         both = key in saved and key in facts
         same_classes = saved.get(_VERSION) == facts.get(_VERSION)
@@ -323,7 +323,7 @@ def _refusal(
 
 
 def _override(key: str, value: Any) -> str:
-    """Return the word of a command line that sets a key."""
+    """Return the command-line override that sets a key, quoted if its value is a list or dict."""
     word = f"{key}={_text(value)}"
     return f"'{word}'" if isinstance(value, dict | list) else word
 

@@ -1,6 +1,7 @@
-"""Trackers that plot the curves of a run besides metrics.jsonl; their packages are imported at the start of a run.
+"""Experiment trackers, such as TensorBoard, that show the metrics of a run; only rank 0 has them.
 
-Rank 0 owns them. A resumed run continues the same tracker run, whose id is stored in `trackers.json`.
+Their packages are imported at the start of a run. A resumed run continues the same tracker run, whose id is stored in
+`trackers.json`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "m
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """Plotter of curves: `log` takes a step and a dict of curve names to values."""
+    """Experiment tracker; `log` takes a step and a dict from metric name to value."""
 
     name: str
     log: Callable[[int, dict[str, float]], Any]
@@ -40,7 +41,7 @@ class Tracker:
 
 
 def check_trackers(names: Sequence[str], where: str) -> None:
-    """Raise MissingDependency (HP501) for a tracker whose package is not installed."""
+    """Raise MissingDependency (HP501) if the package of a tracker is not installed."""
     for name in names:
         if find_spec(name) is None:
             raise MissingDependency(
@@ -52,7 +53,7 @@ def check_trackers(names: Sequence[str], where: str) -> None:
 
 
 def _without(name: str, names: Sequence[str]) -> str:
-    """Return the override that removes one tracker."""
+    """Return the recipe override that removes tracker `name`."""
     return shlex.quote(f"training.report_to=[{', '.join(n for n in names if n != name)}]")
 
 
@@ -63,14 +64,14 @@ def make_trackers(
     recipe: Mapping[str, Any],
     check_directory: Callable[[], None] = lambda: None,
 ) -> list[Tracker]:
-    """Return the trackers of a run.
+    """Start and return the trackers of a run.
 
     Args:
         names: Values of `training.report_to`.
-        directory: Run directory; its name is the run name in the trackers.
-        resumed_step: Last finished step of the run, 0 for a new run.
-        recipe: Configuration shown by the trackers.
-        check_directory: Raises when another directory has taken the path of the run's.
+        directory: Run directory, whose name the trackers show as the run name.
+        resumed_step: Last finished step of the run; 0 for a new run.
+        recipe: Recipe values that the trackers show.
+        check_directory: Raises when another directory is now at the run directory's path.
 
     Raises:
         TrackerFailed: HP632 when a tracker cannot start a run.
@@ -102,7 +103,7 @@ def make_trackers(
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Return the tracker run ids stored by an earlier part of the run; {} without such a file.
+    """Return the tracker run ids, by tracker, that an earlier process of the run has stored; {} without such a file.
 
     Raises:
         TrackerFailed: HP632 for a damaged file.
@@ -123,9 +124,9 @@ def _known_ids(path: Path) -> dict[str, str]:
 def _tensorboard(
     directory: Path, resumed_step: int, check_directory: Callable[[], None]
 ) -> Tracker:
-    """Return a tracker that appends to an event file record by record, through one open file.
+    """Return a TensorBoard tracker that appends records to one open event file.
 
-    The writer of tensorboard reopens the path for each record, on a thread that dies when the disk is full.
+    TensorBoard's own writer reopens the path for each record, in a thread that dies when the disk is full.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter

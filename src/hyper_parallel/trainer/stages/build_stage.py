@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 def build_stage(
     job: Job, world: World, model: nn.Module, done: int, recorder: SpanRecorder, inputs: RunInputs
 ) -> LearningStage | None:
-    """Return the learning stage of a recipe; None for cross entropy on the tokens of the data.
+    """Return the learning stage of a recipe; None for cross entropy on the data's tokens.
 
     Args:
-        job: The run.
-        world: The ranks.
+        job: Prepared run.
+        world: Ranks of the process group, and this rank's device.
         model: Parallelized model.
-        done: Steps finished before this process.
-        recorder: Recorder with the start time of the run's timeline.
-        inputs: Checksums of the run's inputs.
+        done: Number of steps finished before this process.
+        recorder: Timeline recorder, whose start time sampling ranks share.
+        inputs: Checksums of the run's input models.
     """
     recipe, (share, _) = job.recipe, data_share(model)
     resumed_directory = job.resume_dir.parent if done else None

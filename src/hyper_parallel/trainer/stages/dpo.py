@@ -1,4 +1,4 @@
-"""Learning from pairs of answers to one prompt: raise the likelihood of the chosen answer over the rejected one.
+"""DPO and related losses on pairs of answers: raise the likelihood of the chosen answer over the rejected one.
 
 Sources: DPO, Rafailov et al. 2023, arXiv:2305.18290 (sigmoid; label smoothing as in its robust form, Mitchell 2023);
 SLiC hinge, Zhao et al. 2023, arXiv:2305.10425; IPO, Azar et al. 2023, arXiv:2310.12036; ORPO, Hong et al. 2024,
@@ -27,12 +27,12 @@ WITHOUT_REFERENCE: Final = ("orpo", "simpo")
 
 @dataclass
 class DpoStage(PairStage):
-    """Comparison of the log-probabilities of the two answers of every pair.
+    """Learning stage that compares the log-probabilities of the two answers of every pair (DPO and related losses).
 
     Attributes:
         settings: Section `dpo` of the recipe.
-        scores: Scores of the pairs.
-        reference: Reference log-probabilities of all answers; None for losses without a reference.
+        scores: Mean loss and recorded scores of the pairs.
+        reference: Log-probabilities of all answers under the reference model; None for losses without a reference.
     """
 
     settings: Dpo
@@ -40,12 +40,12 @@ class DpoStage(PairStage):
     reference: Reference | None = None
 
     def begin(self, batches: Any) -> None:
-        """Compute or load the reference; see `Reference.begin`."""
+        """Compute or load the reference log-probabilities; see `Reference.begin`."""
         if self.reference is not None:
             self.reference.begin(batches.sequences)
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return the reference log-probability of every answer."""
+        """Return `reference`: [len(rows)] reference log-probability of each answer; {} without a reference."""
         reference = self.reference
         if reference is None:
             return {}

@@ -1,4 +1,4 @@
-"""Environments that reply to completions, for several turns, tools and games.
+"""User-defined environments that reply to completions, for conversations with several turns, tools and games.
 
 The user's class has one instance per completion:
 
@@ -6,8 +6,8 @@ The user's class has one instance per completion:
     def __init__(self, prompt: str, answer: str, seed: int): ...
     def step(self, completion: str) -> tuple[str | None, float]: ...
 
-`step` receives the model's text of one turn. It returns the reply, which becomes a user turn, or None at the end, and a
-reward. The rewards of a completion are summed; a recipe names the sum as the reward `environment`.
+`step` receives the text of one model turn. It returns a reward, and a reply that becomes the next user turn, or None to
+end. The rewards of a completion are summed; the reward function `environment` returns this sum.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _WORDS, _REPLY = "XYZ", "UVW"
 
 
 class Environments:
-    """Environments of a list of completions.
+    """Environments of a list of completions, one instance per completion.
 
     Args:
-        kind: Class of the user.
+        kind: User's environment class.
         tokenizer: Tokenizer of the run.
-        prompts: Prompts as text, as passed to rewards.
+        prompts: Prompts as text, as passed to reward functions.
         answers: Reference answers as text.
-        seeds: Seed of each completion; independent of time and rank of sampling.
+        seeds: Seed of each completion, independent of when and on which rank it is sampled.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Environments:
         self.rewards = [0.0] * len(self._environments)
 
     def answer(self, sequence: DecodingSequence) -> list[int]:
-        """Return the tokens between a finished turn and the model's next turn; [] at the end.
+        """Pass a finished turn to its environment; return the tokens up to the model's next turn, or [] at the end.
 
         Raises:
-            BadValue: HP102 when `step` returns another type.
+            BadValue: HP102 when `step` does not return (text or None, finite number).
         """
         row, turn = sequence.number, sequence.tokens[self._turn_starts[sequence.number] :]
         outcome = self._environments[row].step(
@@ -87,9 +87,9 @@ class Environments:
 
 
 def _between_turns(tokenizer: Any) -> str:
-    """Return the text of the chat template between two assistant turns, with `_REPLY` in place of the user's reply.
+    """Return the chat template's text between two assistant turns, with `_REPLY` as placeholder for the user's reply.
 
-    The text follows the last but one assistant turn, as templates may add a reasoning block to the last turn only.
+    The assistant turn before it is not the last turn, because templates may treat the last one differently.
     """
     conversation: list[Message] = [
         {"role": "user", "content": _WORDS},

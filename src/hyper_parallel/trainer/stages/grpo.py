@@ -10,11 +10,11 @@ DAPO, arXiv:2503.14476; omitting the division by the standard deviation is from 
             the tokens of the step, and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model
             before the first step
 
-This is decoupled PPO. For each token, q is its current probability, p its probability at the first step on its batch
-(the proximal policy), and mu its probability when it was sampled. r = q / p is 1 in that first step. Truncated
+This is decoupled PPO. For each token, q is its current probability, and mu its probability when it was sampled. p is
+its probability at the first step on its batch (the proximal policy), so r = q / p is 1 in that step. Truncated
 importance sampling corrects for stale weights: w = min(p / mu, cap), which is 1 for the newest weights. With `mask`
 (masked importance sampling), tokens with p / mu above the cap or below its inverse are excluded from the sum and its
-divisor; one additional pass before the step computes p.
+divisor. One additional pass before the step then computes p.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _EPSILON: Final = 1e-4
 
 @dataclass
 class GrpoStage(LearningStage):
-    """GRPO learning stage: turns rows of prompts with answers into microbatches of completions with advantages.
+    """GRPO learning stage: samples completions of prompts, and computes their rewards, advantages and loss.
 
     Attributes:
-        sampler: Sampler of the live model; also provides settings and tokenizer.
+        sampler: Sampler of the trained model, with settings and tokenizer.
         plan: Plan of the run.
         rank: Data-parallel rank.
-        publisher: Source of completions from dedicated sampling ranks; None: this rank samples.
-        reference: Factory of the reference weights, called by `begin`; None: no divergence term.
-        run_inputs: Checksums of the run's inputs.
+        publisher: Exchange with dedicated sampling ranks; None: this rank samples.
+        reference: Function that creates the reference weights, called by `begin`; None: no divergence term.
+        run_inputs: Checksums of the run's input models.
     """
 
     inputs_span: ClassVar = ("rollout", "compute")
@@ -92,12 +92,12 @@ class GrpoStage(LearningStage):
                 reward.loaded = self._check_reward
 
     def _check_reward(self, reward: ModelReward, checksum: str) -> None:
-        """Raise CheckpointMismatch for a reward model that differs from the checkpoint's."""
+        """Raise CheckpointMismatch (HP702) if a reward model's checksum differs from the one in the checkpoint."""
         place = reward.directory.absolute()
         self.run_inputs.check(f"weights of the reward model {place}", checksum, place)
 
     def begin(self, batches: Any) -> None:
-        """Store the data, create the reference weights, and warn if sampling runs without a key-value cache."""
+        """Create the reference weights, and warn if sampling runs without a key-value cache."""
         self._batches = batches
         if self.reference is not None:
             weights = self.reference()
@@ -108,14 +108,14 @@ class GrpoStage(LearningStage):
             )
 
     def end(self) -> None:
-        """Tell the sampling ranks to end."""
+        """Tell dedicated sampling ranks to end."""
         if self.publisher is not None:
             self.publisher.end()
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Sample one completion per prompt with the current weights; the draws are the same at each evaluation.
+        """Sample and reward one completion per held-out prompt; the loss of the inputs is minus the mean reward.
 
-        The reward takes the place of the advantage, so the loss is minus the mean reward.
+        Every evaluation uses the same random numbers.
         """
         size, names = len(microbatches[0]["input_ids"]), ("input_ids", "shift_labels")
         real = torch.from_numpy(rows >= 0).to(microbatches[0]["input_ids"].device)
@@ -142,11 +142,11 @@ class GrpoStage(LearningStage):
         return _split_batch(padded, size), int(tokens)
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Sample completions for this rank's rows, reward them, and count their tokens.
+        """Sample and reward completions for this rank's rows; return microbatches of them and their number of tokens.
 
-        Every prompt is repeated in `num_generations` consecutive rows, and the labels are the answer. The returned
-        microbatches have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S] in addition to the
-        completions. After the first step on a batch they also have `proximal_logprobs` [B, S].
+        Each prompt is repeated in `num_generations` consecutive rows, whose labels are the reference answer. Besides
+        the tokens, microbatches have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S]. From the second
+        iteration on a batch they also have `proximal_logprobs` [B, S].
         """
         rollout, iteration = divmod(step - 1, self.settings.num_iterations)
         if iteration == 0 or self._cached_rollout is None:
@@ -165,7 +165,7 @@ class GrpoStage(LearningStage):
     def _rollout(
         self, microbatches: Microbatches, rows: Rows, step: int
     ) -> tuple[Microbatches, int]:
-        """Return microbatches of new completions, of rollout `step`, from 1, and their number of tokens."""
+        """Sample and reward rollout number `step`, counted from 1; return its microbatches and its number of tokens."""
         size = len(microbatches[0]["input_ids"])
         completions = self._sample(microbatches, step)
         rewards, sums = self._reward(completions, microbatches, self._batches.sequences, rows)
@@ -184,7 +184,7 @@ class GrpoStage(LearningStage):
         return _split_batch(batch, size), int(tokens)
 
     def _sample(self, microbatches: Microbatches, step: int) -> Completions:
-        """Return completions of this rank's rows, of rollout `step`, sampled here or by dedicated ranks."""
+        """Return the completions of this rank's rows in rollout `step`, sampled here or by dedicated ranks."""
         size = len(microbatches[0]["input_ids"])
         count = size * len(microbatches)
         first = self.rank * count
@@ -196,7 +196,14 @@ class GrpoStage(LearningStage):
     def _record_rollout(
         self, completions: Completions, groups: Tensor, sums: list[Tensor], step: int
     ) -> float:
-        """Record a rollout from rewards [groups, G] and the sum of each function; return its number of tokens."""
+        """Record statistics of a rollout; return its number of sampled tokens over all ranks.
+
+        Args:
+            completions: Completions of this rank.
+            groups: [prompts, G] weighted rewards.
+            sums: Sum of each reward function over this rank's completions.
+            step: Number of the rollout, counted from 1.
+        """
         lengths = completions.sampled.sum(1).double()
         ages = (step - 1 - completions.versions).double() * completions.sampled
         counts = [
@@ -227,13 +234,13 @@ class GrpoStage(LearningStage):
     def _token_weights(
         self, batch: dict[str, Tensor], sampled: Tensor, tokens: float, size: int
     ) -> tuple[Tensor, float]:
-        """Return [N, S] weights of the sampled tokens in the loss, and the number of tokens that are not masked.
+        """Return [N, S] weights of tokens in the loss, and the number of sampled tokens not excluded by `mask`.
 
         Args:
             batch: Inputs of the objective.
             sampled: [N, S + 1] mask of sampled tokens.
-            tokens: Sampled tokens over all ranks.
-            size: Rows of a forward pass.
+            tokens: Number of sampled tokens over all ranks.
+            size: Number of rows of a forward pass.
         """
         counted, count = sampled[:, 1:], len(sampled)
         lengths = sampled.sum(1).double()
@@ -250,13 +257,13 @@ class GrpoStage(LearningStage):
         return torch.where(counted, per_token[:, None], 0.0), tokens
 
     def _begin(self) -> None:
-        """Clear the measurements of the previous step."""
+        """Clear the previous step's measurements."""
         for measured in (self._logprob_errors, self._ratios, self._divergences, self._clipped):
             measured.clear()
         self._effective, self._is_first_iteration = None, False
 
     def _objective_inputs(self, completions: Completions, advantages: Tensor) -> dict[str, Tensor]:
-        """Clear the previous step's measurements and return the inputs of the objective, except `weights`."""
+        """Clear the previous step's measurements; return the objective's inputs [N, ...] without `weights`."""
         self._begin()
         return {
             "input_ids": completions.tokens[:, :-1],
@@ -267,7 +274,7 @@ class GrpoStage(LearningStage):
         }
 
     def _mean_rewards(self, sums: list[float], total: float) -> dict[str, float]:
-        """Return the mean of each reward."""
+        """Return the mean of each reward function as a dict from `reward_NAME` to `sums / total`."""
         names = self.settings.reward_funcs
         return {f"reward_{short_name(n)}": x / total for n, x in zip(names, sums, strict=True)}
 
@@ -276,7 +283,7 @@ class GrpoStage(LearningStage):
         return logprobs_of(self.sampler.model, batch["input_ids"], batch["shift_labels"], size)
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of a microbatch from [B, S] log-probabilities; in a first step minus the mean advantage."""
+        """Return the clipped policy loss of a microbatch from [B, S] log-probabilities of its sampled tokens."""
         settings, advantages = self.settings, batch["advantages"][:, None]
         proximal = batch.get("proximal_logprobs")
         if proximal is None:
@@ -311,19 +318,22 @@ class GrpoStage(LearningStage):
         return loss + self.settings.beta * (divergence * batch["weights"].to(ratio.dtype)).sum()
 
     def rejects(self) -> bool | None:
-        """Return whether the effective sample size is too small."""
+        """Return whether the effective sample size is below `min_effective_samples`; None without this limit."""
         least = self.settings.min_effective_samples
         return None if least is None else self._effective_samples() < least
 
     def _effective_samples(self) -> float:
-        """Return (sum u)^2 / (n sum u^2) over the tokens of the step, with u = p / mu before truncation."""
+        """Return the effective sample size (sum u)^2 / (n sum u^2), a fraction of the n tokens of the step.
+
+        u is the probability of a token at the first step on its batch divided by its probability when it was sampled.
+        """
         if self._effective is None:
             total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
             self._effective = total**2 / (count * squares)
         return self._effective
 
     def record(self) -> dict[str, Any]:
-        """Return the rollout's record, with the largest log-probability error of sampling."""
+        """Return the statistics of the rollout and of the loss under the key `rollout`."""
         error = all_reduce_max(torch.stack(self._logprob_errors).max())
         rollout = {**self._record, "logprob_error": error}
         if self._ratios:
@@ -343,12 +353,12 @@ class GrpoStage(LearningStage):
         sequences: Any,
         rows: Rows,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the weighted rewards [N] of this rank's completions, and the sum of each function.
+        """Return [N] weighted rewards of this rank's completions, and the unweighted sum of each reward function.
 
         Args:
-            completions: The completions.
-            microbatches: Rows of their prompts.
-            sequences: The data.
+            completions: Completions to reward.
+            microbatches: Rows of the prompts, with the reference answers as labels.
+            sequences: Data with the columns that reward functions read.
             rows: Index of each row in the data.
         """
         text, starts = self.sampler.text, self.sampler.prompts(microbatches)[1]
@@ -379,7 +389,7 @@ class GrpoStage(LearningStage):
         return weights @ values, list(values.sum(1))
 
     def _sum(self, values: list[Tensor]) -> list[float]:
-        """Return sums over the data-parallel ranks; ranks with the same rows count once."""
+        """Return the sum of each scalar over data-parallel ranks; ranks with the same rows count once."""
         ranks = self.plan.strategy.world_size / self.plan.strategy.dp
         return [
             value / ranks for value in all_reduce_sum(torch.stack([v.double() for v in values]))
@@ -387,6 +397,6 @@ class GrpoStage(LearningStage):
 
 
 def _split_batch(batch: dict[str, Tensor], size: int) -> Microbatches:
-    """Return the batch as microbatches of `size` rows."""
+    """Split a batch into microbatches of `size` rows."""
     parts = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in parts]

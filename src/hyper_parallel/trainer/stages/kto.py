@@ -1,14 +1,16 @@
-"""Learning from single answers labelled good or bad, without pairs.
+"""KTO: learning from single answers that are labelled good or bad, instead of from pairs.
 
-Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8. With r the log-probability of an answer minus
-its reference, and z the divergence of the model from the reference on answers to other prompts, the losses are
+Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8.
+
+r is the log-probability of an answer minus its reference log-probability. z is the divergence of the model from the
+reference on answers to other prompts. The losses are
 
   desirable      w_desirable   (1 - sigmoid(beta (r - z)))
   undesirable    w_undesirable (1 - sigmoid(beta (z - r)))
 
 Rows come in pairs: a prompt with its answer, and the same prompt with the answer of the previous record. z is the mean
-of r over the second rows of the whole step, all ranks and microbatches, at least 0, and has no gradient. It is computed
-before the first backward pass by one forward pass over the second rows; only the first rows are trained on.
+of r over the second rows of the whole step, over all ranks and microbatches. It is at least 0 and has no gradient. It
+is computed before the first backward pass by one forward pass over the second rows; only the first rows are trained on.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from hyper_parallel.trainer.stages.sampling import all_reduce_sum
 
 @dataclass
 class KtoStage(LearningStage):
-    """Objective that raises the likelihood of good answers relative to the reference, and lowers that of bad ones.
+    """KTO learning stage: raises the likelihood of good answers relative to the reference, and lowers that of bad ones.
 
     Attributes:
         settings: Section `kto` of the recipe.
-        reference: Reference log-probabilities of all rows.
+        reference: Log-probabilities of all answers under the reference model.
     """
 
     inputs_span: ClassVar = ("divergence", "compute")
@@ -46,18 +48,18 @@ class KtoStage(LearningStage):
     _sums: list[Tensor] = field(default_factory=list)
 
     def begin(self, batches: Any) -> None:
-        """Compute or load the reference; see `Reference.begin`."""
+        """Compute or load the reference log-probabilities; see `Reference.begin`."""
         self._batches = batches
         self.reference.begin(batches.sequences)
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Return the first rows with their `reference`, their label `desirable`, and z of the step as `divergence`."""
+        """Return each pair's first row with `reference`, label `desirable`, and the step's z as `divergence`."""
         all_rows = self._batches.step_batch(step - 1)
         sequences = self._batches.sequences
         return self._microbatch_inputs(microbatches, rows, all_rows, sequences, self.reference)
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return `inputs` with z of the held-out answers."""
+        """Return the same inputs for held-out rows, with z of the held-out answers."""
         all_rows, sequences = batches.step_batch(0), batches.sequences
         reference = self.reference.held_out(sequences)
         return self._microbatch_inputs(microbatches, rows, all_rows, sequences, reference)
@@ -70,7 +72,7 @@ class KtoStage(LearningStage):
         sequences: Any,
         reference: Reference,
     ) -> StageInputs:
-        """Return the inputs of this rank's `rows`; `all_rows` are the rows of all ranks."""
+        """Return microbatches of this rank's `rows`, and the number of trained tokens in `all_rows` of all ranks."""
         self._sums.clear()
         device = reference.device
         size, parts = len(microbatches[0]["input_ids"]), []
@@ -110,7 +112,7 @@ class KtoStage(LearningStage):
         return torch.where(real, weighted, 0.0).sum() / self._answers
 
     def record(self) -> dict[str, Any]:
-        """Return z, and mean scores of good and bad answers if the step has any."""
+        """Return z as `kl`, and the mean scores of good and bad answers if the step has any, under `preference`."""
         zeros = torch.zeros(4, dtype=torch.float64, device=self.reference.device)
         chosen, rejected, good, bad = all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
         record = {"kl": self._divergence}

@@ -1,7 +1,7 @@
-"""Rewards by a reward model: a directory exported by `stage: rm` and named in `grpo.reward_funcs`.
+"""Rewards from a reward model, whose directory (exported by `stage: rm`) a recipe names in `grpo.reward_funcs`.
 
-Every rank loads the full model and scores its own conversations in one pass without gradient. The template's text after
-an answer is appended first, as in the training data of the reward model.
+Every rank loads the full model and scores its own conversations without gradient. Before, it appends the chat
+template's text after an answer, as in the training data of the reward model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hyper_parallel.trainer.data.document import Conversation
 
 @dataclass
 class ModelReward:
-    """Scores of one reward model, which is loaded at the first call, after the start of the ranks.
+    """Reward function that scores completions with a reward model, which each rank loads at its first call.
 
     Attributes:
         directory: Directory with config.json, weights and tokenizer.
@@ -35,11 +35,11 @@ class ModelReward:
     _model: Any = None
 
     def check(self, tokenizer_dir: str | Path, where: str) -> None:
-        """Raise, before any rank starts, for another kind of directory and for a tokenizer other than the run's.
+        """Raise if the directory is no reward model, or its tokenizer differs from the run's; needs no weights.
 
         Raises:
-            ModelUnreadable: HP305.
-            Contradiction: HP104.
+            ModelUnreadable: HP305 for a directory that is not a sequence classifier.
+            Contradiction: HP104 for another vocabulary or chat template.
         """
         try:
             config = read_config(self.directory).values
@@ -77,7 +77,14 @@ class ModelReward:
         device: Any,
         **_: Any,
     ) -> list[float]:
-        """Return the score of each conversation; `stopped`: its last answer ended with a stop token."""
+        """Return the score of each conversation.
+
+        Args:
+            rows: Token ids of each conversation.
+            stopped: Whether the last answer of each conversation ended with a stop token.
+            microbatch: Number of conversations per forward pass.
+            device: Device of the reward model.
+        """
         tokenizer = load_tokenizer(self.directory)
         if self._model is None:
             from transformers import AutoModelForSequenceClassification

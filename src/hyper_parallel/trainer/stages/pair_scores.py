@@ -1,4 +1,4 @@
-"""Stages on pairs of answers: inputs, mean loss and recorded scores of a step or an evaluation."""
+"""Base of learning stages on pairs of answers: inputs, mean loss, and recorded scores of a step or evaluation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ROUNDINGS: Final = 4
 
 @dataclass
 class PairScores:
-    """Sums over the microbatches, on every rank.
+    """Mean loss and score statistics of pairs, accumulated over the microbatches of a step or evaluation.
 
     Attributes:
         plan: Plan of the run.
         device: Device of the model.
-        pairs: Number of pairs over all ranks.
+        pairs: Number of pairs of the step or evaluation over all ranks.
     """
 
     plan: Plan
@@ -35,7 +35,7 @@ class PairScores:
         self.begin()
 
     def begin(self, held_out: Any = None) -> None:
-        """Start a step, or an evaluation of the first step of `held_out`, whose padding rows are not pairs."""
+        """Start a training step or, with batches `held_out`, an evaluation, whose padding rows are no pairs."""
         self._sums.clear()
         work = self.plan.workload
         rows = (work.tokens_per_step or 0) // work.seq_len
@@ -44,13 +44,13 @@ class PairScores:
     def mean(
         self, losses: Tensor, chosen: Tensor, rejected: Tensor, real: Tensor, rounding: Tensor
     ) -> Tensor:
-        """Return this microbatch's part of the mean loss of all pairs, and add its scores to the record.
+        """Return a microbatch's summed losses divided by all pairs of the step, and add its scores to the statistics.
 
         Args:
-            losses: [N] losses of its pairs.
+            losses: [N] losses of the microbatch's pairs.
             chosen: [N] scores of the chosen answers.
             rejected: [N] scores of the rejected answers.
-            real: [N] whether a pair is not padding.
+            real: [N] whether a pair is real, not padding.
             rounding: [N] maximum difference of the two scores due to rounding.
         """
         order = order_of(chosen, rejected, rounding)
@@ -60,9 +60,10 @@ class PairScores:
         return torch.where(real, losses, 0.0).sum() / self.pairs
 
     def record(self) -> dict[str, Any]:
-        """Return mean scores of chosen and rejected answers and the share of pairs in the right order, over all ranks.
+        """Return means over the pairs of all ranks under `preference`: chosen and rejected score, margin, accuracy.
 
-        A pair whose scores differ only by rounding counts one half: neither answer is preferred.
+        Accuracy is the share of pairs whose chosen score is higher. A pair whose scores differ only by rounding counts
+        one half.
         """
         zeros = torch.zeros(4, dtype=torch.float64, device=self.device)
         chosen, rejected, right, count = all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
@@ -77,28 +78,28 @@ class PairScores:
 
 
 class PairStage(LearningStage):
-    """Base of stages that compare the two answers of every pair.
+    """Base class of learning stages that compare the two answers of every pair.
 
     Attributes:
-        scores: Scores of the pairs.
+        scores: Mean loss and score statistics of the pairs.
     """
 
     scores: PairScores
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Return the microbatches with the `row_values` of their rows; the count of tokens is that of the data."""
+        """Return the microbatches with `row_values` added, and None, so that the data's token count is used."""
         self.scores.begin()
         return self._with_row_values(microbatches, rows, None), None
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return `inputs` of held-out rows."""
+        """Return the same inputs for held-out rows."""
         self.scores.begin(batches)
         return self._with_row_values(microbatches, rows, batches.sequences), None
 
     def _with_row_values(
         self, microbatches: Microbatches, rows: Rows, held_out: Any
     ) -> Microbatches:
-        """Return the microbatches with the value of each row in `row_values`."""
+        """Return the microbatches with the `row_values` of their rows added."""
         values = self.row_values(rows, held_out)
         size = len(microbatches[0]["input_ids"])
         device = microbatches[0]["input_ids"].device
@@ -109,29 +110,29 @@ class PairStage(LearningStage):
         ]
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return [len(rows)] values of rows by name, of training data or of the sequences `held_out`."""
+        """Return additional inputs by name, [len(rows)] each, for rows of the training data or of `held_out`."""
         raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
-        """Return mean scores of chosen and rejected answers, and the share of pairs in the right order."""
+        """Return the score statistics of the step; see `PairScores.record`."""
         return self.scores.record()
 
 
 def order_of(chosen: Tensor, rejected: Tensor, rounding: Tensor) -> Tensor:
-    """Return [N] order of each pair: 1 if the chosen score is higher, 0 if it is lower, 1/2 if both are equal."""
+    """Return [N]: 1 if a pair's chosen score is higher, 0 if it is lower, 1/2 if they differ at most by `rounding`."""
     margin = (chosen - rejected).detach()
     return torch.where(margin.abs() <= rounding, 0.5, (margin > 0).to(margin.dtype))
 
 
 def rounding_of(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [N] maximum difference of the two scores of a pair due to rounding.
+    """Return [N] the largest difference of a pair's two scores that rounding can explain.
 
     A score is a difference of two sums over the tokens of an answer. Its rounding error is a few units in the last
-    place of the sums, regardless of their difference. A model equal to its reference has scores of about 1e-7 of random
-    sign, which are not a preference.
+    place of these sums, however small the difference. For example, a model equal to its reference has scores of about
+    1e-7 with random sign.
 
     Args:
-        magnitudes: [2N] magnitudes of the sums, of the chosen and the rejected answer of each pair.
+        magnitudes: [2N] magnitudes of these sums for the chosen and rejected answer of each pair.
         dtype: Dtype of the summands.
     """
     sums = (magnitudes[0::2] + magnitudes[1::2]).detach()

@@ -1,8 +1,8 @@
-"""References of a run: the model before the first step, as log-probabilities (DPO, KTO) or as weights (GRPO).
+"""Reference model of a run (the model before the first step), as log-probabilities (DPO, KTO) or weights (GRPO).
 
-Log-probabilities of all answers are computed once, before the first step, and saved for resumed runs in
-`reference.npy`, or `reference_holdout.npy` for held-out answers. Weights are swapped in for a forward pass. There is
-no second model.
+Log-probabilities of all answers are computed once before the first step. Resumed runs load them from `reference.npy`,
+or `reference_holdout.npy` for held-out answers. Reference weights are swapped into the trained model for a forward
+pass, so there is no second model.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _NAMES: Final = {
 
 @dataclass
 class Reference:
-    """Reference of a run, on every rank.
+    """Log-probabilities of a run's answers under the reference model, on every rank.
 
     Attributes:
         model: Trained model.
         plan: Plan of the run.
         rank: Data-parallel rank.
-        writes: Whether this process writes the file.
+        writes: Whether this process writes the reference file.
         directory: Directory of this run.
-        source: Directory of the resumed run; None: a new run.
+        source: Directory of the run that is resumed; None: a new run.
         device: Device of the model.
-        inputs: Checksums of the run's inputs.
-        file: Name of the file with the values.
+        inputs: Checksums of the run's input models.
+        file: Name of the reference file.
     """
 
     model: nn.Module
@@ -68,10 +68,11 @@ class Reference:
     _held_out: Reference | None = None
 
     def begin(self, sequences: Any) -> None:
-        """Compute the reference of all rows, or load it from the resumed run.
+        """Compute the log-probabilities of all rows, or load them from the resumed run.
 
         Raises:
-            CheckpointMismatch: HP702 when the resumed run has no reference, one of other data, or altered values.
+            CheckpointMismatch: HP702 when the resumed run has no reference file, or one for other data, or an altered
+                one.
         """
         rows = len(sequences)
         if self.source is not None:
@@ -102,21 +103,21 @@ class Reference:
         self._values = torch.from_numpy(values).to(self.device)
 
     def held_out(self, sequences: Any) -> Reference:
-        """Return the reference of held-out rows, which the first evaluation of a run computes before the first step."""
+        """Return the reference of held-out rows; it is computed or loaded at the first call, before the first step."""
         if self._held_out is None:
             self._held_out = replace(self, file=HELD_OUT, _values=None)
             self._held_out.begin(sequences)
         return self._held_out
 
     def of(self, rows: NDArray[np.int64]) -> Tensor:
-        """Return [len(rows)] log-probabilities of the answers of rows; 0 for a padding row."""
+        """Return [len(rows)] reference log-probabilities of the answers in these rows; 0 for a padding row (-1)."""
         assert self._values is not None
         index = torch.from_numpy(rows).to(self.device)
         return torch.where(index < 0, 0.0, self._values[index])
 
     @torch.no_grad()
     def current_logprobs(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return [B] log-probabilities of the answers of rows under the current model, without dropout."""
+        """Return [B] log-probabilities of the answers in a batch under the current weights, without dropout."""
         training = self.model.training
         self.model.eval()
         logprobs = token_logprobs(self.model, **batch)
@@ -124,13 +125,13 @@ class Reference:
         return logprobs.double().sum(-1)
 
     def sum_over_ranks(self, values: Tensor) -> NDArray[np.float64]:
-        """Return sums over data-parallel ranks; ranks with the same rows have the same values."""
+        """Return `values` summed over data-parallel ranks; ranks with the same rows count once."""
         return np.array(all_reduce_sum(values)) / (
             self.plan.strategy.world_size // self.plan.strategy.dp
         )
 
     def _compute(self, sequences: Any, rows: int) -> NDArray[np.float64]:
-        """Return [rows] log-probabilities of all answers; all ranks run the same number of passes."""
+        """Compute [rows] log-probabilities of all answers; every rank runs the same number of forward passes."""
         size, dp = self.plan.workload.microbatch or 1, self.plan.strategy.dp
         values = torch.zeros(rows, dtype=torch.float64, device=self.device)
         for begin in range(0, rows, size * dp):
@@ -153,19 +154,19 @@ REFERENCE_MODEL: Final = "weights of the reference model"
 
 
 class ReferenceWeights:
-    """Weights before the first step, stored in addition to the trained weights.
+    """Copy of the trained parameters as they were before the first step.
 
-    Memory: one copy of this rank's shards of the trained parameters, which are small with adapters.
+    Memory: this rank's shards of the trained parameters, which are small with adapters.
 
     Args:
-        model: Model passed through `parallelize`; has the weights before the first step if the run is new.
+        model: Model passed through `parallelize`; in a new run it has the reference weights.
         directory: Directory of this run.
-        source: Directory of the resumed run; None: a new run.
-        inputs: Checksums of the run's inputs.
+        source: Directory of the run that is resumed; None: a new run.
+        inputs: Checksums of the run's input models.
 
     Raises:
-        CheckpointMismatch: HP702 when the reference is not the one of the resumed run.
-        CheckpointCorrupt: HP701 when the resumed run has no reference, or a damaged one.
+        CheckpointMismatch: HP702 when the saved reference was exchanged since the checkpoint.
+        CheckpointCorrupt: HP701 when the resumed run has no saved reference, or a damaged one.
     """
 
     @torch.no_grad()
@@ -214,6 +215,6 @@ class ReferenceWeights:
 
 
 def _checksum(run: Path) -> str:
-    """Return the checksum of the index of a run's reference, which covers the checksums of all its tensors."""
+    """Return the checksum of a run's saved reference weights, taken over their checkpoint index."""
     path = run / FOLDER / step_name(0) / INDEX
     return FileEntry.of(path).sha256[:32] if path.is_file() else "none"

@@ -1,4 +1,4 @@
-"""Training of a reward model: the chosen answer of a pair gets a higher score than the rejected one.
+"""Training of a reward model that scores the chosen answer of a pair higher than the rejected one.
 
 Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1 (of Bradley and Terry). Scores are centred as by
 Eisenstein et al. 2023, arXiv:2312.09244, and TRL's `center_rewards_coefficient`. A pair may have a target margin
@@ -23,13 +23,13 @@ from hyper_parallel.trainer.stages.pair_scores import PairScores, PairStage, rou
 
 @dataclass
 class RewardModelStage(PairStage):
-    """Comparison of the scores of the two answers of every pair, each taken at the last token of its row.
+    """Learning stage of a reward model: compares the scores of the two answers of every pair.
 
-    The single target of a row marks the token whose score is used.
+    The score of an answer is the model's output at the single target of its row, the last token.
 
     Attributes:
         settings: Section `rm` of the recipe.
-        scores: Scores of the pairs.
+        scores: Mean loss and score statistics of the pairs.
     """
 
     settings: Rm
@@ -37,11 +37,11 @@ class RewardModelStage(PairStage):
     _batches: Any = None
 
     def begin(self, batches: Any) -> None:
-        """Store the training data, which has the margins of pairs."""
+        """Keep the training data, which provides the target margins of pairs."""
         self._batches = batches
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return the margin of each row's pair; nothing if the data has no margins."""
+        """Return `margin`: [len(rows)] target margin of each row's pair; {} if the data has no margins."""
         sequences = self._batches.sequences if held_out is None else held_out
         return (
             {"margin": torch.from_numpy(sequences.margins(rows))} if sequences.has_margins else {}

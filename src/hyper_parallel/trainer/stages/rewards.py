@@ -1,9 +1,9 @@
-"""Reward functions of completions: the functions below by name, user functions by dotted path.
+"""Reward functions of completions: built-in functions by name, user functions by dotted path.
 
-A function is called with keyword arguments, each a list with one item per completion, and returns one number per
-completion: the interface of TRL's reward functions (`GRPOTrainer`, `reward_funcs`). The keywords are `prompts`,
-`completions`, `completion_ids` and the columns of the data. A function gets the keywords of its parameters, or all of
-them if it has `**kwargs`.
+The interface is that of TRL's reward functions (`GRPOTrainer`, `reward_funcs`). A function gets keyword arguments, each
+a list with one item per completion, and returns one number per completion. The keywords are `prompts`, `completions`,
+`completion_ids` and the columns of the data. A function gets only the keywords in its signature, or all with
+`**kwargs`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Reward = Callable[..., Sequence[float]]
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Return 1 for a completion equal to the answer after stripping white space, else 0."""
+    """Return, per completion, 1 if it equals the answer after stripping white space, else 0."""
     return [float(c.strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
 def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Return the length of the common prefix over the longer of completion and answer; 1 for the answer itself.
+    """Return, per completion, the length of its common prefix with the answer divided by the longer length of both.
 
-    The graded reward distinguishes wrong completions, for models without a right completion yet.
+    The reward is 1 for the answer itself. It also ranks wrong completions, for models that have no correct one yet.
     """
 
     def share(completion: str, right: str) -> float:
@@ -45,7 +45,7 @@ def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) ->
 
 
 def environment_reward(environment_rewards: Sequence[float], **_: Any) -> list[float]:
-    """Return the rewards of the completions' environments."""
+    """Return, per completion, the summed rewards of its environment."""
     return [*environment_rewards]
 
 
@@ -61,10 +61,10 @@ REWARDS: Final[dict[str, Reward]] = {
 
 
 def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
-    """Return the reward functions of a recipe.
+    """Return the reward functions that a recipe names.
 
     Args:
-        names: Names in this file, dotted paths, or directories of reward models.
+        names: Names of built-in functions, dotted paths, or directories of reward models.
         where: Origin of the names, for errors.
 
     Raises:
@@ -79,21 +79,21 @@ def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
 
 
 def short_name(name: str) -> str:
-    """Return the last part of the name of a reward, for records."""
+    """Return the last part of a reward's dotted path or directory, as records show it."""
     return name.rstrip("/").rpartition("/")[2].rpartition(".")[2]
 
 
 def check_columns(name: str, function: Reward, columns: Sequence[str], where: str) -> None:
-    """Raise for a function with a required parameter that is neither a rollout keyword nor a column.
+    """Raise if a required parameter of a reward function is neither a rollout keyword nor a column of the data.
 
     Args:
         name: Name of the function.
-        function: One of `reward_functions`.
+        function: Function as returned by `reward_functions`.
         columns: Names of the columns of the data.
         where: Origin of the name, for errors.
 
     Raises:
-        Contradiction: HP104.
+        Contradiction: HP104 naming the parameter.
     """
     known = {*_ROLLOUT_KEYWORDS, *columns, *(_INTERNAL_KEYWORDS if _is_built_in(function) else ())}
     missing = [p.name for p in _parameters(function) if _required(p) and p.name not in known]
@@ -110,16 +110,16 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
 def score(
     name: str, function: Reward, public: dict[str, Any], internal: dict[str, Any]
 ) -> list[float]:
-    """Return the validated rewards of one function.
+    """Call one reward function, check its result, and return one finite reward per completion.
 
     Args:
         name: Name of the function.
-        function: One of `reward_functions`.
+        function: Function as returned by `reward_functions`.
         public: Keywords for all functions: rollout keywords and columns of the data.
         internal: Additional keywords for built-in functions.
 
     Raises:
-        BadValue: HP102 when it fails, or does not return one finite number per completion.
+        BadValue: HP102 when the function raises, or does not return one finite number per completion.
     """
     parameters = _parameters(function)
     keywords = {**public, **(internal if _is_built_in(function) else {})}
@@ -152,7 +152,7 @@ def score(
 
 
 def _is_built_in(function: Reward) -> bool:
-    """Return whether a reward is built in, so that it gets the internal keywords."""
+    """Return whether a reward function is built in; only such functions get the internal keywords."""
     return isinstance(function, ModelReward) or function in REWARDS.values()
 
 
@@ -162,7 +162,7 @@ def _required(parameter: inspect.Parameter) -> bool:
 
 
 def _parameters(function: Reward) -> list[inspect.Parameter]:
-    """Return the parameters of a function; `**kwargs` if its signature is unknown."""
+    """Return the parameters of a function, or only `**kwargs` if it has no signature."""
     try:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):  # implemented in C

@@ -1,4 +1,4 @@
-"""Folder of a run for the exchange of weights and completions between training ranks and sampling ranks."""
+"""Folder through which training ranks and sampling ranks of a run exchange weights and completions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _T = TypeVar("_T")
 
 
 class RolloutFolder:
-    """Files exchanged between the roles of a run.
+    """Folder of files that training ranks and sampling ranks exchange.
 
     Args:
         path: Path of the folder.
-        beat: Heartbeat, called while this rank waits, so that it is not reported as hung.
+        beat: Called with a phase name while this rank waits, so that it is not reported as hung.
     """
 
     def __init__(self, path: Path, beat: Callable[[str], None] = lambda phase: None) -> None:
@@ -43,20 +43,21 @@ class RolloutFolder:
         return (self.path / "end").exists()
 
     def reset(self) -> None:
-        """Remove the begin and end marks of an earlier start; call before any role starts."""
+        """Remove the begin and end marks of an earlier start; call before any rank starts."""
         for name in ("begin.json", "end"):
             (self.path / name).unlink(missing_ok=True)
 
     def begin(self, begin: dict[str, Any], parts: int, *, exact: bool) -> None:
-        """Mark the start of training after step `done`, and remove files that belong to later weights.
+        """Mark the start of training after step `done`, and remove files of a later step from an earlier start.
 
-        With `exact`, the later files stay: repeated steps produce the same weights. Shares with another number of
-        `parts` are removed in either case.
+        With `exact`, later files stay, as repeated steps produce the same weights. Completions that were divided into
+        another number of parts are always removed.
 
         Args:
-            begin: `done`, the data position `data`, and `origin_s` of the timeline in seconds of `time.time`.
-            parts: Shares of a step.
-            exact: Whether completions are sampled by exactly the oldest version allowed.
+            begin: Dict with the step `done`, the data position `data`, and the timeline's start `origin_s` in seconds
+                since the epoch.
+            parts: Number of parts into which the completions of a step are divided.
+            exact: Whether completions are sampled with exactly the oldest allowed version of the weights.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         done = begin["done"]
@@ -80,14 +81,14 @@ class RolloutFolder:
             (self.path / "end").touch()
 
     def begun(self) -> dict[str, Any] | None:
-        """Wait for the start mark of the training ranks and return it; None if they have ended."""
+        """Wait for the dict passed to `begin` by the training ranks and return it; None if they have ended."""
         path = self.path / "begin.json"
         return self.wait(lambda: read_json(path, Limits(MiB)) if path.exists() else None)
 
     def version(self, least: int, *, exact: bool) -> int | None:
-        """Wait for weights of version `least` and return the newest version, or `least` itself with `exact`.
+        """Wait for weights of version `least` or newer; return the newest version, or None if training has ended.
 
-        Returns None if training has ended.
+        With `exact`, wait for version `least` itself.
         """
 
         def newest() -> int | None:
@@ -99,7 +100,7 @@ class RolloutFolder:
         return self.wait(newest)
 
     def wait(self, poll: Callable[[], _T | None]) -> _T | None:
-        """Poll until `poll` returns a value, and return it; None if training has ended."""
+        """Poll until `poll` returns something other than None, and return that; None if training has ended."""
         while (value := poll()) is None:
             if self.ended:
                 return None
@@ -108,7 +109,7 @@ class RolloutFolder:
         return value
 
     def file(self, step: int, part: int) -> Path:
-        """Return the path of the completions of share `part` of a step."""
+        """Return the path of the completions in part `part` of a step."""
         return self.path / f"step_{step:08d}.{part}.safetensors"
 
     def newest(self) -> int:
@@ -124,7 +125,16 @@ class RolloutFolder:
         version: int,
         seconds: float,
     ) -> None:
-        """Publish a share atomically, with the newest version that sampled any of it and the sampling time."""
+        """Publish one part of a step's completions atomically.
+
+        Args:
+            step: Step of the completions.
+            part: Index of the part.
+            parts: Number of parts of the step.
+            completions: Completions of the part.
+            version: Newest version of the weights that sampled any of its tokens.
+            seconds: Sampling time.
+        """
         path = self.file(step, part)
         partial = path.with_suffix(".part")
         tensors = {
@@ -136,7 +146,7 @@ class RolloutFolder:
             partial.rename(path)
 
     def read(self, step: int, part: int) -> tuple[Completions, float]:
-        """Wait for a share and return its completions and their sampling time in seconds."""
+        """Wait for one part of a step; return its completions and their sampling time in seconds."""
         path = self.file(step, part)
         self.wait(lambda: path if path.exists() else None)
         with safe_open(path, "pt") as file:
@@ -144,13 +154,13 @@ class RolloutFolder:
             return Completions(**tensors), float((file.metadata() or {}).get("seconds", 0.0))
 
     def trim(self, before: int) -> None:
-        """Remove completions of steps up to `before`, which resumed runs do not need."""
+        """Remove completions of steps up to and including `before`, which resumed runs do not need."""
         for path in self._shares():
             if int(path.name[5:13]) <= before:
                 path.unlink()
 
     def _shares(self) -> list[Path]:
-        """Return the files of completions; files with other names are ignored."""
+        """Return the paths of all completion files in the folder."""
         return [p for p in self.path.glob("step_*.safetensors") if _SHARE.fullmatch(p.name)]
 
 

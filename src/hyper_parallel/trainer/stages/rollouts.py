@@ -1,20 +1,20 @@
 """Rollouts on dedicated sampling ranks, and the exchange of weights and completions with the training ranks.
 
-All files are in one folder of the run on a file system shared by all ranks; there are no messages. Restarted roles and
-resumed runs therefore continue from the files:
+The exchange uses only files in a folder of the run, on a file system that all ranks share. Restarted ranks and resumed
+runs therefore continue from these files:
 
   rollouts/policy/step_00000012          weights after 12 steps as a checkpoint, loadable on any layout
-  rollouts/step_00000013.0.safetensors   completions of step 13, first share, and the versions that sampled them
-  rollouts/begin.json                    position at which training starts
+  rollouts/step_00000013.0.safetensors   completions of step 13, first part, and the weight version of each token
+  rollouts/begin.json                    step and data position at which training starts
   rollouts/end                           mark that training has ended
-  rollouts/timeline.0.json               timeline of the ranks of the first share in the recorded steps
+  rollouts/timeline.0.json               timeline of the ranks that sample the first part, in the recorded steps
 
-A step here is one rollout and its `num_iterations` optimizer steps. Version v is the weights after v steps. Completions
-of step t are sampled by a version v >= t - 1 - `max_staleness`. Samplers wait for that version, so the bound always
-holds and no completion is discarded.
+A step here is one rollout with its `num_iterations` optimizer steps. Version v of the weights exists after v steps.
+Completions of step t are sampled with a version v >= t - 1 - `max_staleness`. Samplers wait for such a version, so no
+completion is ever too stale.
 
-With `training.deterministic` they sample with exactly that version, else with the newest one. With `partial_rollout`,
-unfinished completions continue under newer weights, and each token records its version.
+With `training.deterministic` samplers use exactly version t - 1 - `max_staleness`, else the newest one. With
+`partial_rollout`, unfinished completions continue under newer weights, and each token records its version.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Sampler of completions, used by training ranks and by sampling ranks.
+    """Sampler of completions, used on training ranks and on dedicated sampling ranks.
 
     Attributes:
         model: Causal language model passed through `parallelize`.
         tokenizer: Tokenizer of the run.
         settings: Section `grpo` of the recipe.
         seed: `training.seed`.
-        eos: `eos_token_id` of the model's generation config.
+        eos: Stop token ids of the model's generation config (`eos_token_id`).
     """
 
     model: nn.Module
@@ -81,13 +81,13 @@ class Sampler:
 
     @classmethod
     def of_job(cls, job: Job, model: nn.Module) -> Sampler:
-        """Return the sampler of a run; its stop tokens are those of `generate` on the run's export."""
+        """Return the sampler of a run, with the same stop tokens as `generate` on the run's export."""
         tokenizer, recipe = load_tokenizer(job.packed.tokenizer_dir), job.recipe
         eos = json.loads(job.model_files.get(GENERATION, "{}")).get("eos_token_id")
         return cls(model, tokenizer, recipe.grpo, recipe.training.seed, eos)
 
     def prompts(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return [N, S + 1] right-padded prompts of rows whose labels are the answers, and [N] their lengths."""
+        """Return prompts [N, S + 1], right-padded, and their lengths [N]; in the rows, the labels are the answers."""
         ids = torch.cat([part["input_ids"] for part in microbatches])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
         # The first label belongs to the token before the answer.
@@ -99,12 +99,12 @@ class Sampler:
         return torch.where(positions < starts[:, None], ids, pad), starts
 
     def answers(self, microbatches: list[dict[str, Tensor]]) -> list[str]:
-        """Return the texts of the answers of the rows."""
+        """Return the text of each row's reference answer."""
         labels = torch.cat([part["shift_labels"] for part in microbatches])
         return [self.text(row[row != IGNORE_INDEX]) for row in labels]
 
     def text(self, ids: Tensor) -> str:
-        """Return the text of tokens, without special tokens."""
+        """Return the text of token ids, without special tokens."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
     def complete(
@@ -115,7 +115,7 @@ class Sampler:
         microbatch: int,
         weights: Weights,
     ) -> Completions:
-        """Return completions of the prompts of rows; row i is sequence `first + i` of the step."""
+        """Sample a completion of each row's prompt; row i has the random numbers of the step's sequence `first + i`."""
         length = self.settings.max_completion_length
         prompts, starts = self.prompts(microbatches)
         draws = np.array(list(uniform(self.seed, step, first, len(prompts), length)))
@@ -143,14 +143,14 @@ class Sampler:
 
 
 class Publisher:
-    """Training side of the exchange: publishes weights and reads completions.
+    """Training side of the exchange with sampling ranks: publishes weights and reads completions.
 
     Args:
-        job: The run.
+        job: Prepared run.
         world: Training ranks.
         model: Model of the training ranks.
-        done: Rollouts finished before this process.
-        origin_s: Start of the run's timeline, in seconds of `time.time`.
+        done: Number of rollouts finished before this process.
+        origin_s: Start of the run's timeline, in seconds since the epoch.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Publisher:
         self.waited_s = self.sampled_s = 0.0
 
     def publish(self, version: int, data: dict[str, Any]) -> None:
-        """Publish the weights after `version` steps; the first call also marks the start of training."""
+        """Publish the current weights as version `version`; the first call also marks the start of training."""
         first = self._world.rank == 0
         if self._checkpoints is None:
             if first:
@@ -187,7 +187,7 @@ class Publisher:
             self._folder.trim(saved[-1] // self._settings.num_iterations if saved else version)
 
     def take(self, step: int, first: int, count: int, device: torch.device) -> Completions:
-        """Wait for `count` sequences of a step from index `first` and return their completions."""
+        """Wait for sequences `first` to `first + count - 1` of a step, and return their completions."""
         begin = time.perf_counter()
         parts = self._settings.shares
         work = self._job.plan.workload
@@ -206,7 +206,7 @@ class Publisher:
         )
 
     def end(self) -> None:
-        """Mark the end of training and close the files."""
+        """Mark the end of training, and wait for weights that are still being written."""
         if self._world.rank == 0:
             self._folder.end()
         if self._checkpoints is not None:
@@ -215,11 +215,11 @@ class Publisher:
 
 
 def sample_rank(job: Job, replica: int) -> None:
-    """Sample a share of every step with published weights until training ends.
+    """Sample one part of every step's completions with the published weights until training ends.
 
     Args:
-        job: The run.
-        replica: Index of this rank's replica of the model.
+        job: Prepared run.
+        replica: Index of the model replica to which this rank belongs.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the training ranks end the run
@@ -235,10 +235,10 @@ def sample_rank(job: Job, replica: int) -> None:
 
 
 class _SamplingRank:
-    """Sampling side of the exchange: samples the same share of every step.
+    """Sampling side of the exchange with training ranks: samples the same part of every step.
 
     Attributes:
-        folder: Files shared with the training ranks.
+        folder: Folder shared with the training ranks.
     """
 
     def __init__(self, job: Job, world: World, replica: int) -> None:
@@ -258,7 +258,7 @@ class _SamplingRank:
         self._weights = Weights(-1)
 
     def run(self, begin: dict[str, Any]) -> None:
-        """Sample every step that has no completions yet, from the position `begin` of the training ranks."""
+        """Sample all steps without completions, from the training position `begin`, until training ends."""
         job, grpo, weights = self._job, self._grpo, self._weights
         batches, first = job.train_batches(), begin["done"] * grpo.num_iterations
         batches.load_state_dict(begin["data"])
@@ -287,14 +287,14 @@ class _SamplingRank:
             write_timeline(recorder.own(begin["origin_s"]), timeline)
 
     def _renew(self) -> int:
-        """Load the newest weights that exist for all ranks of the replica, and return their version."""
+        """Load the newest version of the weights that all ranks of the replica see, and return it."""
         # Ranks of a replica poll at different times; the oldest version seen by any rank exists for all.
         newer = _min_over_ranks(self.folder.newest())
         self._published.load(self._model, None, newer)
         return newer
 
     def _load_weights(self, step: int, recorder: SpanRecorder) -> bool:
-        """Wait for weights that are new enough for a step and load them; return False when training has ended."""
+        """Wait for and load weights that are new enough for a step; return False if training has ended."""
         least = max(0, step - 1 - self._grpo.max_staleness)
         with recorder.span("wait for weights", "wait"):
             version = self.folder.version(least, exact=self._job.recipe.training.deterministic)
@@ -308,7 +308,7 @@ class _SamplingRank:
         return True
 
     def _inputs(self, batches: Any, step: int) -> list[dict[str, Tensor]]:
-        """Return the prompts of this rank's share of a step, by microbatch."""
+        """Return the microbatches of prompts that this rank samples in a step."""
         parts = batches.microbatches(
             (step - 1) * self._grpo.num_iterations,
             self._part,
@@ -329,7 +329,7 @@ class _SamplingRank:
         recorder: SpanRecorder,
         reference: ReferenceWeights | None,
     ) -> None:
-        """Sample the completions of a step and write them, with reference log-probabilities if required."""
+        """Sample and publish this rank's completions of a step, with log-probabilities under `reference` if set."""
         begin_s, microbatch = time.perf_counter(), self._microbatch
         with recorder.span("rollout", "compute"):
             completions = self._sampler.complete(
@@ -348,7 +348,7 @@ class _SamplingRank:
 
 
 def _build_replica(job: Job, world: World, microbatch: int) -> nn.Module:
-    """Return the model on the layout of the sampling ranks, with initial weights."""
+    """Build the model on the layout of the sampling ranks, with the run's initial weights."""
     recipe, work, grpo = job.recipe, job.plan.workload, job.recipe.grpo
     workload = Workload(
         work.seq_len,
@@ -366,7 +366,7 @@ def _build_replica(job: Job, world: World, microbatch: int) -> nn.Module:
 
 
 def _min_over_ranks(value: int) -> int:
-    """Return the minimum value over the ranks of a model replica."""
+    """Return the minimum of `value` over the ranks of a model replica; collective over these ranks."""
     if not dist.is_initialized():
         return value
     minimum = torch.tensor(value)

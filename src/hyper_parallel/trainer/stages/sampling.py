@@ -1,8 +1,7 @@
-"""Sampling of completions for many prompts from the model as parallelized for training.
+"""Sampling of completions for many prompts from a model that is parallelized for training.
 
-Every data-parallel rank samples its own rows, and all ranks run the same number of forward passes. No weights are
-copied: sampling uses the weights of the next step. The key-value cache exists during sampling, for one microbatch at a
-time.
+Every data-parallel rank samples its own rows, and all ranks run the same number of forward passes. Sampling uses the
+trained weights in place, without a copy. A key-value cache exists only during sampling, for one microbatch of rows.
 """
 
 from __future__ import annotations
@@ -34,17 +33,18 @@ NOT_SAMPLED: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """Completions of N prompts.
+    """Sampled completions of N prompts.
 
     Attributes:
-        tokens: [N, S + 1] prompt, completion with its stop token, and padding.
-        ends: [N] end of the completion.
+        tokens: [N, S + 1] token ids: prompt, completion with its stop token, padding.
+        ends: [N] position after the last token of the completion.
         logprobs: [N, S + 1] log-probability of every sampled token under the weights that sampled it; 0 elsewhere.
-        versions: [N, S + 1] version of these weights; `NOT_SAMPLED` for prompts, environment replies and padding.
-        rewards: [N] rewards of the environments; 0 without environment.
-        stopped: [N] whether a stop token, not the length limit, ended it.
-        reference_logprobs: [N, S] log-probability of each next token under the model before the first step if the
-            sampling ranks compute it; else [N, 0].
+        versions: [N, S + 1] version of the weights that sampled each token; `NOT_SAMPLED` for prompts, environment
+            replies, padding.
+        rewards: [N] summed rewards of the environment; 0 without one.
+        stopped: [N] whether a stop token, not the length limit, ended the completion.
+        reference_logprobs: [N, S] log-probability of each next token under the reference model if the sampling ranks
+            compute it; else [N, 0].
     """
 
     tokens: Tensor
@@ -62,24 +62,24 @@ class Completions:
 
     @property
     def real(self) -> Tensor:
-        """[N, S] mask of tokens that have a successor in their row."""
+        """[N, S] mask of tokens that are followed by a token other than padding."""
         positions = torch.arange(self.tokens.shape[1] - 1, device=self.ends.device)
         return positions < self.ends[:, None] - 1
 
     @property
     def labels(self) -> Tensor:
-        """[N, S] sampled successor of each token; `IGNORE_INDEX` without one."""
+        """[N, S] training labels: the next token of each position if it was sampled, else `IGNORE_INDEX`."""
         return torch.where(self.sampled, self.tokens, IGNORE_INDEX)[:, 1:]
 
 
 @dataclass
 class Weights:
-    """Version and refresh of the sampling weights.
+    """Version of the sampling weights, and functions that refresh them.
 
     Attributes:
         version: Version of the loaded weights.
-        due: Called before every pass: returns whether newer weights may be loaded. None: the weights are fixed.
-        renew: Loads newer weights on every rank of a replica and returns their version.
+        due: Returns whether newer weights may be loaded, called before every forward pass; None: the weights are fixed.
+        renew: Loads newer weights on every rank of a replica, and returns their version.
     """
 
     version: int = 0
@@ -100,19 +100,20 @@ def sample(
     environments: Environments | None = None,
     exact: bool = False,
 ) -> Completions:
-    """Continue every row with tokens drawn from the model's distribution.
+    """Sample a completion of every prompt from the model's distribution.
 
     Args:
         model: Causal language model passed through `parallelize`, without pipeline stages or sharded sequences.
         tokens: [N, S + 1] right-padded prompts; padding is never attended to, as attention is causal.
-        starts: [N] tokens of the prompts.
-        stops: Tokens that end a completion.
-        max_completion_length: Maximum tokens of a completion, including replies of an environment.
-        draws: [N, max_completion_length] numbers in [0, 1), one per token, so that sequences are independent.
-        microbatch: Rows of a forward pass.
-        weights: Sampling weights; after a refresh, unfinished completions are prefilled again and continue.
-        environments: Environments that reply to finished turns.
-        exact: Use the forward pass of training over full microbatches, and compute log-probabilities in one more pass.
+        starts: [N] number of tokens of each prompt.
+        stops: Token ids that end a completion.
+        max_completion_length: Maximum number of tokens of a completion, including environment replies.
+        draws: [N, max_completion_length] random numbers in [0, 1), one per token.
+        microbatch: Number of rows of a forward pass.
+        weights: Version and refresh of the weights. After a refresh, unfinished completions are prefilled again and
+            continue.
+        environments: Environments that reply to finished turns; None: a completion is one turn.
+        exact: Decode by full training forwards without a cache, and compute log-probabilities in one more pass.
     """
     weights = weights or Weights()
     tokens, ends = tokens.clone(), starts.clone()
@@ -149,7 +150,7 @@ def sample(
 def _decoding_sequences(
     tokens: Tensor, starts: Tensor, limits: Sequence[int], draws: Tensor
 ) -> list[DecodingSequence]:
-    """Return the rows that may have another token, as sequences to decode."""
+    """Return a sequence to decode for each row whose limit permits another token."""
     row_draws = draws.double().cpu().numpy()
     return [
         DecodingSequence(row, tokens[row, :start].tolist(), start, limit, row_draws[row])
@@ -166,7 +167,7 @@ def _decode_exact(
     stops: Collection[int],
     microbatch: int,
 ) -> Iterator[DecodingSequence]:
-    """Yield every sequence after each token, decoded by full forward passes over whole microbatches."""
+    """Decode by full forward passes over whole microbatches; yield a sequence after each of its tokens."""
     for first in range(0, len(tokens), microbatch):
         batch = [s for s in sequences if first <= s.number < first + microbatch]
         ids = tokens[first : first + microbatch, :-1]
@@ -179,7 +180,7 @@ def _decode_exact(
 def _decode_in_slots(
     decoder: Decoder, weights: Weights, environments: Environments | None
 ) -> Iterator[DecodingSequence]:
-    """Yield every sequence after each token; load newer weights at interrupts, and insert environment replies."""
+    """Yield a sequence after each of its tokens; load newer weights when due, and insert environment replies."""
     while True:
         for sequence in decoder.run():
             yield sequence
@@ -195,7 +196,7 @@ def _decode_in_slots(
 
 @torch.no_grad()
 def logprobs_of(model: nn.Module, input_ids: Tensor, labels: Tensor, microbatch: int) -> Tensor:
-    """Return [N, S] log-probabilities of labels under the current weights, in passes over `microbatch` rows."""
+    """Return [N, S] log-probabilities of labels under the current weights, computed for `microbatch` rows at a time."""
     training = model.training
     model.eval()
     parts = zip(input_ids.split(microbatch), labels.split(microbatch), strict=True)
@@ -205,14 +206,14 @@ def logprobs_of(model: nn.Module, input_ids: Tensor, labels: Tensor, microbatch:
 
 
 def all_reduce_max(value: Tensor) -> float:
-    """Return the maximum over all ranks."""
+    """Return the maximum of a scalar over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
 
 def all_reduce_sum(values: Tensor) -> list[float]:
-    """Return the sums over all ranks."""
+    """Return the sum of each element over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     sums: list[float] = values.tolist()
@@ -220,14 +221,14 @@ def all_reduce_sum(values: Tensor) -> list[float]:
 
 
 def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterator[np.ndarray]:
-    """Yield [length] numbers in [0, 1) for each of `rows` sequences of a step, starting at sequence `first`.
+    """Yield [length] random numbers in [0, 1) for each of `rows` sequences of a step, starting at sequence `first`.
 
-    The numbers depend on seed, step and sequence index only, so sampling is the same on every layout.
+    They depend only on seed, step and sequence index, so sampling is the same on every layout.
     """
     for row in range(first, first + rows):
         yield numbers(seed, 5, step, row, length=length)
 
 
 def environment_seed(seed: int, step: int, number: int) -> int:
-    """Return the seed of a sequence's environment, a function of seed, step and sequence index only."""
+    """Return the seed of a sequence's environment, which depends only on seed, step and sequence index."""
     return int(numbers(seed, 6, step, number, length=1)[0] * 2**53)

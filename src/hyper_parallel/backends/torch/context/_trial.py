@@ -21,7 +21,7 @@ from hyper_parallel.backends.torch.token_scores import scores_tokens
 from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss, use_loss_function
 from hyper_parallel.errors import UnsupportedSharding
 
-_WINDOW = 5  # tokens; shorter than the sequence, so that a mask shows it
+_WINDOW = 5  # tokens; shorter than the trial sequence, so that the mask depends on it
 
 
 def probe_attention_calls(
@@ -38,7 +38,7 @@ def probe_attention_calls(
 
 
 def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -> None:
-    """Replace positions [S] counted over the local tokens, as BART does, in the input of position embeddings."""
+    """Make position embeddings that get positions [S] counted over local tokens, as in BART, use `position_ids()`."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         local = kwargs.get("position_ids")

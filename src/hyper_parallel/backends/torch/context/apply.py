@@ -58,7 +58,7 @@ def apply_context_parallel(
         view: Parts of the model.
         strategy: The strategy of the plan.
         mesh: Device mesh with a cp axis.
-        stage_layers: Returns the layers of the running pipeline stage; None without pipeline parallelism.
+        stage_layers: Function that returns the layers of the running stage; None without pipeline parallelism.
         calls: Result of `count_attention_calls`.
         running: The running pass of the model.
     """
@@ -90,8 +90,8 @@ def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ..
     """Return how often each layer calls the attention interface; needs no ranks.
 
     Raises:
-        UnsupportedSharding: HP205 for attention other than causal attention, with or without a window, through the
-            interface.
+        UnsupportedSharding: HP205 for attention that is not causal, or not computed through the interface. A sliding
+            window is allowed.
     """
     if strategy.cp == 1:
         return ()
@@ -109,12 +109,12 @@ def _wrap_root(
     gathers_outputs: bool,
     tables: Sequence[Any],
 ) -> None:
-    """Shard the inputs of a model before its forward and gather its outputs after it.
+    """Add hooks to a model that shard its inputs before each forward and gather its outputs afterwards.
 
     Args:
         context: State of context parallelism.
         model: The model; changed in place.
-        num_calls: Returns the expected number of attention calls of a pass.
+        num_calls: Function that returns the expected number of attention calls of a pass.
         gathers_outputs: Whether outputs are gathered over the ranks.
         tables: Position embeddings that derive positions from ids if the batch has none.
     """
@@ -162,7 +162,7 @@ def _wrap_root(
 
 
 def join_sequences(context: ContextState, local: Tensor) -> Tensor:
-    """Gather complete sequences [B, S, ...], for the same computation on all ranks."""
+    """Return complete sequences [B, S, ...] gathered over cp ranks; all ranks must use the result in the same way."""
     cut, group = context.view.cut, context.group
     positions = [p for rank in range(group.size()) for p in cut.positions(rank)]
     # Index of each position in the concatenated tokens of all ranks.
@@ -171,7 +171,7 @@ def join_sequences(context: ContextState, local: Tensor) -> Tensor:
 
 
 def _refuse(config: Any) -> None:
-    """Raise HP205 for configs with attention other than causal attention with windows and documents."""
+    """Raise HP205 for a config whose attention is neither full causal nor sliding-window attention, or has dropout."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_KINDS)
     for unsupported, feature in (
         (kinds, f"layers of kind {', '.join(sorted(kinds))}"),
@@ -190,7 +190,7 @@ def _refuse(config: Any) -> None:
 
 
 def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise HP205 for arguments that are undefined for a shard of the tokens."""
+    """Raise HP205 for arguments of the forward that have no meaning for a shard of the tokens."""
     config = module.config
     for name, why in (
         ("attention_mask", "mark documents by `position_ids` that restart, padding by labels"),
@@ -212,10 +212,11 @@ def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
-    """Mask packed documents in families whose masks ignore them; for models without context parallelism.
+    """Make the masks of a model separate packed documents if its family's own masks do not.
 
-    Models of transformers derive documents from `position_ids` that restart, when they build masks. GPT-OSS builds its
-    masks without positions, but accepts prebuilt masks. A hook builds them with the same public functions.
+    Other models of transformers derive documents from `position_ids` that restart when they build masks. GPT-OSS builds
+    its masks without positions, but accepts prebuilt masks. A hook builds these with public functions of transformers.
+    Context parallelism does not need this, because it has masks of its own.
 
     Args:
         base: Decoder without its head.

@@ -140,7 +140,7 @@ def _exchange_tokens_for_heads(
 
 
 def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) -> None:
-    """Raise HP205 for attention other than causal or full attention with windows and documents."""
+    """Raise HP205 for options of attention that no kernel here computes."""
     running = isinstance(context, ContextState)
     packed = running and context.running.context.view.documents is not None
     for name, unsupported in (
@@ -166,9 +166,9 @@ class RingAttention:
     position: int
 
     def blocks(self, source: int) -> Iterator[tuple[slice, slice, AttentionBlock]]:
-        """Yield visible blocks with the keys of a ring position, as slices of the local queries and of the keys.
+        """Yield (slice of the local queries, slice of the keys, block) for visible keys of ring position `source`.
 
-        For each span of queries the diagonal comes first, so that every row has seen a key afterwards.
+        For each span of queries the diagonal block comes first, so that every row has a visible key from then on.
         """
         query_spans, key_spans = (
             list(_slices(self.view.cut.spans[p])) for p in (self.position, source)
@@ -320,7 +320,10 @@ def _unpack(flat: Tensor, *like: Tensor) -> Iterator[Tensor]:
 def _key_value_blocks(
     context: ContextState, ring: RingAttention, k: Tensor, v: Tensor
 ) -> KeyValueBlocks:
-    """Yield local keys and values, then received ones; the next exchange overlaps with their use."""
+    """Yield (ring position, keys, values), first the local ones, then received ones.
+
+    The next exchange is in flight while the caller uses them.
+    """
     name, ring_size = Purpose.KEYS_AND_VALUES, context.ring_size
     if context.gather_keys:
         rows = gather_rows(_pack(k, v), context.group, name)
@@ -344,7 +347,7 @@ def _key_value_blocks(
 def _exchange(
     context: ContextState, flat: Tensor, distance: int, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send to the position `distance` after this one, receive from `distance` before it.
+    """Send `flat` to the ring position `distance` after this one, and receive from the one `distance` before it.
 
     Returns:
         Received tensor, and a function that waits for the exchange.

@@ -153,7 +153,7 @@ class AttentionBlock:
         return dq, dk, dv
 
     def _tiles(self, q: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield tiles of queries and the keys visible to some of them, as slices of the block."""
+        """Yield (slice of queries, slice of the keys that any of them sees) for each tile of the block."""
         (first_query, last_query), (first_key, last_key) = self.queries, self.keys
         count = last_query - first_query
         per_row = q.shape[0] * q.shape[1] * (last_key - first_key)

@@ -27,9 +27,9 @@ class ContextState:
     Attributes:
         group: Context-parallel process group.
         gather_keys: True if one all-gather of keys and values replaces the ring steps.
-        ulysses: Ulysses degree: ranks of the group that swap the head shard for the sequence shard by all-to-all.
+        ulysses: Ulysses degree: number of ranks that exchange tokens for heads by all-to-all.
         running: The running forward pass; its view has the document lengths and boundaries.
-        calls: Attention calls of this pass.
+        calls: Number of attention calls so far in this pass.
     """
 
     group: dist.ProcessGroup
@@ -65,7 +65,7 @@ class ContextState:
         return view
 
     def cut(self, seq_len: int) -> SequenceCut:
-        """Return the sharding of sequences of a length."""
+        """Return the partition of sequences of `seq_len` tokens over the ranks."""
         return self._cuts.setdefault(seq_len, SequenceCut(seq_len, self.ring_size, self.ulysses))
 
     def local_tokens(self, whole: Tensor, fill: int) -> Tensor:
@@ -74,7 +74,7 @@ class ContextState:
         return _select_tokens(whole, self._positions[whole.shape[1], whole.device], cut, fill)
 
     def local_lengths(self, _: Tensor) -> Tensor:
-        """Return the document lengths of this rank's tokens of the running pass."""
+        """Return, for each of this rank's tokens in the running pass, the length of its document."""
         return self.view.lengths
 
     def position_ids(self) -> Tensor:
@@ -86,8 +86,9 @@ class ContextState:
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's tokens of a microbatch, [B, padded length / cp], and set the state of its pass.
 
-        The result has `shift_labels` in place of `labels`, and always `position_ids`. Every pipeline stage calls this
-        on the same microbatch: the first uses the ids, the last the labels, all use the positions and the state.
+        The result always has `position_ids`. If the batch has labels, both `labels` and `shift_labels` are the shifted
+        ones. Every pipeline stage calls this on the same microbatch: the first uses the ids, the last the labels, all
+        use the positions and the state.
 
         Args:
             batch: Arguments of the model's forward; `position_ids` restart at each document.
@@ -135,9 +136,9 @@ def _select_tokens(whole: Tensor, index: Tensor, cut: SequenceCut, fill: int) ->
 
 
 def sequence_view(cut: SequenceCut, positions: Tensor, lengths: Tensor) -> SequenceView:
-    """Return the mask data of sequences; a document starts where a position is not its predecessor's plus one.
+    """Return the mask data of sequences.
 
-    This is the rule of transformers.
+    As in transformers, a document starts where a position is not the previous position plus one.
     """
     steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
     documents = (steps != 1).cumsum(dim=1)

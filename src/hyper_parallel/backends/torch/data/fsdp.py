@@ -33,13 +33,15 @@ def shard_data_parallel(
     expert_mesh: DeviceMesh | None,
     average: bool,
 ) -> tuple[nn.Module, ...]:
-    """Wrap experts, layers and the root with FSDP, if ranks share data or dtypes differ.
+    """Wrap experts, layers and the root with FSDP.
+
+    Without mixed precision, modules whose parameters are on one data- and context-parallel rank only stay unwrapped.
 
     Args:
         model: The model; changed in place.
         layers: Layers on this rank.
         experts: Names of the modules of experts on this rank.
-        layouts: Parameter name to its layout.
+        layouts: Dict from parameter name to layout.
         plan: The plan.
         mesh: Device mesh; None for one rank.
         expert_mesh: Device mesh of experts with an edp axis, or None.
@@ -77,7 +79,7 @@ def shard_data_parallel(
 def _sharded_dims(
     model: nn.Module, layouts: dict[str, Layout], strategy: Strategy
 ) -> dict[int, int]:
-    """Return the dim that FSDP shards by id of the parameter: columns if tensor parallelism shards rows by part."""
+    """Return a dict from the id of each parameter to the dim that FSDP shards, as its layout says; 0 if unsharded."""
     axes = {*strategy.fsdp_axes, "edp"}
     return {
         id(param): next((d for d, dim in enumerate(layouts[name].axes) if axes & {*dim}), 0)
@@ -89,7 +91,7 @@ class _Wrapper:
     """FSDP wrapper of the modules of one model.
 
     Args:
-        dims: Parameter id to the dim to shard.
+        dims: Dict from parameter id to the dim to shard.
         divisor: Divisor of the gradients; None: gradients are summed.
     """
 
@@ -140,7 +142,7 @@ def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
     """Return FSDP's mesh: replicas on the outer axis, sharding ranks on the inner one, dp_shard x cp flattened."""
     if strategy.cp == 1:
         return mesh[("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)]
-    inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # exists: all ranks of the world have created it
+    inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # returns the mesh that all ranks have created
     if strategy.dp_replicate == 1:
         return inner
     return DeviceMesh._concatenate([mesh["dp_replicate"], inner])
@@ -194,8 +196,8 @@ def defer_reductions(
 
     Args:
         modules: Modules managed by FSDP.
-        previous: Layer id to the preceding layer.
-        keeps_gathered: Whether gathered parameters are kept too.
+        previous: Dict from the id of a layer to the preceding layer.
+        keeps_gathered: Whether gathered parameters are kept until then.
         root: The root module.
     """
     for module in modules:

@@ -42,7 +42,7 @@ class HostExchange:
         self._group = group
 
     def lowest(self, values: Sequence[int]) -> list[int]:
-        """Return the smallest of every rank's values, elementwise."""
+        """Return the elementwise minimum of `values` over all ranks."""
         with _disable_current_modes(), torch.no_grad(), purpose(Purpose.UNIT_ORDER):
             tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
             dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
@@ -50,12 +50,13 @@ class HostExchange:
 
 
 class EventSequence:
-    """Sequence of events of one kind of pass.
+    """Sequence of gathers and reductions in one kind of pass, negotiated between ranks until it is learned.
 
     Args:
         exchange: All-reduce of host values.
-        number: Identity of the sequence, equal on all ranks.
-        covers: Returns whether a list of events can be learned at once (True), later (False) or never (None).
+        number: Index of the sequence, equal on all ranks.
+        covers: Function of the events of a pass. True: learn them now. False: learn them after several equal passes.
+            None: never learn them.
     """
 
     DONE: Final = 1 << 40
@@ -78,7 +79,10 @@ class EventSequence:
             self._events = []
 
     def reach(self, event: int, fill: Callable[[int], None]) -> bool:
-        """Run events of other ranks until `event` is next on all ranks; return whether the sequence contains it."""
+        """Take part in events of other ranks until `event` is next on all ranks.
+
+        Return whether the sequence contains `event`. `fill` takes part in one event that this rank skips.
+        """
         if not self.learned:
             while (agreed := self._agree(event)) != event:
                 fill(agreed)
@@ -96,7 +100,7 @@ class EventSequence:
         return self._events[self._next :] if self.learned else []
 
     def finish(self, fill: Callable[[int], None]) -> None:
-        """End a pass: run the remaining events of other ranks."""
+        """End a pass: take part in the remaining events of other ranks by `fill`."""
         if self.learned:
             self._fill_until(len(self._events), fill)
             return
@@ -166,7 +170,7 @@ class _Unit:
 
 
 class UnitOrder:
-    """Wrapper of FSDP's units that runs their collectives in the same order on all ranks.
+    """Wrapper of FSDP's units (parameter groups) that runs their collectives in the same order on all ranks.
 
     A forward pass is one call of the root module; a backward pass ends in FSDP's final callback. Event numbers increase
     in the usual order: ascending unit index in forward, descending in backward, gather before reduction. The last
@@ -209,10 +213,8 @@ class UnitOrder:
                 unit.methods[name] = getattr(unit.group, name)
                 setattr(unit.group, name, _bind(getattr(self, f"_{name}"), unit))
         self._finish = states[0]._root_post_backward_final_callback
-        for state in states:  # the state whose backward begins first ends the pass for all
+        for state in states:  # FSDP runs the callback of the state whose backward begins first
             state._root_post_backward_final_callback = self._end_backward
-
-    # Forward.
 
     def _pre_forward(self, unit: _Unit, module: Any, args: Any, kwargs: Any) -> Any:
         if unit is self._root and torch._C._current_graph_task_id() == -1:
@@ -239,7 +241,7 @@ class UnitOrder:
     def _fill_forward(self, number: int) -> None:
         """Take part in the gather of a unit that this rank does not run."""
         unit = self._units[number]
-        if unit.group.is_unsharded:  # then on every rank
+        if unit.group.is_unsharded:  # on every rank alike
             return
         self._check_fill(unit)
         unit.methods["pre_forward"](None, (), {})
@@ -249,8 +251,6 @@ class UnitOrder:
         if not self._learns or len({*events}) < len(self._units):
             return None
         return len(events) == len(self._units)
-
-    # Backward.
 
     def _pre_backward(self, unit: _Unit, *_: Any) -> None:
         if unit.state == _PRE_BACKWARD:
@@ -337,13 +337,11 @@ class UnitOrder:
         gathers = [event for event in events if event < 2 * len(self._units) and event % 2 == 0]
         return len({*gathers}) == len(gathers) == len(self._units)
 
-    # Gradients of parameters that this rank did not use.
-
     def _complete(self, unit: _Unit) -> None:
-        """Add a zero gradient to parameters without one if another rank has one.
+        """Add a zero gradient to each parameter that has a gradient on another rank but not on this one.
 
-        A learned pass does not exchange this information. The added zeros are -0.0: the sum is -0.0 only if no rank had
-        a gradient.
+        A learned pass does not ask the other ranks. It adds -0.0, so that the sum is -0.0 only if no rank had a
+        gradient.
         """
         if not unit.group.reduce_grads or self._backward is None:
             return
@@ -385,8 +383,6 @@ class UnitOrder:
             if nearest is not None and unused[nearest]:
                 p.sharded_param.grad = None
 
-    # Both.
-
     def _sequence(
         self, key: tuple[Any, ...], covers: Callable[[Sequence[int]], bool | None]
     ) -> EventSequence:
@@ -427,7 +423,10 @@ def order_units(
     unskippable: Sequence[str],
     one_order: bool,
 ) -> None:
-    """Run FSDP's collectives in one order on all ranks; see `UnitOrder` for the arguments."""
+    """Make all ranks run FSDP's collectives in the same order, by a `UnitOrder`; `one_order` is its `learns`.
+
+    `unskippable` has the names of the modules.
+    """
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):
         return
@@ -436,7 +435,7 @@ def order_units(
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Return FSDP's parameter groups of a module's state."""
+    """Return the parameter groups in FSDP's state of a module."""
     # torch 2.11 has at most one group per module
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -444,7 +443,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def _widen_partial(unit: _Unit, used: list[Any]) -> None:
-    """Extend the buffer of gradients that are not yet reduced over replicas to more parameters."""
+    """Extend a unit's buffer of gradients that are not yet reduced over replicas to the parameters `used`."""
     partial: Tensor | None = unit.group._partial_reduce_output
     if partial is None or unit.partial == used:
         return
@@ -467,7 +466,7 @@ def _gradient(param: Any) -> Tensor | None:
 
 
 def _common_with(name: str) -> Callable[[str], int]:
-    """Return a function that counts the common leading parts of two dotted names."""
+    """Return a function from a dotted name to the number of leading parts that it has in common with `name`."""
     parts = name.split(".")
     return lambda other: next(
         (i for i, (a, b) in enumerate(zip(parts, other.split("."), strict=False)) if a != b),

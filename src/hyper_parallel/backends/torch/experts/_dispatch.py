@@ -61,7 +61,9 @@ def attach_zero_gradients(out: Any, params: Iterable[Tensor]) -> Any:
 
 
 class _MoveRows(torch.autograd.Function):
-    """Scatter rows to distinct indices of [size, D], or gather them from there; each is the backward of the other.
+    """Autograd function that scatters rows to distinct indices of [size, D], or gathers them from there.
+
+    Each is the backward of the other.
 
     With an `overflow_row`, index `size` is a row that is dropped: any number of rows are scattered to it, and the rows
     gathered from it are zero.
@@ -112,7 +114,7 @@ def _launch_exchange(
 def _exchange_pair(
     send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return the all-to-all of rows and its transpose; `send` and `receive` are the numbers of rows per rank."""
+    """Return launchers of an all-to-all of rows and of its transpose; `send` and `receive`: row counts per rank."""
     forward = partial(_launch_exchange, send=send, receive=receive, group=group)
     return forward, partial(_launch_exchange, send=receive, receive=send, group=group)
 
@@ -120,7 +122,7 @@ def _exchange_pair(
 def _exchange(
     rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Run an all-to-all of rows; `send` and `receive` are the numbers of rows per rank."""
+    """Return the rows received in an all-to-all; `send` and `receive` are the numbers of rows per rank."""
     if group is None:
         return rows
     result: Tensor = collective(*_exchange_pair(send, receive, group), rows)
@@ -129,11 +131,11 @@ def _exchange(
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Maximum of rows per expert, rank and pass.
+    """Maximum number of rows that each rank sends to one expert in one pass.
 
     Attributes:
-        slots: Slots per expert, a size independent of the data.
-        limit: Number of usable slots; smaller if some tokens are padding.
+        slots: Number of slots per expert, independent of the data.
+        limit: Number of slots that may be used, smaller than `slots` if some tokens are padding.
     """
 
     slots: int
@@ -143,7 +145,10 @@ class Capacity:
     def from_factor(
         cls, factor: float, index: Tensor, num_experts: int, real: Tensor | None
     ) -> Capacity:
-        """Return the capacity for `index` [N, k], counting only the `real` tokens [N]."""
+        """Return the capacity for `index` [N, k], the experts of each token.
+
+        `real` is the mask [N] of tokens that are not padding; None: all.
+        """
         slots = math.ceil(factor * index.numel() / num_experts)
         if real is None:
             return cls(slots, slots)
@@ -153,13 +158,13 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class _Assignment:
-    """Slots of the rows of one chunk of tokens in the send buffer, and sizes of the exchange.
+    """Slots in the send buffer for the rows of one chunk of tokens, and the sizes of the exchange.
 
     Attributes:
         slot: Slot of each row; `num_slots` for rows that are not sent.
-        num_slots: Rows of the send buffer.
-        send: Rows sent to each rank.
-        receive: Rows received from each rank.
+        num_slots: Number of rows in the send buffer.
+        send: Number of rows sent to each rank.
+        receive: Number of rows received from each rank.
         local_expert: Expert of each received row, counted from the first one on this rank.
         num_kept: Number of rows that are not dropped.
     """
@@ -174,12 +179,12 @@ class _Assignment:
 
 @dataclass(frozen=True, slots=True)
 class _SortedRows:
-    """Rows of one chunk of tokens by expert.
+    """Rows of one chunk of tokens, sorted by expert.
 
     Attributes:
         expert: Expert of each row; the number of experts for rows that are not computed.
-        order: Rows in expert order.
-        counts: Rows of each expert.
+        order: Indices of the rows in expert order.
+        counts: Number of rows of each expert.
     """
 
     expert: Tensor
@@ -188,7 +193,7 @@ class _SortedRows:
 
     @classmethod
     def from_choices(cls, index: Tensor, num_experts: int, computed: Tensor | None) -> _SortedRows:
-        """Sort the choices `index` [N, k] of tokens, of which the `computed` ones [N] take part; None: all."""
+        """Sort the choices `index` [N, k] of the tokens in the mask `computed` [N]; None: all tokens."""
         expert = index.reshape(-1)
         if computed is not None:
             skipped = ~computed.unsqueeze(1).expand_as(index).reshape(-1)
@@ -198,19 +203,19 @@ class _SortedRows:
         return cls(expert, order, counts)
 
     def slots(self, sorted_slot: Tensor) -> Tensor:
-        """Return the slot of each row, given the slots in expert order."""
+        """Return the slot of each row in token order, from `sorted_slot`, the slots in expert order."""
         return torch.empty_like(self.expert).index_copy_(0, self.order, sorted_slot)
 
 
 def _assign_uneven(
     chunks: Sequence[_SortedRows], group: dist.ProcessGroup, load: Tensor | None
 ) -> list[_Assignment]:
-    """Assign all rows of each chunk of tokens, after one exchange of the numbers of rows per rank.
+    """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
 
     Args:
         chunks: Rows of each chunk.
         group: Expert-parallel ranks.
-        load: Rows of each expert to count; None: all.
+        load: Number of rows of each expert for the routing statistics; None: all sent rows.
     """
     degree = group.size()
     counts = torch.stack([c.counts.view(degree, -1) for c in chunks], dim=1)
@@ -222,7 +227,7 @@ def _assign_uneven(
     for i, rows in enumerate(chunks):
         num_slots = sum(send[i])
         sorted_slot = torch.arange(len(rows.expert), device=counts.device).clamp(max=num_slots)
-        # A given load covers all chunks; it is counted with the first one.
+        # `load` covers all chunks: it is counted with the first one.
         num_kept = num_slots if load is None else load.sum() if i == 0 else 0
         local_expert = local.repeat_interleave(
             received[:, i].reshape(-1), output_size=sum(receive[i])
@@ -233,7 +238,7 @@ def _assign_uneven(
 
 
 def _assign_capacity(rows: _SortedRows, capacity: Capacity, degree: int) -> _Assignment:
-    """Assign the rows of each expert to its slots, in token order; sizes do not depend on the data.
+    """Assign the rows of each expert to the expert's slots, in token order; sizes do not depend on the data.
 
     Args:
         rows: Rows of all tokens.
@@ -275,12 +280,12 @@ def dispatch(
         index: Experts [N, k] of the tokens. A row is one of the k choices of one token.
         num_experts: Number of experts; each rank of the group has an equal, contiguous range.
         group: Expert-parallel ranks; None: all experts are on this rank.
-        capacity: Maximum of rows per expert and rank; None: unlimited.
-        routing: Counter of rows.
+        capacity: Maximum number of rows per expert and rank; None: unlimited.
+        routing: Statistics to which the rows of this pass are added.
         work: Function of rows [R, D] and their experts [R], counted from this rank's first one; returns [R, D].
         computed: Mask [N] of the tokens to compute; None: all.
-        load: Rows of each expert to count; None: all computed rows.
-        chunks: Number of chunks of tokens: rows of one travel while those of another are computed. 1 with a capacity.
+        load: Number of rows of each expert for the statistics; None: all computed rows.
+        chunks: Number of chunks of tokens; rows of one are in flight while another is computed. 1 with a capacity.
     """
     masks = [None] * chunks if computed is None else computed.tensor_split(chunks)
     sorted_rows = [
@@ -331,7 +336,7 @@ def _exchange_and_work(
         results = work(_exchange(send(), a.send, a.receive, group), a.local_expert)
         return [_exchange(results, a.receive, a.send, group)]
     assert group is not None
-    # All rows before any results: a link that is the bottleneck is then never idle before the last results.
+    # Send all rows before any results, so that a link that is the bottleneck is never idle before the last results.
     arriving = [
         start(*_exchange_pair(a.send, a.receive, group), send())
         for send, a in zip(sends, assigned, strict=True)

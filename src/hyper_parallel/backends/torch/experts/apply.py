@@ -5,9 +5,9 @@ on the instance: tokens are dispatched, and the unmodified forward runs on the r
 In this call, `num_experts` is their number and all weights are one. The sender combines the results with its weights.
 Biases, clamps, activations and the grouped GEMM are those of the model.
 
-With ep = 1, a rank has all experts and runs the unmodified forward on its own tokens. Under tensor parallelism, these
-are the rank's part of the sequence. Routing works per position, so nothing is gathered, and the gradients of router and
-experts are summed over the ranks, as the gradients of norms.
+With ep = 1, a rank has all experts and runs the unmodified forward on its own tokens. Under tensor parallelism, its own
+tokens are its part of the sequence. Routing works per position, so nothing is gathered. The gradients of router and
+experts are summed over the ranks, like those of norms.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def expert_state(
     device: torch.device,
     chunks: int = 1,
 ) -> ExpertState | None:
-    """Return the experts of a complete model, before it is sharded; None if it has none.
+    """Return the expert state of a model that is not yet sharded; None for a model without experts.
 
     Args:
         model: The model.
-        styles: Module name to its style.
+        styles: Dict from module name to style.
         routing: Options of routing.
         group: Expert-parallel ranks.
         world_group: All ranks; None for one rank.
@@ -118,7 +118,7 @@ def apply_to_experts(
 def _is_supported(
     module: nn.Module, name: str, state: ExpertState, tokens: Tokens, in_decoder: bool
 ) -> bool:
-    """Return False for experts to run unwrapped; raise HP205 for experts that cannot be dispatched."""
+    """Return whether to wrap a module of experts; False: it runs unchanged. Raise HP205 if dispatch is impossible."""
     group, capacity, tp = state.group, state.options.capacity_factor, tokens.tp
     in_list = isinstance(module, ExpertList) or is_list(module)
     signature = inspect.signature(type(module).forward)
@@ -149,7 +149,7 @@ def _is_supported(
 
 
 def _attach_gradients_to_block(block: nn.Module, experts: nn.Module) -> None:
-    """Attach zero gradients of all experts to the output of their block, for experts without tokens."""
+    """Attach zero gradients of all experts to the output of their block, because some experts may get no tokens."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return attach_zero_gradients(inner(*args, **kwargs), experts.parameters())
@@ -158,7 +158,7 @@ def _attach_gradients_to_block(block: nn.Module, experts: nn.Module) -> None:
 
 
 class _Forward:
-    """Forward of one module of experts, with dispatch."""
+    """Replacement forward of one module of experts, which dispatches tokens to the ranks of their experts."""
 
     def __init__(self, module: nn.Module, name: str, state: ExpertState) -> None:
         self.module, self.inner, self.name, self.state = module, module.forward, name, state
@@ -190,11 +190,11 @@ class _Forward:
                 self.state.layers[self.name].add(load, load.sum())
             out = self._work(hidden, index, weights)
         else:
-            out = self._dispatched(hidden, index, weights, real)
+            out = self._dispatch_and_combine(hidden, index, weights, real)
         out = out if selected is None else scatter_rows(out, selected, rows)
         return out.reshape(shape) if self.has_batch_dim else out
 
-    def _dispatched(
+    def _dispatch_and_combine(
         self, hidden: Tensor, index: Tensor, weights: Tensor, real: Tensor | None
     ) -> Tensor:
         group, factor = self.state.group, self.state.options.capacity_factor
@@ -229,7 +229,10 @@ class _Forward:
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _work(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Run the model's expert code; attach gradients of all parameters and of the router on every rank."""
+        """Run the model's expert code on rows of this rank's experts.
+
+        Backward gives gradients to all of these experts and to the router, even without rows.
+        """
         if not len(hidden):
             return attach_zero_gradients(hidden, (*self.module.parameters(), weights))
         if self.has_batch_dim:

@@ -52,7 +52,7 @@ class BalanceLoss:
     """Auxiliary loss of this rank's layers.
 
     Args:
-        facts: Loss of the model on one device.
+        facts: Auxiliary loss of the model's class on one device, as measured.
         coefficient: Weight of the loss.
         strategy: Degrees of the layout.
         groups: Process groups that together span the ranks of one pipeline stage.
@@ -91,7 +91,7 @@ class BalanceLoss:
         world_group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> BalanceLoss | None:
-        """Return the loss of a complete model, before it is sharded; None if a step adds none.
+        """Return the auxiliary loss of a model that is not yet sharded; None if training adds no such loss.
 
         Raises:
             UnsupportedSharding: HP205 for an unknown loss of the model.
@@ -108,7 +108,7 @@ class BalanceLoss:
         return cls(facts, coefficient, strategy, groups, world_group, device)
 
     def watch(self, model: nn.Module, tokens: Tokens) -> None:
-        """Record the router logits of this rank's modules in every pass."""
+        """Make each pass of a model record the router logits of this rank's layers."""
         self._tokens = tokens
         modules = dict(model.named_modules())
         for name, output in self._facts.routers:
@@ -130,19 +130,23 @@ class BalanceLoss:
         wrap(router, forward)
 
     def messages(self) -> tuple[Tensor, Tensor]:
-        """Return receive buffers: routing counts [2 E + 1] with activations, derivatives [E] with gradients."""
+        """Return two buffers to receive into from other stages: routing counts [2 E + 1], and derivatives [E].
+
+        Counts are sent along with activations, derivatives along with gradients.
+        """
         width = self._facts.num_experts
         new = torch.empty(2 * width + 1, dtype=torch.float64, device=self._device)
         return new, new.new_empty(width)
 
     def add(self, previous: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Add the counts of the layers that just ran to those of the previous stages.
+        """Add the routing counts of this stage's layers in the running pass to those of the previous stages.
 
         Args:
             previous: Counts [2 E + 1] of the previous stages; None for the first stage.
 
         Returns:
-            Sums of the layers' probabilities, a root of backward (None without routed tokens), and counts [2 E + 1].
+            The layers' sums of probabilities [E], on which backward is called; None without routed tokens. And the
+            counts [2 E + 1] of all stages so far.
         """
         if not self._logits:
             return None, self.messages()[0].zero_() if previous is None else previous
@@ -150,7 +154,10 @@ class BalanceLoss:
         return local, total if previous is None else previous + total
 
     def close(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's share of the weighted loss and its derivative [E] for all stages; called on the last."""
+        """Return this rank's share of the weighted loss, and the derivatives [E] to send to the previous stages.
+
+        Only the last stage calls this, with the counts `total` [2 E + 1] of all stages.
+        """
         share = total.new_zeros(1) + self._share / self._tp_degree
         sums = torch.cat((total, share))
         for group in self._groups:
@@ -171,12 +178,12 @@ class BalanceLoss:
         return weight * value / self._data_ranks, weight * slope
 
     def record_share(self, loss: Tensor, share: Tensor | float) -> Tensor:
-        """Record the microbatch's share of the step and return `loss` unchanged; `close` adds the loss of a stage."""
+        """Record the microbatch's share of the step for `close` and return `loss` unchanged."""
         self._share = share
         return loss
 
     def add_to_loss(self, loss: Tensor, share: Tensor | float) -> Tensor:
-        """Return `loss` plus this rank's part of the auxiliary loss, with the gradient of this rank's tokens.
+        """Return `loss` plus this rank's part of the auxiliary loss; its gradient covers this rank's tokens.
 
         Args:
             loss: Loss of a microbatch on this rank.
@@ -193,15 +200,15 @@ class BalanceLoss:
 
     @property
     def loss_hook(self) -> Any:
-        """Function that the loss function calls with the loss of a microbatch and its share."""
+        """Function to call with a microbatch's loss and share: `record_share` in a pipeline, else `add_to_loss`."""
         return self.record_share if self._staged else self.add_to_loss
 
     def _count_routed(self) -> tuple[Tensor, Tensor]:
-        """Count the routing of the layers of the running pass on this rank, and release their logits.
+        """Count the routed rows of this rank's layers in the running pass, and release their logits.
 
         Returns:
-            Sums of probabilities [E] with their autograd graph, and [2 E + 1] float64 without it: rows of each expert,
-            the same sums, and the number of (layer, token) pairs.
+            Sums of probabilities [E] with their autograd graph. And counts [2 E + 1], float64, without a graph: rows of
+            each expert, the same sums, and the number of (layer, token) pairs.
         """
         all_logits, num_experts = self._logits.copy(), self._facts.num_experts
         self._logits.clear()
@@ -224,7 +231,7 @@ class BalanceLoss:
         return local, torch.cat((counts, local.detach().double(), number))
 
     def mean(self) -> Tensor | None:
-        """Return the unweighted loss, mean over the microbatches of the step, and reset it; None without routing."""
+        """Return the mean unweighted loss of the step's microbatches and reset it; None if nothing was routed."""
         sums, self._sums = self._sums, None
         if sums is None:
             if not self._staged:

@@ -81,7 +81,10 @@ class _ExpertSlot:
 
 
 class ExpertList(SlotList):
-    """Module list with a contiguous range of experts on this rank; during the block's forward, stubs of all experts."""
+    """Module list with this rank's contiguous range of experts.
+
+    During the forward of its block, it yields a stub for every expert of all ranks instead.
+    """
 
     local_experts: range
     calls: _Calls | None
@@ -115,7 +118,7 @@ class ExpertList(SlotList):
 
 
 def is_list(module: nn.Module | None) -> TypeGuard[nn.ModuleList]:
-    """Return whether a module is a list without a forward, whose members are called by their parent."""
+    """Return whether a module is a `ModuleList` without a forward of its own, so that its parent calls the members."""
     return isinstance(module, nn.ModuleList) and type(module).forward is nn.Module.forward
 
 
@@ -131,7 +134,7 @@ def shard_expert_lists(model: nn.Module, state: ExpertState | None) -> None:
 
 
 class ListBlock:
-    """Forward of a block whose experts are an `ExpertList` with a name."""
+    """Replacement forward of a block whose experts are an `ExpertList`."""
 
     def __init__(
         self, block: nn.Module, experts: ExpertList, name: str, state: ExpertState
@@ -144,7 +147,7 @@ class ListBlock:
         calls = _Calls(self.name)
         source = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
         state_before = _side_effect_state(source)
-        with _memoized(self.other_children):
+        with _memoize_forwards(self.other_children):
             self._run(calls, args, kwargs)
             if not all(map(torch.equal, state_before, _side_effect_state(source))):
                 raise calls.refusal(
@@ -163,7 +166,7 @@ class ListBlock:
             self.experts.calls = None
 
     def _exchange(self, calls: _Calls, source: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the results of all calls, concatenated and per call."""
+        """Compute the expert calls on the ranks of their experts; return the results concatenated, and one per call."""
         width = source.shape[-1]
         rows = [r.reshape(-1, width) for r in calls.rows]
         # The empty slice of the block's input connects a rank without calls to the backward of the exchange.
@@ -203,8 +206,8 @@ def _side_effect_state(source: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def _memoized(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Memoize the forwards of modules by their arguments."""
+def _memoize_forwards(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Make modules in this context return the earlier result for arguments that they have already seen."""
     originals = [(m, m.__dict__.get("forward")) for m in modules]
     for module in modules:
         module.forward = _MemoizedForward(module.forward)
@@ -233,7 +236,7 @@ class _MemoizedForward:
 
 
 def _identity(value: Any) -> Any:
-    """Return the identity of an argument: for a tensor, its view of memory and its version."""
+    """Return a key that differs if an argument is another object or, for a tensor, other memory or a later version."""
     if not isinstance(value, Tensor):
         return id(value)
     view = value.data_ptr(), value.shape, value.stride(), value.dtype
@@ -241,5 +244,5 @@ def _identity(value: Any) -> Any:
 
 
 def _version(value: Tensor) -> int:
-    """Return the number of in-place changes of a tensor."""
+    """Return the number of in-place changes of a tensor so far; 0 for an inference tensor, which does not count."""
     return 0 if value.is_inference() else value._version

@@ -42,11 +42,11 @@ class RouterLoss:
     Attributes:
         coefficient: Weight of the auxiliary loss in the model's loss.
         requested: True if the model adds the loss although the caller does not ask for router logits.
-        num_experts: Experts of a layer; 0 for an unknown definition.
-        top_k: Experts of a token in the definition.
+        num_experts: Number of experts of a layer; 0 for an unknown definition.
+        top_k: Number of experts per token in the definition of the loss.
         scale: Ratio of the auxiliary loss to `load_balance`; 1 for most types.
         product_keys: True if logits are scores [2, T, n] of two keys each, whose sums are the logits of n^2 experts.
-        routers: Name of every module with router logits, and the index of the logits in its outputs.
+        routers: (name, index) of every module with router logits; index: position of the logits in its outputs.
     """
 
     coefficient: float
@@ -64,7 +64,10 @@ class RouterLoss:
 
 
 def expert_logits(logits: Tensor, product_keys: bool) -> Tensor:
-    """Return router logits of a model as [T, E]."""
+    """Return router logits reshaped to [T, E].
+
+    With `product_keys` they are scores [2, T, n], and the logit of expert i n + j is score i plus score j: E = n^2.
+    """
     if not product_keys:
         return logits.reshape(-1, logits.shape[-1])
     first, second = logits.reshape(2, -1, logits.shape[-1])
@@ -110,7 +113,10 @@ def router_loss_facts(model: nn.Module) -> RouterLoss | None:
 
 
 def causal_form(model: nn.Module) -> nn.Module | None:
-    """Return the causal language model of a model's config on the meta device; None if it is one or has none."""
+    """Return the causal language model for the config of `model`, on the meta device.
+
+    Returns None if `model` is a causal language model already, or if its type has none.
+    """
     config = getattr(model, "config", None)
     if config is None:
         return None
@@ -150,7 +156,7 @@ class _Stub(nn.Module):
 
 
 class _DecoderOutput:
-    """Output of the stub decoder: hidden states, router logits by any name, and None for all other attributes."""
+    """Output of the stub decoder: hidden states, router logits under each name that models use, otherwise None."""
 
     def __init__(self, logits: tuple[Tensor, ...]) -> None:
         self.last_hidden_state = torch.zeros(1, _TOKENS, 1, dtype=torch.float64)
@@ -197,7 +203,9 @@ def _run(stubbed: nn.Module, logits: tuple[Tensor, ...], **flag: bool) -> tuple[
 def _measure(
     stubbed: nn.Module, size: int, product_keys: bool
 ) -> tuple[float, bool, int, float] | None:
-    """Return coefficient, requested, top_k (0: unknown definition) and scale; None if there is no such loss.
+    """Return (coefficient, requested, top_k, scale), see `RouterLoss`; None if there is no auxiliary loss.
+
+    An unknown definition of the loss has top_k 0.
 
     The auxiliary loss is divided by the load-balancing loss of every k, for several random logits. The k whose ratio is
     the same for all of them is top_k, and this ratio is the scale.
@@ -236,12 +244,18 @@ def _measure(
 
 
 def load_balance(load: Tensor, probability: Tensor, number: Tensor) -> Tensor:
-    """Return E * sum_e f_e P_e for rows [E] and sums of probabilities [E] over `number` (layer, token) pairs."""
+    """Return E * sum_e f_e P_e, with f = `load` / `number` and P = `probability` / `number`.
+
+    Args:
+        load: Number of rows of each expert [E].
+        probability: Sum of the probabilities of each expert [E].
+        number: Number of (layer, token) pairs.
+    """
     return len(load) * (load * probability).sum() / number.square()
 
 
 def _load_balance_by_top_k(layers: list[Tensor]) -> Tensor:
-    """Return the load-balancing losses of logits [T, E] for k = 1, 2, ... ."""
+    """Return a tensor of the load-balancing losses for k = 1, 2, ..., given the logits [T, E] of each layer."""
     probabilities = torch.cat([layer.softmax(-1) for layer in layers])
     number, experts = probabilities.shape
     most = min(experts, _MOST_CHOICES)
@@ -274,7 +288,7 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield name and output index of the modules with router logits in the decoder."""
+    """Yield (name, index) of each decoder module with router logits; index: their position in its outputs."""
     view = view_of(model)
     if view.base is None:
         return
@@ -302,7 +316,10 @@ _Task = tuple[type, int, str | None]
 def _declared(
     model: nn.Module, name: str, tasks: tuple[_Task, ...]
 ) -> Iterator[tuple[tuple[str, nn.Module], tuple[_Task, ...]]]:
-    """Yield every module with the declarations of router logits of its nearest enclosing model."""
+    """Yield ((name, module), declarations) for `model` and its submodules.
+
+    The declarations are those of router logits in `_can_record_outputs` of the nearest enclosing model.
+    """
     outputs = getattr(type(model), "_can_record_outputs", None)
     if outputs is not None or hasattr(model, "base_model_prefix"):
         specs = (outputs or {}).get("router_logits", [])

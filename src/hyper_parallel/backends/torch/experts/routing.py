@@ -69,19 +69,19 @@ class LayerRouting:
 
 @dataclass(slots=True)
 class ExpertState:
-    """Experts of one model.
+    """Expert-parallel state of one model.
 
     Attributes:
-        num_experts: Name of each module of experts to its number of experts, over all stages, in model order.
+        num_experts: Dict from the name of each module of experts, over all stages, to its number of experts.
         options: Options of routing.
         group: Expert-parallel ranks; None if ep is 1.
         world_group: All ranks of the model; None for one rank.
         staged: True if the model is split into pipeline stages.
         device: Device of this rank.
-        modules: Names of the modules on this rank.
-        tokens: This rank's tokens.
-        layers: Rows routed since the last step, by name of the module.
-        chunks: Chunks of tokens, of which one is computed while another is exchanged.
+        modules: Names of the modules of experts on this rank.
+        tokens: Selector of this rank's tokens among the rows of a layer.
+        layers: Rows routed since the last step, by name of the module of experts.
+        chunks: Number of chunks of tokens; one is computed while another is exchanged.
     """
 
     num_experts: dict[str, int]
@@ -121,7 +121,7 @@ class RoutingStatistics:
 
 
 def is_first_forward() -> bool:
-    """Return whether a forward with gradients runs, outside of recompute in backward."""
+    """Return whether a forward with gradients is running that is not a recomputation in backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -172,7 +172,7 @@ def _describe(facts: RouterLoss, coefficient: float | None) -> str:
 
 
 def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> RouterLoss | None:
-    """Return the router loss to add in a step; None without one, or if one rank keeps the model's own loss.
+    """Return the router loss that training adds; None without one, or if one rank keeps the model's own loss.
 
     If `aux_loss_coef` is set, a model without a language head, such as a reward model, uses the loss of its causal
     language model.
@@ -203,7 +203,10 @@ def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> Ro
 
 
 def count_rows(index: Tensor, num_experts: int, real: Tensor | None) -> Tensor:
-    """Return the rows of each expert [E] in `index` [N, k], counting real tokens [N] only; None: all tokens."""
+    """Return the number of rows of each expert [E] in `index` [N, k].
+
+    `real` is the mask [N] of tokens to count; None: all tokens.
+    """
     rows = index.reshape(-1)
     if real is None:
         counted = torch.ones_like(rows, dtype=torch.long)

@@ -85,13 +85,13 @@ class StepCapture:
 
     Args:
         named: Tensors that exist before the step, with the kind of their content.
-        training: Phases are forward, backward (inside autograd), optimizer (after it); else all is inference.
+        training: True: the phases are forward, backward (inside autograd) and optimizer (after it). False: inference.
         alignment_bytes: Rounding of every allocation.
-        empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied`.
-        make_resident: Makes a tensor resident before its bytes are read; see `LruSpillMode`.
+        empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied_storages`.
+        make_resident: Function that makes a tensor resident before its bytes are read; see `LruSpillMode`.
 
     Attributes:
-        part: Current phase, set by a step that knows it; None: inferred from autograd.
+        part: Current phase, if the step sets it; None: inferred from autograd.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class StepCapture:
         self._untracked, self._make_resident = UntrackedEffects(self.storages), make_resident
         self._operators: list[Operator] = []
         self._calls: list[Call] = []
-        self._staging_bytes = 0  # most of an operator until now
+        self._staging_bytes = 0  # maximum over the operators so far
         self._timed: list[Timed] = []
         self._state: dict[int, torch.Tensor] = {}
         self.part: Phase | None = None
         self._named = named
         self._empty = {base._cdata: ref for ref in empty if (base := ref()) is not None}
-        # Issued together, not yet recorded.
+        # Messages issued as one batch that is not yet recorded.
         self._messages: list[Message] = []
-        self._single_sends: list[View] = []  # on their way, alone
+        self._single_sends: list[View] = []  # in flight, outside of a batch
         self._training = training
         self._alignment = alignment_bytes
         self._seen_backward = False
-        self._owners: dict[int, tuple[int, torch.Tensor]] = {}  # by the tensor's id
+        self._owners: dict[int, tuple[int, torch.Tensor]] = {}  # key: id of the tensor
         self._views = {
             name: self.view(tensor, name, kind) for name, (tensor, kind) in named.items()
         }
@@ -131,7 +131,7 @@ class StepCapture:
     def view(
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
     ) -> View:
-        """Return the tensor as a view; an unknown storage becomes state of the step."""
+        """Return the address of a tensor in its storage; an unknown storage becomes state of the step."""
         self._make_resident(tensor)
         storage = self._find(tensor)
         base = tensor.untyped_storage()
@@ -144,7 +144,7 @@ class StepCapture:
             storage = self._record_constant(tensor)
         if storage is None:
             storage = self.storages.add(tensor, Entry(name, 0, kind, True, True))
-            # The reference keeps the bytes (and their identity) alive as long as the program.
+            # The reference keeps the storage alive, so that its address is not reused.
             self._state[storage] = tensor.detach()
             if self._mode.fake is None and not isinstance(tensor, FakeTensor):
                 self._untracked.register_state(storage, base)
@@ -156,7 +156,10 @@ class StepCapture:
         return storage is not None and self._entries[storage].num_bytes == base.nbytes()
 
     def _record_refill(self, tensor: torch.Tensor, former: int | None) -> int:
-        """Record an allocation for a storage that its owner has resized; the former storage ends."""
+        """Record that the owner of a tensor has resized its storage, as a new allocation; return its index.
+
+        The storage with the index `former` ends.
+        """
         if former is not None and self._entries[former].at_start:
             raise resize_error(self._entries[former].name)
         num_bytes = tensor.untyped_storage().nbytes()
@@ -175,7 +178,10 @@ class StepCapture:
         return index
 
     def _record_constant(self, tensor: torch.Tensor) -> int:
-        """Record a tensor with values in a fake step, such as the index of `x[..., [-1]]`, as a constant operator."""
+        """Record a real tensor in a fake step, such as the index of `x[..., [-1]]`, as an operator without inputs.
+
+        Return the index of its storage.
+        """
         index = self.storages.add(tensor, Entry("numbers", 0, "scratch"))
         view = View(index, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0)
         with unset_fake_temporarily():
@@ -190,7 +196,7 @@ class StepCapture:
         return self.storages.find(tensor)
 
     def mark(self, tensor: torch.Tensor, kind: StorageKind) -> None:
-        """Set the kind of a storage that was allocated inside the step."""
+        """Set the kind of a tensor's storage if it was allocated inside the step."""
         index = self._find(tensor)
         if index is not None:
             self._entries[index].kind = kind
@@ -274,7 +280,7 @@ class StepCapture:
         results = self._add_results(flat, name)
         guards = tuple((i, v) for i, v in numbers_read(func, flat) if leaves)
         if not results and not written and not guards and not is_message(func):
-            return  # a view, or an alias: an address, not work
+            return  # the operator only creates a view or an alias
         written_storages = tuple(dict.fromkeys(self.view(t).storage for t in written))
         self._untracked.after_operator(
             func, storages_in(views), written_storages, [view.storage for _, view in results]
@@ -331,7 +337,7 @@ class StepCapture:
         self._staging_bytes = max(self._staging_bytes, sum(operator.scratch_bytes))
 
     def _end_messages(self) -> None:
-        """Record messages that were issued as one batch as one operator, which ends with the last of them."""
+        """Record the messages of the current batch as one operator, which ends when the last of them has ended."""
         messages, self._messages = self._messages, []
         if messages:
             self._append(*coalesce(messages, self.phase))
@@ -362,7 +368,7 @@ class StepCapture:
         self._untracked.__exit__(*error)
 
     def captured(self, result: Any, inputs: Mapping[str, torch.Tensor], name: str) -> Captured:
-        """Return the recorded step, after it has returned `result`; `inputs` are among the named tensors.
+        """Return the recorded step.
 
         Raises:
             CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
@@ -414,7 +420,10 @@ class StepCapture:
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Return parameters (the local shard of a DTensor) and buffers; a tied parameter appears once."""
+    """Return parameters and buffers with their kinds, by name.
+
+    A DTensor is represented by its local shard. A tied parameter appears once.
+    """
     state: Named = {}
     for name, parameter in model.named_parameters():
         state[name] = (local(parameter), "expert" if ".experts." in name else "weight")
@@ -428,7 +437,10 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     other_params: Sequence[torch.Tensor] = (),
 ) -> Named:
-    """Return the tensors of the optimizer's state by parameter name; `other_params` are outside of the model."""
+    """Return the state tensors of an optimizer with their kinds, by name.
+
+    `other_params` are parameters of the optimizer that do not belong to the model.
+    """
     names: dict[Any, str] = {p: n for n, p in model.named_parameters()}
     names |= {p: f"parameter {i}" for i, p in enumerate(other_params)}
     return {
@@ -452,7 +464,7 @@ def record(
 ) -> Captured:
     """Run `step(**inputs)` once and record it.
 
-    The run is a real one: it updates parameters and state by one step (fake tensors: nothing is computed). On an
+    The run is a real one: it updates parameters and state by one step. With fake tensors nothing is computed. On an
     accelerator the allocator's peak is reset at every operator, to measure the workspace of its kernel.
 
     Args:
@@ -463,7 +475,7 @@ def record(
         training: See `StepCapture`.
         alignment_bytes: See `MemoryProgram`.
         empty: See `StepCapture`.
-        spill: Evicts storages while the step runs; None: the step fits the device.
+        spill: Mode that evicts storages while the step runs; None: the step fits the device.
 
     Raises:
         CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
@@ -506,7 +518,7 @@ def _refuse_non_tensors(inputs: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
-    """Mark the gradients of named parameters in a recording as soon as they are accumulated."""
+    """Set the storage kind of each named parameter's gradient in a recording, as soon as it is accumulated."""
 
     def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -525,7 +537,7 @@ def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
 
 
 def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return the step with the current autocast settings."""
+    """Return a function that runs `step` with the current autocast settings."""
     kinds = dict.fromkeys(("cpu", device.type))
     casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
 

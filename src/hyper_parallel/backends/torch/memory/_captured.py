@@ -24,19 +24,19 @@ class Captured:
     """Recorded step.
 
     Attributes:
-        program: Input of the planner; it contains no tensor.
-        calls: Torch operator of each operator of the program.
+        program: Program of the step for the planner, without tensors.
+        calls: Torch call of each operator of the program.
         state: Tensor that owns each storage that exists before the step, by storage index.
         inputs: Views of the named inputs.
         outputs: Result of the step, with views in place of tensors.
-        eager_peak_bytes: Device peak of the recorded run itself, with the lifetimes that Python gave the storages.
+        eager_peak_bytes: Device peak of the recorded run, with storages freed when Python frees them.
         device: Device of the operators.
         on_host: Storages in host memory although `device` is an accelerator: scalar arguments of kernels. They never
             move; they count as device bytes.
         owners: (storage, tensor) of every tensor of the step's code that existed before the step.
-        source: Model and optimizer, if known; they must not change while the program runs.
-        named: Views of the named state, and of other state that the step changes.
-        run_eager: Runs the same step without a plan, on inputs by name; None: impossible.
+        source: Model and optimizer, if known; StepChanged is raised if they have changed since.
+        named: Views of the named state, and of other state that the step changes, by name.
+        run_eager: Function that runs the same step without a plan, on inputs by name; None: impossible.
         owned: See `LruSpillMode`.
         seconds: Measured seconds of every operator, 0 where unmeasured; None: on a simulated device.
     """
@@ -104,7 +104,7 @@ def refuse_layouts(tensor: torch.Tensor) -> None:
 
 
 def resize_error(place: str) -> CaptureUnsupported:
-    """Return the error of a storage that changes its size while a step is recorded."""
+    """Return the error for a storage that changes its size while a step is recorded."""
     return CaptureUnsupported(
         f"the step resizes a storage at `{place}`; a static memory plan needs fixed sizes",
         hint="allocate the final size before the step",

@@ -1,8 +1,8 @@
 """Collectives and messages: kinds, groups, sent bytes, results at planned addresses, and batches of messages.
 
 A functional collective returns a fresh tensor that the collective library also references, until one of its threads
-releases it. Here it runs as the in-place collective that torch maps it to. The result is then at its address, and the
-caller owns the only handle to wait for. Sent bytes are those of a rank in ring algorithms.
+releases it. Here it runs as the in-place collective that torch maps it to. The result is then at its planned address,
+and the caller owns the only handle to wait for. Sent bytes are those of a rank in ring algorithms.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _KINDS = (
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of a collective by the name of its operator; a message between two ranks counts at its sender."""
+    """Return the kind of a collective or of a send, from the name of its operator; None for all other operators."""
     return next((kind for part, kind in _KINDS if part in name), None)
 
 
 def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """Return the process group of an operator, None for one without; c10d passes an object, others mostly a name."""
+    """Return the process group that an operator has as argument, by name or as an object; None without one."""
     if getattr(func, "namespace", "") not in COMMUNICATION:
         return None
     for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -59,7 +59,7 @@ def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 
 
 def sent_bytes(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
-    """Return the bytes that this rank sends in ring algorithms; for an all-to-all with splits, the exact bytes.
+    """Return the bytes that this rank sends in a collective by a ring algorithm; exact for an all-to-all with splits.
 
     An operator without a kind, such as the receipt of a message, counts with all its bytes.
     """
@@ -89,7 +89,10 @@ def _sent_to_others(args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
 
 
 def group_axes(rank: int, *meshes: Mesh) -> dict[frozenset[int], tuple[str, ...]]:
-    """Map the ranks of each group of a rank to the axes (degree > 1) that span it; the first mesh has priority."""
+    """Return the mesh axes that span each process group of a rank, by the ranks of the group.
+
+    Axes of degree 1 are omitted. If groups of several meshes have the same ranks, the first mesh applies.
+    """
     axes: dict[frozenset[int], tuple[str, ...]] = {}
     for mesh in meshes:
         for ranks, names in _named_groups(mesh, rank):
@@ -116,7 +119,7 @@ SYNCHRONISATION_OPS: Final = ("wait_tensor", "_wrap_tensor_autograd", "record_st
 
 
 def refuse_unplaced(func: Any) -> None:
-    """Refuse a functional collective that cannot write at a given address.
+    """Raise for a functional collective that cannot write its result at a given address.
 
     Raises:
         CaptureUnsupported: HP511.
@@ -136,7 +139,7 @@ def _is_functional(func: Any) -> bool:
 
 
 def coalesce(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]:
-    """Return one operator and call for a batch of messages; it ends when all of them have ended."""
+    """Return one operator, and its call, for a batch of messages; it ends when all messages have ended."""
     calls = tuple(args for _, args, _ in messages)
     writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
     funcs = tuple(func for func, *_ in messages)
@@ -156,7 +159,10 @@ def coalesce(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]
 
 
 def bind_collective(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
-    """Return a binder of a functional collective to the tensor of its result; None for any other operator."""
+    """Return a function that binds a functional collective to arguments and result tensors; None for other operators.
+
+    The function returns the call that begins the collective.
+    """
     func = call.func
     if not _is_functional(func):
         return None

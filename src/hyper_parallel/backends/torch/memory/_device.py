@@ -37,14 +37,13 @@ class Measured:
     """Measured bytes and seconds of one executed step.
 
     Attributes:
-        peak_bytes: Highest bytes per tier; for the device, those of the storages in the arena.
-        device_bytes: Highest allocated device bytes, the arena included: counted, or on an accelerator reported by the
-            allocator.
+        peak_bytes: Peak bytes per tier; for the device, only those of the storages in the arena.
+        device_bytes: Peak allocated device bytes, including the arena. On an accelerator the allocator reports them.
         dram_bytes: Host memory of the slabs that buffers are cut from.
         seconds: Time of the step: by the virtual clock, or on an accelerator by events.
         wait_s: Part of `seconds` in which the compute lane waited for copies.
         join_s: Part of `seconds` in which the compute lane waited for other ranks.
-        copied: Count, bytes and busy seconds of the lane, per kind of copy.
+        copied: Number of copies, their bytes and their seconds, per kind of copy.
         timeline: Spans of the lanes and counters of the tiers, if requested.
     """
 
@@ -59,22 +58,23 @@ class Measured:
 
 
 class PlannedDevice:
-    """Executor of the steps of one plan; it owns the state's bytes until it is closed.
+    """Executor of the steps of one plan; it owns the bytes of model and optimizer state until it is closed.
 
     Args:
         captured: The recorded step.
         plan: A plan for its program.
         machine: Capacities; on the simulated device also the machine of the virtual clock.
-        copies: On the simulated device, the moment at which a copy moves its bytes: when it is issued, at the last
-            moment (when it is waited for), or on one thread per direction. A correct plan gives equal bits in all
-            three. An accelerator uses its streams and events instead; they can also be given.
+        copies: When the simulated device moves the bytes of a copy: as it is issued, as it is waited for, or on one
+            thread per direction. A correct plan gives equal bits in all three. An accelerator uses streams and
+            events instead, which can also be passed here.
         flash: Folder of the file tier; required when the plan uses it.
-        check: Compare the first step with the eager step, which runs before it and is rolled back, twice on an
-            accelerator; not for a step that was recorded without values. Or: compare it with these expected results.
+        check: True: run the eager step before the first planned step, roll it back, and compare the results. On an
+            accelerator it runs twice. A step that was recorded without values is not checked. A `ReferenceStep`:
+            compare the first planned step with these results.
         source: Spill mode that has evicted bytes of the owner tensors; None: the owner tensors have all bytes.
 
     Attributes:
-        state: Bytes of the state in the tiers.
+        state: State tensors in the tiers.
         hardware: Meters, buffers and copy lanes.
     """
 
@@ -104,7 +104,7 @@ class PlannedDevice:
             self._clock = clocked(plan.program, machine, plan.actions)
 
     def materialized(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
-        """Materialize the state in its tensors; see `ArenaState.materialized`."""
+        """Return a context in which the state tensors contain their values; see `ArenaState.materialized`."""
         return self.state.materialized(spill)
 
     def read_state(self, name: str) -> torch.Tensor:
@@ -139,8 +139,8 @@ class PlannedDevice:
 
         Raises:
             StepChanged: HP512 when an input or a captured branch does not match the recording, or model or optimizer
-                have changed since (then nothing has run, and the change may be undone); when the results of the first
-                step differ from the eager ones, or an operator did not run (then the device can only be closed).
+                have changed since. Nothing has run then, and the change may be undone. Also when the results of the
+                first step differ from the eager ones, or an operator did not run. The device can then only be closed.
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """
@@ -206,14 +206,16 @@ class PlannedDevice:
 
     @contextmanager
     def _without_autocast(self) -> Iterator[None]:
-        """Disable autocast: casts were recorded as operators."""
+        """Disable autocast in this context, because the program contains the casts as operators."""
         with ExitStack() as stack:
             for kind in {"cpu", self.hardware.device.type}:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
 
     def _compare(self, outputs: Any, expected: ReferenceStep) -> None:
-        """Compare the first planned step with the eager one: bit for bit, or up to rounding where that is impossible.
+        """Compare the first planned step with the eager one.
+
+        Results must be equal bit for bit, or up to rounding where the eager step itself is not deterministic.
 
         Raises:
             StepChanged: HP512 when they differ.

@@ -43,7 +43,9 @@ def fake_mode() -> Any:
 
 
 class FakeKernels:
-    """`Kernels` that propagate known values through fake tensors; operators on real tensors run as usual.
+    """Implementation of `Kernels` that propagates known values through fake tensors.
+
+    Operators on real tensors run as usual.
 
     Args:
         workspace: Workspace bytes of operators; None: not counted.
@@ -72,7 +74,7 @@ def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[s
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            out = None  # the values are known, so the answer is
+            out = None  # compute the result from the known values
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         large = any(t.untyped_storage().nbytes() > _KNOWN_BYTES for t in results)
         if large or (not tensors and any(t.is_floating_point() for t in results)):
@@ -85,9 +87,9 @@ def _run(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[s
 
 
 def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator, with a shape rule of `_grouped_mm` for every dtype.
+    """Run an operator; for `_grouped_mm` on fake tensors, accept every dtype.
 
-    torch's own shape rule allows bfloat16 only, as on a GPU; the CPU kernel also accepts float32 and float16.
+    torch's own shape rule of `_grouped_mm` allows bfloat16 only, although the CPU kernel accepts float32 and float16.
     """
     left = args[0] if args else None
     if func is not torch.ops.aten._grouped_mm.default or left.dtype == torch.bfloat16:
@@ -106,13 +108,13 @@ def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _round_robin(index: Tensor, choices: int) -> Tensor:
-    """Return indices of the same shape in which all choices are equally frequent."""
+    """Return indices in the shape of `index` in which all `choices` are equally frequent."""
     with unset_fake_temporarily():
         return (torch.arange(index.numel()) % choices).view(index.shape)
 
 
 def _from_equal_ranks(func: Any, args: tuple[Any, ...]) -> None:
-    """Fill the result of a collective as if every rank had this rank's values."""
+    """Fill the result of a collective under the assumption that all ranks have this rank's inputs."""
     name = func.__name__
     if name.startswith("allreduce_"):
         group, op = dist.ProcessGroup.unbox(args[1]), dist.ReduceOp.unbox(args[2])

@@ -38,18 +38,18 @@ from hyper_parallel.backends.torch.memory.operators import (
 
 
 class StorageResizes:
-    """Context that calls a function before every `UntypedStorage.resize_`, as FSDP does with gathered parameters.
+    """Context that calls a function before every `UntypedStorage.resize_`, which FSDP uses for gathered parameters.
 
-    Such a resize is no operator. Comparing the sizes of all storages at every operator would take time that grows with
-    their number.
+    No dispatch mode sees a resize. Comparing the sizes of all storages at every operator would take time that grows
+    with their number.
 
     Args:
-        announce: Called with the storage and its next number of bytes.
+        announce: Function called with the storage and its next number of bytes.
     """
 
     def __init__(self, announce: Callable[[torch.UntypedStorage, int], None]) -> None:
         self._announce = announce
-        self._own: Any = None  # the method that the class itself defines, if any
+        self._own: Any = None  # `resize_` in the class itself, not inherited; None if there is none
 
     def __enter__(self) -> Self:
         kind: Any = torch.UntypedStorage
@@ -80,7 +80,7 @@ class _Record:
     """State of a storage that an operator has used.
 
     Attributes:
-        ref: The storage.
+        ref: Weak reference to the storage.
         num_bytes: Bytes of the storage while it is resident.
         last_use: Clock of the last operator that used it.
         resident: True while the storage is on the device.
@@ -89,7 +89,7 @@ class _Record:
         fixed: True if the storage must not move: its owner resizes it, its address is known elsewhere, or a message
             uses it.
         resized: True if its owner has resized it.
-        owner_may_resize: True if it was allocated by `empty` or outside of the context, so its owner may resize it.
+        owner_may_resize: True if it was allocated by `empty` or outside of the context: its owner may resize it.
         on_other_stream: True if another stream has used it.
     """
 
@@ -106,13 +106,13 @@ class _Record:
 
 
 class LruSpillMode:
-    """Context that evicts storages so that resident bytes stay within a limit, if single operators fit.
+    """Context that evicts storages so that resident bytes stay within a limit, if every single operator fits.
 
     Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
     Collectives are waited for at once. The cost per operator depends on its own operands, not on the number of
-    storages: resident storages are queued by their last use, and owners that resize a storage announce it.
+    storages: resident storages are queued by their last use, and `StorageResizes` reports resized ones.
 
-    On a CPU, which only simulates a device, nothing moves any more once the limit is known to be insufficient.
+    A CPU only simulates a device. There, eviction stops as soon as an operator does not fit the limit.
 
     Args:
         num_bytes: Limit of resident bytes; None: no limit, nothing is moved.
@@ -120,10 +120,10 @@ class LruSpillMode:
         keep_offloaded: Keep evicted storages in host memory at the end of the context, for the next context or a plan.
 
     Attributes:
-        peak_bytes: Highest resident bytes inside the context.
-        moved_bytes: Evicted bytes.
-        least_bytes: Smallest sufficient limit: the peak of fixed storages and the operands and results of an operator.
-        owned: Returns the tensors that their owner empties and refills in place.
+        peak_bytes: Peak of the resident bytes inside the context.
+        moved_bytes: Evicted bytes, in total.
+        least_bytes: Smallest sufficient limit: the largest sum of fixed storages, operands and results of an operator.
+        owned: Function that returns the tensors that their owner empties and refills in place.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class LruSpillMode:
         self._resizes = StorageResizes(self._before_resize)
         self._limit, self._device, self._keep_offloaded = num_bytes, device, keep_offloaded
         self._records: dict[int, _Record] = {}
-        # Storages on the device that may leave it, least recently used first.
+        # Storages on the device that may be evicted, least recently used first.
         self._lru: OrderedDict[int, _Record] = OrderedDict()
         self._results = ResultBytes()
         self._live = self._clock = self._fixed_bytes = 0
@@ -147,7 +147,10 @@ class LruSpillMode:
     # -- state in other tiers ------------------------------------------------------------------
 
     def track_offloaded(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
-        """Track an empty storage whose content is in host memory or a file; writes reach that host memory."""
+        """Track an empty storage whose content is in host memory or in a file.
+
+        Writes through `on_current_tier` change that host memory.
+        """
         record = self._add(base)
         record.num_bytes = num_bytes
         record.resident = False
@@ -156,7 +159,7 @@ class LruSpillMode:
         self._lru.pop(base._cdata, None)
 
     def pop_content(self, base: torch.UntypedStorage) -> Content:
-        """Stop tracking a storage and return its content: its current host copy, else the storage itself."""
+        """Stop tracking a storage and return its content: its host copy if that is current, else the storage itself."""
         record = self._records.get(base._cdata)
         if record is None:
             return base
@@ -164,16 +167,18 @@ class LruSpillMode:
         return record.copy if record.current and record.copy is not None else base
 
     def num_bytes(self, base: torch.UntypedStorage) -> int:
-        """Return the size of a storage, resident or evicted."""
+        """Return the size of a storage while resident, even if it is evicted and empty now."""
         record = self._records.get(base._cdata)
         return base.nbytes() if record is None or record.resident else record.num_bytes
 
     def on_current_tier(self, tensor: torch.Tensor, *, write: bool = False) -> torch.Tensor:
-        """Return a view of a tensor on its content, on the device or in host memory; use outside of the context.
+        """Return a tensor on the current bytes of `tensor`, which are on the device or in host memory.
+
+        Call this outside of the context only.
 
         Args:
-            tensor: The tensor.
-            write: The caller will write into the view.
+            tensor: Tensor on a resident or evicted storage.
+            write: Whether the caller will write into the result.
         """
         record = self._records.get(tensor.untyped_storage()._cdata)
         if record is None or record.resident:
@@ -205,7 +210,7 @@ class LruSpillMode:
 
     @property
     def emptied_storages(self) -> list[weakref.ref[Any]]:
-        """Live storages that are empty now because their owner has resized them."""
+        """Weak references to the live storages that their owner has emptied."""
         records = list(self._records.values())
         for record in records:
             base = record.ref()
@@ -214,7 +219,7 @@ class LruSpillMode:
         return [record.ref for record in records if record.resized and not record.num_bytes]
 
     def require(self, num_bytes: int) -> None:
-        """Raise `least_bytes` to the bytes that an operator needs at once."""
+        """Increase `least_bytes` to `num_bytes`, the bytes that an operator needs at once, if it is smaller."""
         self.least_bytes = max(self.least_bytes, num_bytes)
 
     # -- operators -----------------------------------------------------------------------------
@@ -228,7 +233,7 @@ class LruSpillMode:
             for key, base in map(_key_and_base, tensors)
             if key not in self._records
         }
-        if new:  # allocated outside of the context, such as a batch
+        if new:  # storages allocated outside of the context, such as those of a batch
             self._make_room(sum(new.values()))
         records = {id(k): k for t in tensors if (k := self._record_use(t)) is not None}
         for key in new:
@@ -277,7 +282,7 @@ class LruSpillMode:
         return out
 
     def _on_raw_access(self, tensor: torch.Tensor, values: bool) -> None:
-        """Make a tensor resident for Python code that reads its values or its address."""
+        """Make a tensor resident before Python code reads its values or its address; pin it if the address is read."""
         self.make_resident(tensor)
         if (record := self._record_use(tensor)) is not None and not values:
             record.current = False
@@ -289,7 +294,7 @@ class LruSpillMode:
         return type(tensor) in _PLAIN and tensor.device.type == self._device.type
 
     def _is_resident(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's storage is known, on the device and not empty."""
+        """Return whether a tensor's storage is tracked, on the device and not empty."""
         record = self._records.get(tensor.untyped_storage()._cdata)
         return record is not None and record.resident and bool(record.num_bytes)
 
@@ -375,7 +380,8 @@ class LruSpillMode:
             content = (
                 record.copy if isinstance(record.copy, torch.UntypedStorage) else record.copy()
             )
-            record.resident = True  # before the resize, which is not its owner's
+            # Set first, so that the resize does not count as one by the owner.
+            record.resident = True
             base.resize_(record.num_bytes)
             base.copy_(content)
         self._lru[base._cdata] = record
@@ -390,7 +396,7 @@ class LruSpillMode:
             key, record = next(iter(self._lru.items()))
             base = record.ref()
             if record.last_use == self._clock:
-                return  # the running operator uses it, and all behind it
+                return  # the running operator uses this storage and all later ones in the queue
             if base is None or not record.num_bytes:
                 del self._lru[key]
             elif base.nbytes() != record.num_bytes:
@@ -405,7 +411,7 @@ class LruSpillMode:
                 self._evict(key, record, base)
 
     def _evict(self, key: int, record: _Record, base: torch.UntypedStorage) -> None:
-        """Copy a storage to host memory, unless there is a current copy, and empty it."""
+        """Empty a storage, after copying it to host memory unless a copy there is current."""
         self._wait_streams(record)
         with _disable_current_modes():
             if not record.current:
@@ -413,7 +419,8 @@ class LruSpillMode:
                     record.copy = torch.UntypedStorage(record.num_bytes)
                 record.copy.copy_(base)
                 record.current = True
-            record.resident = False  # before the resize, which is not its owner's
+            # Set first, so that the resize does not count as one by the owner.
+            record.resident = False
             base.resize_(0)
         del self._lru[key]
         self._live -= record.num_bytes
@@ -427,7 +434,8 @@ class LruSpillMode:
             self._module.synchronize(self._device)
 
     def __enter__(self) -> Self:
-        for record in list(self._records.values()):  # owners may have resized them meanwhile
+        # Owners may have resized storages outside of the context.
+        for record in list(self._records.values()):
             base = record.ref()
             if record.resident and base is not None and base.nbytes() != record.num_bytes:
                 self._on_resize(record, base.nbytes())
@@ -453,14 +461,14 @@ def _key_and_base(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
 
 
 class ResultBytes:
-    """Bytes that operators will allocate; calls with the same shapes and numbers are computed once."""
+    """Cache of the bytes that operators allocate for their results, by the shapes and numbers of a call."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int | None] = {}
 
     def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the bytes of the storages that a call will allocate; None: its shapes do not determine them."""
-        # `set_` puts a tensor on an existing storage, as when a file is read.
+        """Return the bytes of the storages that a call will allocate; None if shapes do not determine them."""
+        # `set_` puts a tensor on an existing storage, for example when a file is read.
         set_bytes = sum(v.nbytes() for v in args if isinstance(v, torch.UntypedStorage))
         if func.namespace == "c10d" or not _allocates(func):
             return set_bytes
@@ -473,13 +481,13 @@ class ResultBytes:
 
 @cache
 def _allocates(func: Any) -> bool:
-    """Return whether any result of an operator may have a storage of its own."""
+    """Return whether any result of an operator may have a new storage."""
     returns = func._schema.returns
     return any("Tensor" in str(r.type) and r.alias_info is None for r in returns)
 
 
 def _facts(value: Any) -> Any:
-    """Return a hashable value that is equal for arguments whose results have equal sizes."""
+    """Return a cache key of an argument: equal keys imply results of equal sizes."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device, value.shape, value.stride()
     if isinstance(value, (tuple, list)):
@@ -493,7 +501,7 @@ def _facts(value: Any) -> Any:
 
 
 def _traced_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Run a call on tensors without bytes and return the bytes that its new storages would have."""
+    """Run a call on meta tensors and return the bytes that its new storages would have."""
     arguments: list[torch.Tensor] = []
 
     def shape(tensor: torch.Tensor) -> torch.Tensor:
@@ -525,7 +533,10 @@ def spill_mode(
     keep_offloaded: bool = False,
     owned: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> LruSpillMode:
-    """Return an LRU spill mode for the budget; on an accelerator also limited to the free share for storages."""
+    """Return an LRU spill mode whose limit is the budget.
+
+    On an accelerator the limit is a share (`FILLED`) of the smaller of budget and allocatable memory.
+    """
     if device.type != "cpu":
         free_bytes = allocatable_bytes(device)
         budget_bytes = int(
@@ -539,7 +550,7 @@ def spill_mode(
 def within_device(
     device: torch.device, owned: Callable[[], Iterable[torch.Tensor]] = tuple
 ) -> AbstractContextManager[Any]:
-    """Return a context for a step without a plan: on an accelerator, storages are limited to its free memory.
+    """Return a context that keeps a step without a plan within an accelerator's free memory; no effect on a CPU.
 
     Args:
         device: Device of the step.

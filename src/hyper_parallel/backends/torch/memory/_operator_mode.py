@@ -23,7 +23,7 @@ class OperatorMode(TorchDispatchMode):
     For a DTensor, it intercepts the operators on the local shard. Views and operators without tensors are included.
 
     Args:
-        handler: Runs an operator; operators that it runs itself are not intercepted.
+        handler: Function that runs an operator; operators that it calls are not intercepted again.
 
     Attributes:
         fake: The `FakeTensorMode` around this context, or None.
@@ -47,7 +47,7 @@ class OperatorMode(TorchDispatchMode):
                 # A DTensor propagates the shape of its result on fake global tensors, once per shape in a process.
                 # That happens here, outside of the handler: a real run allocates nothing for it.
                 func(*args, **kwargs)
-            return NotImplemented  # its local operators come here next
-        if fake_mode() is not self.fake:  # the same propagation in a step on real tensors
+            return NotImplemented  # next, this method gets the operators on the local shards
+        if fake_mode() is not self.fake:  # shape propagation of a DTensor in a step on real tensors
             return func(*args, **kwargs)
         return self._handler(func, args, kwargs)

@@ -1,6 +1,6 @@
-"""Owner tensors of a recorded step's state: while a device owns the bytes, changes and uses of them are detected.
+"""Owner tensors of a recorded step's state, and detection of their use while a planned device owns their bytes.
 
-A stub replaces an owner tensor for that time; a use of it raises an error instead of reading freed memory.
+During that time a stub replaces each owner tensor. A use of the stub raises an error instead of reading freed memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _StubMixin:
                     hint="use it inside `with device.materialized():`, or read a copy with `device.read_state(name)`",
                 )
             out = func(*args, **(kwargs or {}))
-            if _has_no_bytes(out):  # `.data` is the same without autograd
+            if _has_no_bytes(out):  # the result is the stub's own storage, as of `.data`
                 make_stubs([out])
         return out
 
@@ -76,10 +76,10 @@ def make_stubs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
 
 
 def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return other live tensors on the storages of `tensors`, such as a kept `weight.detach()`."""
+    """Return all other live tensors on the storages of `tensors`, such as a `weight.detach()` that code still holds."""
     known = {id(tensor): tensor for tensor in tensors}
     uses = Counter(tensor.untyped_storage()._cdata for tensor in known.values())
-    # The Python object of the storage counts as one use.
+    # torch counts the Python object of the storage as one use.
     shared = {key for key, n in uses.items() if torch._C._storage_Use_Count(key) > n + 1}
     if not shared:
         return []
@@ -100,7 +100,7 @@ class Owners:
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
         self._stubs: list[tuple[torch.Tensor, type]] = []
-        # (storage, its tensor, its version)
+        # (storage, its tensor, version of the tensor)
         self._input_state: list[tuple[int, torch.Tensor, int]] = []
         # Checked in every step; the key identifies a torch storage.
         self._tensors = [tensor for _, tensor in captured.owners]
@@ -143,7 +143,7 @@ class Owners:
                 )
 
     def make_stubs(self) -> None:
-        """Turn the owners into stubs: a device owns the bytes from now on."""
+        """Turn the owner tensors into stubs, because a device owns their bytes from now on."""
         storages, inputs = self._captured.program.storages, self._captured.input_storages
         tensors = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
         emptied = [t for t in tensors if not t.untyped_storage().nbytes()]
@@ -157,7 +157,7 @@ class Owners:
             self._captured.source.block_use()
 
     def restore_tensors(self) -> None:
-        """Turn the stubs back into tensors: they own their bytes."""
+        """Turn the stubs back into tensors, because they own their bytes again."""
         for tensor, kind in self._stubs:
             tensor.__class__ = kind  # type: ignore[assignment]
         self._stubs = []
@@ -165,7 +165,7 @@ class Owners:
             self._captured.source.allow_use()
 
     def kept_by_caller(self, s: int) -> bool:
-        """Return whether the caller keeps a storage: inputs of the step, and input state that it only reads."""
+        """Return whether a storage stays with the caller: an input of the step, or input state that it only reads."""
         read = self._captured.program.storages[s].kind == "input" and s not in self._written
         return read or s in self._captured.input_storages
 

@@ -1,9 +1,9 @@
 """Observers of a rank's step: a recorder of its program, a watch of its live bytes, and summaries of a recording.
 
 The recorder sits below autograd. It records the operators of forward, backward, FSDP, clipping and the optimizer, on
-plain local tensors, real or fake. A view is an address. Only operators that allocate or write bytes, or communicate,
-become part of the program. A `Kernels` function runs the operators: directly, or with known values of fake tensors.
-`StorageWatch` counts live and peak bytes of a running step without a program, in a fraction of the time.
+plain local tensors, real or fake. Views are recorded as addresses. Only operators that allocate or write bytes, or
+communicate, become part of the program. A `Kernels` function runs the operators: directly, or with known values of fake
+tensors. `StorageWatch` counts live and peak bytes of a running step without a program, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -60,17 +60,20 @@ def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
 
 @functools.cache
 def _properties(func: Any) -> tuple[bool, bool, bool]:
-    """Return whether an operator returns a view, belongs to ATen, and returns storages that may be resized."""
-    # A storage first seen as an operator's input existed before: FSDP may have refilled it.
+    """Return three answers: whether an operator returns a view, belongs to ATen, and has resizable results.
+
+    Resizable results are those whose owner may resize their storages, as FSDP does.
+    """
+    # An operator that returns its input may return a storage that existed before, which FSDP may have refilled.
     returns_input = any(returned.alias_info is not None for returned in func._schema.returns)
     return func.is_view, func.namespace == "aten", func is EMPTY or returns_input
 
 
 class StorageWatch(OperatorMode):
-    """Context that tracks storages: tracked tensors, results of operators, and operands of collectives.
+    """Context that counts the live bytes of storages: of tracked tensors, results, and operands of collectives.
 
     Args:
-        sample: Called after every operator with the live bytes and the peak so far.
+        sample: Function called after every operator with the live bytes and the peak so far.
     """
 
     def __init__(self, *, sample: Callable[[int, int], None] | None = None) -> None:
@@ -117,7 +120,7 @@ outputs and the workspace bytes of its kernel."""
 def run_directly(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
 ) -> tuple[Any, int]:
-    """Run an operator directly, as `Kernels` without workspace."""
+    """Run an operator and return its outputs, and 0 workspace bytes; a `Kernels` function."""
     return func(*args, **kwargs), 0
 
 
@@ -128,10 +131,10 @@ class Recording:
     Attributes:
         program: Storages and operators.
         actions: Operators, and the ends of storages, in the order in which they happened.
-        entries: Properties of each storage beyond the program.
+        entries: Properties of each storage that the program does not contain.
         segments: (first action, name) of every segment of the program (forward, backward, ...).
-        groups: Name of every process group to its ranks.
-        num_operators: Operators that ran, views included.
+        groups: Dict from the name of every process group to its ranks.
+        num_operators: Number of operators that ran, including views.
     """
 
     program: MemoryProgram
@@ -147,7 +150,7 @@ class Recorder(OperatorMode):
 
     Args:
         alignment_bytes: See `Storages`.
-        kernels: Runs the operators.
+        kernels: Function that runs the operators.
     """
 
     def __init__(self, alignment_bytes: int = 1, kernels: Kernels = run_directly) -> None:
@@ -176,7 +179,7 @@ class Recorder(OperatorMode):
             self._segments.append((len(self._actions), segment))
 
     def name(self, tensor: Tensor, name: str, kind: StorageKind) -> None:
-        """Set name and kind of a tensor's storage; an unknown storage exists from the start."""
+        """Set name and kind of a tensor's storage; a storage not seen before is recorded as live from the start."""
         number = self.storages.find(tensor)
         if number is None:
             number = self._add_existing(tensor, name)
@@ -232,7 +235,7 @@ class Recorder(OperatorMode):
             if self.storages.find(tensor) is None
         ]
         if not (allocs or writes or workspace or group is not None):
-            return  # a view, or an alias: an address, not work
+            return  # the operator only creates a view or an alias
         sent = 0
         if group is not None:
             sent = sent_bytes(func, args, group)
@@ -252,7 +255,7 @@ class Recorder(OperatorMode):
     def _run(self, operator: Operator) -> None:
         self._actions.append(MemoryAction("run", len(self._operators)))
         self._operators.append(operator)
-        if operator.group:  # the counts are those of a rank whose collectives end at once
+        if operator.group:  # bytes are counted as if every collective ended at once
             self._actions.append(MemoryAction("join", len(self._operators) - 1))
 
     def _known(self, tensors: list[Tensor]) -> tuple[int, ...]:
@@ -275,7 +278,7 @@ class Recorder(OperatorMode):
         return Entry(name, 0, "activation", shape=shape, dtype=dtype, recomputed=recomputed)
 
     def _record_resizes(self, *, everywhere: bool = False) -> None:
-        """Record storages that their owner has resized: FSDP frees and refills gathered parameters without operator."""
+        """Record storages that their owner has resized, as FSDP does with gathered parameters without an operator."""
         for key, entry, _ in self.storages.end_resized(everywhere=everywhere):
             number = self.storages.begin(key, replace(entry, at_start=False))
             self._run(Operator("resize", allocs=(number,)))
@@ -293,7 +296,7 @@ def _format(tensor: Tensor) -> tuple[tuple[int, ...], str]:
 
 
 def _common(first: str, second: str) -> str:
-    """Return the common leading parts of two dotted names, and a star."""
+    """Return the common leading parts of two dotted names, followed by `*`."""
     pairs = zip(first.split("."), second.split("."), strict=False)
     same = [a for a, b in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     return ".".join([*same, "*"])
@@ -340,7 +343,7 @@ class Peak:
         num_bytes: Live bytes.
         during: Operator that allocated the last bytes.
         segment: Segment of the program.
-        breakdown: Category to live bytes; they add up to `num_bytes`.
+        breakdown: Dict from category to live bytes; they add up to `num_bytes`.
         top: Largest live tensors, grouped by equal properties, largest total first.
     """
 
@@ -400,7 +403,7 @@ def _segment(recording: Recording, action: int) -> tuple[int, str]:
 
 
 def _category(entry: Entry, live_range: Extent, recording: Recording) -> str:
-    """Return the category of a storage: by its kind if it is named, else by its live range."""
+    """Return the category of a storage for reports, from its kind if it is named, else from its live range."""
     if entry.kind in _OF_KIND:
         return _OF_KIND[entry.kind]
     if entry.resized:
@@ -424,8 +427,7 @@ def collectives_of(
 ) -> tuple[Collective, ...]:
     """Return the collectives of a recorded program, grouped by kind, axes and purpose, in order of first occurrence.
 
-    Groups of one rank send nothing and are excluded. A group outside of the meshes is listed with the axes
-    `("other",)`, so that its traffic is counted.
+    Groups of one rank send nothing and are excluded. A group that is in no mesh is listed with the axes `("other",)`.
 
     Args:
         recording: The recorded program.
@@ -459,7 +461,7 @@ def _group_collectives(
 
 
 def _fsdp_purpose(kind: str, axes: tuple[str, ...], fsdp_axes: tuple[str, ...]) -> Purpose:
-    """Return the purpose of a collective of FSDP, which states none: kind and axes determine it."""
+    """Return the purpose of an FSDP collective, inferred from kind and axes because FSDP does not state it."""
     if kind == "all_reduce":
         return Purpose.REPLICA_GRADIENTS
     if axes == fsdp_axes:
@@ -491,12 +493,12 @@ class CommCounter(OperatorMode):
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Collectives so far."""
+        """Collectives so far, grouped as by `collectives_of`."""
         return _group_collectives(self._records, self._axes)
 
     @property
     def calls(self) -> Counter[tuple[str, tuple[str, ...]]]:
-        """Number of calls by (kind, axes)."""
+        """Number of collectives by (kind, axes)."""
         calls: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for c in self.collectives:
             calls[c.kind, c.axes] += c.count

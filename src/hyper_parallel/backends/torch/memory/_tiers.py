@@ -52,7 +52,7 @@ class Meter:
         self._known: dict[weakref.ref[Any], tuple[int, int]] = {}
 
     def rounded(self, num_bytes: int) -> int:
-        """Return the bytes of an allocation of `num_bytes`."""
+        """Return `num_bytes` rounded up to the alignment: the bytes that an allocation takes."""
         return -(-num_bytes // self._alignment) * self._alignment
 
     def adopt(self, base: torch.UntypedStorage) -> None:
@@ -100,7 +100,7 @@ class AllocatorGauge:
     """Bytes of a plan on an accelerator, as its allocator counts them.
 
     Allocations outside of the plan are excluded: workspaces, buffers of the collective library, the caller's tensors.
-    They may change between two steps, so at every reset they are all allocated bytes but the arena.
+    Their bytes may change between steps. They are measured at every reset, as all allocated bytes except the arena.
 
     Args:
         module: The device's module, such as `torch.cuda`.
@@ -114,10 +114,10 @@ class AllocatorGauge:
         self._arena_bytes = self._other_bytes = 0
 
     def adopt(self, base: torch.UntypedStorage) -> None:
-        """Do nothing: the allocator has counted the storage."""
+        """Do nothing, because the allocator counts the storage."""
 
     def arena(self, num_bytes: int) -> torch.UntypedStorage:
-        """Allocate the arena of the plans; it counts with the bytes that the allocator takes for it."""
+        """Allocate and return the arena; it counts with the bytes that the allocator reserves for it."""
         allocated_before = self._allocated()
         base = torch.UntypedStorage(num_bytes, device=self._device)
         self._arena_bytes = self._allocated() - allocated_before
@@ -138,12 +138,12 @@ class AllocatorGauge:
         return int(self._module.max_memory_allocated(self._device)) - self._other_bytes
 
     def reset_peak(self) -> None:
-        """Restart the measurement of the peak; now a plan uses no device memory but the arena."""
+        """Restart the measurement of the peak; call it while a plan uses no device memory except the arena."""
         self._other_bytes = self._allocated() - self._arena_bytes
         self._module.reset_peak_memory_stats(self._device)
 
     def rounded(self, num_bytes: int) -> int:
-        """Return the bytes of an allocation that the allocator does not split."""
+        """Return the bytes that the allocator reserves for `num_bytes`."""
         return -(-num_bytes // 512) * 512
 
 
@@ -211,7 +211,7 @@ class FileTier:
             _bytes_of(target)[:] = data
 
     def take(self, storage: int, num_bytes: int) -> None:
-        """Count the bytes of a storage's file; call it when the copy is issued."""
+        """Add a storage's file to the tier and count its bytes; call it when the copy into the file is issued."""
         if storage not in self._sizes:
             self._sizes[storage] = self._meter.rounded(num_bytes)
             self._meter.add(self._sizes[storage])
@@ -310,12 +310,15 @@ def _remove_dead(parent: Path) -> None:
 
 
 def _remove_if_dead(mark: Path, lock: int) -> None:
-    """Remove the folder of a lock file if the file is this user's, of this boot, and not locked."""
+    """Remove the folder that belongs to a lock file, if no process holds the lock.
+
+    Lock files of other users, and those written before the last boot, are ignored.
+    """
     folder, expected = mark.with_name(mark.name.removesuffix(".lock")), _mark(mark.name[:-5])
-    # A lock is valid within one kernel. Files with another mark, or without one yet, stay.
+    # A lock does not survive a reboot. Files with another boot id, or without content yet, stay.
     if not _is_mine(os.fstat(lock)) or not expected or os.read(lock, _MOST_BYTES) != expected:
         return
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while somebody holds it
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while another process holds the lock
     if os.path.lexists(folder):
         status = folder.lstat()
         marker = read_marker(folder)

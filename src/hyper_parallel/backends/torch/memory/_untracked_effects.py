@@ -44,7 +44,7 @@ _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.opt
 
 
 def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
-    """Return checksums of a storage's words, computed on its device; different bytes very rarely have equal ones."""
+    """Return checksums of a storage's words, computed on its device; other contents very rarely have equal ones."""
     with _disable_current_modes():
         words = base.nbytes() // 8
         empty = torch.empty(0, dtype=torch.int64, device=base.device)
@@ -57,7 +57,7 @@ def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
 
 
 def untracked_write_error(name: str) -> CaptureUnsupported:
-    """Return the error of bytes that change although no operator writes them."""
+    """Return the error for bytes that change although no recorded operator writes them."""
     return CaptureUnsupported(
         f"`{name}` is written by code that torch's dispatcher does not see, so a plan would not run it",
         hint="wrap the kernel with `torch.library.custom_op(..., mutates_args=...)`, which declares its writes",
@@ -68,7 +68,7 @@ class RawAccessMode(TorchFunctionMode):
     """Mode that reports tensors whose values or address Python code reads.
 
     Args:
-        on_access: Called with the tensor, and True for a read of values, False for a pointer.
+        on_access: Function called with the tensor, and True for a read of values, False for a read of the address.
     """
 
     def __init__(self, on_access: Callable[[Tensor, bool], None]) -> None:
@@ -89,7 +89,7 @@ class _CallEffects:
     """Observed effects of one operator call.
 
     Attributes:
-        drew: True if it has drawn random numbers although its schema does not say so.
+        drew: True if the call has drawn random numbers although the operator's schema does not say so.
     """
 
     drew: bool = False
@@ -105,10 +105,10 @@ class UntrackedEffects:
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
         self._python, self._raw_access = PythonValues(), RawAccessMode(self._on_raw_access)
-        self._inside = False  # effects inside a kernel belong to its operator
-        self._state: dict[int, tuple[int, ...]] = {}  # digests of state at its first use
-        self._exposed: dict[int, tuple[int, ...]] = {}  # digests of storages whose pointer was read
-        self._uninitialised: set[int] = set()  # allocated, not yet written
+        self._inside = False  # True inside of an operator, whose own effects are not untracked
+        self._state: dict[int, tuple[int, ...]] = {}  # state storage -> digest at its first use
+        self._exposed: dict[int, tuple[int, ...]] = {}  # storage whose pointer was read -> digest
+        self._uninitialised: set[int] = set()  # storages that were allocated but not yet written
 
     def __enter__(self) -> Self:
         self._python.__enter__()
@@ -126,7 +126,7 @@ class UntrackedEffects:
         if values:
             with _disable_current_modes():
                 seen = tensor.detach().clone()
-            torch.equal(tensor.detach(), seen)  # recorded, with its result
+            torch.equal(tensor.detach(), seen)  # recorded as an operator whose result is a guard
         if (storage := self._storages.find(tensor)) is not None:
             self._exposed[storage] = digest(tensor.untyped_storage())
 
@@ -135,7 +135,7 @@ class UntrackedEffects:
         self._state[storage] = digest(base)
 
     def check_operands(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse an operator on a tensor that was written through its pointer.
+        """Raise if an operand was written through its pointer.
 
         Raises:
             CaptureUnsupported: HP511 with the name of the storage.
@@ -150,7 +150,7 @@ class UntrackedEffects:
     def observe(
         self, func: Any, tensors: Sequence[Tensor], written: Sequence[Tensor]
     ) -> Iterator[_CallEffects]:
-        """Observe a call of an operator; for one that is not torch's own, check reads and writes against its schema.
+        """Observe the call of an operator in this context; check custom operators against their schemas.
 
         Raises:
             CaptureUnsupported: HP511 when it writes an argument that its schema declares as read-only.
@@ -166,7 +166,7 @@ class UntrackedEffects:
             yield call
         finally:
             self._inside = False
-            if random_state is not None:  # torch draws random numbers as ids of fake collectives
+            if random_state is not None:  # undo torch's draws for ids of fake collectives
                 random.setstate(random_state)
         if foreign:
             call.drew = not all(map(torch.equal, states, generator_states(bases)))
@@ -201,14 +201,14 @@ class UntrackedEffects:
         Args:
             operators: Recorded operators.
             state: State before the step, by storage.
-            make_resident: Makes a tensor resident.
+            make_resident: Function that makes a tensor resident.
 
         Raises:
             CaptureUnsupported: HP511 with the name of the changed state.
         """
         read = {s for operator in operators for s in operator.reads}
         written = {s for operator in operators for s in operator.writes}
-        # Only tensors from before the step matter: one from within the step is recorded where it is produced.
+        # Only tensors from before the step matter, because others are recorded where the step produces them.
         self._python.refuse_changes(
             lambda tensor: self._storages.find(tensor) in read & self._state.keys()
         )
@@ -270,10 +270,11 @@ class PythonValues:
             hook.remove()
 
     def refuse_changes(self, was_read: Callable[[Tensor], bool]) -> None:
-        """Refuse a step after which something in Python is another.
+        """Raise if the step has changed a Python attribute or drawn random numbers of Python or NumPy.
 
         Args:
-            was_read: An operator of the step has read a tensor; only then it matters which one an attribute is next.
+            was_read: Function that tells whether an operator of the step has read a tensor. A replaced tensor is
+                refused only if it has been read.
 
         Raises:
             CaptureUnsupported: HP511 with the attribute.
@@ -313,11 +314,13 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def python_attributes(owner: Any, seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (name, comparable value) of the attributes of a module or an optimizer that are not tensors.
+    """Yield (name, value) of each attribute of a module or an optimizer that is not a tensor.
+
+    Values can be compared with `==`.
 
     Args:
         owner: The module or optimizer.
-        seen: Objects that were inspected already, by id; they are skipped, and new ones are added.
+        seen: Objects to skip, by id; the inspected objects are added.
     """
     seen = {} if seen is None else seen
     for key, value in vars(owner).items():

@@ -1,4 +1,4 @@
-"""State of a planned step in the memory tiers: ownership of its bytes, their home tiers, and their return."""
+"""Model and optimizer state of a planned step in the memory tiers, taken from its tensors and returned to them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
             allowed=captured.program.name,
             hint="plan the captured program again",
         )
-    if wrong := wrong_address(plan):  # replays it: HP404 for an illegal action
+    if wrong := wrong_address(plan):  # replays the plan: raises HP404 for an illegal action
         raise MemoryPlanInvalid(
             f"the buffer addresses of the memory plan are invalid: {wrong}",
             where=plan.program.name,
@@ -136,7 +136,7 @@ class ArenaState:
         try:
             self.owners.check()
         except StepChanged:
-            self._close_without_state()  # the recorded tensors are no longer part of the model
+            self._close_without_state()  # the recorded tensors no longer belong to the model
             raise
         self._acquire_from_owners()
         self.owners.make_stubs()
@@ -161,7 +161,7 @@ class ArenaState:
             for s, tensor in self.captured.state.items():
                 base = tensor.untyped_storage()
                 content = base if spill is None else spill.pop_content(base)
-                if not (callable(content) and s in self.files):  # its file is current
+                if not (callable(content) and s in self.files):  # the file may be current
                     self._move_to_home(
                         s, content() if callable(content) else content, base, staged, staging
                     )
@@ -181,7 +181,10 @@ class ArenaState:
                 raise
 
     def _staging_device(self, spill: LruSpillMode | None = None) -> torch.device:
-        """Return the staging device of moved state: the device if both copies fit without a spill mode, else host."""
+        """Return the device for temporary copies of moved state: the accelerator if it has room, else the host.
+
+        With a spill mode it is always the host.
+        """
         device = self.hardware.device
         return device if spill is None and has_room(device, self.plan.arena_bytes) else _HOST
 
@@ -193,7 +196,17 @@ class ArenaState:
         staged: StorageBytes,
         staging: torch.device,
     ) -> None:
-        """Move a storage's bytes to its home tier from `source`, its own base or host memory."""
+        """Move a storage's bytes from `source` to a buffer or file of its home tier.
+
+        If the home tier is the device, the bytes are put into `staged`, because there is no arena yet.
+
+        Args:
+            s: Index of the storage.
+            source: The storage itself, or its copy in host memory.
+            base: The storage itself.
+            staged: Bytes for the device, by storage; filled.
+            staging: Device of these bytes.
+        """
         home, size = self.plan.homes[s], self._num_bytes(s)
         if self._is_input(s) and not base.nbytes():
             base.resize_(size)
@@ -267,10 +280,10 @@ class ArenaState:
 
     @contextmanager
     def materialized(self, spill: LruSpillMode | None = None) -> Iterator[None]:
-        """Materialize the state, between two steps, in the tensors of model and optimizer for the time of the context.
+        """Give the tensors of model and optimizer their bytes while this context is active, between two steps.
 
-        Code inside the context (an evaluation, a checkpoint) reads and writes the real tensors. Its memory is not
-        counted.
+        Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Its memory is
+        not counted.
 
         Args:
             spill: Mode that makes the state resident on use, from its home tier. None: all of the state becomes
@@ -295,13 +308,13 @@ class ArenaState:
             self._acquire()
 
     def materialize_on_use(self, spill: LruSpillMode) -> None:
-        """Let a spill mode make the state resident on use; its content stays in the home tier."""
+        """Let a spill mode make each state tensor resident when it is used; the bytes stay in their home tier."""
         self.owners.restore_tensors()
         for s, tensor in self.captured.state.items():
             if self.owners.kept_by_caller(s):
                 continue
             home, base = self.plan.homes[s], tensor.untyped_storage()
-            base.resize_(0)  # the caller has an old copy of a buffer that steps change
+            base.resize_(0)  # the bytes of input state that stayed with the caller may be outdated
             content = partial(self._bytes, s) if home == "flash" else self.storages[home][s]
             if home == "device":
                 content = _copy(content, _HOST)
@@ -315,7 +328,9 @@ class ArenaState:
 
     @contextmanager
     def _failing_on_partial_move(self) -> Iterator[None]:
-        """Mark the device as failed when a move of the state stops halfway: it can then only be closed.
+        """Mark the device as failed if an error in this context interrupts a move of the state.
+
+        A failed device can only be closed.
 
         Raises:
             TransferFailed: HP513 in place of an error without a code.
@@ -353,7 +368,10 @@ class ArenaState:
             )
 
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of a tensor of model or optimizer on its home tier, between steps; from a file, a copy."""
+        """Return a tensor of model or optimizer on its bytes in the home tier; if that is the file tier, a copy.
+
+        Call it between two steps.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             s = self._numbers.get(tensor.untyped_storage()._cdata)
             if s is None or self.owners.kept_by_caller(s):
@@ -366,7 +384,7 @@ class ArenaState:
         return view.as_tensor(self._bytes(storage)).clone()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the named state between steps, on its home tier; files are read one at a time."""
+        """Yield (name, tensor) of each named state tensor as by `on_home_tier`; files are read one at a time."""
         for name, view in self.captured.named.items():
             yield name, view.as_tensor(self._bytes(view.storage))
 
@@ -379,7 +397,7 @@ class ArenaState:
             self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
-        """Return the bytes of a persistent storage between steps; from a file, a copy."""
+        """Return the bytes of a persistent storage in its home tier between steps; if that is the file tier, a copy."""
         home = self.plan.homes[storage]
         if home != "flash":
             return self.storages[home][storage]
@@ -398,5 +416,5 @@ class ArenaState:
 
 
 def _copy(base: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """Return a copy that no tier counts."""
+    """Return a copy of a storage on a device; no tier counts it."""
     return torch.UntypedStorage(base.nbytes(), device=device).copy_(base)

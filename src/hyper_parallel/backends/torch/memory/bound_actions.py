@@ -38,17 +38,17 @@ class BoundActions:
         self._enter, self._leave = state.enter, state.leave
         self._device, self._dram = state.storages["device"], state.storages["dram"]
         self._hardware, self._lanes = state.hardware, state.hardware.lanes
-        # Storages that are also in another tier than the device.
+        # Storages that are in another tier than the device at some time.
         self._elsewhere = {a.target for a in self._plan.actions if a.kind in COPIES}
         self._elsewhere |= {s for s, home in enumerate(self._plan.homes) if home != "device"}
-        self._in_flight: dict[int, Any] = {}  # work handles of collectives, by operator
+        self._in_flight: dict[int, Any] = {}  # operator index -> work handle of its collective
 
     def bound(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> Act:
         """Return a call that executes one action.
 
         Args:
             action: The action.
-            ready: The prepared operator, or the arena range that a copy reads or writes or that is released.
+            ready: The prepared operator, the arena range of a copy or of a release, or None for all other actions.
         """
         s, kind = action.target, action.kind
         if isinstance(ready, Prepared):

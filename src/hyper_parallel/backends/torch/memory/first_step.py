@@ -26,7 +26,7 @@ from hyper_parallel.backends.torch.memory.operators import numbers_read, tensors
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
-"""Sampled elements of a tensor, to distinguish rounding from another value; digests compare all bytes. Not measured."""
+"""Number of sampled elements of a tensor, to distinguish rounding from another value; an estimate."""
 _CHUNK: Final = 1 << 20
 """Words of a large tensor per chunk of its digest, which needs 24 MiB of workspace on the tensor's device."""
 _CACHED: Final = 1 << 16  # on the host: they stay in its cache
@@ -46,8 +46,8 @@ class StepOutcome:
     """Results of one run of a step, for comparison with another run of the same step.
 
     Attributes:
-        digests: Checksum of every output and of every tensor of the state.
-        samples: Sampled elements of each tensor, and its dtype.
+        digests: Checksum of every output and state tensor, by name.
+        samples: Sampled elements and dtype of each tensor, by name.
     """
 
     digests: dict[str, int]
@@ -55,7 +55,7 @@ class StepOutcome:
 
     @classmethod
     def of(cls, outputs: Any, state: Mapping[str, Tensor]) -> StepOutcome:
-        """Return digests and samples of outputs and state, on the host.
+        """Return the outcome of a run, with digests and samples on the host.
 
         Args:
             outputs: Result of the step; only its tensors are compared.
@@ -71,7 +71,7 @@ class StepOutcome:
 
 
 class ReferenceStep:
-    """Expected results of a planned step: those of the eager step.
+    """Results of the eager step, which a planned step must reproduce.
 
     Args:
         first: Results of the eager step.
@@ -171,7 +171,7 @@ class _RecordedDecisions(OperatorMode):
         super().__exit__(*error)
 
     def _on_raw_access(self, tensor: Tensor, values: bool) -> None:
-        """Repeat the recorded comparison of a tensor whose values Python reads."""
+        """Compare a tensor whose values Python reads with the values that Python read in the recorded step."""
         call = self._recorded[0] if values and self._recorded and not self._in_operator else None
         if call is None or call.func is not torch.ops.aten.equal.default:
             return
@@ -186,7 +186,7 @@ class _RecordedDecisions(OperatorMode):
         flat = tree_flatten(out)[0]
         if _decides_sizes(func) or (numbers_read(func, flat) and tensors_in(args, kwargs)):
             if not self._recorded or self._recorded[0].func is not func:
-                self._recorded.clear()  # the step has taken another branch
+                self._recorded.clear()  # the step has taken another branch: stop comparing
                 return out
             call = self._recorded.popleft()
             for position, view in call.results:
@@ -199,7 +199,7 @@ class _RecordedDecisions(OperatorMode):
 
 
 def size_error(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -> StepChanged:
-    """Return the error of a result whose data-dependent size differs."""
+    """Return the error for a result whose data-dependent size differs from the recorded one."""
     return StepChanged(
         f"`{func}` returns a result of another size than in the captured step",
         got=got,
@@ -210,7 +210,7 @@ def size_error(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -
 
 
 def value_error(func: Any, got: Any, allowed: Any) -> StepChanged:
-    """Return the error of a value that Python has read and that differs."""
+    """Return the error for a value read by Python code that differs from the recorded one."""
     return StepChanged(
         "a value that Python read during the captured step has changed",
         got=f"`{func}` returns {got}; during the capture it returned {allowed}",
@@ -230,10 +230,10 @@ def _rolled_back(
     generators: Sequence[torch.Generator],
     allocated_bytes: int,
 ) -> Iterator[None]:
-    """Restore the bytes of storages, and random generators, at the end of the context.
+    """Restore the bytes of storages, and the states of random generators, at the end of the context.
 
-    The copies are on the device if the `allocated_bytes` of a step still fit; else in host memory, from which a
-    restore of gigabytes takes seconds.
+    Copies are kept on the device if a step's `allocated_bytes` still fit there. Otherwise they are in host memory, from
+    which restoring gigabytes takes seconds.
     """
     storages = list(storages)
     num_bytes = sum(base.nbytes() for base in storages)
@@ -260,10 +260,10 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Return a checksum that depends on the value and the position of every word: the sum of word x odd number.
+    """Return a checksum of a tensor's bytes: the sum of word times an odd number for its position, modulo 2**64.
 
-    It is computed modulo 2**64 on the tensor's device, with equal results on all devices: a copy of gigabytes to the
-    host would take longer than the step.
+    It is computed on the tensor's device, because a copy of gigabytes to the host would take longer than the step. All
+    devices give the same result.
     """
     flat, digest = _flat(tensor), 0
     words = flat.view(_WORDS[flat.element_size()])

@@ -57,13 +57,13 @@ class MemoryUse:
     """Predicted and measured memory use of a generation.
 
     Attributes:
-        predicted_bytes: Peak per tier of the two plans: the arena and staging on the device, the buffers in DRAM.
-        measured_bytes: Measured peaks of all steps.
+        predicted_bytes: Predicted peak per tier over the two plans: arena and staging on the device, buffers in DRAM.
+        measured_bytes: Measured peak per tier over all steps.
         state_bytes: Bytes of weights, buffers and KV cache.
         seconds: Seconds of all steps.
         wait_s: Part of `seconds` in which the device waited for copies.
         steps: Steps that ran.
-        simulated: True on the simulated device of a CPU, with seconds of a virtual clock; else all is measured.
+        simulated: True on a CPU, which simulates a device: seconds are those of a virtual clock. False: measured.
     """
 
     predicted_bytes: dict[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class MemoryUse:
     simulated: bool = True
 
     def add(self, other: MemoryUse) -> None:
-        """Add a later use of the same machine: peaks are maxima, seconds and steps are sums."""
+        """Add the use of later steps on the same machine: take the maximum of peaks, the sum of seconds and steps."""
         self.state_bytes = max(self.state_bytes, other.state_bytes)
         for peaks, other_peaks in (
             (self.predicted_bytes, other.predicted_bytes),
@@ -94,9 +94,9 @@ class PlannedSlots(FixedPasses):
     """Prompt and decode passes under a device budget; all prompts precede all decoding.
 
     Args:
-        model: In host memory, in eval mode; its tensors are empty until `close`.
-        fixed: Slots and lengths.
-        limits: Budget and machine.
+        model: Model in host memory, in eval mode; its tensors are empty until `close`.
+        fixed: Number of slots and lengths of the two steps.
+        limits: Device budget and machine.
         device: Device of the steps; a CPU simulates one.
 
     Attributes:
@@ -104,8 +104,8 @@ class PlannedSlots(FixedPasses):
 
     Raises:
         CaptureUnsupported: HP511 when the model's steps cannot be recorded once and run at every position.
-        BudgetImpossible: HP402 with the smallest sufficient device budget of both steps.
-        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, with a sufficient DRAM size.
+        BudgetImpossible: HP402 naming the smallest device budget that is sufficient for both steps.
+        TierFull: HP403 when the offloaded bytes exceed DRAM and flash, naming a sufficient DRAM size.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class PlannedSlots(FixedPasses):
         }
 
     def _capture(self) -> list[Captured]:
-        """Record the prompt step and, if needed, the decode step on fake tensors."""
+        """Record the prompt step on fake tensors, and the decode step if there are tokens to decode."""
         model, fixed = self._model, self._fixed
         with fake_copy(model, self._target_device) as fake:
             cache = fixed.new_cache(fake)
             short = replace(fixed, prompt_tokens=1)
-            short.run(fake, cache, short.example(fake, prompt=True))  # makes the cache
+            short.run(fake, cache, short.example(fake, prompt=True))  # allocate the cache
             shapes = cache_tensors(cache)
             named: Named = {**model_state(fake), **{k: (t, "kv") for k, t in shapes.items()}}
             recorded = [_record(fake, cache, fixed, named, prompt=True)]
@@ -166,11 +166,11 @@ class PlannedSlots(FixedPasses):
         ]
 
     def _plan(self) -> list[MemoryPlan]:
-        """Return a plan per step.
+        """Return one plan for each recorded step.
 
         Raises:
-            BudgetImpossible: HP402 with a budget that both steps fit.
-            TierFull: HP403 with a DRAM size that both steps fit.
+            BudgetImpossible: HP402 naming a device budget that is sufficient for both steps.
+            TierFull: HP403 naming a DRAM size that is sufficient for both steps.
         """
         limits, plans, errors = self.limits, list[MemoryPlan](), list[BudgetImpossible | TierFull]()
         for captured in self._captured:
@@ -215,7 +215,7 @@ class PlannedSlots(FixedPasses):
         )
 
     def enter_decode(self) -> None:
-        """Return the state to the model and open the device under the plan of the decode step, unless it is active."""
+        """Switch the device to the plan of the decode step, unless that plan is active; the state moves along."""
         assert self._planned_device is not None
         if len(self._plans) > 1 and self._planned_device.plan is self._plans[0]:
             self._planned_device.close()
@@ -278,7 +278,7 @@ def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, T
 
 
 def _own_storages(model: Any) -> None:
-    """Copy tensors in a mapped file or in another library's memory, because their storages cannot be resized."""
+    """Copy the tensors of a model whose storages cannot be resized: those in mapped files or foreign memory."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()
@@ -295,7 +295,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
     Raises:
         CaptureUnsupported: HP511 when the model's code needs a value or a size that depends on the data.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # numbers of the model's code
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # the model's code may create real tensors
     with FakeCopyMode(mode):
         fake = copy.deepcopy(model)
     try:
@@ -310,7 +310,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> None:
-    """Put fake parameters and buffers on a device, which `Module.to` cannot; shared tensors stay shared."""
+    """Move fake parameters and buffers to a device, which `Module.to` cannot do; shared tensors stay shared."""
     moved: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -30,8 +30,8 @@ class HostPool:
         capacity_bytes: Limit of the slabs' bytes; None: unlimited.
 
     Attributes:
-        buffers: Number of buffers by size.
-        reserved_bytes: Bytes of the slabs.
+        buffers: Number of buffers by size in bytes.
+        reserved_bytes: Total bytes of the slabs.
     """
 
     def __init__(self, alignment_bytes: int, pin: bool, capacity_bytes: int | None = None) -> None:
@@ -108,7 +108,7 @@ class _Watch(TorchDispatchMode):
     """Mode that observes every operator of a planned step, whose tensors are plain ones.
 
     Args:
-        on_results: Called with the outputs of each operator.
+        on_results: Function called with the outputs of each operator.
     """
 
     def __init__(self, on_results: Callable[[Any], None]) -> None:
@@ -117,7 +117,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # a planned step compiles nothing, and the default takes longer than a small operator
+        return False  # a planned step compiles nothing; torch's default takes longer than a small operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -132,12 +132,12 @@ class Hardware:
         device: Device of the operators.
         machine: Capacities.
         alignment_bytes: Rounding of every allocation.
-        copies: See `CopyMode`; an accelerator without `DeviceApi` uses its own streams.
+        copies: See `CopyMode`; an accelerator uses its own streams unless this is a `DeviceApi`.
 
     Attributes:
         gauge: Allocated device bytes: the arena and all results of operators, or the count of an accelerator's
             allocator.
-        num_operators: Operators that the dispatcher has seen inside `watched`.
+        num_operators: Number of operators that the dispatcher has seen inside `watched`.
         counts: True if the dispatcher observes the operators.
         inside: Bytes of the storages in the arena.
         lanes: Copies in flight.
@@ -153,7 +153,7 @@ class Hardware:
         self.num_operators, self.counts = 0, False
         self._counts_results = True
         self._mode = _Watch(self._count_results)
-        self._arena = range(0)  # its addresses
+        self._arena = range(0)  # addresses of the arena
         self.dram = Meter("dram", alignment_bytes)
         self.flash = Meter("flash", alignment_bytes, machine.flash_bytes)
         self.inside = Meter("device", alignment_bytes)
@@ -168,7 +168,7 @@ class Hardware:
 
     @property
     def timed(self) -> StreamLanes | None:
-        """Lanes that measure time by events; None: a virtual clock keeps it."""
+        """Copy lanes, which measure time by events; None if a virtual clock computes the time."""
         return self.lanes if isinstance(self.lanes, StreamLanes) else None
 
     def reserve(self, plan: MemoryPlan) -> None:
@@ -197,7 +197,7 @@ class Hardware:
         """Count the operators of a step, and on a simulated device the storages that they allocate.
 
         Args:
-            every: Count on an accelerator too, where it costs host time.
+            every: True: also count on an accelerator, where counting costs host time.
         """
         self.counts = every or isinstance(self.gauge, Meter)
         with self._mode if self.counts else nullcontext():
@@ -205,7 +205,7 @@ class Hardware:
 
     @contextmanager
     def in_library(self) -> Iterator[None]:
-        """Exclude the buffers of a collective from the counts: they belong to gloo or the accelerator's library."""
+        """Exclude storages allocated in this context from the counts: buffers of the collective library."""
         self._counts_results = False
         try:
             yield
@@ -216,7 +216,7 @@ class Hardware:
         """Count an operator and its results."""
         self.num_operators += 1
         if type(out) is torch.Tensor and out.data_ptr() in self._arena:
-            return  # the usual case
+            return  # most results: one tensor, in the arena
         for tensor in tensors_in(out) if self._counts_results else ():
             base = tensor.untyped_storage()
             elsewhere = base in self.dram or base.device.type != self.device.type
@@ -259,13 +259,13 @@ class Hardware:
 
 
 def _take_workspaces(device: torch.device) -> None:
-    """Run a matrix product, so that the permanent workspace of its library does not count as the step's."""
+    """Run a matrix product, so that its library allocates its permanent workspace before a step is measured."""
     small = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     torch.addmm(small[0], small, small @ small)
 
 
 def allocatable_bytes(device: torch.device) -> int:
-    """Return the bytes that an accelerator's allocator can provide, allocated ones included; 0 for a CPU."""
+    """Return the bytes that an accelerator's allocator has allocated or can still allocate; 0 for a CPU."""
     if device.type == "cpu":
         return 0
     module = torch.get_device_module(device)
@@ -274,7 +274,7 @@ def allocatable_bytes(device: torch.device) -> int:
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Return whether `num_bytes` more fit on an accelerator for a while; False for a CPU."""
+    """Return whether `num_bytes` can be allocated temporarily on an accelerator; False for a CPU."""
     if device.type == "cpu":
         return False
     allocated = torch.get_device_module(device).memory_allocated(device)

@@ -31,7 +31,7 @@ _MIN_PIECE_BYTES: Final = 64 * KiB  # smaller pieces cost more in launches than 
 
 
 def staged_result_bytes(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Return the bytes of the results that a call cannot write at their addresses."""
+    """Return the bytes of each result that a call cannot write at its planned address."""
     if not call.results or out_variant(call) is not None:
         return ()
     if pieces := columns(call):
@@ -62,7 +62,7 @@ Timed = tuple[range, Events]
 def run_measured(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, tuple[int, ...], Events | None]:
-    """Run an operator.
+    """Run an operator, and measure its workspace and its time on an accelerator.
 
     Args:
         func: The operator.
@@ -91,7 +91,7 @@ def run_measured(
         out = func(*args, **kwargs)
         issued_s, reached = time.perf_counter() - start, bool(begin.query())
         end.record(stream)
-        # Bytes that stay allocated are a result, or a permanent workspace of a library.
+        # Bytes that stay allocated are not workspace: they are a result, or permanent buffers of a library.
         workspace = int(module.max_memory_allocated(device) - module.memory_allocated(device))
     return out, (workspace,) if workspace else (), Events(begin, end, issued_s, reached)
 
@@ -99,14 +99,16 @@ def run_measured(
 def kernel_seconds(
     operators: Sequence[Operator], timed: Sequence[Timed]
 ) -> tuple[float, ...] | None:
-    """Return the seconds of every operator by the events around it, 0 without events; None: no operator has any.
+    """Return the seconds of every operator, measured by the events around it; None if there are no events at all.
+
+    Operators without events get 0.
 
     If the device waited for the host, the time between the events includes the host's time, which is subtracted. If the
     kernels of a step take less time than the host, every operator takes at least the median time of issuing one.
     """
     if not timed:
         return None
-    for _, events in timed:  # of several streams
+    for _, events in timed:  # the events may be on several streams
         events.end.synchronize()
     kernels = [
         max(float(e.begin.elapsed_time(e.end)) / 1e3 - e.issued_s * e.reached, 0.0)
@@ -138,7 +140,7 @@ def _without_garbage_collection() -> Iterator[None]:
 def piece_workspace(
     call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], workspace: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the workspace of a call as a plan runs it: measured on one piece, if it runs in pieces."""
+    """Return the workspace of a call in a plan: `workspace`, or that of one piece if the call runs in pieces."""
     pieces = columns(call)
     if not workspace or not pieces:
         return workspace
@@ -149,7 +151,7 @@ def piece_workspace(
 
 
 def columns(call: Call) -> tuple[range, ...]:
-    """Return the columns of the pieces in which a call can compute its result; empty: as a whole."""
+    """Return the range of columns of each piece in which a call can compute its result; empty if it is not split."""
     if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.results) != 1:
         return ()
     # With scaling by the frequency of a row, a kernel may round its last columns differently.
@@ -171,7 +173,7 @@ def columns(call: Call) -> tuple[range, ...]:
 
 
 def piece_bytes(call: Call, pieces: tuple[range, ...]) -> tuple[int, ...]:
-    """Return the staging bytes of one piece: columns of the result and of the incoming gradient."""
+    """Return the staging bytes of the widest piece, for its columns of the result and of the incoming gradient."""
     width = max(map(len, pieces))
     table, grad = call.results[0][1], call.args[0]
     assert isinstance(grad, View)
@@ -199,6 +201,6 @@ def in_pieces(
             contiguous = grad_part.clone(memory_format=torch.contiguous_format)
             part = op(contiguous, *rest, **kwargs)
             target.copy_(part)
-            del contiguous, part  # before the next piece is made
+            del contiguous, part  # free them before the next piece
 
     return run

@@ -72,20 +72,20 @@ class Storages:
     Args:
         alignment_bytes: Every allocation is rounded up to a multiple of it: 1 counts requested bytes, 512 counts as the
             caching allocators of accelerators do.
-        ended: Called with the number of every storage that ends.
+        ended: Function called with the number of every storage whose live range ends.
 
     Attributes:
         entries: Properties of each storage, by number.
-        peak_bytes: Highest live bytes.
+        peak_bytes: Peak of the live bytes.
     """
 
     def __init__(self, alignment_bytes: int, ended: Callable[[int], None] | None = None) -> None:
         self.entries: list[Entry] = []
         self.peak_bytes = self._live = 0
         self._alignment, self._ended = alignment_bytes, ended
-        self._numbers: dict[int, int] = {}  # identity of a living storage -> its number
+        self._numbers: dict[int, int] = {}  # `_cdata` of a live storage -> its number
         self._refs: dict[int, weakref.ref[Any]] = {}
-        self._watched: dict[int, tuple[weakref.ref[Any], int]] = {}  # with the size last seen
+        self._watched: dict[int, tuple[weakref.ref[Any], int]] = {}  # with the last known size
 
     @property
     def live_bytes(self) -> int:
@@ -140,20 +140,20 @@ class Storages:
             self._end(key)
 
     def end_resized(self, *, everywhere: bool = False) -> list[tuple[int, Entry, Any]]:
-        """End the storages whose owner has changed their size.
+        """End the live ranges of storages whose owner has changed their size.
 
         Args:
             everywhere: Compare all live storages, not only the watched ones.
 
         Returns:
-            Key and properties of each, and a reference that keeps the storage alive until it is numbered again.
+            For each storage: key, properties, and a reference that keeps it alive until `begin` numbers it again.
         """
         ended = []
-        for key in list(self._numbers) if everywhere else self._resized():
+        for key in list(self._numbers) if everywhere else self._resized_keys():
             ref, number = (
                 self._refs.get(key),
                 self._numbers.get(key),
-            )  # None if it ended in this loop
+            )  # None if the storage was destroyed in this loop
             base = None if ref is None else ref()
             if base is None or number is None or base.nbytes() == self.entries[number].num_bytes:
                 continue
@@ -163,8 +163,8 @@ class Storages:
             ended.append((key, self.entries[number], base))
         return ended
 
-    def _resized(self) -> list[int]:
-        """Return the keys of watched storages of another size: a short loop, as it runs before every operator."""
+    def _resized_keys(self) -> list[int]:
+        """Return the keys of watched storages whose size has changed; this must be fast: it runs at every operator."""
         return [
             key
             for key, (ref, num_bytes) in list(self._watched.items())
@@ -177,7 +177,7 @@ class Storages:
         return sorted(self._numbers.values())
 
     def restart(self) -> None:
-        """Drop the ended storages; live ones exist from the start."""
+        """Drop the ended storages, and number the live ones again as storages that exist from the start."""
         renumbered = {old: new for new, old in enumerate(self.living)}
         self.entries = [replace(self.entries[old], at_start=True) for old in renumbered]
         self._numbers = {key: renumbered[old] for key, old in self._numbers.items()}
@@ -227,7 +227,7 @@ _UNDECLARED_WRITES = {
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Tensor as an address inside a storage; it references no memory.
+    """Description of a tensor by its address inside a numbered storage; it references no memory.
 
     Lazily conjugated or negated tensors, such as the gradient of a complex product, are views as well.
     """
@@ -241,7 +241,7 @@ class View:
     negative: bool = False
 
     def as_tensor(self, base: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor on the bytes of a storage."""
+        """Return the described tensor on the storage `base`."""
         empty = torch.empty(0, dtype=self.dtype, device=base.device)
         tensor: torch.Tensor = empty.set_(base, self.offset, self.size, self.stride)  # type: ignore[call-overload]
         if self.conjugate:
@@ -278,7 +278,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class HostConstant:
-    """Operator that returns constants of the model's code from host memory."""
+    """Operator that returns a constant tensor of the model's code from host memory."""
 
     values: torch.Tensor
 
@@ -299,7 +299,7 @@ class MessageBatch:
 
 
 def without_work(out: Any) -> Any:
-    """Wait for a collective and return its outputs; replace its work handles by completed ones.
+    """Wait for a collective and return its outputs, with a completed handle in place of each work handle.
 
     Waiting for Gloo's own handle makes Gloo copy some results, and these copies would be recorded as operators.
     """
@@ -319,11 +319,11 @@ class SendsComplete:
     """Operator that marks the completion of all single sends."""
 
     def __call__(self) -> None:
-        """Do nothing: its operands are freed after it, so the plan waits for them."""
+        """Do nothing; as an operator of the program it delays freeing its operands until the sends are complete."""
 
 
 def is_message(func: Any) -> bool:
-    """Return whether an operator is a point-to-point message, which stays in flight until its storage is needed."""
+    """Return whether an operator is a point-to-point send or receive."""
     return getattr(func, "namespace", "") == "c10d" and func._opname in MESSAGES
 
 
@@ -354,19 +354,19 @@ def tensors_in(*values: Any) -> list[torch.Tensor]:
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors in the arguments that an operator writes."""
     if torch.Tag.inplace_view in func.tags and func._opname not in _RESIZE:
-        return []  # only the view changes
+        return []  # the operator changes only the shape or the strides
     if func._opname in _NORMS and not _argument(func, args, kwargs, "training"):
         return []
     return tensors_in(
         *(
             args[position] if position < len(args) else kwargs.get(name)
-            for position, name in _written(func)
+            for position, name in _written_arguments(func)
         )
     )
 
 
 @cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Return (position, name) of the arguments that an operator writes."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, argument.name) for i, argument in arguments if _is_written(func, argument))
@@ -388,7 +388,7 @@ def draws(
     phase: Phase = "forward",
     drew: bool = False,
 ) -> bool:
-    """Return whether a call draws random numbers; attention without dropout draws none, whatever its tag says.
+    """Return whether a call draws random numbers; attention without dropout does not, although it is tagged so.
 
     Args:
         func: The operator.
@@ -427,7 +427,7 @@ def is_repeatable(func: Any, writes: bool, draws: bool) -> bool:
 def numbers_read(func: Any, flat: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return (position, value) of an operator's plain-number outputs that depend on values of tensors.
 
-    Numbers that accompany tensors are sizes, such as the lengths that flash attention returns on a GPU.
+    Numbers returned together with tensors are omitted: they are sizes, such as those that flash attention returns.
     """
     sizes = any(isinstance(value, torch.Tensor) for value in flat)
     if sizes and torch.Tag.data_dependent_output not in func.tags:
@@ -482,8 +482,8 @@ def split_lists(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Split an operator over lists into one call per list position.
 
-    Tensors may be views already. `_fused_adamw_` and `_foreach_*` treat every position independently. So the parts
-    have the same bits, and each can run as soon as its own gradient exists.
+    The arguments may contain views in place of tensors. `_fused_adamw_` and `_foreach_*` treat every position
+    independently. The calls therefore give the same bits, and each can run as soon as its own gradient exists.
 
     Args:
         func: The operator.

@@ -81,7 +81,7 @@ def out_variant(call: Call) -> OutVariant | None:
     if name == "native_batch_norm" and (
         not isinstance(first, View) or first.stride != views[0].stride
     ):
-        return None  # its `out` kernel sums in another order when the memory formats differ
+        return None  # this `out` kernel sums in another order if the memory formats differ
     out = _out_overload(func)
     if out is None or [position for position, _ in results] != list(range(len(out[1]))):
         return None
@@ -90,7 +90,10 @@ def out_variant(call: Call) -> OutVariant | None:
 
 @cache
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | None:
-    """Return an operator's `out` overload, the names of its results, and the options that it does not accept."""
+    """Return (overload, names of its results, options that it does not accept) for an operator's `out` overload.
+
+    Returns None if the operator has no usable one.
+    """
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     plain = [pair for pair in wanted if pair[0] not in _OPTIONS]
     packet = func._overloadpacket
@@ -114,14 +117,14 @@ def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | No
 
 
 def _same_overload(func: Any, name: str) -> Any:
-    """Return the operator of another name with the same overload, or None."""
+    """Return the overload of the operator called `name` that has the same overload name as `func`, or None."""
     packet = getattr(torch.ops.aten, name, None)
     overload = func._overloadname or "default"
     return getattr(packet, overload) if packet and overload in packet.overloads() else None
 
 
 def _has_fixed_size(call: Call) -> bool:
-    """Return whether the result's size depends only on sizes in this call, not on values."""
+    """Return whether the size of a call's result is independent of values of tensors."""
     if call.func is not torch.ops.aten.index.Tensor:
         return False
     kinds = [v.dtype for v in call.args[1] if isinstance(v, View)]
@@ -191,7 +194,7 @@ def _in_place_variant(func: Any) -> OutVariant:
 
 
 def _scatter_variant(name: str) -> OutVariant:
-    """Return the variant of a slice's gradient: zeros, and a copy into the slice."""
+    """Return the out variant of the gradient of a slice: fill with zeros, then copy into the slice."""
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
         part = getattr(torch.ops.aten, name)(outs[0], *args[2:], **kwargs)
@@ -206,7 +209,7 @@ def _scatter_variant(name: str) -> OutVariant:
 
 
 def _bind_pad(args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[torch.Tensor]) -> Bound:
-    """Bind constant padding, whose argument has (before, after) from the last dim on."""
+    """Bind constant padding; its argument lists (before, after) for each dim, beginning with the last dim."""
     inside, pad = outs[0], args[1]
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     for position in range(len(pad) // 2):

@@ -1,7 +1,7 @@
-"""Prepared actions of a plan: every tensor is created at its address before the first step.
+"""Preparation of a plan's actions: every tensor is created at its address before the first step.
 
-A live range of a storage on the device has one address range in the arena. So its tensors are the same in every step,
-and an operator is a call on bound tensors. Address ranges own no memory and cannot be resized.
+Each live range of a storage on the device has one address range in the arena. Its tensors are therefore the same in
+every step, and an operator is a call on bound tensors. Address ranges own no memory and cannot be resized.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Prepared:
 
     Attributes:
         func: The operator overload.
-        run: Runs the operator; results are at their addresses, or if `staged` the return value.
-        results: (storage, its range) of every fresh result.
+        run: Function that runs the operator and writes results at their addresses, or returns them if `staged`.
+        results: (storage, its address range) of every new result.
         staged: (flat output index, view, range) of every result that must be copied to its address.
         communicates: True for a collective: the call begins it and returns its work handle.
         guards: (flat output index, value) of outputs that were read as plain numbers.
         ignores_output: True if the return value is not used.
-        dispatched: True if the operator reaches torch's dispatcher; an allocation does not, it is only an address.
+        dispatched: True if the operator reaches torch's dispatcher; an allocation does not.
     """
 
     func: Any
@@ -51,7 +51,7 @@ class Prepared:
 
 
 class Addresses:
-    """Address ranges in the arena of the live ranges of a plan.
+    """Address range in the arena for each live range of a plan, and the actions bound to them.
 
     Args:
         captured: The recorded step.
@@ -59,8 +59,8 @@ class Addresses:
         arena: The device buffer.
 
     Attributes:
-        at_start: Ranges of the storages that are resident between steps.
-        actions: For every action of the plan: an operator, the range of a copy or of a release, or None.
+        at_start: Address ranges of the storages that are resident between steps.
+        actions: For every action of the plan: the prepared operator, the range of a copy or of a release, or None.
     """
 
     def __init__(self, captured: Captured, plan: MemoryPlan, arena: torch.UntypedStorage) -> None:
@@ -68,7 +68,7 @@ class Addresses:
         self._offsets = {(e.storage, e.start): e.offset_bytes for e in plan.addresses}
         self._ranges: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._tensors: dict[tuple[View, int], torch.Tensor] = {}
-        self._offsets_now: dict[int, int] = {}  # storages on the device -> offset
+        self._offsets_now: dict[int, int] = {}  # storage on the device -> offset in the arena
         for s, storage in enumerate(plan.program.storages):
             if storage.at_start and (not storage.persistent or plan.homes[s] == "device"):
                 self._place(s, 0)

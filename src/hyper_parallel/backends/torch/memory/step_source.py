@@ -48,7 +48,7 @@ class CaptureSource:
     def __init__(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         self._model, self._optimizers = model, optimizers
         self._hooks: list[RemovableHandle] = []
-        # A scheduler adds entries of its own.
+        # Only the current keys are compared later, because a scheduler adds entries to the groups.
         self._keys = [[list(group) for group in item.param_groups] for item in optimizers]
         self._recorded = list(self._facts({}))
         self._stamp: _IdentityStamp | None = None
@@ -112,10 +112,10 @@ class CaptureSource:
                 yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
     def block_use(self) -> None:
-        """Refuse to run, save or load model and optimizers while a device owns the state's bytes."""
+        """Make every attempt to run, save or load model and optimizers raise, while a device owns their bytes."""
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
-            if next(model.parameters(), None) is not None:  # not a loss module, which has no state
+            if next(model.parameters(), None) is not None:  # excludes loss modules
                 self._hooks.append(model.register_forward_pre_hook(_refuse, prepend=True))
             self._hooks.append(model.register_state_dict_pre_hook(_refuse))
             self._hooks.append(model.register_load_state_dict_pre_hook(_refuse))
@@ -125,16 +125,17 @@ class CaptureSource:
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(_refuse))
 
     def allow_use(self) -> None:
-        """Allow the use of model and optimizers: they own their bytes."""
+        """Allow the use of model and optimizers again, because they own their bytes."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
 
 class _IdentityStamp:
-    """Identities of all objects that the properties depend on: if they are unchanged, so are the properties.
+    """Identities of all objects on which the properties in `CaptureSource` depend.
 
-    This is checked in every step, because computing all properties would take longer than a small step.
+    Equal identities imply equal properties. They are compared in every step, because computing all properties would
+    take longer than a small step.
 
     Args:
         model: The model.
@@ -178,7 +179,7 @@ class _IdentityStamp:
         self._objects_before, self._sizes = list(self._objects()), self._sizes_now()
 
     def is_unchanged(self) -> bool:
-        """Return whether all references are to the same objects as before."""
+        """Return whether all attributes still refer to the same objects."""
         try:
             return (
                 not any(self._empty)
@@ -186,7 +187,7 @@ class _IdentityStamp:
                 and all(map(is_, self._objects(), self._objects_before))
                 and all(item.tobytes() == content for item, content in self._arrays)
             )
-        except KeyError:  # an attribute is gone
+        except KeyError:  # an attribute has been deleted
             return False
 
     def _objects(self) -> Iterator[Any]:
@@ -196,7 +197,7 @@ class _IdentityStamp:
         return chain(flatten(modules), map(vars, self._owners), maps, flatten(self._lists))
 
     def _sizes_now(self) -> list[Any]:
-        """Return the sizes of all containers, and the identities of each parameter's gradient and hooks."""
+        """Return the sizes of all dicts and lists of attributes, and the identities of each gradient and its hooks."""
         own = [
             (id(p.grad), p.requires_grad, id(p._backward_hooks), id(p._post_accumulate_grad_hooks))
             for p in self._parameters

@@ -1,9 +1,8 @@
 """Copies on the streams of a device, ordered by events, without host synchronisation.
 
 A copy waits for all work of the compute stream before its issue: that work wrote the source and used the target buffer.
-`wait` makes the compute stream wait for the copy. So later work of the compute stream, and above all the reuse of a
-freed buffer in the compute stream's order, follows the copy. A valid plan frees no buffer of a copy in flight, so no
-buffer needs `record_stream`.
+`wait` makes the compute stream wait for the copy. Later work of the compute stream then follows the copy, including the
+reuse of a freed buffer. A valid plan frees no buffer of a copy in flight, so no buffer needs `record_stream`.
 
 Host threads read and write files. A thread waits for the event of the storage that it reads or overwrites. It also
 issues a copy to the device that depends on a file, and only the wait for that copy involves the host.
@@ -41,14 +40,14 @@ _LANES: Final = {
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of one direction in a step, as columns: thousands of them are read at once, between two steps.
+    """Table of the copies of one direction in a step, stored by column because a step has thousands of copies.
 
     Attributes:
         storages: Copied storages.
         begins: Events before the copies.
         ends: Events after the copies.
-        waited: Indices of the copies that the compute stream waits for.
-        waits: Events of these waits on the compute stream.
+        waited: Indices of the copies for which the compute stream has waited.
+        waits: Events on the compute stream before these waits.
         num_bytes: Total bytes.
     """
 
@@ -68,7 +67,7 @@ class _Copies:
 
 
 class _HostEvent(torch.cpu.Event):
-    """Event of torch.cpu, which has no queue, extended by a time."""
+    """Event of torch.cpu with a time; the CPU has no queue, so the event occurs when it is recorded."""
 
     __slots__ = ("_at_s",)  # thousands are read between two steps
 
@@ -95,7 +94,7 @@ class DeviceApi:
     Attributes:
         module: `torch.cuda`, `torch.npu`, `torch.cpu`, ...
         device: The device.
-        event: Creates an event; `enable_timing=True` for one with a time.
+        event: Function that creates an event; `enable_timing=True` gives it a time.
     """
 
     module: Any
@@ -177,7 +176,7 @@ class StreamLanes:
         Args:
             storage: Storage index.
             lane: Direction, a key of `COPIES`.
-            move: Copies the bytes, on the current stream or synchronously.
+            move: Function that copies the bytes, on the current stream or synchronously.
             num_bytes: Bytes of the storage.
         """
         src, dst = COPIES[lane]
@@ -188,8 +187,8 @@ class StreamLanes:
             self._running[storage, dst] = copies, len(copies.ends)
             copies.add(storage, issued, end, num_bytes)
             return
-        # The plan may free the buffers once the copy counts as done. So `move` is popped before it runs, and no
-        # reference to the buffers outlives it.
+        # The plan may free the buffers as soon as the copy is done. `move` is therefore popped before it runs, so that
+        # no reference to the buffers outlives it.
         pending_move = [move]
 
         def issue_on_stream() -> Any:
@@ -228,7 +227,7 @@ class StreamLanes:
     def wait(self, storage: int, tier: str) -> None:
         """Make the compute stream wait for the newest copy of a storage into a tier.
 
-        The host waits for a file, not for a copy.
+        The host blocks only if a file is involved.
 
         Raises:
             TransferFailed: HP513 when the copy failed.
@@ -245,7 +244,7 @@ class StreamLanes:
             copies.waits.append(begin)
 
     def ran(self, action: MemoryAction, begin: Any) -> None:
-        """Record an operator that was issued after `begin` for the timeline."""
+        """Add an operator to the timeline; the event `begin` precedes it."""
         operator = self._program.operators[action.target]
         if operator.group:
             self._issue_events[action.target] = begin
@@ -253,9 +252,9 @@ class StreamLanes:
             self._recorded[action.kind].append((operator.name, begin, self.now()))
 
     def joined(self, index: int, begin: Any) -> None:
-        """Record a wait of the compute stream for a collective, issued after `begin`.
+        """Add a wait of the compute stream for a collective to the timeline; the event `begin` precedes it.
 
-        A collective runs on a stream of its library, so in the timeline it is in flight until the wait.
+        A collective runs on a stream of its library. In the timeline it is therefore in flight until this wait.
         """
         self.position = None
         end, name = self.now(), self._program.operators[index].name
@@ -264,7 +263,7 @@ class StreamLanes:
             self._recorded["communication"].append((name, self._issue_events.pop(index), end))
 
     def now(self) -> Any:
-        """Return an event at this point of the compute stream."""
+        """Return the event at the current point of the compute stream, recorded if there is none yet."""
         if self.position is None:
             self.position = self._mark(self._compute)
         return self.position
@@ -282,7 +281,7 @@ class StreamLanes:
         return event
 
     def times(self) -> Times:
-        """Wait for the end of the step and return its times."""
+        """Wait for the end of the step on the device and return its times."""
         last = self.now()
         for event in (last, *(copies.ends[-1] for copies in self._copies.values() if copies.ends)):
             event.synchronize()
@@ -339,7 +338,7 @@ class StreamLanes:
 
 
 def _end(copy: Future[Any] | tuple[_Copies, int] | None) -> Any:
-    """Return the event of the end of a copy; None: it has ended, or there is no copy."""
+    """Return the event at the end of a copy; None if the copy has ended or `copy` is None."""
     if isinstance(copy, Future):
         return finish(copy)
     return None if copy is None else copy[0].ends[copy[1]]

@@ -1,4 +1,4 @@
-"""Copies between tiers: in flight from their issue until they are waited for."""
+"""Copies between tiers on the simulated device, in flight until they are waited for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _DeferredWork:
             move = self._pending.pop()
             finish(self._dependency)
             self._dependency = None
-            with torch._C._DisableTorchDispatch():  # a copy is no operator of the step
+            with torch._C._DisableTorchDispatch():  # a copy is not an operator of the step
                 move()
 
 
@@ -45,7 +45,7 @@ class CopyLanes:
     """
 
     def __init__(self, when: Copies) -> None:
-        self.position: Any = None  # unused, see `StreamLanes`
+        self.position: Any = None  # set by the executor; only `StreamLanes` reads it
         self._when = when
         self._running: dict[tuple[int, str], _Task] = {}
         self._lanes = (
@@ -55,7 +55,7 @@ class CopyLanes:
         )
 
     def start(self, storage: int, lane: str, move: Callable[[], Any], num_bytes: int) -> None:
-        """Issue a copy; `move` copies the bytes."""
+        """Issue a copy; arguments as in `StreamLanes.start`."""
         src, dst = COPIES[lane]
         source_copy = self._running.get(
             (storage, src)
@@ -75,7 +75,7 @@ class CopyLanes:
         if self._when == "at_issue" or (self._when == "threads" and immediate):
             work()
             return _no_op
-        # The work drops its references to the buffers before the copy counts as done: the plan may free them then.
+        # The work drops its references to the buffers before the copy counts as done, because the plan then frees them.
         return work if self._when == "at_wait" else self._lanes[lane].submit(work)
 
     def wait(self, storage: int, tier: str) -> None:
@@ -87,7 +87,7 @@ class CopyLanes:
         finish(self._running.pop((storage, tier)))
 
     def refuse_failed(self) -> None:
-        """Raise the error of a failed copy; until then it keeps its buffer."""
+        """Raise the error of a failed copy, if any."""
         for task in self._running.values():
             if isinstance(task, Future) and task.done():
                 finish(task)
@@ -99,7 +99,7 @@ class CopyLanes:
 
 
 def _no_op() -> None:
-    """Do nothing, as a copy that is done."""
+    """Represent a copy that is done: do nothing."""
 
 
 def finish(copy: _Task | None) -> Any:

@@ -22,7 +22,7 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 @dataclass(slots=True)
 class _Fork:
-    """Node of the trunk with branches to weights, and the gradients that reached it in the input backward."""
+    """Node of the trunk with branches to weights, and the gradients that reached the node in the input backward."""
 
     node: Any
     leaves: dict[Any, None]
@@ -40,8 +40,8 @@ def input_gradients(
     Args:
         roots: Output of the stage, or the loss, and other tensors of the stage that the loss depends on.
         grads: Gradients of `roots`; None for the loss.
-        inputs: Inputs of the stage, leaves; the gradient of one that no root depends on is None. Roots that depend on
-            none run their whole backward with the weight gradients.
+        inputs: Inputs of the stage, which must be leaves. The gradient of an input that no root depends on is None.
+            The backward of roots that depend on no input runs entirely in the returned function.
     """
     edges = list(zip(roots, grads, strict=True))
     trunk, forks = _trunk([root.grad_fn for root in roots], inputs)
@@ -77,7 +77,7 @@ def input_gradients(
 
 
 def _trunk(roots: list[Any], inputs: Sequence[Tensor]) -> tuple[set[Any], list[_Fork]]:
-    """Return the trunk, and its nodes with branches to weights."""
+    """Return the nodes of the trunk, and those of them with branches to weights."""
     starts = {id(tensor) for tensor in inputs}
     trunk, forks = set[Any](), list[_Fork]()
     branch: dict[Any, dict[Any, None]] = {}

@@ -1,8 +1,8 @@
 """Executor of one pipeline rank: runs its stages in the order of a schedule.
 
-`mpmd` builds and verifies the schedule; this module executes its actions: F, B, I, W, SEND and RECV. The input of an
-action is on this rank, or the action waits for a receive that the schedule has posted. Message shapes follow from the
-batch: activations [B, S, D], under tensor parallelism this rank's part of them. Microbatches accumulate gradients
+`mpmd` builds and verifies the schedule; this module executes its actions: F, B, I, W, SEND and RECV. An action uses an
+input on this rank, or waits for a receive that an earlier action of the schedule has posted. Message shapes follow from
+the batch: activations [B, S, D], under tensor parallelism this rank's part of them. Microbatches accumulate gradients
 without communication. Data and tensor parallelism reduce gradients once, after the last backward.
 """
 
@@ -53,13 +53,13 @@ _TARGETS = ("labels", "shift_labels")
 
 @dataclass(frozen=True, slots=True)
 class StepActions:
-    """Actions of a pipeline rank in a step that is scheduled together with other parts of the model.
+    """Actions and callbacks of a pipeline rank in a step that also runs other parts of the model, such as a tower.
 
     Attributes:
-        actions: Actions of this rank, those of the pipeline and of other parts; None: those of the pipeline's schedule.
-        begin: Called with a microbatch before its forward on the first stage.
-        others: Runs an action of stage -1, another part.
-        send: Sends the gradients of the features of a microbatch to the part that computed them.
+        actions: Actions of this rank for the pipeline and for other parts; None: those of the pipeline's schedule.
+        begin: Function called with the index of a microbatch before its forward on the first stage.
+        others: Function that runs an action of stage -1, which belongs to another part.
+        send: Function that sends the gradients of a microbatch's features to the part that computed the features.
     """
 
     actions: Sequence[Action] | None
@@ -69,7 +69,7 @@ class StepActions:
 
 
 class Pipeline:
-    """Pipeline rank of one model.
+    """Executor of the stages of one model on a pipeline rank.
 
     Args:
         model: The model, split into stages.
@@ -114,8 +114,8 @@ class Pipeline:
         Args:
             model: The model.
             microbatches: Arguments of the model's forward per microbatch.
-            loss_of: Returns the loss of a microbatch.
-            span: Context factory that records an action's name and kind.
+            loss_of: Function from the index of a microbatch to its loss.
+            span: Function from the name and kind of an action to a context that records it.
             train: Whether to run backward.
             scale: Factor included in the losses of `loss_of`, applied to the router loss too.
             step: Actions to run with those of other parts of the model; None: those of the pipeline's schedule.
@@ -130,7 +130,7 @@ class Pipeline:
         if gradients is not None:
             gradients.defer()
         if self._shared_are_summed:
-            # Gradients of an earlier step are summed already: each rank keeps its equal share.
+            # Gradients accumulated in earlier steps are already summed, so each rank keeps an equal share of them.
             for p in self._shared_parameters(model):
                 if p.grad is not None:
                     local(p.grad).div_(len(self._sharing))
@@ -138,7 +138,7 @@ class Pipeline:
         with span("gradient reduction", "communication"):
             if self._fsdp:
                 complete_gradients(self._fsdp[-1], self.stages.running.flow.unused)
-            # Modules that the schedule does not reduce, such as embedding and head.
+            # Reduce modules that the schedule does not reduce, such as embedding and head.
             for module in reversed(self._fsdp):
                 reduce_now(module)
             end_backward(self._fsdp[::-1])
@@ -149,7 +149,7 @@ class Pipeline:
         return total
 
     def schedule(self, microbatches: int, train: bool) -> Schedule:
-        """Return the schedule of all ranks for a number of microbatches."""
+        """Return the schedule of all pipeline ranks for a number of microbatches, with backward if `train`."""
         key = (train, microbatches)
         if key not in self._schedules:
             build = step_schedule if train else forward_schedule
@@ -162,7 +162,7 @@ class Pipeline:
         return torch.empty(self._shape(batch), dtype=stages.dtype, device=stages.device)
 
     def check_activations(self, hidden: Tensor, batch: Microbatch) -> None:
-        """Raise HP514 for activations that do not fit the receive buffer of the next stage."""
+        """Raise HP514 if the activations of a stage do not have the shape that the next stage receives."""
         shape = self._shape(batch)
         if hidden.numel() != prod(shape):
             raise NoLoss(
@@ -178,7 +178,7 @@ class Pipeline:
         return tp.grid_of(tokens).part_shape(*self.stages.tail)
 
     def begin_pass(self, batch: Microbatch) -> None:
-        """Set the shape of a pass; the model's first layer does so too, but may be on another stage."""
+        """Set the shape of a pass in the pass context; the first layer, which also sets it, may be on another stage."""
         if self.tp is not None:
             self.tp.running.update(shape=PassShape(self.tokens(batch)))
 
@@ -188,10 +188,10 @@ class Pipeline:
         return sequences, length if self._context is None else self._context.cut(length).local
 
     def splits(self, model: nn.Module) -> bool:
-        """Return whether backward runs in two parts, I and W.
+        """Return whether backward runs in two parts, input gradients (I) and weight gradients (W).
 
-        With recompute or re-gathering, two parts would repeat this work. A compiled layer computes both kinds of
-        gradients at once. In these cases I computes both, and W does nothing.
+        It does not with recompute or re-gathering, which both parts would repeat, or with compiled layers, which
+        compute both kinds of gradients at once. I then computes all gradients, and W does nothing.
         """
         s = self._strategy
         repeats = s.recompute == "full" or (s.tp > 1 and s.gathered_inputs == "re-gather")
@@ -213,16 +213,19 @@ class Pipeline:
 
     @property
     def _sharing(self) -> set[int]:
-        """Pipeline ranks with the shared weights of this rank."""
+        """Pipeline ranks that hold any of this rank's shared weights, this rank included."""
         return {r for name in self.stages.shared for r in self.stages.holders[name]}
 
     def _shared_parameters(self, model: nn.Module) -> list[nn.Parameter]:
-        """Return the trained shared weights, in the same order on all ranks."""
+        """Return the shared weights of this rank that are trained, in the same order on all ranks."""
         params = map(model.get_parameter, self.stages.shared)
         return [p for p in params if p.requires_grad]
 
     def _sum_shared_gradients(self, model: nn.Module) -> None:
-        """Sum the gradients of weights shared by stages; two ranks get equal sums, because a + b equals b + a."""
+        """Sum the gradients of weights shared by stages over the ranks that hold them.
+
+        Two ranks exchange their gradients and add them, with equal results because a + b equals b + a.
+        """
         params = self._shared_parameters(model)
         if not params:
             return
@@ -272,18 +275,18 @@ class _PipelinePass:
         self._pipeline, self._model, self._microbatches = pipeline, model, microbatches
         self._loss_of, self._span, self._train = loss_of, span, train
         self._splits = pipeline.splits(model)
-        # Evaluation computes the cross entropy only.
+        # Evaluation does not compute the auxiliary loss.
         self._balance = pipeline.balance if train else None
         self._total = torch.zeros((), dtype=torch.float64, device=pipeline.stages.device)
-        # Messages by direction ("F" forward, "B" backward), receiving stage and microbatch: produced on this rank,
-        # being received, and being sent.
+        # Messages produced on this rank and messages being received, by direction ("F" forward, "B" backward),
+        # receiving stage and microbatch; then all messages being sent.
         self._outgoing: dict[tuple[str, int, int], _Message] = {}
         self._in_flight: dict[tuple[str, int, int], tuple[_Message, list[Any]]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
-        # Inputs and backward roots of forwards, until their backward.
+        # Inputs and backward roots of each forward, kept until its backward.
         self._saved: dict[_Key, tuple[Sequence[Tensor], list[Tensor]]] = {}
         self._weight_steps: dict[_Key, Callable[[], None]] = {}
-        # Derivative of the auxiliary loss, by microbatch, from the last stage's forward to its backward.
+        # Derivatives of the auxiliary loss by microbatch, kept from the last stage's forward to its backward.
         self._slopes: dict[int, Tensor] = {}
 
     def run(self, step: StepActions | None) -> Tensor:
@@ -369,7 +372,10 @@ class _PipelinePass:
             raise flow_error(self._model, why, "pp") from error
 
     def _pop_backward(self, stage: int, i: int, message: _Message | None) -> tuple[Any, ...]:
-        """Return a stage's inputs, the roots of its backward, their gradients, and the derivatives to forward."""
+        """Return a stage's inputs, the roots of its backward, their gradients, and derivatives for the previous stage.
+
+        The derivatives are those of the auxiliary loss.
+        """
         inputs, roots = self._saved.pop((stage, i))
         grad, *slopes = message or (None, *([] if self._balance is None else [self._slopes.pop(i)]))
         grads = [grad, *(slope.to(roots[-1].dtype) for slope in slopes)]
@@ -396,7 +402,7 @@ class _PipelinePass:
     def _pass_back(
         self, stage: int, i: int, grads: Sequence[Tensor | None], slopes: Sequence[Tensor]
     ) -> None:
-        """Hand the gradients of a stage's inputs over to their producer."""
+        """Pass the gradients of a stage's inputs to the stage or to the part of the model that produced them."""
         if stage:
             self._outgoing["B", stage - 1, i] = (*grads, *slopes)  # type: ignore[assignment]
         elif grads and self._step is not None:
@@ -438,7 +444,7 @@ class _PipelinePass:
 
 
 def run_stages(pipeline: Pipeline, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Run the stages in sequence; return the logits on the rank of the last stage, None on others.
+    """Run all stages in sequence without backward; return the logits on the rank of the last stage, None on others.
 
     All ranks pass the same inputs.
     """

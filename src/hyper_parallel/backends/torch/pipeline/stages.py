@@ -6,18 +6,18 @@ the layer index come from the model. Only values at stage boundaries are replace
 
     layers          layers before the running stage return the received activations; the output of its last layer is the
                     output of the stage, returned by all later layers
-    media           images and recordings are inputs of the first stage, and of others by exception
+    media           images and recordings are inputs of the first stage, and of some others (see below)
     other modules   outside of the layer list, modules with parameters run on the stages where `LayerFlow` records a use
                     of their result: an embedding on the first stage, norm and head on the last, some on several; on
                     other stages they return zeros of the shape of their result, which are unused, or their input
 
 A weight used by several stages is on all of them.
 
-With images and recordings, the first stage runs the encoders and merges features into the embeddings.
-Stages with layers that features enter by
-themselves (`layers_with_media`) run the encoders again, on a copy of their weights. Other stages run the forward
-without the media; integer inputs such as grids and token types stay, because positions and masks follow from them. A
-trace of the first pass with media refuses models in which features enter other layers.
+With images and recordings (media), the first stage runs the encoders and merges features into the embeddings. Some
+models also add features at later decoder layers (`layers_with_media`). The stages of these layers run the encoders
+again, on a copy of their weights. Other stages run the forward without the media. Integer inputs such as grids and
+token types stay, because positions and masks follow from them. A trace of the first pass with media refuses models in
+which features enter other layers.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from hyper_parallel.mpmd import check_pipeline
 
 
 class MediaTrace(TorchDispatchMode):
-    """Dispatch mode that records the layers whose arguments depend on media, by storage.
+    """Dispatch mode that records the layers whose arguments depend on media, by tracing storages.
 
     Args:
         media: Arrays of images and recordings.
-        allowed: Layers of other stages that may depend on them.
+        allowed: Indices of layers of other stages that may depend on media.
     """
 
     def __init__(self, media: Mapping[str, Tensor], allowed: Set[int]) -> None:
         super().__init__()
         self._allowed = allowed
-        # The values keep storages alive, so that no address is used again
+        # The values keep the storages alive, so that their addresses are not reused.
         self._dependent: dict[int, Any] = {}
         self._layers: list[int] = []
         self.mark([*media.values()])
@@ -69,11 +69,11 @@ class MediaTrace(TorchDispatchMode):
             self._layers.append(layer)
 
     def independent(self, hidden: Tensor) -> Tensor:
-        """Return zeros for activations of the running stage, whose dependence on media is allowed."""
+        """Return zeros in place of activations between layers, so that their dependence on media is not traced."""
         return torch.zeros_like(hidden)
 
     def check(self, model: nn.Module) -> None:
-        """Raise HP205 if a layer of another stage depends on media by more than the activations."""
+        """Raise HP205 if a recorded layer of another stage depends on media other than through the activations."""
         if self._layers:
             why = f"features of media enter layer {self._layers[0]}, after the first stage"
             raise flow_error(model, why, "pp")
@@ -91,28 +91,28 @@ class MediaTrace(TorchDispatchMode):
         return any(key in self._dependent for key in map(_storage_key, _tensors(value)))
 
     def mark(self, value: Any) -> None:
-        """Count the tensors of a value as media."""
+        """Mark the tensors in a value as dependent on media."""
         for tensor in _tensors(value):
             self._dependent[_storage_key(tensor)] = tensor
 
 
 def layers_with_media(model: nn.Module) -> set[int]:
-    """Return the layers whose arguments depend on features of media by more than the activations, from the config."""
+    """Return the indices of the decoder layers that get media features besides their activations, by the config."""
     config: Any = getattr(model, "config", None)
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     layers: set[int] = set()
     for part in parts:
-        # One feature map for each of these encoder layers is added after a decoder layer, from the first layer on.
+        # The value lists encoder layers. Features of the i-th of them, from 0 on, are added after decoder layer i.
         layers |= {*range(1, 1 + len(getattr(part, "deepstack_visual_indexes", None) or ()))}
-        # Pairs of an encoder layer and the decoder layer before which its features are added.
+        # The value lists pairs of an encoder layer and the decoder layer before which its features are added.
         layers |= {layer for _, layer in getattr(part, "deepstack_layer_map", None) or ()}
-        # Decoder layers before which features of some of the patches are added, one for each group of patches.
+        # The value lists, for each group of patches, the decoder layer before which its features are added.
         layers |= {*(getattr(part, "spatial_target_layers", None) or ())}
     return layers
 
 
 def without_media(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward without images and recordings."""
+    """Return the arguments in `inputs` except images and recordings."""
     media = encoder_inputs(inputs)
     return {name: value for name, value in inputs.items() if name not in media}
 
@@ -134,15 +134,15 @@ class StageLayers(SlotList):
     """Decoder layers by index; while a stage runs, iteration yields its layers and pass-through slots for others.
 
     Attributes:
-        ranges: Layers of every stage.
-        flow: Inputs and outputs of the layers.
+        ranges: Indices of the layers of every stage.
+        flow: Data flow between the layers.
         stage: The running stage; -1 outside of a stage.
         received: Input of the stage's first layer; None on the first stage.
         output: Output of the stage's last layer.
         media_stages: Stages that run the encoders of images and recordings.
-        trace: Trace of the first pass of the first stage with media of a kind.
-        traced: Names of media that were traced.
-        features: Inputs of the first stage from other parts of the model, leaves whose gradients these parts need.
+        trace: Trace of the running pass; None unless it is the first one with a kind of media.
+        traced: Names of the media that were traced in earlier passes.
+        features: Features that the first stage received from other parts of the model, which need their gradients.
     """
 
     ranges: tuple[range, ...]
@@ -163,7 +163,7 @@ class StageLayers(SlotList):
 
     @contextmanager
     def run(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        """Make the model run one stage on received activations, inside of the context."""
+        """Make forward passes in this context run only one stage, on received activations."""
         self.stage, self.received, self.output, self.features = stage, received, None, ()
         try:
             yield
@@ -172,10 +172,10 @@ class StageLayers(SlotList):
 
     @contextmanager
     def trace_media(self, model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Check the first pass with media of a kind: they must not enter layers of later stages.
+        """Check a pass in this context if it is the first one of the first stage with a kind of media.
 
         Raises:
-            UnsupportedSharding: HP205 if they do.
+            UnsupportedSharding: HP205 if media enter layers of stages that do not run the encoders.
         """
         media = {} if self.stage else encoder_inputs(inputs)
         if media.keys() <= self.traced:
@@ -225,8 +225,8 @@ class StageModules:
 
     Attributes:
         running: Decoder layers, with the state of the running stage.
-        rank_of: Stage to its pipeline rank.
-        holders: Name in the complete model's state dict to the pipeline ranks with this entry.
+        rank_of: Dict from stage to its pipeline rank.
+        holders: Dict from each name in the complete model's state dict to the pipeline ranks with this entry.
         shared: Names of this rank's parameters that are on other ranks too.
         layers: This rank's decoder layers by stage, in model order.
         tail: Sizes of the dims of activations after [B, S].
@@ -251,7 +251,7 @@ class StageModules:
         return self.running.ranges[self.running.stage]
 
     def install(self, model: nn.Module) -> None:
-        """Restrict embedding, final norm and head to their stages; called after tensor parallelism has wrapped them.
+        """Restrict embedding, final norm and head to their stages; call this after tensor parallelism has wrapped them.
 
         Afterwards, calls of the model outside of a stage raise HP205, because one rank cannot run it alone.
         """
@@ -278,7 +278,9 @@ def split_model(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> StageModules | None:
-    """Split a model at the layers of the plan, or by cost; return None for a plan without pipeline.
+    """Split a model into pipeline stages and return those of this rank; None for a plan without pipeline.
+
+    If the plan does not have the layers of each stage, costs are balanced.
 
     Args:
         model: The complete model; changed in place.
@@ -322,7 +324,10 @@ def _split(
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> StageModules:
-    """Replace the modules of other pipeline ranks by placeholders; `counts` are the layers of each stage."""
+    """Replace the modules of other pipeline ranks by placeholders, and return the stages of this rank.
+
+    `counts` is the number of layers of each stage.
+    """
     pp_rank = group.rank()
     ranges = tuple(range(sum(counts[:i]), sum(counts[: i + 1])) for i in range(len(counts)))
     last = strategy.stages - 1
@@ -382,7 +387,7 @@ def _outer_modules(
     rank_of: dict[int, int],
     dtype: torch.dtype,
 ) -> tuple[list[_OuterModule], dict[str, tuple[int, ...]]]:
-    """Return the modules outside of the layers that some stages do not need, and the ranks of these modules."""
+    """Return the modules outside of the layers that only some stages run, and a dict from name to pipeline ranks."""
     first = {id(p): name for name, p in model.named_parameters()}
     named = {first[id(p)]: set[int]() for p in model.parameters()}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Messages of tensors of any number and shape, with the structure around them, keyed by edge and microbatch."""
+"""Messages between ranks: nested values with any number of tensors of any shape, keyed by edge and microbatch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ALIGNMENT: Final = 16
 
 
 def pack(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return the structure of a value, in which each tensor is its index, and the tensors, each of them once."""
+    """Return a pickle of `value` with an index in place of each tensor, and the list of its distinct tensors."""
     tensors: list[Tensor] = []
-    indices: dict[int, int] = {}  # by id
+    indices: dict[int, int] = {}  # id of a tensor -> its index
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer)
 
@@ -38,7 +38,7 @@ def pack(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def _unpack(structure: bytes, tensors: Sequence[Tensor]) -> Any:
-    # The sender is a rank of this run and runs the same code.
+    # Unpickling is safe: the sender is a rank of this run and runs the same code.
     unpickler = pickle.Unpickler(io.BytesIO(structure))
     unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign,assignment]
     return unpickler.load()
@@ -48,18 +48,18 @@ class Channel:
     """Messages in one direction, each with a key; a receiver may ask for them in any order.
 
     Args:
-        group: Ranks; no other traffic may use the group.
+        group: Process group of the ranks; no other traffic may use it.
         device: Device of the tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self._pending: list[tuple[dist.Work | None, Tensor]] = []
-        # Messages that arrived before their receiver asked for them, and those of this rank to itself, by source.
+        # Messages that have arrived but were not asked for yet, and messages of this rank to itself.
         self._arrived: dict[tuple[int, Key], tuple[bytes, list[tuple[Tensor, bool]]]] = {}
 
     def send(self, key: Key, structure: bytes, tensors: Sequence[Tensor], target: int) -> None:
-        """Start to send a packed value to a rank of the world."""
+        """Start sending the result of `pack` to a rank of the world."""
         if target == dist.get_rank():
             self._arrived[target, key] = structure, [(t.detach(), t.requires_grad) for t in tensors]
             return
@@ -76,10 +76,12 @@ class Channel:
                 self._pending.append((dist.isend(part, target, group=self._group), part))
 
     def receive(self, key: Key, source: int) -> Any:
-        """Return the value of a key from a rank of the world; tensors that require gradients are leaves.
+        """Wait for the message `key` from a rank of the world and return its value.
+
+        Its tensors that require gradients are leaves.
 
         Raises:
-            KeyError: This rank asks itself for a message that it has not sent.
+            KeyError: `source` is this rank, and it has not sent the message.
         """
         while (source, key) not in self._arrived and source != dist.get_rank():
             self._read(source)
@@ -87,7 +89,7 @@ class Channel:
         return _unpack(structure, [_leaf(tensor, grad) for tensor, grad in tensors])
 
     def _read(self, source: int) -> None:
-        """Wait for the next message of a rank."""
+        """Wait for the next message from a rank and store it until `receive` asks for it."""
         sizes = torch.empty(2, dtype=torch.int64)
         dist.recv(sizes, source, group=self._group)
         head = torch.empty(int(sizes[0]), dtype=torch.uint8)

@@ -1,17 +1,17 @@
-"""Two sides of the border of a tower: the ranks that compute its features, and the ranks that read them.
+"""Exchange between a tower and the language part: the ranks that compute features, and the ranks that read them.
 
     tower      features of microbatches, in rounds    send ->    backward with the gradients received
     language   forward with the features received     <- send    gradients of the features
 
 Every microbatch of the language part has one message of features, empty without media, and one message of gradients if
-its features require them. A rank may be on both sides. All ranks derive one order of the passes of a step, of which
-each runs its own: every pass comes after those whose results it needs, so no rank waits in a circle.
+its features require them. A rank may be on both sides. All ranks derive the same order of all passes of a step, and
+each rank runs its own passes in this order. Every pass follows those whose results it needs, so ranks cannot deadlock.
 
-Or a tower and a pipeline of the language part run under one schedule: each rank runs its own list of actions.
-Stage 0 of the schedule is the tower, whose copies on several ranks are free of collectives during the step and sum
-their gradients at its end. Messages between tower and language part have the key (edge, microbatch). A rank sends each
-result when it is computed, and waits for a message only when an action needs it; `verify` proves that no rank waits in
-a circle.
+Alternatively, a tower and a pipeline of the language part run under one schedule, with one list of actions per rank.
+Stage 0 of the schedule is the tower. Its copies on several ranks use no collectives during the step and sum their
+gradients at its end. Messages between tower and language part have the key (edge, microbatch). A rank sends each
+result as soon as it is computed, and waits for a message only when an action needs it. `verify` proves that ranks
+cannot deadlock.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ Source = tuple[int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class JointSteps:
-    """Schedules of the steps of one rank.
+    """Joint schedules of a tower and the pipeline of the language part, for one rank.
 
     Attributes:
-        lanes: Lanes of both parts.
-        tower: Ranks of the tower in the world.
-        copies: Group of these ranks; None for one rank.
-        reduce_dtype: Dtype in which the gradients of copies are summed.
+        lanes: Lanes of the schedule: ranks of the tower and of the pipeline.
+        tower: World ranks of the tower.
+        copies: Process group of the tower's ranks; None for one rank.
+        reduce_dtype: Dtype in which the gradients of the tower's copies are summed.
         lane: Lane of this rank.
-        tower_rank: Index of this rank among those of the tower; None without a tower.
+        tower_rank: Index of this rank among those of the tower; None on other ranks.
         frozen: Whether the tower is frozen.
-        planned: Schedule of steps with as many microbatches; None, and for other numbers: from equal costs.
+        planned: Schedule of the plan, used for steps with its number of microbatches. Other schedules are computed,
+            assuming equal costs.
     """
 
     lanes: TowerLanes
@@ -72,7 +73,7 @@ class JointSteps:
     _actions: dict[tuple[int, bool], tuple[Action, ...]] = field(default_factory=dict)
 
     def schedule(self, count: int) -> Schedule:
-        """Return the verified schedule of a training step.
+        """Return the verified schedule of a training step with `count` microbatches.
 
         Raises:
             ScheduleError: HP320 when the planned schedule does not fit.
@@ -86,16 +87,16 @@ class JointSteps:
         return self._schedules[count]
 
     def owners(self, count: int) -> list[int]:
-        """Return the tower rank that computes the features of each microbatch."""
+        """Return, for each microbatch of a step, the index of the tower rank that computes its features."""
         return self.lanes.owners(self.schedule(count))
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return the microbatches of a tower rank, one entry per microbatch of the step; None: on another rank."""
+        """Return (0, index) for each microbatch of the step whose features the tower rank computes, None for others."""
         owners = self.owners(count)
         return [(0, i) if owner == tower_rank else None for i, owner in enumerate(owners)]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
-        """Return the actions of this rank: those of the tower at stage -1, language stages from 0."""
+        """Return the actions of this rank; the tower is stage -1, the stages of the language part count from 0."""
         if (count, train) not in self._actions:
             schedule = self.schedule(count)
             owners = self.owners(count)
@@ -110,21 +111,24 @@ class JointSteps:
 
 
 def _crosses(action: Action) -> bool:
-    """Return whether an action is a message between tower and language part, which the parts send by themselves."""
+    """Return whether an action sends or receives a message between tower and language part.
+
+    `Tower` and `Reader` send these messages without an action.
+    """
     if not action.stage:
         return action.kind.startswith(("SEND", "RECV"))
     return action.stage == 1 and action.kind in ("RECV_F", "SEND_B")
 
 
 def share_gradients(model: nn.Module, copies: int) -> None:
-    """Give each copy an equal share of gradients that an earlier step has summed."""
+    """Divide the gradients that earlier steps have summed over the copies by their number, before the next sum."""
     for p in model.parameters():
         if p.grad is not None:
             local(p.grad).div_(copies)
 
 
 def sum_gradients(model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Sum the gradients of copies of a model; those of parameters that no copy used stay None."""
+    """Sum the gradients of a model's copies over a group; a parameter that no copy has used gets no gradient."""
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         return
@@ -152,13 +156,16 @@ FEATURES, GRADIENTS = (0, 1), (1, 0)
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Ranks on both sides of a border.
+    """Ranks on both sides of the border between a tower and the language part, and the order of their passes.
+
+    A share is a data-parallel rank of the language part. The tower computes features in rounds, one microbatch per
+    tower rank.
 
     Attributes:
-        tower: Rank of the world by data-parallel rank of the tower.
-        readers: Ranks of the world that read the features of each data-parallel rank of the language part, those of its
-            first pipeline stage; the first sends the gradients.
-        ahead: Microbatches whose forward passes the readers may run before a backward pass.
+        tower: World rank of each data-parallel rank of the tower.
+        readers: World ranks that read the features of each share, on its first pipeline stage. The first of them sends
+            the gradients.
+        ahead: Number of microbatches of each share by which the tower's forward passes run ahead.
     """
 
     tower: tuple[int, ...]
@@ -166,16 +173,16 @@ class Border:
     ahead: int = 1
 
     def owner(self, share: int, index: int) -> int:
-        """Return the tower rank, in the world, that computes the features of a microbatch."""
+        """Return the world rank of the tower rank that computes the features of a microbatch of a share."""
         return self.tower[(index * len(self.readers) + share) % len(self.tower)]
 
     def source(self, tower_rank: int, number: int) -> tuple[int, int]:
-        """Return the microbatch of a tower rank in a round, the inverse of `owner`."""
+        """Return (share, index) of the microbatch of a tower rank in round `number`; the inverse of `owner`."""
         index, share = divmod(number * len(self.tower) + tower_rank, len(self.readers))
         return share, index
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return the microbatches of a tower rank, one per round, of a step with `count` microbatches per share."""
+        """Return the microbatch of a tower rank in each round of a step with `count` microbatches per share."""
         rounds = range(-(-count * len(self.readers) // len(self.tower)))
         sources = [self.source(tower_rank, number) for number in rounds]
         return [source if source[1] < count else None for source in sources]
@@ -186,8 +193,8 @@ class Border:
         """Return the numbers of the microbatches of each tower rank, see `Submodels.owners`.
 
         Args:
-            count: Microbatches of each reader.
-            sources: As `Border.sources`, of another order.
+            count: Number of microbatches of each share.
+            sources: Function like `Border.sources`; None: that method.
         """
         return tuple(
             tuple(s[0] * count + s[1] for s in (sources or self.sources)(rank, count) if s)
@@ -195,9 +202,10 @@ class Border:
         )
 
     def passes(self, rounds: int) -> Iterator[tuple[Pass, int]]:
-        """Yield the passes of a step in their order: rounds of the tower, and indices of microbatches of the readers.
+        """Yield (pass, number) in the order of a step of `rounds` rounds.
 
-        The tower is `ahead` microbatches of each reader ahead.
+        The number is the round of a tower pass, or the index of a microbatch of the language part. Forward passes of
+        the tower run `ahead` microbatches before the language part needs their features.
         """
         shares, towers = len(self.readers), len(self.tower)
         forward = backward = 0
@@ -213,13 +221,13 @@ class Border:
 
 
 class Tower:
-    """Service of a tower rank.
+    """Computation of features on a tower rank, and exchange with the readers.
 
     Args:
         border: Ranks of both sides.
         rank: Data-parallel rank in the tower.
-        features: Messages to the readers.
-        gradients: Messages from the readers.
+        features: Channel to the readers.
+        gradients: Channel from the readers.
     """
 
     def __init__(
@@ -243,14 +251,14 @@ class Tower:
     ) -> Iterator[int]:
         """Compute the features of the microbatches of a step, and the gradients of the tower if `train`.
 
-        Yields the index of each microbatch of the language part at the moment at which a rank with both parts runs it.
+        Yield the index of each microbatch of the language part when it is its turn, for a rank that has both parts.
 
         Args:
             model: `TowerModel` that passed through `parallelize`.
-            microbatches: Microbatches of `Border.sources`, on their ranks' devices.
+            microbatches: Microbatches in the order of `Border.sources`, on this rank's device.
             span: See `forward_backward`.
             train: Whether readers run backward passes.
-            deferred: Context of the backward passes of all microbatches but the last.
+            deferred: Function from the model to a context for all backward passes except the last one.
         """
         trained = train and is_trained(model)
         for kind, number in self.border.passes(len(microbatches)):
@@ -276,7 +284,7 @@ class Tower:
         span: Span,
         trained: bool,
     ) -> None:
-        """Run an action of a joint schedule. W is the whole backward: nothing waits for an input gradient."""
+        """Run a tower's action of a joint schedule; B or W runs the whole backward, as inputs need no gradient."""
         assert action.microbatch is not None
         i = action.microbatch
         if action.kind == "F":
@@ -293,7 +301,7 @@ class Tower:
         span: Span,
         trained: bool,
     ) -> None:
-        """Compute and send the features of a microbatch; `trained`: keep them for `backward`."""
+        """Compute the features of a microbatch and send them; if `trained`, keep them for `backward`."""
         with span("tower forward", "compute"), torch.set_grad_enabled(trained):
             structure, tensors, start = model(**(batch or {}))
         if source is not None:
@@ -303,7 +311,7 @@ class Tower:
             self._running[number] = source, tensors, start
 
     def backward(self, number: int, span: Span) -> None:
-        """Receive the gradients of the features of a pass, and add up those of the tower."""
+        """Receive the gradients of the features of a forward pass and run the tower's backward."""
         source, tensors, start = self._running.pop(number)
         outputs = [t for t in tensors if t.requires_grad]
         grads: list[Tensor | None] = [None] * len(outputs)
@@ -313,7 +321,7 @@ class Tower:
                 reader = self.border.readers[source[0]][0]
                 grads = self._gradients.receive((GRADIENTS, *source), reader)
         used = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
-        # `start` begins FSDP's backward pass on ranks without features too.
+        # `start` makes FSDP begin its backward pass even on ranks without features.
         with span("tower backward", "compute"):
             torch.autograd.backward(
                 [start, *(t for t, _ in used)], [torch.zeros_like(start), *(g for _, g in used)]
@@ -326,14 +334,14 @@ def is_trained(model: nn.Module) -> bool:
 
 
 class Reader:
-    """Features on a rank of the language part.
+    """Receiver of features on a rank of the language part, which sends their gradients back to the tower.
 
     Args:
         border: Ranks of both sides.
         share: Data-parallel rank in the language part.
         rank: Rank of this process in the world.
-        features: Messages from the tower.
-        gradients: Messages to the tower.
+        features: Channel from the tower.
+        gradients: Channel to the tower.
     """
 
     def __init__(
@@ -361,11 +369,11 @@ class Reader:
         summed_over: dist.ProcessGroup | None,
         stages: StageLayers | None = None,
     ) -> None:
-        """Read features in the forward passes of a model, except on later pipeline stages.
+        """Make the forward passes of a model use received features; no effect on later pipeline stages.
 
         Args:
             model: Language part that passed through `parallelize`.
-            summed_over: Ranks whose gradients of one feature are summands; None: every rank has complete gradients.
+            summed_over: Ranks over which gradients of features are summed; None: every rank has complete gradients.
             stages: Pipeline stages of this rank, if any.
         """
         if not self._reads:
@@ -376,10 +384,10 @@ class Reader:
 
     @contextmanager
     def step(self, owner: Callable[[int, int], int] | None = None) -> Iterator[None]:
-        """Allow forward passes in this context, of the microbatches of `begin`.
+        """Allow forward passes in this context; `begin` selects the microbatch of each.
 
         Args:
-            owner: Rank that computes the features of a microbatch; None: that of the border.
+            owner: Function from share and index to the world rank that computes the features; None: `Border.owner`.
         """
         self._owner = owner or self.border.owner
         try:
@@ -396,7 +404,7 @@ class Reader:
         self._gradients.flush()
 
     def receive(self, label: str) -> Any:
-        """Return the result of a call that crosses the border."""
+        """Return the tower's result of the call named `label`, which crosses the border."""
         received = self._message()
         found, output = received.popleft() if received else ("no further features", None)
         if found != label:
@@ -447,9 +455,9 @@ class Reader:
                 leaf.register_hook(begin_backward)
 
     def send(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Send the gradients of the features of one microbatch."""
+        """Send the gradients of the features of one microbatch to the tower rank that computed the features."""
         if (group := self._summed_over) is not None:
-            # Copies, because the weight gradients of a pipeline stage may still read these tensors.
+            # Sum copies, because the weight gradients of a pipeline stage may still read these tensors.
             grads = [
                 None if g is None else all_reduce(g.clone(), group, Purpose.WHOLE_PARAMETERS)
                 for g in grads
@@ -465,8 +473,8 @@ class Role:
 
     Attributes:
         part: `TowerModel`, or the language part, that passed through `parallelize`.
-        side: Its side of the exchange.
-        reports: Whether this rank is the first of the part.
+        side: `Tower` or `Reader` of the part.
+        reports: Whether this rank is the part's first one, whose values count in `sum_over_parts`.
     """
 
     part: nn.Module
@@ -481,7 +489,7 @@ class Submodels:
     Attributes:
         group: Ranks of all parts.
         roles: Parts of this rank, the language part first.
-        joint: Schedules of steps of tower and pipeline together; None: the tower computes in rounds.
+        joint: Joint schedules of tower and pipeline; None: the tower computes in rounds.
     """
 
     group: dist.ProcessGroup
@@ -490,17 +498,20 @@ class Submodels:
 
     @property
     def language(self) -> tuple[nn.Module, Reader] | None:
-        """Language part and its side of the exchange; None on a rank without it."""
+        """(Model, `Reader`) of the language part; None on a rank without it."""
         role = self.roles[0]
         return (role.part, role.side) if isinstance(role.side, Reader) else None
 
     @property
     def towers(self) -> list[tuple[nn.Module, Tower]]:
-        """Towers and their sides of the exchange."""
+        """(`TowerModel`, `Tower`) of each tower on this rank."""
         return [(role.part, role.side) for role in self.roles if isinstance(role.side, Tower)]
 
     def sources(self, count: int) -> list[Source]:
-        """Return the microbatches of this rank: those of the language part, then those of the towers."""
+        """Return the microbatches of this rank in a step: those of the language part, then those of each tower.
+
+        `count` is the number of microbatches of each data-parallel rank of the language part.
+        """
         own: list[Source] = []
         if self.language is not None:
             own = [(self.language[1].share, index) for index in range(count)]
@@ -511,18 +522,18 @@ class Submodels:
         return [*own, *(source for sources in served for source in sources)]
 
     def owners(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """Return the microbatches whose features each tower rank computes, in the order of its passes or of the step.
+        """Return, for each tower rank, the numbers of the microbatches whose features it computes, in order.
 
         Args:
-            count: Microbatches of each data-parallel rank of the language part. Their numbers are those of its first
-                rank, then those of the second, and so on.
+            count: Number of microbatches of each data-parallel rank of the language part. All microbatches are numbered
+                consecutively: first those of rank 0, then those of rank 1, and so on.
         """
         border = self.roles[0].side.border
         sources = None if self.joint is None else self.joint.sources
         return border.owners(count, sources)
 
     def divided(self, microbatches: Sequence[_T]) -> tuple[Sequence[_T], list[Sequence[_T]]]:
-        """Return the microbatches of the language part and those of each tower, in the order of `sources`."""
+        """Divide `microbatches`, in the order of `sources`, into those of the language part and those of each tower."""
         given = len(microbatches)
         if self.joint is not None:
             count, rest = divmod(given, len(self.roles))
@@ -543,14 +554,20 @@ class Submodels:
         return microbatches[: 0 if self.language is None else count], served
 
     def sum_over_parts(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the sum over all parts of a value, given for each part of this rank and equal on all of its ranks."""
+        """Return the sum of a value over all parts of the model, equal on all ranks.
+
+        `values` has one value for each part on this rank. A part's value is equal on all of its ranks.
+        """
         pairs = zip(values, self.roles, strict=True)
         reported = [value if role.reports else torch.zeros_like(value) for value, role in pairs]
         return all_reduce(torch.stack(reported).sum(0), self.group, Purpose.SUBMODELS_SUM)
 
 
 def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
-    """Run services of several towers in turn, up to their next microbatch of the language part."""
+    """Yield whenever every tower has run up to its next microbatch of the language part.
+
+    `services` are the results of `Tower.serve`, one per tower.
+    """
     running = [*services]
     while running:
         running = [service for service in running if next(service, None) is not None]
@@ -558,7 +575,7 @@ def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
 
 
 def mismatch(got: str) -> CollectiveMismatch:
-    """Return the error of ranks that run different microbatches."""
+    """Return the error for ranks of tower and language part that run different microbatches."""
     return CollectiveMismatch(
         "the ranks of the tower and of the language part run different microbatches",
         where=f"rank {dist.get_rank()}",

@@ -40,13 +40,13 @@ _RECORDINGS: Final = ("hidden_states", "attentions")
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Parts of a model.
+    """Division of a model into its tower and its language part.
 
     Attributes:
-        kind: Name of the tower: vision or audio.
-        tower: Names of its parameters.
-        modules: Names of its outermost modules.
-        layers_with_features: Decoder layers that features enter besides the first one.
+        kind: Kind of the tower: vision or audio.
+        tower: Names of the tower's parameters.
+        modules: Names of the tower's outermost modules.
+        layers_with_features: Decoder layers after the first one to which features are added.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class _ParameterUses(FlowTracer):
 
 
 def divide(model: nn.Module) -> Division:
-    """Return the parts of a model; its parameters may have values or be on the meta device.
+    """Return the division of a model whose parameters may have values or be on the meta device.
 
     Raises:
         UnsupportedSharding: HP205 for a model of text alone, with several towers, or whose forward cannot be traced.
@@ -117,7 +117,7 @@ def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
 
 
 def _drop_parameters(model: nn.Module, dropped: set[int]) -> None:
-    """Replace parameters by None, under all of their names."""
+    """Replace the parameters with the ids `dropped` by None, under all of their names."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if id(parameter) in dropped:
@@ -125,7 +125,7 @@ def _drop_parameters(model: nn.Module, dropped: set[int]) -> None:
 
 
 def _remove_children(module: nn.Module, kept: set[nn.Module]) -> None:
-    """Remove all modules below a module that are not kept."""
+    """Remove all submodules of a module that are not in `kept`."""
     for name, child in [*module.named_children()]:
         if child in kept:
             _remove_children(child, kept)
@@ -134,7 +134,7 @@ def _remove_children(module: nn.Module, kept: set[nn.Module]) -> None:
 
 
 def _crossings(model: nn.Module, division: Division) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield owner, attribute and label of every call that may cross the border."""
+    """Yield (module, name of its method, label) for every call that may cross the border."""
     for name, module in model.named_modules():
         if name in division.modules:
             yield module, "forward", name
@@ -145,10 +145,13 @@ def _crossings(model: nn.Module, division: Division) -> Iterator[tuple[nn.Module
 
 
 def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Module:
-    """Drop the tower's parameters, and replace calls that cross the border by received results."""
+    """Drop the tower's parameters and make calls that cross the border return received results.
+
+    Return the same model, changed in place.
+    """
     for owner, attribute, label in _crossings(model, division):
         setattr(owner, attribute, lambda *_, label=label, **__: reader.receive(label))
-    for name in division.modules:  # methods and plain attributes stay
+    for name in division.modules:  # keep the methods and plain attributes of the tower's modules
         module = model.get_submodule(name)
         module._modules, module._parameters, module._buffers = {}, {}, {}
         _answer_for(module, model)
@@ -157,7 +160,7 @@ def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Mo
 
 
 def _answer_for(module: nn.Module, model: nn.Module) -> None:
-    """Give a module without parameters the device and dtype of the model, which it would read from a parameter."""
+    """Make `device` and `dtype` of a module without parameters return those of the model."""
     answers = {
         name: property(lambda _, name=name: getattr(next(model.parameters()), name))
         for name in ("device", "dtype")
@@ -175,9 +178,9 @@ def twin_of(model: nn.Module) -> nn.Module:
 def join_parts(language: nn.Module, tower: TowerModel, division: Division) -> nn.Module:
     """Return one module with the parameters of both parts of this rank, for optimizers and checkpoints.
 
-    Modules above both parts are copies, because each part is complete in itself: FSDP of one must not find the other.
+    Modules that contain both parts are copies, so that FSDP of one part does not find the other part.
     """
-    joined = _joined(language, tower, "", division)
+    joined = _join_modules(language, tower, "", division)
 
     def train(mode: bool = True) -> nn.Module:
         joined.training = mode
@@ -189,33 +192,34 @@ def join_parts(language: nn.Module, tower: TowerModel, division: Division) -> nn
     return joined
 
 
-def _joined(language: nn.Module, tower: nn.Module, name: str, division: Division) -> nn.Module:
+def _join_modules(
+    language: nn.Module, tower: nn.Module, name: str, division: Division
+) -> nn.Module:
     if name in division.modules:
         return tower
-    joined: nn.Module = object.__new__(
-        type(language)
-    )  # `FSDPModule.__new__` would run the constructor
+    # `FSDPModule.__new__` would run the constructor.
+    joined: nn.Module = object.__new__(type(language))
     joined.__dict__.update(language.__dict__)
     joined._modules = {**language._modules}
-    tower._buffers = language._buffers  # one table, as storage may replace its entries
+    tower._buffers = language._buffers  # both use one dict, whose entries may be replaced later
     if any(parameter is not None for parameter in tower._parameters.values()):
         joined._parameters = tower._parameters
     for key, child in tower._modules.items():
         inner = f"{name}.{key}".lstrip(".")
         if any(f"{module}.".startswith(f"{inner}.") for module in division.modules):
-            joined._modules[key] = _joined(language._modules[key], child, inner, division)
+            joined._modules[key] = _join_modules(language._modules[key], child, inner, division)
     return joined
 
 
 class _DecoderReached(BaseException):
-    """End of the tower's part of a forward pass."""
+    """Signal that ends a forward pass when it reaches the decoder."""
 
 
 class TowerModel(nn.Module):
     """Tower of a model, with the model's parameter names.
 
     Its forward runs the model's own forward up to the decoder and returns the results of the calls that cross the
-    border: structure, tensors, and a scalar from which every backward pass starts, also one without media.
+    border, see `forward`.
 
     Args:
         model: The complete model; loses the parameters of its language part.
@@ -227,7 +231,7 @@ class TowerModel(nn.Module):
         self._crossed: list[tuple[str, Any]] = []
         self._running = False
         for owner, attribute, label in _crossings(model, division):
-            setattr(owner, attribute, self._recorded(label, getattr(owner, attribute)))
+            setattr(owner, attribute, self._record_results(label, getattr(owner, attribute)))
         decoder, embedding = view_of(model).base, model.get_input_embeddings()  # type: ignore[operator]
         width = embedding.weight.shape[-1]
         dtype = model.get_parameter(min(division.tower)).dtype
@@ -244,15 +248,17 @@ class TowerModel(nn.Module):
             module._buffers = {}
         language = {id(p) for n, p in model.named_parameters() if n not in division.tower}
         _drop_parameters(model, language)
-        object.__setattr__(self, COMPLETE, model)  # not a child: its children are
+        object.__setattr__(self, COMPLETE, model)  # keep the model itself out of the children
         self._modules, self._parameters = model._modules, model._parameters
 
     @property
     def has_features(self) -> bool:
-        """True if a forward that ended by an error had computed features."""
+        """True if a forward that ended with an error had computed features."""
         return bool(self._crossed)
 
-    def _recorded(self, label: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _record_results(self, label: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `inner` with its results recorded under a label, except in calls inside of another such call."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._running:
                 return inner(*args, **kwargs)
@@ -267,7 +273,11 @@ class TowerModel(nn.Module):
         return call
 
     def forward(self, **batch: Any) -> tuple[bytes, list[Tensor], Tensor]:
-        """Return structure and tensors of the features of a batch, and the start of backward; no batch: no features."""
+        """Return the features of a batch as structure and tensors of `pack`, and a scalar.
+
+        Every backward pass must also start from the scalar, because there are no features without media. Without
+        arguments the features are empty.
+        """
         self._crossed.clear()
         if batch:
             inputs = {name: value for name, value in batch.items() if name not in _TARGETS}
@@ -285,7 +295,7 @@ def _stop(*_: Any, **__: Any) -> Any:
 
 
 def _features(output: Any) -> Any:
-    """Return the result of a call without the recordings of single layers."""
+    """Return the output of an encoder without the hidden states and attention weights of its layers."""
     if not isinstance(output, dict):
         return output
     return type(output)(**{k: v for k, v in output.items() if k not in _RECORDINGS})
@@ -310,8 +320,8 @@ def tower_flops(
             continue
         has_features = False
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            # Models read values after the tower, for example to compare numbers of tokens: meta tensors have none. An
-            # error inside of the tower leaves no features.
+            # Models may read values after the tower, for example to compare numbers of tokens, and meta tensors have no
+            # values. Such an error is ignored. After an error inside of the tower there are no features.
             with suppress(Exception):
                 has_features = bool(tower(**inputs)[1])
             if not (tower.has_features or has_features):

@@ -1,4 +1,4 @@
-"""Work of the towers of one rank in one step: in rounds, or under a joint schedule with the language part."""
+"""Execution of the towers of one rank in one step: in rounds, or under a joint schedule with the language part."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Rounds:
 
     Args:
         submodels: Parts of this rank.
-        served: Microbatches of each tower, as of `Submodels.divided`.
+        served: Microbatches of each tower, from `Submodels.divided`.
         span: See `forward_backward`.
         train: Whether to run backward.
-        deferred: Context of the backward passes of all microbatches of a tower but the last.
+        deferred: Function from a tower to a context for all of its backward passes except the last one.
 
     Attributes:
-        actions: Actions of this rank in a joint schedule; None: the language part has its own.
-        owner: Rank that computes the features of a microbatch; None: that of the border.
+        actions: None: there is no joint schedule, and the language part uses its own.
+        owner: None: `Border.owner` selects the rank that computes the features of a microbatch.
     """
 
     actions: Sequence[Action] | None = None
@@ -55,17 +55,17 @@ class Rounds:
         )
 
     def begin(self, index: int) -> None:
-        """Run the tower's passes that come before the forward of a microbatch of the language part."""
+        """Run the towers' passes that precede the forward of a microbatch of the language part."""
         next(self._rounds, None)
         if self._language is not None:
             self._language[1].begin(index)
 
     def run(self, action: Action) -> None:
-        """Run an action of a tower; rounds have none."""
+        """Raise: in rounds there are no actions of a tower."""
         raise AssertionError(f"{action} is no action of a round")
 
     def end(self) -> None:
-        """Run all passes that are left."""
+        """Run all remaining passes of the towers."""
         for _ in self._rounds:
             continue
 
@@ -76,7 +76,7 @@ class Joint:
     Args:
         submodels: Parts of this rank, with `joint`.
         count: Microbatches of the step.
-        served: Microbatches of the tower, if this rank has it: one list, with None for those of other ranks.
+        served: One list with the microbatches of the tower, None for those of other ranks; empty without a tower.
         span: See `forward_backward`.
         train: Whether to run backward.
 
@@ -106,11 +106,11 @@ class Joint:
             share_gradients(part, self._joint.copies.size())
 
     def owner(self, _: int, index: int) -> int:
-        """Return the rank that computes the features of a microbatch."""
+        """Return the world rank that computes the features of a microbatch."""
         return self._joint.tower[self._owners[index]]
 
     def begin(self, index: int) -> None:
-        """Announce the forward of a microbatch on the first stage of the language part."""
+        """Select the microbatch of the next forward on the first stage of the language part."""
         assert self._language is not None
         self._language[1].begin(index)
 

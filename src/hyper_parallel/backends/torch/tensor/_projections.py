@@ -51,17 +51,18 @@ Program = Mapping[Purpose, Boundary]
 
 @dataclass(slots=True)
 class RegionPass:
-    """Values of a region during one forward of its module; two half-batches are in the module at the same time.
+    """Values of a region during one forward of its module, separate for each half-batch.
 
     Attributes:
         scope: Scope of the tensors to gather again in backward.
-        gathered: Gathered input that replaces the input of the projections.
+        gathered: Gathered tokens that projections use in place of their input; None: their input.
         block_input: With replicated activations: the input of the column-parallel projections.
         block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
-        padded_rows: Rows of the gathered tokens, padding included.
-        num_chunks: Chunks in which tokens are gathered and scattered; 1: tokens are gathered and scattered whole.
-        column_products: With chunks: products of column-parallel projections, prepared before this forward.
-        row_products: With chunks: prepared products of row-parallel projections.
+        padded_rows: Number of gathered tokens, including padding.
+        num_chunks: Number of chunks in which tokens are gathered and scattered; 1: not in chunks.
+        column_products: With chunks: functions for the products of column-parallel projections, prepared before this
+            forward by `prepare_following`.
+        row_products: With chunks: functions for the products of row-parallel projections.
     """
 
     scope: RegatherScope | None = None
@@ -76,12 +77,14 @@ class RegionPass:
 
 @dataclass(slots=True)
 class PreparedProducts:
-    """Functions that multiply chunks, created while collectives of the pass are in flight; see `ChunkedWeight`.
+    """Functions that multiply chunks by the weights of projections, created while collectives are in flight.
+
+    See `ChunkedWeight`.
 
     Attributes:
         shape: Shape of the pass in which they were created.
-        with_grad: True if autograd was enabled.
-        products: Function of one chunk for each projection.
+        with_grad: True if autograd was enabled then.
+        products: Function from a chunk of tokens to its product, for each projection.
     """
 
     shape: PassShape
@@ -91,21 +94,21 @@ class PreparedProducts:
 
 @dataclass(slots=True)
 class Region:
-    """Attention or MLP module: its input tokens are gathered, its output tokens are scattered.
+    """Attention or MLP module whose input tokens are gathered and whose output tokens are scattered.
 
     Attributes:
         state: State of tensor parallelism.
         name: Name of the module.
         program: Collectives of its forward; empty if activations between modules are replicated.
         key_program: Collectives of key and value projections.
-        kv_heads: Key and value heads of the model; 0 for a module that accepts tokens in any order.
+        kv_heads: Number of key heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
         last_column: Last column-parallel projection, after which the other half-batch may run (`offer_turn`).
-        column_products: For every column-parallel projection, a function that reads the weight for a pass and returns
-            the function that multiplies a chunk of tokens.
+        column_products: For each column-parallel projection, a function that reads its weight for a pass and returns a
+            function that multiplies a chunk of tokens by it.
         row_products: The same for row-parallel projections.
-        following: Region that runs after this one in the same layer; gradients of its weights are computed while
-            the gradients of this region's output are gathered.
+        following: Region that runs after this one in the same layer. The gradients of its weights are computed while
+            those of this region's output are gathered.
         passes: Values of the running forward, per half-batch.
     """
 
@@ -133,7 +136,7 @@ class Region:
         return self.state.groups[self.program[purpose].axes]
 
     def forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward on gathered tokens."""
+        """Run the module's forward `inner` on gathered tokens and return its output."""
         by_keyword, state = "hidden_states" in kwargs, self.state
         if not by_keyword and not (args and isinstance(args[0], Tensor)):
             raise UnsupportedSharding(
@@ -152,10 +155,10 @@ class Region:
             return inner(module_input, *args[1:], **call_kwargs)
 
         part = kwargs["hidden_states"] if by_keyword else args[0]
-        flat = part.dim() == 2  # tokens in any order, the input of shared experts
+        flat = part.dim() == 2  # shared experts get tokens in any order
         part = part.unsqueeze(0) if flat else part
         if Purpose.RELAYOUT in self.program:
-            # From this rank's tokens with all features to all tokens with this rank's features.
+            # Exchange all features of this rank's tokens for this rank's features of all tokens.
             (part,) = reshard((part,), 2, 1, self.group(Purpose.RELAYOUT), Purpose.RELAYOUT)
         gathers_weights = Purpose.WEIGHT_GATHER in self.program and not state.recomputed
         current = self.current
@@ -177,7 +180,7 @@ class Region:
 
     @property
     def input_scope(self) -> RegatherScope | None:
-        """Scope of gathered inputs; None: they are saved for backward."""
+        """Scope in which backward gathers inputs again; None: gathered inputs are saved for backward."""
         return self.current.scope if self.state.regathers else None
 
     def _num_chunks(self, part: Tensor) -> int:
@@ -190,18 +193,18 @@ class Region:
         return num_chunks if divides else 1
 
     def _prepare(self, products: dict[nn.Module, Callable[[], Product]]) -> PreparedProducts:
-        """Read the weights of projections for the running pass."""
+        """Read the weights of projections for the running pass, and return functions that multiply by them."""
         functions = {module: make() for module, make in products.items()}
         return PreparedProducts(self.state.shape, torch.is_grad_enabled(), functions)
 
     def prepare_following(self) -> None:
-        """Read the weights of the next region's column-parallel projections."""
+        """Prepare the products of the next region's column-parallel projections by reading their weights."""
         if self.following is not None and self.following.state.num_chunks > 1:
             region = self.following
             region.current.column_products = region._prepare(region.column_products)
 
     def _pop_column_products(self) -> dict[nn.Module, Callable[[], Product]]:
-        """Return `column_products`, or the products that were prepared for this pass, and forget the latter."""
+        """Return the products that were prepared for this pass, else `column_products`; discard the prepared ones."""
         prepared, self.current.column_products = self.current.column_products, None
         is_current = (
             prepared is not None
@@ -213,12 +216,12 @@ class Region:
         return {m: partial(prepared.products.__getitem__, m) for m in self.column_products}
 
     def multiply_chunks(self, module: nn.Module, tokens: ChunkedTokens) -> Tensor:
-        """Return the product of a column-parallel projection with the module's input.
+        """Return the product of the module's input and a column-parallel projection.
 
-        The first projection that is called also multiplies each chunk for the others, so that more computation hides
-        the gather of the next chunk. Projections of another input width are excluded, and those with hooks, which must
-        run in the call of their module. If the model calls another projection with a different input, its product here
-        is unused.
+        The first call also computes the products of the other projections with each chunk, so that more computation
+        hides the gather of the next chunk. It excludes projections of another input width and those with hooks, which
+        must run in the call of their module. If the model calls another projection with a different input, its product
+        from the first call is unused.
         """
         if module not in tokens.products:
             width = tokens.shape[-1]
@@ -232,7 +235,7 @@ class Region:
         return tokens.products.pop(module)
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather tokens as [B, S, .] sequences or spans; an MLP on two axes gets them as one unordered list."""
+        """Gather tokens as sequences or spans [B, S, .]; for an MLP on two axes, as one unordered list [1, T, .]."""
         tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
         self.current.padded_rows = tokens.shape[1]
         if not self.kv_heads and Y in self.state.groups:
@@ -242,9 +245,10 @@ class Region:
         return grid.without_padding(tokens, (grid.batch[0], length))
 
     def _placeholder_input(self, tokens: Tensor) -> Tensor:
-        """Return the module's input; with spans in 2d attention, a NaN placeholder with the shape of the span.
+        """Return the module's input: `tokens`, or for 2d attention on spans a NaN placeholder [B, span, .].
 
-        The projections of 2d attention read all tokens and return one span, so the module needs the span's shape.
+        Projections of 2d attention read all tokens from `RegionPass.gathered`, but return only those of a span, so the
+        module needs an input with the shape of the span.
         """
         if self.spans is None or Purpose.HEAD_SCATTER not in self.program:
             return tokens
@@ -256,11 +260,14 @@ class Region:
         """Reduce-scatter the output over the ranks and return this rank's tokens."""
         tokens = padded(out.reshape(1, -1, out.shape[-1]), self.current.padded_rows)
         group = self.group(Purpose.SEQUENCE_SCATTER)
-        # A norm follows, and then the next block gathers its input.
+        # The next collective starts soon: only a norm precedes the next block's gather.
         return scatter(tokens, 1, group, Purpose.SEQUENCE_SCATTER, leads_to_start=True)
 
     def with_weight(self, module: nn.Module, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `use(weight)`; the program may gather the weight, and a gathered weight is not saved for backward."""
+        """Return `use(weight)`; if the program gathers weights, the weight is gathered over y first.
+
+        A gathered weight is not saved for backward but gathered again.
+        """
         weight = self.state.local(module.weight)
         if Purpose.WEIGHT_GATHER not in self.program:
             return use(weight)
@@ -272,7 +279,14 @@ class Region:
     def adapter(
         self, module: nn.Module, x: Tensor, rows: slice | None = None, *, is_part: bool = False
     ) -> Tensor:
-        """Return this rank's part of an adapter's product, or rows of it; `is_part`: `x` is a slice of the width."""
+        """Return this rank's part of the product of `x` and an adapter.
+
+        Args:
+            module: Projection with the adapter.
+            x: Input of the projection.
+            rows: Rows of the adapter's output factor to use; None: all local rows.
+            is_part: Whether `x` is this rank's slice of the input width.
+        """
         state, b = self.state, self.state.local(module.lora_B, rows)
         part = (state.rank, state.degree) if is_part and state.same_random else (0, 1)
         return delta(module, x, state.local(module.lora_A), b, part)
@@ -289,7 +303,10 @@ class Region:
     def sum_heads(
         self, out: Tensor, bias: Tensor | None, rows: slice | None, boundary: Boundary
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum a 2d attention projection over y into complete heads, or into a span; return it with its bias."""
+        """Sum the output of a 2d attention projection over y, and return this rank's part of it with its bias.
+
+        The part is complete heads or, with span attention, the tokens of a span.
+        """
         y = self.state.groups[boundary.axes]
         if self.spans is not None:
             grid = self.state.grid
@@ -311,7 +328,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = None) -> None:
-    """Replace the forward of a column-parallel projection.
+    """Make a column-parallel projection compute this rank's output features.
 
     Args:
         module: The projection.
@@ -363,7 +380,10 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
 
 def rowwise(module: nn.Module, name: str, region: Region) -> None:
-    """Replace the forward of a row-parallel projection: all-reduce or reduce-scatter, then add the bias once."""
+    """Make a row-parallel projection reduce its partial output over ranks, then add the bias once.
+
+    The region's program decides between all-reduce and reduce-scatter.
+    """
     state, program = region.state, region.program
     gathers_over_y = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
     is_adapted = LORA_A in module._parameters
@@ -485,7 +505,10 @@ def exchange_packed(
 
 
 def exchange_columns(out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:
-    """Return the columns this rank uses, given equal slices [..., columns / ranks] of a packed projection's output."""
+    """Return the columns that this rank uses of a packed projection's output.
+
+    `out` [..., columns / ranks] is this rank's slice of the output.
+    """
     degree, rank, width = group.size(), group.rank(), out.shape[-1]
     send_sizes = [exchanged_rows(parts, degree, rank, t) for t in range(degree)]
     receive_sizes = [exchanged_rows(parts, degree, s, rank) for s in range(degree)]

@@ -34,9 +34,9 @@ from hyper_parallel.ir import Purpose
 def call_with_summed_input_grad(
     group: ProcessGroup, region: Region | None, inner: Callable[..., Any], x: Tensor
 ) -> Any:
-    """Run a column-parallel forward on `x` and sum the gradient of `x` over the ranks.
+    """Return `inner(x)` of a column-parallel projection; backward sums the gradient of `x` over the ranks.
 
-    The projections of one region share their input, hence one all-reduce of its gradient.
+    Projections of one region share their input, whose gradient is all-reduced once. None: only `inner` reads `x`.
     """
     if region is None:
         return inner(sum_backward(x, group, Purpose.ACTIVATIONS))
@@ -48,16 +48,19 @@ def call_with_summed_input_grad(
 
 
 def share_random_numbers(group: ProcessGroup, device: torch.device) -> None:
-    """Seed all ranks of a group alike: dropout on replicated activations needs equal masks."""
+    """Set the same random seed on all ranks of a group, because dropout on replicated activations needs equal masks."""
     seed = torch.randint(1 << 62, (1,)).to(device)
     dist.broadcast(seed, group=group, group_src=0)
     torch.manual_seed(int(seed))
 
 
 def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> list[str]:
-    """Return the linear modules that share the weight of a sharded embedding.
+    """Return the names of the linear modules that share the weight of a sharded embedding.
 
-    The shared parameter is registered under the embedding's name only.
+    Args:
+        modules: All modules by name.
+        split: Style of each sharded module by name. The linear modules to find are not among them, because a shared
+            parameter is listed under one name only.
     """
     weights = [modules[name].weight for name, style in split.items() if style == "vocab"]
     return [
@@ -68,7 +71,7 @@ def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> li
 
 
 class _GatheredParameters(dict[str, Any]):
-    """Parameter dict of a row-sharded module; reading a parameter all-gathers it."""
+    """Parameter dict of a row-sharded module that all-gathers a parameter when it is read."""
 
     def __init__(
         self, params: Mapping[str, Any], gradients: TpGradients, group: ProcessGroup
@@ -83,7 +86,7 @@ class _GatheredParameters(dict[str, Any]):
 def gather_embedding_when_read(
     model: nn.Module, embedding: nn.Module, gradients: TpGradients, group: ProcessGroup
 ) -> None:
-    """Gather the weight of a sharded embedding where the model's forward reads it directly, as in Gemma 4."""
+    """Make a sharded embedding's weight gather itself when the model's forward reads it directly, as in Gemma 4."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params = embedding._parameters
@@ -99,7 +102,7 @@ def gather_embedding_when_read(
 def use_local_replicated_parameters(
     model: nn.Module, split: Mapping[str, str], gradients: TpGradients
 ) -> None:
-    """Use local tensors for the parameters of modules that are not sharded.
+    """Replace the parameters of unsharded modules by their local tensors during forwards.
 
     The replacement is active during the forward of the module's layer, or of the model for modules outside of layers.
     """

@@ -26,7 +26,7 @@ _ATTRIBUTE = "_hyper_parallel_spans"
 
 @dataclass(slots=True)
 class SpanAttention:
-    """Span of a y rank.
+    """Attention of one module whose queries are the span of this y rank.
 
     Attributes:
         state: State of tensor parallelism.
@@ -41,7 +41,7 @@ class SpanAttention:
         """Make one attention module use span attention.
 
         Raises:
-            UnsupportedSharding: HP205 for an attention implementation without masks of rows and columns.
+            UnsupportedSharding: HP205 for an attention implementation other than sdpa and eager.
         """
         from transformers import AttentionInterface
 
@@ -56,7 +56,7 @@ class SpanAttention:
                 hint="parallel.attention_shape=2d parallel.attention_scatter=head",
             )
         AttentionInterface.register(_INTERFACE, _attend)
-        # A copy: other modules and the mask builder keep the model's implementation.
+        # The config is copied, because other modules and the mask builder keep the model's implementation.
         module_config = copy.copy(config)
         module_config._attn_implementation_internal = _INTERFACE
         attention.config = module_config
@@ -113,7 +113,7 @@ def _attend(
 
     spans: SpanAttention = getattr(module, _ATTRIBUTE)
     key, value = spans.gather(key, value)
-    if spans.inner == "eager":  # every modeling file defines its own function
+    if spans.inner == "eager":  # each model's file in transformers defines this function
         inner = sys.modules[type(module).__module__].eager_attention_forward
     else:
         inner = AttentionInterface()[spans.inner]

@@ -102,15 +102,15 @@ def apply_tensor_parallel(
     strategy: Strategy,
     trial: TensorTrial | None,
 ) -> None:
-    """Wrap the modules of a model for tensor parallelism; its parameters are already DTensors.
+    """Wrap the modules of a model for tensor parallelism, after its parameters have become DTensors.
 
     Args:
         model: The model; changed in place.
         view: Parts of the model.
-        styles: Module or parameter name to its style.
+        styles: Dict from module or parameter name to style.
         state: State of its tensor parallelism.
         strategy: The strategy of the plan.
-        trial: Result of `try_forward`, with replicated activations.
+        trial: Result of `try_forward` if activations are replicated, else None.
     """
     parallel = TensorParallel(model, styles, state, strategy)
     if view.base is not None and not state.replicated_activations:
@@ -128,16 +128,16 @@ def apply_tensor_parallel(
 def watch_gradients(
     model: nn.Module, layouts: dict[str, Layout], state: TpState, trial: TensorTrial | None
 ) -> None:
-    """Register the gradients to sum: those of parameters replicated over a tensor-parallel axis.
+    """Register the replicated parameters whose gradients are summed over tensor-parallel ranks.
 
     Call this after FSDP has wrapped the model.
 
     Args:
         model: Model wrapped by `apply_tensor_parallel`.
-        layouts: Parameter name to its layout.
+        layouts: Dict from parameter name to layout.
         state: State of its tensor parallelism.
-        trial: Result of `try_forward`; None: activations are sharded, so all gradients of replicated parameters are
-            partial.
+        trial: Result of `try_forward`. None if activations are sharded: then the gradients of all replicated
+            parameters are partial and must be summed.
     """
     axes = TP if Y in state.groups else X
 
@@ -155,7 +155,7 @@ def watch_gradients(
 
 
 class TensorParallel:
-    """Tensor-parallel wrappers of the modules of one model; arguments as in `apply_tensor_parallel`."""
+    """Installer of tensor-parallel wrappers on the modules of one model; arguments as in `apply_tensor_parallel`."""
 
     def __init__(
         self, model: nn.Module, styles: dict[str, str], state: TpState, strategy: Strategy
@@ -199,7 +199,7 @@ class TensorParallel:
         return self.regions.setdefault(_parent(name), Region(self.state))
 
     def _key_value_rows(self, module: nn.Module) -> slice:
-        """Return the rows of the key and value head that this rank's queries use, if ranks share heads."""
+        """Return the weight rows of the key head that this rank's queries use, for fewer key heads than ranks."""
         heads = self.config.num_key_value_heads
         width = module.weight.shape[0] // heads
         row = self.state.rank // (self.state.degree // heads) * width
@@ -240,7 +240,7 @@ class TensorParallel:
         self._guard()
 
     def _link_regions(self, layers: nn.ModuleList) -> None:
-        """Tell the attention block of every layer which block follows it, if there is one of each."""
+        """Set `Region.following` of the attention block in every layer with one attention and one MLP block."""
         for layer in layers:
             modules = set(layer.modules())
             inside = [r for n, r in self.regions.items() if self.modules[n] in modules]
@@ -294,7 +294,7 @@ class TensorParallel:
             wrap(module, lambda inner, x: join(inner(x), -1, state.group))
 
     def _norm_over_heads(self, module: nn.Module, name: str, rows: slice | None) -> None:
-        """Compute the statistics of a norm over the heads of all ranks."""
+        """Make a norm compute its statistics over the heads of all ranks."""
         inside = partial(ShardedNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
         use_local_parameters(module, self.state.gradients, inside, rows)
 
@@ -303,7 +303,10 @@ class TensorParallel:
         return cast("Tensor", inner(x))
 
     def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
-        """Look up this rank's rows, zero for other tokens, then reduce; `reduce` None: the first layer reduces."""
+        """Make an embedding look up this rank's rows, with zeros for other tokens, and reduce the result.
+
+        `reduce` is the sum over ranks; None: the first layer reduces.
+        """
         state = self.state
         rows = module.num_embeddings // state.degree
         first = state.rank * rows
@@ -321,7 +324,7 @@ class TensorParallel:
         def forward(ids: Tensor) -> Tensor:
             outside = (ids < first) | (ids >= first + rows)
             index = (ids - first).masked_fill_(outside, 0)
-            # This rank's shard, without the all-gather
+            # Read this rank's shard: `module.weight` may all-gather it.
             weight = dict.__getitem__(module._parameters, "weight")
             out = F.embedding(index, state.local(weight), pad)
             out = out.masked_fill(outside.unsqueeze(-1), 0)
@@ -336,9 +339,12 @@ class TensorParallel:
         module.forward = forward
 
     def _head(self, module: nn.Module, name: str) -> None:
-        """Compute logits of the local vocabulary for all tokens, or of the full vocabulary for this rank's tokens."""
+        """Make the head compute logits of the local vocabulary for all tokens if its weight is sharded.
+
+        Otherwise it computes logits of the full vocabulary for this rank's tokens.
+        """
         state = self.state
-        # Read from the weight: a head tied to the embedding has no parameter name, hence no style.
+        # Decide by the weight, because a head tied to the embedding has no parameter name and no style.
         split = any(p.is_shard() for p in module.weight.placements)
 
         def forward(x: Tensor) -> Tensor:
@@ -351,9 +357,9 @@ class TensorParallel:
         module.forward = forward
 
     def _replicated(self, module: nn.Module, name: str) -> None:
-        """Use local parameters in the forward of a module without collectives.
+        """Make a module without collectives use its local parameters in its forward.
 
-        A norm on a stream sharded over y computes its statistics over all features.
+        A norm on a residual stream sharded over y computes its statistics over all features.
         """
         params = list(module.parameters(recurse=False))
         styles = {s for n, s in self.own_parameters.items() if _parent(n) == name}
@@ -372,7 +378,7 @@ class TensorParallel:
         use_local_parameters(module, self.state.gradients, inside)
 
     def _enter(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Shard the residual stream at the first layer."""
+        """Run the first layer on this rank's part of the residual stream, and set the shape of the pass."""
         state = self.state
         batch, parts = tuple(hidden_states.shape[:-1]), 1
         if state.halves is not None:
@@ -381,11 +387,11 @@ class TensorParallel:
         return inner(state.enter(hidden_states), *args, **kwargs)
 
     def _leave(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Gather the residual stream after the final norm."""
+        """Run the final norm on this rank's part of the residual stream, and gather the stream afterwards."""
         return self.state.leave(lambda part: inner(part, *args, **kwargs), hidden_states)
 
     def _guard(self) -> None:
-        """Register hooks on the root module: refuse sharded outputs before forward, gather logits after it."""
+        """Add hooks to the root module that reset the state of a pass, refuse sharded outputs and gather logits."""
         state = self.state
         sharded_outputs = ["output_attentions"]
         if not state.replicated_activations:

@@ -34,20 +34,20 @@ def piece_size(num_tokens: int, degree: int) -> int:
 
 
 def padded(tokens: Tensor, rows: int) -> Tensor:
-    """Append zero rows to [..., T, C] up to `rows`; return the input itself if T equals `rows`."""
+    """Return [..., T, C] padded with zeros to [..., rows, C]; the input itself if T equals `rows`."""
     missing = rows - tokens.shape[-2]
     return F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Gather slices of a dim; backward is a reduce-scatter, for ranks that compute differently on the result."""
+    """Gather slices of a dim; backward is a reduce-scatter, because ranks compute differently on the result."""
     return collective(*gather_pair(dim, group, name), x)  # type: ignore[no-any-return]
 
 
 def gather_pair(
     dim: int, group: ProcessGroup, name: Purpose
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return the collective of `gather` and its transpose."""
+    """Return launchers of the collective of `gather` and of its transpose."""
     back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
     return partial(_launch_gather, dim=dim, group=group, name=name), back
 
@@ -62,13 +62,13 @@ def scatter(
 def scatter_pair(
     dim: int, group: ProcessGroup, name: Purpose
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return the collective of `scatter` and its transpose."""
+    """Return launchers of the collective of `scatter` and of its transpose."""
     back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
     return partial(_launch_scatter, dim=dim, group=group, name=name), back
 
 
 def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Gather slices of a dim; backward selects this rank's slice, for ranks that compute the same on the result."""
+    """Gather slices of a dim; backward selects this rank's slice, because all ranks compute the same on the result."""
 
     def select_slice(grad: Tensor) -> Tensor:
         return grad.chunk(group.size(), dim)[group.rank()].contiguous()

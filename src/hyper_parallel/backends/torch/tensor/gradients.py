@@ -1,8 +1,9 @@
 """Local tensors of parameters, and gradient reduction of parameters replicated over tensor-parallel ranks.
 
-A replicated parameter (a norm, a bias after a reduction) acts on its rank's tokens or heads only. Each rank of the
-tensor-parallel group then computes a partial gradient. One all-reduce at the end of backward sums the gradients of all
-such parameters. It follows FSDP's reduction over the data-parallel ranks, so only 1 / dp_shard of each is sent.
+On each rank, a replicated parameter (a norm, a bias after a reduction) acts only on the rank's own tokens or heads.
+Each rank of the tensor-parallel group then computes a partial gradient. One all-reduce at the end of backward sums the
+gradients of all such parameters. It follows FSDP's reduction over the data-parallel ranks, so only 1 / dp_shard of each
+gradient is sent.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
         return to_local(param, owner)[rows]
     if not isinstance(param, DTensor):
         return param
-    # Traceable; hooks on the model's outputs notify the owner when backward starts.
+    # `to_local` can be compiled. Hooks on the model's outputs notify the owner when backward starts.
     if torch.compiler.is_compiling():
         return param.to_local()
     spec = param._spec
@@ -61,9 +62,9 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
 
 def _is_shared(tensor: Tensor) -> bool:
     """Return whether another tensor has the same storage."""
-    if type(tensor) is not Tensor:  # a fake one
+    if type(tensor) is not Tensor:  # a fake tensor
         return False
-    storage = tensor.untyped_storage()  # counted itself
+    storage = tensor.untyped_storage()  # this Python object counts as one use
     return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
@@ -74,7 +75,7 @@ def use_local_parameters(
     rows: slice | None = None,
     modules: Sequence[nn.Module] | None = None,
 ) -> None:
-    """Replace a module's parameters by their local tensors during its forward.
+    """Make a module's forward run with the local tensors of its parameters.
 
     Args:
         module: The module to wrap.
@@ -84,7 +85,7 @@ def use_local_parameters(
         modules: Modules whose parameters are replaced; None: only `module`.
     """
     originals: list[dict[str, Any]] = []
-    # Calls that run now: the second of two half-batches begins while the first one is suspended, and ends after it.
+    # Number of running calls: the second half-batch begins while the first one is suspended, and ends after it.
     running = 0
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +110,7 @@ def use_local_parameters(
 
 
 class TpGradients:
-    """Reducer of partial gradients: sums them over the tensor-parallel axes that replicate the parameter."""
+    """Reducer that sums partial gradients over the tensor-parallel axes that replicate their parameters."""
 
     def __init__(self) -> None:
         self.enabled = True
@@ -120,9 +121,9 @@ class TpGradients:
         self._queued = False
 
     def watch(self, list_params: Callable[[], Iterable[PartialParameter]]) -> None:
-        """Register the parameters with partial gradients, after FSDP has replaced them by its own.
+        """Register the parameters with partial gradients; call this after FSDP has replaced parameters.
 
-        `list_params` is called again after weights have replaced parameters on the meta device.
+        `list_params` is called again if these parameters were on the meta device and have been replaced since.
         """
         self._list_params = list_params
         self._params = [(p, group) for p, group in list_params() if p.requires_grad]
@@ -142,9 +143,9 @@ class TpGradients:
                 leaf.register_hook(lambda _: self.begin_backward())
 
     def begin_backward(self) -> None:
-        """Queue the sum at the end of backward.
+        """Queue the sum of gradients for the end of backward; only the first call in a backward has an effect.
 
-        Called when backward starts and when a replicated parameter receives its gradient; only the first call counts.
+        It is called when backward starts and when a replicated parameter receives its gradient.
         """
         if self._queued:
             return
@@ -154,7 +155,7 @@ class TpGradients:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def defer(self) -> None:
-        """Defer the sum until `reduce_deferred`: several backward passes of one step follow, in any order."""
+        """Defer the sum of gradients of the following backward passes until `reduce_deferred`."""
         self._rescale_accumulated()
         self.enabled = False
 

@@ -52,10 +52,10 @@ _BITS: Final = FIRST_FREE_BIT + 2
 
 @dataclass(frozen=True, slots=True)
 class TensorTrial:
-    """Result of the trial.
+    """Result of a trial forward of a model for tensor parallelism with replicated activations.
 
     Attributes:
-        summands: Replicated parameters with partial gradients.
+        summands: Names of the replicated parameters with partial gradients.
         splits_logits: True if the model's loss accepts logits sharded over the vocabulary.
     """
 
@@ -66,11 +66,11 @@ class TensorTrial:
 def summand_owners(
     layouts: Mapping[str, Layout], styles: Mapping[str, str], axes: Sequence[str]
 ) -> frozenset[str]:
-    """Return the modules known to act on sharded activations, by their sharded parameters or by their style.
+    """Return the names of modules that act on sharded activations, judged by their sharded parameters or styles.
 
     Args:
-        layouts: Parameter name to its layout.
-        styles: Module name to its style.
+        layouts: Dict from parameter name to layout.
+        styles: Dict from module name to style.
         axes: Axes of tensor parallelism.
     """
     sharded = {
@@ -92,8 +92,8 @@ def try_forward(
 
     Args:
         model: Model with parameters on a real or the meta device; unchanged.
-        layouts: Parameter name to its layout.
-        styles: Module name to its style.
+        layouts: Dict from parameter name to layout.
+        styles: Dict from module name to style.
         strategy: The strategy of the plan.
 
     Raises:
@@ -104,7 +104,7 @@ def try_forward(
     replicated = [n for n, layout in layouts.items() if set(axes).isdisjoint(layout.sharding_axes)]
     owners = summand_owners(layouts, styles, axes)
     known = {n for n in replicated if n.rpartition(".")[0] in owners}
-    # The bias of a row-wise projection is added after the sum over ranks.
+    # The bias of a row-wise projection is excluded, because it is added after the sum over ranks.
     known -= {n for n in known if n.endswith(".bias") and styles.get(_module(n)) == "rowwise"}
     unknown = [n for n in replicated if _module(n) not in owners]
     if not hasattr(model, "config"):
@@ -120,12 +120,12 @@ def try_forward(
 
 
 class _Parts(FlowTracer):
-    """Tracer that marks sharded values, and of the parameters behind replicated values.
+    """Tracer whose marks tell which values are sharded, and from which parameters replicated values were computed.
 
     Attributes:
-        summands: Bits of parameters combined with a sharded value.
-        complete: Bits of parameters behind the input of a sharded module, which sums the gradients of its input.
-        vocabulary: Columns of the logits.
+        summands: Bits of the parameters that were combined with a sharded value.
+        complete: Bits of the parameters in the input of a sharded module, which sums the gradients of its input.
+        vocabulary: Number of columns of the logits.
         tells_columns: True if an operator treats columns of the logits differently.
     """
 
@@ -162,7 +162,7 @@ class _Parts(FlowTracer):
 
 
 class _SummandTrial:
-    """Forward run of a model on meta tensors."""
+    """Trial forward of a model on meta tensors."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, str], names: Sequence[str]) -> None:
         split = {n: style for n, style in styles.items() if style in SPLIT_STYLES}

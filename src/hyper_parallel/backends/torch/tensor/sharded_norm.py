@@ -31,7 +31,7 @@ _OTHERS = frozenset(
 
 
 class ShardedNorm(TorchFunctionMode):
-    """Context of one norm's forward; `group` contains the ranks of the feature shards."""
+    """Context for the forward of one norm; `group` contains the ranks over which the features are sharded."""
 
     def __init__(
         self, group: dist.ProcessGroup, name: str, purpose: Purpose = Purpose.NORM_STATISTICS

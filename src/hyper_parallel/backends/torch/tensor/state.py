@@ -51,14 +51,14 @@ from hyper_parallel.shard import padded_sizes
 
 @dataclass(slots=True)
 class _Gathered:
-    """A gathered tensor: function that gathers it, and number of handles that backward has not unpacked."""
+    """Gathered tensor: function that gathers it again, and number of handles that backward has not unpacked yet."""
 
     regather: Callable[[], Tensor]
     unread: int = 0
     copy: Tensor | None = None
 
     def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """Unpack a handle: return a view of the gathered copy; the last handle frees the copy."""
+        """Unpack a handle: return a view of the gathered copy, which the first handle makes and the last one frees."""
         if self.copy is None:
             with torch.no_grad():
                 self.copy = self.regather()
@@ -71,19 +71,19 @@ class _Gathered:
 
 @dataclass(slots=True)
 class RegatherScope:
-    """Scope of forward code in which gathered tensors are not saved; of nested scopes the innermost one applies."""
+    """Scope of forward code in which gathered tensors are not saved for backward; the innermost scope applies."""
 
     _sources: dict[int, _Gathered] = field(default_factory=dict)
 
     def open(self) -> AbstractContextManager[Any]:
-        """Return the context that intercepts the tensors that autograd saves."""
+        """Return a context that replaces the gathered tensors that autograd saves by handles."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     @contextmanager
     def regather_in_backward(
         self, gathered: Tensor, regather: Callable[[], Tensor]
     ) -> Iterator[None]:
-        """Do not save `gathered` and its views in this context; backward calls `regather` instead.
+        """Prevent autograd from saving `gathered` and its views in this context; backward calls `regather` instead.
 
         Nothing may write to `gathered`. Backward calls `regather` without gradients, in the same order on every rank.
         """
@@ -109,7 +109,7 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
 def regather_in_backward(
     scope: RegatherScope | None, gathered: Tensor, regather: Callable[[], Tensor]
 ) -> AbstractContextManager[None]:
-    """Return a context in which backward calls `regather` instead of saving `gathered`; saves it without a scope."""
+    """Return `scope.regather_in_backward(gathered, regather)`; without a scope, a context with no effect."""
     return nullcontext() if scope is None else scope.regather_in_backward(gathered, regather)
 
 
@@ -120,17 +120,17 @@ class TokenGrid:
     batch: tuple[int, ...]
     x: int
     y: int
-    shard_hidden_over_y: bool  # features are sharded over y too
-    shard_sequences_over_y: bool  # sequences are sharded over y before tokens are sharded over x
+    shard_hidden_over_y: bool  # True: features are sharded over y too
+    shard_sequences_over_y: bool  # True: sequences are sharded over y first, then tokens over x
 
     @property
     def span(self) -> int:
-        """Positions of a sequence on one y rank."""
+        """Number of positions of a sequence on one y rank."""
         return padded_sizes(*self.batch, self.x, self.y, self.shard_sequences_over_y)[0]
 
     @property
     def rows(self) -> int:
-        """Tokens of one piece, n."""
+        """Number n of tokens in one piece, including padding."""
         return padded_sizes(*self.batch, self.x, self.y, self.shard_sequences_over_y)[1]
 
     def part_shape(self, width: int) -> tuple[int, int, int]:
@@ -167,7 +167,7 @@ class TokenGrid:
         return tokens.view(*shape, tokens.shape[-1])
 
     def token_indices(self, rank: int) -> Tensor:
-        """Return the index in the list of B*S tokens of each row of a rank's piece, -1 for padding."""
+        """Return, for each row of a rank's piece, the index of its token in the list of B*S tokens; -1 for padding."""
         indices = torch.arange(1, math.prod(self.batch) + 1).view(*self.batch, 1)
         return self._pieces(indices).view(self.x * self.y, -1)[rank] - 1
 
@@ -181,7 +181,7 @@ class TokenGrid:
         """Invert `spans`: rearrange [1, y B span, C] into [B, S, C]."""
         batch, length = self.batch
         out = spans.view(self.y, batch, self.span, -1).transpose(0, 1).flatten(1, 2)
-        # Copied here: a copy by a reader of the view would hide from the regather scope that its source is gathered.
+        # Copy here: a copy made by code that reads the view would not be recognised as gathered by the regather scope.
         return out[:, :length].contiguous()
 
     def _pieces(self, full: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ _CUDA_STEP: Final = 4
 
 @dataclass
 class RandomStreams:
-    """Switch between the common random stream and the rank's own one.
+    """Selector of a random stream: the one common to all tensor-parallel ranks, or that of this rank alone.
 
     Attributes:
         rank: Position of this rank in the tensor-parallel group.
@@ -242,7 +242,7 @@ class RandomStreams:
         self.forget()
 
     def forget(self) -> None:
-        """Make the current stream the common one, after a pass that ended with an error."""
+        """Treat the current stream as the common one; resets the state after a pass that ended with an error."""
         self._generator = self._common = None
 
 
@@ -276,18 +276,18 @@ def _hash64(x: int) -> int:
 
 
 class Halves(Protocol):
-    """Executor of half-batches."""
+    """Interface of `half_batch.HalfBatch`, which this package cannot import."""
 
     def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of parts of a pass over (B, S) tokens, given the arguments of its first layer."""
+        """See `HalfBatch.parts`."""
         ...
 
     def begin(self, calls: Sequence[Callable[[], Any]], dim: int) -> Any:
-        """Begin a pass with one call per half; return their results, joined along a dim."""
+        """See `HalfBatch.begin`."""
         ...
 
     def end(self, call: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, int]) -> Any:
-        """Call a function of each half of `x` along the first dim; return the results, joined along the second dim."""
+        """See `HalfBatch.end`."""
         ...
 
 
@@ -296,7 +296,7 @@ class TpState:
     """Tensor-parallel state of one model.
 
     Attributes:
-        groups: This rank's process group per axes of the boundary table; without tp_y on one axis.
+        groups: Process groups of this rank by their mesh axes; on one axis there are none with tp_y.
         shard_hidden_over_y: True if features of the residual stream are sharded over tp_y.
         shard_sequences_over_y: True if sequences are sharded over tp_y before their tokens are sharded over tp_x.
         replicated_activations: True if every rank holds the residual stream of all tokens.
@@ -304,10 +304,10 @@ class TpState:
         gradients: Reducer of the gradients of replicated parameters.
         halves: Executor of half-batches; None: passes run whole.
         running: The running forward pass.
-        same_random: True if the ranks share their random numbers, required to train with replicated activations.
-        num_chunks: Chunks in which blocks gather and scatter their tokens; 1: no chunks.
-        chunked_blocks: Blocks run in chunks since the last `take_counts`.
-        whole_blocks: Blocks whose tokens could not be divided into chunks since the last `take_counts`.
+        same_random: True if the ranks draw equal random numbers, as training with replicated activations requires.
+        num_chunks: Number of chunks in which blocks gather and scatter their tokens; 1: no chunks.
+        chunked_blocks: Number of blocks run in chunks since the last `take_counts`.
+        whole_blocks: Number of blocks since then whose tokens could not be divided into chunks.
         streams: Random streams for dropout with replicated activations; None: every rank draws its own numbers.
     """
 
@@ -326,12 +326,12 @@ class TpState:
     streams: RandomStreams | None = None
 
     def count_block(self, in_chunks: bool) -> None:
-        """Count a block that runs in chunks, or whole because its tokens cannot be divided."""
+        """Count a block in `chunked_blocks`, or in `whole_blocks` if its tokens cannot be divided."""
         self.chunked_blocks += in_chunks
         self.whole_blocks += not in_chunks
 
     def take_counts(self) -> dict[str, int]:
-        """Return the blocks run in chunks and whole since the last call, recomputation included."""
+        """Return `chunked_blocks` and `whole_blocks` by name and reset them; recomputed blocks count again."""
         counts = {"chunked_blocks": self.chunked_blocks, "whole_blocks": self.whole_blocks}
         self.chunked_blocks = self.whole_blocks = 0
         return counts if self.num_chunks > 1 else {}
@@ -343,7 +343,7 @@ class TpState:
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """Shape of the tokens of the running pass, or of each of its halves."""
+        """Number of sequences and their length (B, S) in the running pass, or in each of its halves."""
         return self.running.context.shape.batch
 
     @property
@@ -377,7 +377,7 @@ class TpState:
         return self.regather and not self.running.context.recomputed
 
     def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:
-        """Return the sharding of the residual stream of a batch."""
+        """Return the sharding of the residual stream of a batch of (B, S) tokens."""
         y = self.groups[Y].size() if Y in self.groups else 1
         return TokenGrid(
             batch, self.groups[X].size(), y, self.shard_hidden_over_y, self.shard_sequences_over_y
@@ -389,11 +389,11 @@ class TpState:
         return self.grid_of(self.running.context.shape.batch)
 
     def list_of(self, batch: tuple[int, ...]) -> TokenGrid:
-        """Return the sharding of a batch as one list of tokens, independent of the residual stream."""
+        """Return the sharding of (B, S) tokens as one list, even if the residual stream is sharded otherwise."""
         return TokenGrid(batch, self.degree, 1, False, False)
 
     def enter(self, full: Tensor) -> Tensor:
-        """Shard the stream [B, S, D] and return this rank's part; reduces the embedding's partial sums, if any."""
+        """Return this rank's part of the stream [B, S, D], after reducing the embedding's partial sums, if any."""
         context = self.running.context
         chunks = full.chunk(context.shape.parts)
         calls = [partial(self._enter, x, context.partial_embedding) for x in chunks]
@@ -437,7 +437,7 @@ class TpState:
         use: Callable[[Tensor], Any],
         scope: RegatherScope | None,
     ) -> Any:
-        """Return `use(gather(piece))`; with a scope, backward gathers again instead of saving the result."""
+        """Return `use(gather(piece))`; with a scope, backward gathers again instead of saving the gathered tensor."""
         running = self.running
         whole, saved, context = gather(piece), piece.detach(), running.context
 

@@ -1,8 +1,9 @@
 """Checksums of tensors that ranks read in parts, independent of the partition.
 
-The bytes of each row of a tensor are 64-bit words. The checksum is the sum of the words, each multiplied by one odd
-pseudo-random number per dim for its index, modulo 2^64. It is linear, so the checksums of parts add up. It costs one
-pass of multiplications over bytes that are still in the cache. It detects damage and mix-ups, not attacks.
+The bytes of each row of a tensor are 64-bit words. Each dim has an odd pseudo-random number for each index. The
+checksum is the sum over all words of the word times its numbers in all dims, modulo 2^64. It is linear, so the
+checksums of parts add up. It costs one pass of multiplications over bytes that are still in the cache. It detects
+damage and mix-ups, not attacks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class PartChecksum:
     """Checksum of the elements of a stored tensor within some ranges.
 
     Attributes:
-        box: The elements, in the tensor as stored.
+        box: Index ranges of the elements in the stored tensor, with its name.
         dtype: Dtype of the elements.
         shape: Shape of the full tensor.
         value: The checksum.
@@ -48,14 +49,17 @@ class PartChecksum:
     def of(
         cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()
     ) -> PartChecksum:
-        """Compute the checksum of a part; dims without a range are complete."""
+        """Return the checksum of `part`, the elements of a tensor within `ranges`; other dims are complete.
+
+        `name` and `shape` are those of the full tensor.
+        """
         box = Box(name, (*ranges, *((0, size) for size in shape[len(ranges) :])))
         dtype = str(part.dtype).removeprefix("torch.")
         return cls(box, dtype, tuple(shape), _checksum(part, list(box.offset)))
 
 
 def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Tensor]) -> str:
-    """Return one checksum of all tensors that the ranks have read in parts; equal for all layouts.
+    """Return one checksum of all tensors that the ranks have read in parts, the same for every layout.
 
     Args:
         parts: Parts read by all ranks, with repetitions for replicas.
@@ -79,7 +83,7 @@ def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Te
 
 
 def state_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return one checksum of full tensors in host memory, by name."""
+    """Return one checksum of full tensors in host memory, which are given by name."""
     parts = [PartChecksum.of(n, t, tuple(t.shape)) for n, t in tensors.items()]
     return joint_checksum(parts, lambda name: tensors[name])
 

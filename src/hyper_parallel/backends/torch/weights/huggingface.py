@@ -1,9 +1,9 @@
 """Map from the names in a Hugging Face directory to the parameters of a model.
 
 Checkpoints store one tensor per expert, while current models have one parameter for all experts of a layer.
-transformers publishes the mapping as data: renamings, and converters composed of a few operations. Here it becomes
-boxes: each stored tensor fills one box of one parameter, so a rank reads only its shard. Other conversions run the code
-of transformers on full stored tensors.
+transformers publishes the mapping as data: renamings, and converters composed of a few operations. Here renamings,
+stacking and concatenation become boxes: each stored tensor fills one box of one parameter, so a rank reads only its
+shard. Other conversions run the code of transformers on full stored tensors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Conversion:
     reference: nn.Module
 
     def run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Convert the stored tensors, returned by `read`, to parameters by name."""
+        """Return the parameters by name, converted from the stored tensors; `read` returns one by its stored name."""
         own = copy.deepcopy(self.converter)
         own.collected_tensors = {p: [read(k) for k in keys] for p, keys in self.keys.items()}
         converted = own.convert(self.name, model=self.reference, config=self.reference.config)
@@ -56,7 +56,7 @@ class Conversion:
 
 
 def model_of_part(model: nn.Module) -> nn.Module:
-    """Return the Hugging Face model to which a part on its own ranks belongs; other models are returned unchanged."""
+    """Return the complete Hugging Face model of a part, such as a tower on its own ranks; any other model unchanged."""
     complete: nn.Module = model.__dict__.get(COMPLETE, model)
     return complete
 
@@ -64,8 +64,8 @@ def model_of_part(model: nn.Module) -> nn.Module:
 def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
     """Return an unsharded copy of a Hugging Face model on the meta device, of its original class; None for others.
 
-    `fully_shard` replaces the class of a module, by which transformers identifies the model. Parameters that
-    transformers has untied because files have different values are untied in the copy.
+    transformers identifies a model by its class, which `fully_shard` replaces. Parameters that transformers has untied,
+    because the files have different values for them, are untied in the copy.
 
     Args:
         model: The model.
@@ -102,7 +102,7 @@ def untied_config(config: Any) -> Any:
 
 
 def tied_names(reference: nn.Module) -> dict[str, str]:
-    """Return the ties, target name to source name, that the class has when its config enables tied embeddings."""
+    """Return a dict from target name to source name of the parameters that the class ties if its config allows ties."""
     own = copy.deepcopy(reference.config)
     for part in (own, own.get_text_config()):
         part.tie_word_embeddings = True
@@ -112,7 +112,7 @@ def tied_names(reference: nn.Module) -> dict[str, str]:
 
 
 def published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of every parameter and buffer of a model that transformers loads with a dtype.
+    """Return the dtype of every parameter and buffer, by name, of a model that transformers loads with `dtype`.
 
     Some stay in float32, for example the router of deepseek_v3.
     """
@@ -146,7 +146,7 @@ class NameMap:
         parts: Stored tensors that fill each parameter.
         conversions: Conversions that need the code of transformers.
         unknown: Stored names that belong to no parameter.
-        gaps: Name, or name pattern, of the first missing stored tensor, by parameter.
+        gaps: Dict from parameter name to the name, or name pattern, of its first missing stored tensor.
     """
 
     parts: dict[str, list[StoredPart]]
@@ -158,9 +158,12 @@ class NameMap:
 def map_names(
     reference: nn.Module | None, wanted: set[str], stored: dict[str, tuple[int, ...]]
 ) -> NameMap:
-    """Return the map from stored tensors, by name and shape, to the parameters and buffers `wanted`.
+    """Return the map from stored tensors to the parameters and buffers in `wanted`.
 
-    `reference` is the result of `hf_reference_model`; None: names in the files are parameter names.
+    Args:
+        reference: Result of `hf_reference_model`; None: names in the files are parameter names.
+        wanted: Names of parameters and buffers.
+        stored: Shapes of the stored tensors by name.
     """
     full = {
         key: [StoredPart(key, tuple((0, n) for n in shape), stacked=False)]
@@ -196,7 +199,7 @@ def map_names(
         size = state[name].shape[0] if name in state and state[name].dim() else 0
         if gap := _gap(converter, by_source, size if _stacks(converter) else None):
             result.gaps[name] = gap
-        parts = _converted(converter, by_source, stored)
+        parts = _stacked_or_concatenated_parts(converter, by_source, stored)
         if parts is not None:
             result.parts[name] = parts
         else:
@@ -210,7 +213,7 @@ _Sources = dict[str, list[tuple[int | None, str]]]
 
 
 def _number_of(pattern: str, name: str) -> int | None:
-    """Return the expert number in a name; None for a pattern without a star."""
+    """Return the expert number in a stored name, at the star of its pattern; None for a pattern without a star."""
     if "*." not in pattern:
         return None
     with suppress(re.error):
@@ -227,11 +230,11 @@ def _stacks(converter: Any) -> bool:
 
 
 def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
-    """Return the first missing stored name of a parameter, or its pattern; None if none is missing.
+    """Return the first missing stored name of a parameter, or the pattern that no name matches; None without a gap.
 
     Args:
         converter: Converter of the parameter.
-        by_source: Stored names of the parameter.
+        by_source: Stored names of the parameter by pattern.
         size: Number of experts; None: detect only gaps between numbers.
     """
     for numbered in by_source.values():
@@ -246,10 +249,10 @@ def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
     return None
 
 
-def _converted(
+def _stacked_or_concatenated_parts(
     converter: Any, by_source: _Sources, stored: dict[str, tuple[int, ...]]
 ) -> list[StoredPart] | None:
-    """Return the parts of a parameter built by stacking or concatenation; None for other operations."""
+    """Return the stored parts of a parameter that a converter stacks or concatenates; None for other operations."""
     stack = _stacks(converter)
     operations = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     rest = operations[1:] if stack else operations
@@ -273,7 +276,7 @@ def _converted(
 
 
 def is_ignored(reference: nn.Module | None, key: str) -> bool:
-    """Return whether the model class declares that files may contain this tensor although the model ignores it."""
+    """Return whether the model class declares that it ignores a stored tensor."""
     patterns = getattr(reference, "_keys_to_ignore_on_load_unexpected", None) or []
     return any(re.search(p, key) for p in patterns)
 
@@ -285,7 +288,7 @@ def may_be_missing(reference: nn.Module | None, name: str) -> bool:
 
 
 def names_of_other_classes(reference: nn.Module, stored: dict[str, tuple[int, ...]]) -> set[str]:
-    """Return the names that belong to another transformers class of the same config, such as a pooler."""
+    """Return the stored names that belong to another transformers class of the same config, such as a pooler."""
     from transformers.models.auto import modeling_auto as auto
 
     tables = (

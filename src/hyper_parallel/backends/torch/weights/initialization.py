@@ -93,9 +93,9 @@ def allocate_and_fill_buffers(
     fresh: Collection[str] = (),
     seed: int = 0,
 ) -> None:
-    """Allocate the model and compute buffers that were on the meta device: files contain no rotary frequencies.
+    """Allocate a model before its weights are read; compute buffers from the meta device, which files do not contain.
 
-    The parameters `fresh` get the initial values of `seed`.
+    The parameters named in `fresh` get initial values derived from `seed`.
     """
     _initialise(model, seed, device, parameters=False, fresh=fresh)
 
@@ -109,7 +109,10 @@ def _initialise(
     parameters: bool,
     fresh: Collection[str] = (),
 ) -> None:
-    """Run the rules and set all or the `fresh` parameters, and buffers that were on the meta device."""
+    """Set initial values of buffers that were on the meta device, and of parameters.
+
+    `parameters`: set all parameters; otherwise only those named in `fresh`.
+    """
     before = named_tensors(model)
     # A tied parameter belongs to its first module; rules of later modules must not overwrite it.
     first: dict[int, str] = {}
@@ -136,7 +139,7 @@ def _initialise(
                 continue
             copy_full(after[name], value, name)
             unset.discard(name)
-    for name, value in _constructed(model, unset, seed).items():
+    for name, value in _constructor_values(model, unset, seed).items():
         copy_full(after[name], value, name)
         unset.discard(name)
     if unset:
@@ -150,10 +153,10 @@ def _initialise(
         )
 
 
-def _constructed(model: nn.Module, names: set[str], seed: int) -> dict[str, Tensor]:
+def _constructor_values(model: nn.Module, names: set[str], seed: int) -> dict[str, Tensor]:
     """Return values that the constructor of a Hugging Face model assigns, such as decay rates of a state-space layer.
 
-    Constructs a second model on the CPU; parameters of other names are moved to the meta device on registration.
+    A second model is constructed on the CPU. Its parameters with other names move to the meta device immediately.
     """
     cls, config = original_class(model), getattr(model, "config", None)
     if not names or not callable(getattr(cls, "_from_config", None)):
@@ -204,21 +207,21 @@ class _Rules:
             self._rule[name] = plain if callable(plain) else None
 
     def values(self, name: str) -> dict[str, Tensor]:
-        """Return full-size values of the tensors, own and of descendants, that the rule of module `name` sets.
+        """Return full-size values, by name, of the tensors that the rule of module `name` sets.
 
-        A module without tensors has none: they are on the ranks of another part of the model.
+        These are tensors of the module and of its descendants. The dict is empty if all of them are on other ranks.
         """
         if self._rule[name] is None or not named_tensors(self._model.get_submodule(name)):
             return {}
         values, touched = self._run(name, {n: self._unset(n) for n in self.own[name]})
         if touched:
-            # The rule changes tensors of descendants, for example scales an output projection: rerun on their values.
+            # The rule changes tensors of descendants, for example by scaling an output projection: run on their values.
             inputs = {n: self._unset(n) for n in self.own[name]}
             values, _ = self._run(name, inputs | {n: self._own_value(n) for n in touched})
         return values
 
     def _unset(self, name: str) -> Tensor:
-        """Return a full-size CPU tensor with NaN for elements that no rule sets; real buffers keep their values."""
+        """Return a full-size CPU tensor of NaN (zeros for integers) to run a rule on, or a real buffer's value."""
         module_name, _, key = name.rpartition(".")
         module = self._model.get_submodule(module_name)
         if key in module._buffers and not isinstance(module._buffers[key], DTensor):
@@ -236,11 +239,11 @@ class _Rules:
         """Run one rule on `tensors`, with all other tensors below the module on the meta device.
 
         Returns:
-            The tensors of `tensors` that the rule changed, and the names of other tensors that it changed.
+            The entries of `tensors` that the rule changed, and the names of other tensors that it changed.
         """
         rule = self._rule[name]
         assert rule is not None
-        with _swapped(self._model.get_submodule(name), name, tensors) as placed:
+        with _replace_tensors(self._model.get_submodule(name), name, tensors) as placed:
             versions = {n: t._version for n, (_, _, t) in placed.items()}
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(module_seed(self._seed, name))
@@ -256,10 +259,13 @@ class _Rules:
 
 
 @contextmanager
-def _swapped(
+def _replace_tensors(
     module: nn.Module, name: str, tensors: dict[str, Tensor]
 ) -> Iterator[dict[str, tuple[dict[str, Tensor], str, Tensor]]]:
-    """Replace the tensors below `module` by `tensors` and meta placeholders; restore them at the end."""
+    """Replace all tensors in `module` by `tensors`, others by meta tensors; restore them at the end of the context.
+
+    Yield a dict from name to (dict that contains the tensor, its key, replacement).
+    """
     saved = []
     placed = {}
     for sub_name, sub in module.named_modules(prefix=name):

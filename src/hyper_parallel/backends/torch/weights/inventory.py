@@ -1,4 +1,4 @@
-"""Inventory of pretrained weights: sources of a model's tensors, and the fate of each stored name.
+"""Inventory of pretrained weights: the stored source of each tensor of a model, and the use of each stored tensor.
 
 Loading, errors, exports and reports all derive from one inventory. Each stored name has exactly one `Fate`.
 """
@@ -79,7 +79,7 @@ class Inventory:
         fates: Fate of each stored name, and of names that only the index lists.
         sources: Source of each parameter or buffer of this rank; tied tensors have one entry.
         fresh: Parameters and buffers that no file contains and that get initial values.
-        untied: Names of parameters that the model ties and the files do not, with the name that each was tied to.
+        untied: Dict from each name that the model ties but the files do not, to the name that it was tied to.
         conversions: Conversions of transformers among the sources.
         shapes: Shape of each stored tensor.
     """
@@ -97,7 +97,9 @@ class Inventory:
 
 
 def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
-    """Return the inventory of a model and its files; reads headers, and values only if several tied names are stored.
+    """Return the inventory of a model and its files.
+
+    Headers are read, and values only if a parameter is stored under several names.
 
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; a part of a model on a pipeline rank.
@@ -110,7 +112,7 @@ def take_inventory(model: nn.Module, files: WeightFiles) -> Inventory:
 
 
 class _InventoryBuilder:
-    """Builder of an inventory."""
+    """Builder of the inventory of one model and its files."""
 
     def __init__(self, model: nn.Module, files: WeightFiles) -> None:
         self._model, self._files = model, files
@@ -122,7 +124,7 @@ class _InventoryBuilder:
     def build(self) -> Inventory:
         """Return the inventory; raise for missing, unknown or misshapen tensors."""
         reference, inventory = self._reference, self._inventory
-        # The files contain the full model; a pipeline rank has a part of it.
+        # Map all names of the full model, although a pipeline rank has only a part of it.
         wanted = {*self._targets} | ({*reference.state_dict()} if reference is not None else set())
         names = map_names(reference, wanted, inventory.shapes)
         inventory.conversions = names.conversions
@@ -137,7 +139,7 @@ class _InventoryBuilder:
         return inventory
 
     def _record_known(self, names: NameMap) -> None:
-        """Record the source of each parameter, and the fates of the names in it."""
+        """Record the source of each parameter in the name map, and the fates of the stored names in the source."""
         for name, parts in names.parts.items():
             first = self._files.tensors[parts[0].key]
             if len(parts) > 1 and all(
@@ -157,12 +159,12 @@ class _InventoryBuilder:
                 single = Fate.LOADED if part.key == name else Fate.RENAMED
                 self._inventory.fates[part.key] = Fate.MERGED if merged else single
         for conversion in names.conversions:
-            for name, shape in self._converted(conversion).items():
+            for name, shape in self._converted_shapes(conversion).items():
                 self._stored[name] = (conversion, name, shape)
             for keys in conversion.keys.values():
                 self._inventory.fates |= dict.fromkeys(keys, Fate.CONVERTED)
 
-    def _converted(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
+    def _converted_shapes(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parameters that a conversion produces.
 
         Raises:
@@ -210,7 +212,7 @@ class _InventoryBuilder:
             )
 
     def _choose_sources(self, names: NameMap) -> None:
-        """Choose the source of each tensor; a tied tensor may be stored under any of its names, on any stage."""
+        """Select the source of each tensor of this rank; a tied tensor may be stored under any of its names."""
         inventory, aliases = self._inventory, None
         for group in self._tied_groups():
             present = [name for name in group if name in self._stored]
@@ -251,7 +253,7 @@ class _InventoryBuilder:
             yield [*dict.fromkeys([*group, *elsewhere])]
 
     def _aliases_of_files(self) -> dict[str, list[str]]:
-        """Return names with equal values in the files: their config ties parameters that the model does not tie."""
+        """Return, for each parameter tied in the files' config but not in the model, the names tied to it."""
         config: Any = getattr(self._reference, "config", None)
         if config is None or getattr(config, "tie_word_embeddings", True):
             return {}
@@ -299,7 +301,10 @@ class _InventoryBuilder:
         )
 
     def _equal(self, first: str, second: str) -> bool:
-        """Return whether two names that the model ties have equal values in the dtype of the parameter."""
+        """Return whether the files have equal values for two tied names, compared in the dtype of the parameter.
+
+        Converted tensors count as different.
+        """
         keys = [_keys(self._stored[name]) for name in (first, second)]
         dtype = next(t.dtype for n, t in self._all_tensors().items() if n in (first, second))
         converted = any(isinstance(self._stored[n], tuple) for n in (first, second))
@@ -310,13 +315,16 @@ class _InventoryBuilder:
         return all(same_values(stored[a], stored[b], dtype) for a, b in pairs)
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the full model, if it has a reference model, updated with those of this rank."""
+        """Return this rank's tensors by name, and meta tensors for the rest of a Hugging Face model."""
         whole = {} if self._reference is None else self._reference.state_dict()
         return {**whole, **self._targets}
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that files store: parameters and persistent buffers by unwrapped name, without adapters."""
+    """Return the tensors of a model that files contain: parameters and persistent buffers, without adapters.
+
+    Their names are those without compile and recompute wrappers.
+    """
     skip = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -330,19 +338,19 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _keys(source: Source) -> list[str]:
-    """Return the stored names that fill a parameter."""
+    """Return the stored names in the source of a parameter."""
     if isinstance(source, list):
         return [part.key for part in source]
     return [key for keys in source[0].keys.values() for key in keys]
 
 
 def _is_recomputed(key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a stored tensor is a buffer that transformers computes."""
+    """Return whether a stored tensor is a buffer that models compute instead of loading it."""
     return any(re.search(pattern, key) and len(shape) in dims for pattern, dims in _RECOMPUTED)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: WeightFiles) -> None:
-    """Raise for sources that exceed the parameter or do not fill it."""
+    """Raise if the source of a parameter exceeds its shape or does not fill it."""
     if not isinstance(source, list):
         if source[2] != shape:
             raise WeightsUnreadable(

@@ -1,4 +1,4 @@
-"""Detection of modules that compute x W^T + b or x W + b, by their result on random values; they support adapters."""
+"""Detection of modules that compute x W^T + b or x W + b, by their results on random values, for adapters."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def is_linear_class(module: nn.Module) -> bool:
 
 
 def weight_order(module: nn.Module) -> str | None:
-    """Return the order of dims of a linear module's weight; None for a module that is not linear.
+    """Return the order of dims of a linear module's weight, `OUT_IN` or `IN_OUT`; None for other modules.
 
-    A class with its own forward is measured: random values replace its parameters, which may be on the meta device.
+    A module with a custom forward is run on random inputs and parameters; its own may be on the meta device.
     """
     if type(module).forward is nn.Linear.forward:
         return OUT_IN
@@ -55,7 +55,7 @@ def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     Only the smallest module of every class is measured. Modules whose forward does not run are excluded.
     """
     attention = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-    # `nn.MultiheadAttention` reads the weights of its modules and does not call them.
+    # `nn.MultiheadAttention` reads the weights of its submodules without calling them: adapters have no effect there.
     unused = {id(part) for m in attention for part in m.modules()}
     candidates = {
         name: module

@@ -41,19 +41,19 @@ _TENSOR_AXES: Final = ("tp_x", "tp_y")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Constants of an adapter: factor of the product, and dropout rate of the inputs."""
+    """Constants of a low-rank adapter: factor of its product, and dropout rate of its input."""
 
     scaling: float
     dropout: float
 
 
 def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
-    """Add an adapter with A [r, in] and B [out, r] to a linear module; its own parameters do not change.
+    """Add an adapter to a linear module; its own parameters do not change.
 
     Args:
         module: A module of `linear_maps`.
-        a: Factor A.
-        b: Factor B.
+        a: Factor A, [r, in].
+        b: Factor B, [out, r].
         adapter: Scaling and dropout.
     """
     module.register_parameter(LORA_A, nn.Parameter(a.detach()))
@@ -68,7 +68,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield name and module of all modules with an adapter."""
+    """Yield (name, module) of each module with an adapter."""
     for name, module in model.named_modules():
         if LORA_A in module._parameters:
             yield canonical_name(name), module
@@ -77,15 +77,15 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def delta(
     module: nn.Module, x: Tensor, a: Tensor, b: Tensor, part: tuple[int, int] = (0, 1)
 ) -> Tensor:
-    """Return the summand of an adapter to the result of its module.
+    """Return the output of an adapter, which is added to the output of its module.
 
     Args:
         module: A module with an adapter.
         x: Input of the module, or a slice of its features.
         a: Factor A, or its columns for these features.
         b: Factor B.
-        part: Index and number of equal feature slices, for ranks with common random numbers: every rank draws the
-            dropout mask of all features and uses its slice.
+        part: (index of the slice `x`, number of equal slices of the features), for ranks with equal random numbers.
+            Every rank draws the dropout mask of all features and uses its slice of it.
     """
     adapter: Adapter = module.__dict__["adapter"]
     index, count = part
@@ -113,7 +113,7 @@ def adapter_layouts(
     """
     result: dict[str, Layout] = {}
     shapes = (strategy.attention_shape, strategy.mlp_shape)
-    # A shared weight has the name of the first module.
+    # In `layouts`, a shared weight has the name of the first module.
     names = {id(p): canonical_name(n) for n, p in base_parameters(model)}
     for name, module in adapted_modules(model):
         if strategy.tp_y > 1 and "weight" in shapes:

@@ -53,7 +53,15 @@ HANDLE: Final = "_hyper_parallel"
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Report of one rank: tensors filled, bytes read, seconds, fate of each stored name, requested checksums."""
+    """Report of `load_pretrained` on one rank.
+
+    Attributes:
+        tensors: Number of filled tensors.
+        bytes_read: Bytes read from files.
+        seconds: Duration.
+        fates: Use of each stored name.
+        checksums: Checksums of the parts that were read, if requested.
+    """
 
     tensors: int
     bytes_read: int
@@ -158,7 +166,7 @@ def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
 
 
 def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
-    """Raise for parameters to untie that already have a layout.
+    """Raise if the files untie parameters of a model that passed through `parallelize`, whose layouts are fixed.
 
     Raises:
         WeightsUnreadable: HP703.
@@ -176,7 +184,7 @@ def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) ->
 
 
 def _untie(model: nn.Module, inventory: Inventory) -> None:
-    """Give parameters that the files untie their own storage, and update the config of the model."""
+    """Give own storage to parameters that the model ties but the files do not, and update the model's config."""
     tensors: dict[str, Tensor] = named_tensors(model)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     for name, first in inventory.untied.items():
@@ -197,7 +205,7 @@ def _untie(model: nn.Module, inventory: Inventory) -> None:
 
 
 def _read(files: WeightFiles, part: StoredPart, box: Box) -> Tensor:
-    """Return the elements of a box of the parameter from the stored tensor that has them."""
+    """Read the elements within `box`, index ranges of a parameter, from the stored part that contains them."""
     ranges = box.within(Box(box.name, part.ranges))
     if part.stacked:
         return files.read(part.key, ranges[1:]).unsqueeze(0)
@@ -212,7 +220,7 @@ CARRIED_FILE: Final = "carried_weights.json"
 
 @dataclass(frozen=True, slots=True)
 class CarriedWeights:
-    """Stored tensors that a model does not use.
+    """Stored tensors that a model does not use, and that its exports include unchanged.
 
     Attributes:
         directory: Directory of their files.
@@ -223,7 +231,7 @@ class CarriedWeights:
     names: tuple[str, ...]
 
     def to_json(self) -> str:
-        """Return the text of `CARRIED_FILE`."""
+        """Return the content of `CARRIED_FILE` as JSON."""
         return json.dumps(
             {"directory": str(self.directory.resolve()), "names": self.names}, indent=1
         )
@@ -243,7 +251,7 @@ class CarriedWeights:
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:
-    """Store the unused tensors of its files on a model."""
+    """Attach to a model the description of its files' unused tensors."""
     object.__setattr__(model, _ATTRIBUTE, carried)
 
 
@@ -263,7 +271,7 @@ def carried_weights(model: nn.Module) -> CarriedWeights | None:
 
 
 def carried_of(model: nn.Module, directory: Path) -> CarriedWeights | None:
-    """Return the tensors of a directory that a model does not use; None if the directory does not fit the model."""
+    """Return the stored tensors in `directory` that a model does not use; None if its files do not fit the model."""
     try:
         inventory = take_inventory(model, WeightFiles(directory))
     except WeightsUnreadable as error:

@@ -1,4 +1,4 @@
-"""Shard of a parameter on this rank: runs of indices, boxes, and copies into it.
+"""Shard of a parameter on this rank: its index ranges, as runs per dim or as boxes, and copies into it.
 
 `local_runs` converts the placements of a DTensor into runs of consecutive indices per dim. With them a rank slices its
 weights from a full tensor or reads them from a file without communication. A dim that tensor parallelism and FSDP both
@@ -21,7 +21,7 @@ _S = TypeVar("_S")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, without autograd; a plain tensor unchanged."""
+    """Return the local tensor of a DTensor, without autograd; return a plain tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -60,12 +60,12 @@ def local_runs(tensor: Tensor, name: str = "tensor") -> tuple[Runs, ...]:
 
 
 def local_boxes(tensor: Tensor, name: str) -> list[LocalBox]:
-    """Return the boxes of this rank's shard; raise like `local_runs`."""
+    """Return the boxes that this rank's shard consists of; errors as in `local_runs`."""
     return boxes(name, local_runs(tensor, name))
 
 
 def select(full: Tensor, runs: Sequence[Runs]) -> Tensor:
-    """Return the elements of a full tensor in the runs of each dim: a view where no dim has several runs."""
+    """Return the elements of a full tensor within the runs of each dim; a view if each dim has one run."""
     for dim, ranges in enumerate(runs):
         if ranges == ((0, full.shape[dim]),):
             continue
@@ -85,13 +85,13 @@ def copy_parts(
     sources: Iterable[tuple[_S, Box]],
     read: Callable[[_S, Box], Tensor],
 ) -> None:
-    """Copy the intersections of stored boxes of a tensor with this rank's shard; other sources are not read.
+    """Fill this rank's shard of a tensor from stored boxes; sources that do not overlap it are not read.
 
     Args:
         target: Local tensor.
         own: Boxes of the shard, see `local_boxes`.
-        sources: Sources and their boxes.
-        read: Function from a source and a box inside of its own to the elements.
+        sources: Pairs of a source, such as a file, and its box of the full tensor.
+        read: Function that returns the elements of a box that is inside of a source's box.
     """
     for source, to, box in transfers(sources, [(part, part.box) for part in own]):
         index = tuple(slice(start, stop) for start, stop in box.within(to.box))

@@ -1,4 +1,4 @@
-"""Partial reads of tensors in safetensors and PyTorch files: pretrained weights, pieces of checkpoints."""
+"""Partial reads of tensors in safetensors and PyTorch files, which contain pretrained weights or checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Tensor in a file, described by the header."""
+    """Tensor in a file, as described by the file's header."""
 
     file: Path
     shape: tuple[int, ...]
