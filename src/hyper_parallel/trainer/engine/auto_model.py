@@ -62,7 +62,7 @@ def model_from_config(
             error
         )
         raise ModelUnreadable(
-            f"transformers cannot build a {kind} from this `{family}` config",
+            f"transformers can build no {kind} from this `{family}` config",
             where=file.where,
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             hint="set `model.attn_implementation=eager`" if is_attention_error else None,

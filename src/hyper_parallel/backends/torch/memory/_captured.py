@@ -97,7 +97,7 @@ def storages_in(tree: Any) -> tuple[int, ...]:
 def refuse_layouts(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureUnsupported(
-            "a captured step supports only dense tensors, because others have no single storage",
+            "a captured step supports only dense strided tensors, because others have no single storage",
             got=f"layout {tensor.layout}, quantised {tensor.is_quantized}",
             hint="make the tensor dense with `.to_dense()` or `.dequantize()`",
         )
