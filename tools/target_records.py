@@ -211,11 +211,11 @@ RECORDS: Final[dict[str, Input]] = {
     "name in capitals": _of({"messages": [_U, _A]}, _ONE, name="A.JSONL"),
     "pt, name in capitals": _of({"text": "Zebra way"}, _TEXT, name="A.JSONL", stage="pt"),
     "pt, records in a text file": _refused({"text": "Zebra way"}, "first line is a JSON record", name="a.txt", stage="pt"),
-    "archive": Input((), {"a.zip": "PK"}, refused="format that is not read"),
+    "archive": Input((), {"a.zip": "PK"}, refused="format that is not supported"),
     "columns of a data frame": Input(
         (), {"a.json": json.dumps({"prompt": {"0": "Which way?"}, "completion": {"0": "To the left."}})},
-        refused="columns, not records"),
-    "columns not named": _refused(_UNCOMMON, "which of them holds"),
+        refused="columns instead of records"),
+    "columns not named": _refused(_UNCOMMON, "which key of a record contains"),
     "two answers": _refused({"question": "Which way?", "answer": "Left.", "solution": "Long."}, "`answer` and `solution`"),
     "text": _of({"text": "Zebra way"}, _TEXT, stage="pt"),
     "text file": Input((_TEXT,), {"a.txt": "Zebra way"}, stage="pt"),
@@ -261,7 +261,7 @@ RECORDS: Final[dict[str, Input]] = {
     "grpo, turns": _of({"prompt": [_S, _U], "solution": "left"}, Row((_S, _U), is_prompt=True), stage="grpo"),
     "dpo, a worse answer beside another form": _refused(
         {"query": "Which way?", "response": "To the left.", "rejected_response": "No idea."},
-        "worse answer under a name", stage="dpo"),
+        "worse answer under an unknown key", stage="dpo"),
     "pair, stage sft": _refused(_PAIR, "dpo|preference|chosen"),
 }  # fmt: skip
 """Inputs by name."""

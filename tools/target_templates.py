@@ -19,7 +19,7 @@ CALL_LOST: Final = "does not write a tool call"
 REASONING_LOST: Final = "drops the reasoning"
 WORDS_LOST: Final = "words of a turn do not appear"
 NO_MARKER: Final = "writes no marker after an answer"
-RAISES: Final = "refuses a conversation"
+RAISES: Final = "rejects a conversation"
 REWRITTEN: Final = "differently when more turns follow"
 
 

@@ -133,10 +133,10 @@ def check_replaceable(folder: Path, kinds: Collection[str], label: str) -> None:
         got = list(itertools.islice(foreign, _NAMED))
     if got:
         raise OutputNotWritable(
-            f"{label} holds files that it was not written with, and would be replaced",
+            f"{label} would be replaced, but contains files that were not written with it",
             where=str(folder),
             got=got,
-            allowed="an empty or missing directory, or one as it was written",
+            allowed="an empty or missing directory, or one that is unchanged since it was written",
             hint=_other_folder() if _is_entered(folder) else _move_away(folder),
         )
 
@@ -259,7 +259,7 @@ class Replacement:
                 or (unmarked and any(foreign_files(self.partial, ())))
             ):
                 raise OutputNotWritable(
-                    f"the hidden name under which {self._label} is written is in use",
+                    f"the temporary directory of {self._label} already exists and was not created by this command",
                     where=str(self.partial),
                     hint=_move_away(self.partial),
                 )
@@ -280,7 +280,7 @@ class Replacement:
             self._release()
             if remaining:
                 raise OutputNotWritable(
-                    "an unfinished directory holds files of somebody else",
+                    "the temporary directory of an unfinished output contains files from elsewhere",
                     where=str(self.partial),
                     got=sorted(remaining)[:_NAMED],
                     hint=_move_away(self.partial),

@@ -170,10 +170,10 @@ def _check_prompts(prompts: object) -> None:
     wrong = next((prompt for prompt in several if not isinstance(prompt, str)), None)
     if wrong is not None or prompts is None:
         raise BadValue(
-            f"a prompt is a text, not a value of type {type(wrong).__name__}",
+            f"a prompt must be a string, not a value of type {type(wrong).__name__}",
             where="hyper_parallel.generate",
             got=abbreviated(prompts),
-            allowed="a text, or a list of texts",
+            allowed="a string, or a list of strings",
             hint='hp.generate("runs/run", "Once")',
         )
 
@@ -212,10 +212,10 @@ def _check_path(value: object, where: str, label: str, hint: str) -> None:
     from hyper_parallel.errors import BadValue, abbreviated
 
     raise BadValue(
-        f"{label} is a path, not a value of type {type(value).__name__}",
+        f"{label} must be a path, not a value of type {type(value).__name__}",
         where=where,
         got=abbreviated(value),
-        allowed="a text or a path",
+        allowed="a string or a path",
         hint=hint,
     )
 
@@ -237,10 +237,10 @@ def _checked_overrides(overrides: Sequence[object]) -> list[str]:
         elif isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
             hint = f'hp.train("recipe.yaml", *{abbreviated(list(value))})'
         raise BadValue(
-            f"an override is a text, not a value of type {type(value).__name__}",
+            f"an override must be a string, not a value of type {type(value).__name__}",
             where="hyper_parallel.train",
             got=abbreviated(value),
-            allowed='texts such as "training.lr=1e-4", or values by key',
+            allowed='strings such as "training.lr=1e-4", or keyword arguments',
             hint=hint,
         )
     return [str(value) for value in overrides]
@@ -261,7 +261,7 @@ def _overrides_of(values: Mapping[str, Any]) -> list[str]:
             overrides.append(f"{name}={_as_yaml(value)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise BadValue(
-                f"no recipe can hold the value of `{name}`",
+                f"the value of `{name}` cannot be written in a recipe",
                 where=f"hyper_parallel.train: {name}",
                 got=f"{type(value).__name__}: {abbreviated(value)}",
                 allowed="texts, paths, numbers, booleans, None, and lists and mappings of these",

@@ -169,7 +169,7 @@ def on_a_full_device(knobs, folder):
     before = [t.cpu() for t in (*net.weights, *net.momenta)]
     assert plan.arena_bytes > sum(t.nbytes for t in (*net.weights, *net.momenta)) + 4096
     knobs.set_capacity(0, torch.emu.memory_allocated() + 4096, 0)
-    with pytest.raises(TierFull, match="arena of the plan does not fit"):
+    with pytest.raises(TierFull, match="too little free memory for the buffer"):
         PlannedDevice(step, plan, machine)
     knobs.set_capacity(0, 1 << 32, 0)
     for tensor, old in zip((*net.weights, *net.momenta), before, strict=True):

@@ -221,7 +221,7 @@ def test_nothing_to_predict_is_an_error(tmp_path):
         predict_file(source, tmp_path / "out.csv")
     assert "does not divide" in read(tmp_path / "out.csv")[0]["assumptions"]
     source.write_text("id,model\n1,a\n")
-    with pytest.raises(RunsUnreadable, match="lack columns"):
+    with pytest.raises(RunsUnreadable, match="lacks required columns"):
         predict_file(source, tmp_path / "out.csv")
 
 
@@ -272,7 +272,7 @@ def test_unknown_numbers_of_a_card_are_refused(tmp_path):
     with pytest.raises(CardUnreadable, match="HP313"):
         read_card(path)
     path.write_text("name: x\ndevice:\n  saturation: {value: 2, source: guess}\n")
-    with pytest.raises(CardUnreadable, match="lacks numbers"):
+    with pytest.raises(CardUnreadable, match="lacks required keys"):
         read_card(path)
 
 

@@ -50,7 +50,7 @@ def test_the_panel_is_narrow_says_predicted_and_ends_with_a_command():
     plan, _, command = panel.partition("\nnext:\n")
     assert "all numbers are predicted" in plan
     assert max(map(len, plan.splitlines())) <= 80
-    for label in ("layout", "prefill", "decode", "throughput", "memory", "then", "searched"):
+    for label in ("layout", "prefill", "decode", "throughput", "memory", "next best", "searched"):
         assert f"\n  {label} " in plan
     words = shlex.split(command.replace("\\\n", ""))
     assert words[:2] == ["hyper-parallel", "generate"]

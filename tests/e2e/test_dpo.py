@@ -79,10 +79,10 @@ def test_every_layout_learns_what_one_rank_does_and_a_resumed_run_keeps_its_refe
     with pytest.raises(CheckpointMismatch, match="reference log-probabilities are not those"):
         train(place, place / "four", EXPORT, "training.steps=5")
     reference.write_bytes(whole[:100])
-    with pytest.raises(CheckpointMismatch, match="no reference"):
+    with pytest.raises(CheckpointMismatch, match="lacks its reference"):
         train(place, place / "four", EXPORT, "training.steps=5")
     reference.unlink()
-    with pytest.raises(CheckpointMismatch, match="no reference"):
+    with pytest.raises(CheckpointMismatch, match="lacks its reference"):
         train(place, place / "four", EXPORT, "training.steps=5")
 
 
@@ -191,7 +191,7 @@ def test_what_does_not_go_together_is_refused_by_name(place):
             "trains on pairs of answers, but the source holds conversations",
         ),
         ("stage=sft", "the source holds pairs"),
-        ("training.microbatch=1", "in one microbatch"),
+        ("training.microbatch=1", "in the same microbatch"),
         ("training.tokens_per_step=192", "whole pairs"),
     ):
         with pytest.raises(Contradiction, match=match):

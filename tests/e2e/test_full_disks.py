@@ -84,7 +84,7 @@ def test_curves_on_a_full_disk_are_left_out_and_said(tmp_path):
 
 def test_a_damaged_file_of_trackers_is_refused(tmp_path):
     (tmp_path / "trackers.json").write_text('{"wandb": [1]}')
-    with pytest.raises(TrackerFailed, match="ids of the runs"):
+    with pytest.raises(TrackerFailed, match="run ids"):
         make_trackers(("tensorboard",), tmp_path, 3, {})
 
 

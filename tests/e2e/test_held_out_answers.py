@@ -113,7 +113,7 @@ def test_an_evaluation_leaves_no_trace_and_a_resumed_run_measures_the_same(place
     assert reference.exists() == (stage in ("dpo", "kto"))
     if reference.exists():
         reference.unlink()
-        with pytest.raises(CheckpointMismatch, match="no reference"):
+        with pytest.raises(CheckpointMismatch, match="lacks its reference"):
             run(place, stage, f"{stage}_resumed", "training.steps=3")
 
 

@@ -139,11 +139,19 @@ def test_what_does_not_go_together_is_refused_by_name(place, tmp_path):
     )
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 2)
     for error, change, match in (
-        (NoData, f"data.source={tmp_path / 'plain.jsonl'}", "does not say whether its answer"),
-        (NoData, f"data.source={tmp_path / 'word.jsonl'}", "does not say whether its answer"),
+        (
+            NoData,
+            f"data.source={tmp_path / 'plain.jsonl'}",
+            "has no label that says whether its answer",
+        ),
+        (
+            NoData,
+            f"data.source={tmp_path / 'word.jsonl'}",
+            "has no label that says whether its answer",
+        ),
         (NoData, f"data.source={tmp_path / 'alone.jsonl'}", "there is only one record"),
         (Contradiction, f"data.source={tmp_path / 'pairs.jsonl'}", "answers with labels, but the"),
-        (Contradiction, "training.microbatch=1", "in one microbatch"),
+        (Contradiction, "training.microbatch=1", "in the same microbatch"),
         (Contradiction, "dpo.beta=0.2", "no effect in another stage"),
     ):
         with pytest.raises(error, match=match):

@@ -63,7 +63,9 @@ def test_a_project_folder_is_no_run_directory(place, tmp_path, monkeypatch):
     before = listing(root)
     monkeypatch.chdir(root)
     for more in ((), ("checkpoint.resume=never",), ("--dry-run",)):
-        with pytest.raises(OutputNotWritable, match=r"HP105.*no marker of a run") as refused:
+        with pytest.raises(
+            OutputNotWritable, match=r"HP105.*not the directory of a run"
+        ) as refused:
             command("train", "recipe.yaml", "output_dir=.", "--no-calibrate", *FEW, *more)
         assert "hint: output_dir=run" in str(refused.value)
     assert listing(root) == before

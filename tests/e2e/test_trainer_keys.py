@@ -203,7 +203,7 @@ def test_float16_scales_the_loss_and_a_resumed_run_goes_on_with_its_scale(place:
         (Contradiction, ["training.optimizer=torch.optim.Rprop", "parallel.dp_shard=2"], "on sharded parameters"),
         (Contradiction, ["training.optimizer=torch.optim.Rprop", "parallel.dp_replicate=2"], "on replicated"),
         (Contradiction, ["training.optimizer=torch.optim.SparseAdam"], "dense"),
-        (Contradiction, ["training.optimizer=sgd", "offload.budget=1GiB"], "offload plans"),
+        (Contradiction, ["training.optimizer=sgd", "offload.budget=1GiB"], "offload supports"),
         (Contradiction, ["training.dtype=float16", "offload.budget=1GiB"], "training.dtype=bfloat16"),
         (Contradiction, ["training.profile={start: 4, steps: 2}"], "training.profile.start=3"),
     ],

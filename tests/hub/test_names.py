@@ -146,7 +146,7 @@ def test_refusals_name_the_cause(hub, tmp_path, monkeypatch, published):
     path = write_recipe(tmp_path, path="acme/tiny")
     for name, what, hint in (
         ("acme/none", "the hub has no model `acme/none`", "hf auth login"),
-        ("acme/secret", "given only to accounts", "hf auth login"),
+        ("acme/secret", "is gated", "hf auth login"),
         ("acme/tiny@dev", "has no revision `dev`", "model.path=acme/tiny"),
         ("acme/pickled", "no safetensors", "hf download acme/pickled --local-dir pickled"),
         ("tin.yaml", "neither a path", "check the path"),
@@ -163,7 +163,7 @@ def test_refusals_name_the_cause(hub, tmp_path, monkeypatch, published):
         assert what in caught.value.what, name
         assert hint in (caught.value.hint or ""), name
     trusted = load_recipe(path, ["model.trust_remote_code=true"])
-    with pytest.raises(HyperParallelError, match="code of a model is not downloaded"):
+    with pytest.raises(HyperParallelError, match="code of a hub model is not downloaded"):
         prepare_job(trusted, progress=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = len(hub.requests)

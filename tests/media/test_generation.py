@@ -130,10 +130,10 @@ def test_media_without_support_are_refused(place: Path) -> None:
     turns = _turns(place, "image")
     memory = DeviceMemory.parse("64MiB", None, None, "local")
     within = Generator(place / "model", device="cpu", memory=memory)
-    with pytest.raises(Contradiction, match="budget of device memory"):
+    with pytest.raises(Contradiction, match="--device-memory does not support"):
         within.generate(turns, GREEDY, chat=True)
     generator = Generator(place / "model", device="cpu")
-    with pytest.raises(BadValue, match="not continued as a batch"):
+    with pytest.raises(BadValue, match="cannot be batched"):
         generator.generate_batch([turns], GREEDY, chat=True)  # type: ignore[list-item]
     missing = _command(place / "model", "--prompt", "what", "--image", place / "no.png").exception
     assert isinstance(missing, NoData)

@@ -374,7 +374,7 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(error):
             submodel_strategies(model, layouts, 2, ranks)
-    with pytest.raises(UnsupportedSharding, match="has no tower"):
+    with pytest.raises(UnsupportedSharding, match="has no encoder"):
         submodel_strategies(Case().build(), {"vision": "", "language": ""}, 2)
 
 

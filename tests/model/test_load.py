@@ -67,7 +67,7 @@ def test_quantised_weights_are_noted(tmp_path):
     directory = model_dir(tmp_path, values, {"model.norm.weight_scale_inv": ("F32", (1,))})
     notes = " ".join(load_model(directory).notes)
     assert "quantised (fp8)" in notes
-    assert "unchecked" in notes
+    assert "not checked" in notes
 
 
 def test_a_dtype_object_of_a_live_config_is_read():

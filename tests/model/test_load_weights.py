@@ -177,7 +177,7 @@ def test_missing_shard_is_named_and_no_shard_is_a_note(tmp_path):
         load_model(directory)
     check(error, "HP703", "1 of 2 weight files", "fetch `model-00002-of-00002.safetensors` again")
     (directory / "model-00001-of-00002.safetensors").unlink()
-    assert "unchecked" in load_model(directory).notes[0]
+    assert "not checked" in load_model(directory).notes[0]
 
 
 @pytest.mark.parametrize("with_index", [True, False])

@@ -99,7 +99,7 @@ def test_unknown_pins_are_refused():
     [
         ({"forward_s": (0.1,) * 3}, "`vision` needs one cost per microbatch"),
         ({"speedup": {2: 2.0}}, "`vision` needs its speed on one device"),
-        ({"name": "language"}, "two sub-models have one name"),
+        ({"name": "language"}, "two sub-models have the same name"),
     ],
 )
 def test_incomplete_sub_models_are_refused(change, what):

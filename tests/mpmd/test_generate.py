@@ -134,7 +134,7 @@ def test_illegal_microbatches_name_the_nearest_legal_ones(name, p, m, near):
 def test_other_refusals():
     with pytest.raises(ScheduleError, match="unknown schedule `2f2b`"):
         make_schedule("2f2b", 2, 4)
-    with pytest.raises(ScheduleError, match="does not have 3 stages per rank"):
+    with pytest.raises(ScheduleError, match="does not support 3 stages per rank"):
         make_schedule("zbv", 2, 4, 3)
     with pytest.raises(ScheduleError, match="at least one rank"):
         make_schedule("1f1b", 0, 4)

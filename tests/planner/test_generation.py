@@ -262,13 +262,13 @@ def test_stages_are_cut_by_bytes():
 @pytest.mark.parametrize(
     ("error", "match", "more"),
     [
-        (UnsupportedSharding, "no cp", {"strategy": "cp=2"}),
+        (UnsupportedSharding, "does not support cp", {"strategy": "cp=2"}),
         (UnsupportedSharding, "tp_y", {"strategy": "tp_x=2 tp_y=2"}),
         (UnsupportedSharding, "virtual_stages", {"strategy": "pp=2 virtual_stages=2 schedule=interleaved"}),
         (DegreesMismatch, "HP301", {"strategy": "tp=2", "num_devices": 4}),
         (HyperParallelError, "HP203", {"strategy": "tp=3"}),
         (HyperParallelError, "HP203", {"strategy": "dp_shard=3 ep=3"}),
-        (BadValue, "no such objective", {"objective": "step-time"}),
+        (BadValue, "unknown objective", {"objective": "step-time"}),
         (BadValue, "format", {"workload": GenerateWorkload(dtype="float8_e4m3fn")}),
         (BadValue, "context", {"workload": GenerateWorkload(prompt_len=4000)}),
         (NoLegalStrategy, "more data shares than prompts", {"num_devices": 7, "workload": GenerateWorkload(1)}),

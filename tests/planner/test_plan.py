@@ -23,7 +23,7 @@ from hyper_parallel.errors import (
 from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import load_model
 from hyper_parallel.planner import plan, recheck
-from hyper_parallel.topology import Quantity, load_topology
+from hyper_parallel.topology import Quantity, load_topology, preset_names
 from tests.cost.machines import machine, small_model
 from tests.slow import slow_cells
 
@@ -142,7 +142,8 @@ def test_nothing_fits_names_devices_that_do():
 def test_model_too_large_for_this_machine_names_the_option_for_another():
     with pytest.raises(DoesNotFit) as caught:
         plan("megatron-310b", "local", num_devices=2)
-    assert caught.value.hint == "a smaller model, or --topology TOPOLOGY"
+    assert caught.value.hint.startswith("a smaller model, or --topology dgx-h100 (machines: ")
+    assert all(name in caught.value.hint for name in preset_names())
 
 
 def test_given_strategy_that_does_not_fit_says_so():

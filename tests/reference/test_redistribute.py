@@ -182,7 +182,7 @@ def test_axes_of_degree_one_cost_nothing():
     ("src", "dst", "shape", "says"),
     [
         (Layout(((),)), Layout(((),), partial=("a",)), (4,), "partial sums"),
-        (Layout(((),)), Layout(((),), memory="dram"), (4,), "between memories"),
+        (Layout(((),)), Layout(((),), memory="dram"), (4,), "between memory kinds"),
         (Layout(((),)), Layout((("z",),)), (4,), "does not have"),
         (Layout(((),)), Layout(((),)), (4, 4), "number of dims"),
     ],

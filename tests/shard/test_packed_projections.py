@@ -39,7 +39,7 @@ def test_parts_of_one_size_are_cut_apart_and_fsdp_takes_the_columns():
     ("params", "kv_heads", "exchanged", "reason"),
     [
         (phi3(4), 4, "self_attn.qkv_proj", "its parts have different sizes"),
-        (phi3(embed=65), 8, "mlp.gate_up_proj", "its 65 columns do not divide by the 2 ranks"),
+        (phi3(embed=65), 8, "mlp.gate_up_proj", "its 65 columns are not divisible by the 2 ranks"),
         (phi3(bias=True), 8, "mlp.gate_up_proj", "it has a bias"),
     ],
 )
@@ -66,5 +66,5 @@ def test_packed_projections_need_heads_and_widths_that_divide():
 
 def test_a_weight_that_does_not_stack_what_its_style_says():
     error = refused(RuleError, Strategy(tp_x=2), PHI3, phi3(4), num_kv_heads=2)
-    assert error.what == f"style `qkv` does not describe `{AT}.self_attn.qkv_proj`"
+    assert error.what == f"the rows of `{AT}.self_attn.qkv_proj` do not match style `qkv`"
     assert (error.got, error.allowed) == ("128 rows", "64 + 16 + 16 rows")

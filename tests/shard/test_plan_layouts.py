@@ -298,7 +298,7 @@ def test_a_parameter_between_split_projections_needs_a_rule():
 def test_a_splitting_style_needs_a_matrix():
     rules = (Rule("conv", "colwise"),)
     error = refused(UnsupportedSharding, Strategy(tp_x=2), rules, [("conv.weight", (8, 1, 4), ())])
-    assert error.what == "style `colwise` needs a matrix or a vector, `conv.weight` is neither"
+    assert error.what == "style `colwise` needs a matrix or a vector, but `conv.weight` is neither"
 
 
 def test_context_ranks_cut_parameters_as_fsdp_ranks_do():

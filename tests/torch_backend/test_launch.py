@@ -119,7 +119,12 @@ def _beat(note: str) -> Heartbeat:
     [
         (["waits for a", "waits for a", "waits for a"], "SRT", (2,), "rank 6 is stopped"),
         (["waits for a", "", "waits for a"], "SRS", (1,), "rank 5 does not move since 8 s"),
-        (["", "waits for a", "waits for a"], "SXS", (1,), "rank 5 has ended without a word"),
+        (
+            ["", "waits for a", "waits for a"],
+            "SXS",
+            (1,),
+            "rank 5 has ended without an error message",
+        ),
         (["waits for a", "waits for b", "waits for a"], "SSS", (), "all ranks wait"),
     ],
 )

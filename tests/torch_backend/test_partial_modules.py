@@ -327,7 +327,7 @@ class _FirstStageForCausalLM(Qwen2ForCausalLM):
 @pytest.mark.parametrize(
     ("name", "error", "match"),
     [
-        ("repeats", NoLoss, "HP514[\\s\\S]*other positions than those of its tokens"),
+        ("repeats", NoLoss, "HP514[\\s\\S]*do not match the input tokens"),
         ("masked", UnsupportedSharding, "HP205[\\s\\S]*code after its layers"),
     ],
 )

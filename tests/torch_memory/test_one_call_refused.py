@@ -111,8 +111,8 @@ def test_what_python_counts_is_refused_with_what_to_write(kind, hint) -> None:
     ("decide", "said"),
     [
         (lambda rows: rows[rows[:, 0] > 0], "another size"),
-        (lambda rows: rows[: int((rows[:, 0] > 0).sum())], "read a value"),
-        (lambda rows: rows[: sum((rows[:, 0] > 0).tolist())], "read a value"),
+        (lambda rows: rows[: int((rows[:, 0] > 0).sum())], "a value that Python read"),
+        (lambda rows: rows[: sum((rows[:, 0] > 0).tolist())], "a value that Python read"),
     ],
 )
 def test_what_the_batch_decides_otherwise_is_refused_while_the_state_is_there(decide, said) -> None:
@@ -166,4 +166,4 @@ def test_gradients_of_several_calls_are_refused_with_what_to_write(counted) -> N
         planned(torch.ones(16, 32))
         with pytest.raises(CaptureUnsupported) as caught:
             planned(torch.ones(16, 32))
-    assert "all micro-batches of an update into one step" in caught.value.hint
+    assert "all microbatches of an update in one step" in caught.value.hint

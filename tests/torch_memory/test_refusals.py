@@ -99,7 +99,7 @@ def test_input_names_and_shapes_are_checked():
             device.step({"y": torch.ones(4)})
         with pytest.raises(StepChanged):
             device.step({"x": torch.ones(5)})
-    with pytest.raises(CaptureUnsupported, match="`scale` is no tensor"):
+    with pytest.raises(CaptureUnsupported, match="`scale` is not a tensor"):
         captured_step(lambda x, scale: x * scale, {"x": torch.ones(4), "scale": 2.0})
 
 

@@ -144,10 +144,10 @@ REFUSED = {  # what is between the layers, its state, the error, and words of it
         buffer_in_place, {"square": torch.randn(16, 16)}, CaptureUnsupported, "the strides of `square` in place",
     ),
     "branch on tolist": (
-        lambda net, h: h * sum(h.detach()[0].tolist()), {}, StepChanged, "read a value",
+        lambda net, h: h * sum(h.detach()[0].tolist()), {}, StepChanged, "a value that Python read",
     ),
     "branch on numpy": (
-        lambda net, h: h * float(np.abs(h.detach().numpy()).max()), {}, StepChanged, "read a value",
+        lambda net, h: h * float(np.abs(h.detach().numpy()).max()), {}, StepChanged, "a value that Python read",
     ),
     "counter": (counted, {"steps": {"done": 0}}, CaptureUnsupported, "changes `steps` of Net"),
     "counter elsewhere": (counted_elsewhere, {}, StepChanged, "results differ from the eager step's"),

@@ -173,7 +173,7 @@ def test_a_service_that_is_down_does_not_end_the_run(tmp_path, caplog):
     log.step(_record(1))
     log.step(_record(2))
     log.close()
-    assert caplog.text.count("broken gets no more curves: no route to host") == 1
+    assert caplog.text.count("broken receives no more metrics: no route to host") == 1
     assert _steps(tmp_path / "metrics.jsonl") == [1, 2]
 
 

@@ -273,7 +273,7 @@ def test_numbers_of_schedulers_and_other_kinds_of_optimizers(tmp_path):
         checkpointer(tmp_path).load(other, torch.optim.Adagrad(other.parameters()))
     with pytest.raises(CheckpointMismatch, match=r"`optimizer\.1\.weight`"):
         checkpointer(tmp_path).load(other, torch.optim.SGD(other[0].parameters()))
-    with pytest.raises(BadValue, match="model does not hold"):
+    with pytest.raises(BadValue, match="does not belong to the model"):
         checkpointer(tmp_path).save(2, model, torch.optim.SGD(small()[0].parameters()), {})
 
 
@@ -303,7 +303,7 @@ def test_inspect_says_what_is_there(tmp_path):
     }  # fmt: skip
     assert "optimizer.state.0.weight.momentum_buffer" in tensors
     text = run("inspect", tmp_path).stdout
-    assert "model.1.running_mean  5  float32  cut 1\n" in text
+    assert "model.1.running_mean  5  float32  shards 1\n" in text
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000003")
     save(tmp_path / "checkpoints", 4)
     (tmp_path / "checkpoints" / "step_00000004" / "index.json").unlink()

@@ -81,7 +81,7 @@ def test_a_template_without_stable_beginnings_is_refused(tokenizer):
 
 def test_a_template_that_refuses_a_conversation_names_the_record(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(BadValue, match="refuses a conversation") as caught:
+    with pytest.raises(BadValue, match="rejects a conversation") as caught:
         encode_conversation(tokenizer, Conversation(tuple(MESSAGES)), "chat.jsonl:7")
     assert caught.value.where == "chat.jsonl:7"
     assert "roles must alternate" in caught.value.got

@@ -365,7 +365,7 @@ REFUSED = [
     (HERMES.replace("arguments | tojson", "arguments.place"), CALLS, "an argument of a tool", 2),
     (HERMES.removeprefix(LISTED), CALLS, "does not write the tools", 0),
     (loop("<|assistant|>{{ m.content }}<|end|>", ONE_OF_USER), SYSTEM, "words of a turn", 1),
-    (loop("<|assistant|>{{ m.content }}<|end|>", NO_SYSTEM), SYSTEM, "refuses a conversation", 0),
+    (loop("<|assistant|>{{ m.content }}<|end|>", NO_SYSTEM), SYSTEM, "rejects a conversation", 0),
     (CHATML, replace(PAIR, template_values={"enable_thinking": False}), "`enable_thinking`", 0),
     (CHATML, replace(PAIR, template_values={"messages": []}), "cannot set the variable `messages`", 0),
     (loop("A: {{ m.content }}\n", "U: {{ m.content }}\n", "A: "), PAIR, "no marker", 2),
@@ -387,7 +387,7 @@ REFUSED = [
     (
         loop("<|assistant|>{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}<|end|>"),
         PAIR,
-        "leave out words",
+        "omit words",
         2,
     ),
 ]  # fmt: skip

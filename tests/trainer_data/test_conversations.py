@@ -105,10 +105,10 @@ def test_turns_that_are_no_list_are_named(value):
 @pytest.mark.parametrize(
     ("record", "match"),
     [
-        ({"chosen": "x", "rejected": "y"}, "a text needs a prompt under its own key"),
-        ({"prompt": "q", "chosen": turns("u:p a:x"), "rejected": turns("u:p a:y")}, "not the prompt"),
-        ({"prompt": "q", "chosen": turns("a:x"), "rejected": turns("u:p a:y")}, "not the prompt"),
-        ({"instruction": "q", "chosen": turns("u:p a:x"), "rejected": turns("u:p a:y")}, "not the prompt"),
+        ({"chosen": "x", "rejected": "y"}, "a string needs a prompt under its own key"),
+        ({"prompt": "q", "chosen": turns("u:p a:x"), "rejected": turns("u:p a:y")}, "differs from the prompt"),
+        ({"prompt": "q", "chosen": turns("a:x"), "rejected": turns("u:p a:y")}, "differs from the prompt"),
+        ({"instruction": "q", "chosen": turns("u:p a:x"), "rejected": turns("u:p a:y")}, "differs from the prompt"),
     ],
 )  # fmt: skip
 def test_a_pair_whose_prompt_cannot_be_told_is_refused(record, match):

@@ -128,7 +128,7 @@ REFUSED = {
     "key of a call": ({"messages": [U, {**A, "tool_calls": [{**CALL, "mood": 1}]}]}, "call", "data.ignore_keys=[mood]"),
     "images": ({"messages": [U, A], "images": ["x.png"]}, "`images`.*not supported", "data.ignore_keys=[images]"),
     "part of a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, A]}, "`image_url`", None),
-    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "differs from the turns",
+    "two conversations": ({"messages": [U, A], "conversations": [GPT]}, "contradicts the turns",
                           "data.ignore_keys=[messages]"),
     "two systems": ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "t"}, "`system`.*differs",
                     "data.ignore_keys=[system]"),
@@ -144,22 +144,22 @@ REFUSED = {
     "arguments that are no JSON": ({"messages": [U, {**A, "tool_calls": [{"name": "f", "arguments": "{x"}]}]},
                                    "`arguments`.*not JSON", None),
     "a label": ({"prompt": "q", "completion": "r", "label": False}, "only by stage kto", "data.ignore_keys=[label]"),
-    "a list of another name": ({"dialog": [U, A]}, "which of them holds", "data.columns.messages=dialog"),
-    "two texts": ({"frage": "q", "antwort": "r"}, "which of them holds",
+    "a list of another name": ({"dialog": [U, A]}, "which key of a record", "data.columns.messages=dialog"),
+    "two texts": ({"frage": "q", "antwort": "r"}, "which key of a record",
                   "data.columns.prompt=frage data.columns.completion=antwort"),
-    "texts by name": ({"kind": "x", "input": "q", "target": "r"}, "which of them holds",
+    "texts by name": ({"kind": "x", "input": "q", "target": "r"}, "which key of a record",
                       "data.columns.completion=target"),
-    "texts between others": ({"title": "x", "question_text": "q", "answer_text": "r"}, "which of them holds",
+    "texts between others": ({"title": "x", "question_text": "q", "answer_text": "r"}, "which key of a record",
                              "data.columns.prompt=question_text data.columns.completion=answer_text"),
-    "several answers by name": ({"problem": "q", "their_solution": "r", "true_solution": "s"}, "which of them holds",
+    "several answers by name": ({"problem": "q", "their_solution": "r", "true_solution": "s"}, "which key of a record",
                                 None),
-    "a system key in capitals": ({"System": "s", "User": "q", "Assistant": "r"}, "which of them holds",
+    "a system key in capitals": ({"System": "s", "User": "q", "Assistant": "r"}, "which key of a record",
                                  "data.columns.prompt=User data.columns.completion=Assistant "
                                  "data.columns.system=System"),
-    "no question beside a system key": ({"system": "s", "chat": "USER: q ASSISTANT: r"}, "which of them holds", None),
-    "a column with a space": ({"prompt": "q", " completion": "r"}, "which of them holds",
+    "no question beside a system key": ({"system": "s", "chat": "USER: q ASSISTANT: r"}, "which key of a record", None),
+    "a column with a space": ({"prompt": "q", " completion": "r"}, "which key of a record",
                               "'data.columns.completion=\" completion\"'"),
-    "a column of digits": ({"1": "q", "2": "r"}, "which of them holds",
+    "a column of digits": ({"1": "q", "2": "r"}, "which key of a record",
                            "'data.columns.prompt=\"1\"' 'data.columns.completion=\"2\"'"),
     "turns without a role": ({"messages": [{"speaker": "human", "text": "q"}, {"speaker": "gpt", "text": "r"}]},
                              "turn has no role", "data.columns.role=speaker data.columns.content=text"),
@@ -182,11 +182,11 @@ def test_a_record_that_says_more_than_is_read_is_refused_with_its_place(tmp_path
 
 REFUSED_PAIRS = {
     "a worse answer beside another form": (
-        {"query": "q", "response": "r", "rejected_response": "n"}, "worse answer under a name",
+        {"query": "q", "response": "r", "rejected_response": "n"}, "worse answer under an unknown key",
         "data.columns.chosen=response data.columns.rejected=rejected_response"),
-    "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which of them", None),
+    "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which key of a record", None),
     "a number that says which is better": (
-        {"prompt": "q", "first": "r", "second": "n", "better_response_id": 1}, "which of them", None),
+        {"prompt": "q", "first": "r", "second": "n", "better_response_id": 1}, "which key of a record", None),
 }  # fmt: skip
 
 
@@ -264,7 +264,11 @@ def test_a_column_that_no_record_has_is_named(tmp_path):
         ({"messages": [{"role": "user", "from": "alice", "content": "q"}, A]}, "sft", "role"),
         ({"role": "user", "content": "q"}, "sft", "single turn"),
         ({"from": "human", "value": "q"}, "sft", "single turn"),
-        ({"chosen": [U, A], "rejected": [{"role": "user", "content": "z"}, A]}, "dpo", "in common"),
+        (
+            {"chosen": [U, A], "rejected": [{"role": "user", "content": "z"}, A]},
+            "dpo",
+            "do not share a prompt",
+        ),
     ],
 )
 def test_what_would_be_lost_is_refused(tmp_path, record, stage, says):
@@ -282,11 +286,11 @@ def test_what_would_be_lost_is_refused(tmp_path, record, stage, says):
         ),
         (
             '{"system": "s", "data": [{"prompt": "q", "completion": "r"}]}',
-            "keys that are not part of any record",
+            "list of records has unknown keys",
         ),
         (
             '{"data": [{"prompt": "q", "completion": "r"}], "weight": 0}',
-            "keys that are not part of any record",
+            "list of records has unknown keys",
         ),
         ('{\n"messages": [\n{"role": "user", "content": "q"}\n]\n}', "single turn"),
     ],

@@ -106,7 +106,7 @@ def test_files_that_describe_the_records_beside_them_are_not_read(tmp_path, name
     (tmp_path / name).write_text("{}")
     source = resolve(Data(source=str(tmp_path)), "pt")
     assert [d.text for d in source.documents()] == TEXTS
-    assert source.counts.notes == [f"1 files that describe the data are not read ({name})"]
+    assert source.counts.notes == [f"1 files that describe the data are skipped ({name})"]
 
 
 @pytest.mark.unit

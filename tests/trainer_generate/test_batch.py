@@ -171,7 +171,7 @@ def test_rotary_frequencies_that_follow_the_longest_text_are_refused_beyond_thei
         **factors,
     }
     assert isinstance(passes_of(model, 2, 32), SlotPasses)
-    with pytest.raises(BadValue, match="longest text of their batch"):
+    with pytest.raises(BadValue, match="longest sequence of the batch"):
         passes_of(model, 2, 33)
 
 

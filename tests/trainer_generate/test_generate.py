@@ -261,9 +261,9 @@ def test_weights_that_lack_a_parameter_are_refused(run_dir, tmp_path):
 def test_a_device_or_format_that_is_not_there_is_refused(run_dir):
     with pytest.raises(DeviceUnavailable, match="HP502"):
         Generator(run_dir, device="xpu")
-    with pytest.raises(BadValue, match="name of a device"):
+    with pytest.raises(BadValue, match="unknown device"):
         Generator(run_dir, device="gpuu")
-    with pytest.raises(BadValue, match="format of weights"):
+    with pytest.raises(BadValue, match="number format for weights"):
         Generator(run_dir, dtype="int3")
 
 

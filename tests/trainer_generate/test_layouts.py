@@ -105,7 +105,7 @@ def test_the_command_starts_ranks_and_writes_what_one_rank_does(run_dir, prompts
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("cp=2", "generation has no cp"),
+        ("cp=2", "generation does not support cp"),
         ("tp=3", "HP203"),
         ("pp=4", "layers"),
         ("dq=2", "HP101"),
@@ -126,5 +126,5 @@ def test_an_adapter_is_not_laid_out(tmp_path, prompts, run_dir):
     for file in (run_dir / "export").glob("tokenizer*"):
         (adapter / file.name).write_bytes(file.read_bytes())
     (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(UnsupportedSharding, match="merged into its model on one rank"):
+    with pytest.raises(UnsupportedSharding, match="merged into their model on one rank"):
         generated(adapter, prompts, "--parallel", "tp=2")

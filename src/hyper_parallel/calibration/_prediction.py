@@ -6,7 +6,7 @@ import csv
 import fnmatch
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -226,20 +226,29 @@ def predict_file(
     terms = sorted(name for name in names if name.startswith("term: "))
     first = [name for name in _FIRST if name in names]
     header = dict.fromkeys([*columns, "id", *MEASURED, *first, *terms, "assumptions"])
-    try:
-        table = StringIO(newline="")
-        writer = csv.DictWriter(table, header, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(Path(output), table.getvalue())
-    except OSError as error:
-        raise OutputNotWritable(
-            "the predictions cannot be written", where="--output", got=f"{output}: {error.strerror}"
-        ) from error
+    _write_table(Path(output), [*header], rows)
     if failures == len(rows):
         raise RunsUnreadable(
             "no row of the runs can be predicted",
             where=str(source),
             got=rows[0]["assumptions"] if rows else "no rows",
+            hint="complete a row as its reason says",
         )
     return len(rows) - failures, len(rows)
+
+
+def _write_table(path: Path, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
+    """Write rows as CSV, or raise HP105."""
+    try:
+        table = StringIO(newline="")
+        writer = csv.DictWriter(table, header, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_text(path, table.getvalue())
+    except OSError as error:
+        raise OutputNotWritable(
+            "the predictions cannot be written",
+            where="--output",
+            got=f"{path}: {error.strerror}",
+            hint="-o predicted.csv",
+        ) from error

@@ -173,14 +173,24 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
         reader.fieldnames = columns
         rows = [{k: str(v).strip() for k, v in row.items() if k} for row in reader]
     except (OSError, ValueError, csv.Error) as error:
-        raise RunsUnreadable("the runs cannot be read", where=str(path), got=str(error)) from error
+        raise RunsUnreadable(
+            "the CSV file of runs cannot be read",
+            where=str(path),
+            got=str(error),
+            hint="check the path, and that the file is CSV in UTF-8",
+        ) from error
     twice = [name for name, count in Counter(columns).items() if name and count > 1]
     if twice:
-        raise RunsUnreadable("the runs have a column twice", where=str(path), got=", ".join(twice))
+        raise RunsUnreadable(
+            "the CSV file of runs has a column twice",
+            where=str(path),
+            got=", ".join(twice),
+            hint="rename or remove one of the two columns",
+        )
     shape = () if "model" in columns else SHAPE
     if missing := [name for name in (*shape, *REQUIRED) if name not in columns]:
         raise RunsUnreadable(
-            "the runs lack columns", where=str(path), got=f"without {', '.join(missing)}",
+            "the CSV file of runs lacks required columns", where=str(path), got=f"without {', '.join(missing)}",
             allowed=", ".join((*SHAPE, *REQUIRED)),
         )  # fmt: skip
     return [name for name in columns if name], rows

@@ -38,7 +38,7 @@ def calibrate(
     ] = None,
     steps: Annotated[int, typer.Option(min=4, help="Steps of --check.")] = 12,
 ) -> None:
-    """Fit device and stack cards to runs in a CSV, or to micro-benchmarks of this machine.
+    """Fit the cost model (device and stack cards) to runs in a CSV, or to micro-benchmarks of this machine.
 
     Without --runs this machine is measured in about a minute: matmul, attention, element-wise operators, collectives
     and a small training step. `plan` and `train` on the topology `local` then use the card.

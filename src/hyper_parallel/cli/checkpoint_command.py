@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +70,11 @@ def inspect(
         manifest, index = files.check(path, contents=False, check_extra=_extra_check(directory))
         extra = read_extra(path)
     except Damaged as error:
-        raise CheckpointCorrupt("the checkpoint is damaged", where=str(error)) from None
+        raise CheckpointCorrupt(
+            "the checkpoint is damaged",
+            where=str(error),
+            hint="hyper-parallel checkpoint list RUN_DIR, then choose an intact one with --step",
+        ) from None
     tensors = [
         {
             "name": name,
@@ -92,11 +97,20 @@ def inspect(
     if as_json:
         say(json.dumps(facts | {"tensors": tensors}, indent=1))
         return
-    for key, value in facts.items():
-        say(f"{key}: {value if isinstance(value, int) else json.dumps(value)}")
+    for line in _fact_lines("", facts):
+        say(line)
     for entry in tensors:
         shape, cut = ("x".join(map(str, entry[key])) or "number" for key in ("shape", "cut"))
-        say(f"{entry['name']}  {shape}  {entry['dtype']}  cut {cut}")
+        say(f"{entry['name']}  {shape}  {entry['dtype']}  shards {cut}")
+
+
+def _fact_lines(prefix: str, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line `a.b: value` per value of nested mappings."""
+    for key, value in facts.items():
+        if isinstance(value, dict) and value:
+            yield from _fact_lines(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}: {json.dumps(value)}"
 
 
 @app.command("import")
@@ -170,7 +184,12 @@ def export(
 
         check_plain(target)
     if adapters is None and merge:
-        raise BadValue("the run has no adapters to merge", where="--merge", got=str(run_dir))
+        raise BadValue(
+            "the run has no adapters to merge",
+            where="--merge",
+            got=str(run_dir),
+            hint="leave out --merge",
+        )
     lora, weights = adapters or (None, None)
     source = model or weights or _recipe_model(directory.parent)
     tokenizer = tokenizer or _run_tokenizer(directory.parent)

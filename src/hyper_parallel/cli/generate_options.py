@@ -78,7 +78,12 @@ Dram = Annotated[
 FlashDir = Annotated[
     Path | None, typer.Option(help="With --device-memory: folder for data that exceeds DRAM.")
 ]
-Topology = Annotated[str, typer.Option(help="With --device-memory: machine to plan for.")]
+Topology = Annotated[
+    str,
+    typer.Option(
+        help="With --device-memory: preset name, YAML file, or local: machine to plan for."
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code in the model directory.")
 ]

@@ -111,7 +111,11 @@ def _needed(folder: Path, name: str) -> dict[Path, str]:
                 hint=f"mv {target} {target}.mine",
             )
     except OSError as error:
-        raise OutputNotWritable("the recipe cannot be written", got=f"{target}: {error}") from error
+        raise OutputNotWritable(
+            "the recipe cannot be written",
+            got=f"{target}: {error}",
+            hint="run the command in a directory that you can write",
+        ) from error
     return {**needed, target: text}
 
 
@@ -128,6 +132,8 @@ def _write(target: Path, text: str) -> None:
                 file.write(text)
     except OSError as error:
         raise OutputNotWritable(
-            "the recipe cannot be written", got=f"{target}: {error.strerror}"
+            "the recipe cannot be written",
+            got=f"{target}: {error.strerror}",
+            hint="run the command in a directory that you can write",
         ) from error
     say(f"written: {target}")

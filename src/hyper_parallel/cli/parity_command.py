@@ -44,7 +44,7 @@ def parity(
     console.print(f"{result.model}: {result.strategy} on {result.strategy.world_size} ranks")
     for note in result.notes:
         console.print(f"note: {note}")
-    rows = table("worst", "step >", "one rank >", "layout >", "relative difference >")
+    rows = table("largest difference", "step >", "one rank >", "layout >", "relative difference >")
     for d in result.worst(_ROWS):
         numbers = (f"{d.one_rank:.12g}", f"{d.layout:.12g}", f"{d.relative:.1e}")
         rows.add_row(d.name, str(d.step), *numbers)

@@ -141,7 +141,10 @@ def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None) -
             chosen.save(output)
         except OSError as error:
             raise OutputNotWritable(
-                "the plan cannot be written", where="--output", got=f"{output}: {error.strerror}"
+                "the plan cannot be written",
+                where="--output",
+                got=f"{output}: {error.strerror}",
+                hint="-o plan.json",
             ) from error
         say(f"plan written to {output}", err=True)
 
@@ -162,6 +165,7 @@ def _choose_plan(
                 "a recipe already determines the model, the workload and the search",
                 got="--recipe with a model, a workload or choices of the search",
                 hint=f"hyper-parallel plan --recipe {recipe}",
+                where="--recipe",
             )
         return _plan_recipe(recipe, devices, topology, no_code)
     if model is None:
@@ -272,9 +276,7 @@ def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
             problems["--image-size"] = "a plan with `--media 0` has no images"
     chosen = {"--media": search.media, "--image-size": search.image_size}
     for name, problem in problems.items():
-        raise BadValue(
-            problem, where=name, got=f"{name} {chosen[name]}", hint="leave out the option"
-        )
+        raise BadValue(problem, where=name, got=f"{name} {chosen[name]}", hint=f"leave out {name}")
     return towers if search.media != 0 else ()
 
 

@@ -19,7 +19,7 @@ Topology = Annotated[
     typer.Option(
         "--topology",
         "-t",
-        help="Preset name, YAML file, or local. Default: local, or the recipe's.",
+        help="Preset name (an unknown name lists all), YAML file, or local. Default: local, or the recipe's.",
     ),
 ]
 Devices = Annotated[

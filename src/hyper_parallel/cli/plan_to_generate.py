@@ -38,7 +38,7 @@ def plan_to_generate(
     typed = _typed_options(ctx)
     if chosen["model"] is None:
         raise BadValue(
-            "nothing to plan", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
+            "no model is given", hint="hyper-parallel plan llama-3-8b -t dgx-h100 --for generate"
         )
     plan = plan_generation(
         read(chosen["model"]),
@@ -104,14 +104,14 @@ def _rows(plan: GenerationPlan) -> list[tuple[str, str]]:
     fits = "" if p.memory_bytes <= plan.device_bytes else ": does not fit"
     layouts = plan.priced + sum(plan.ruled_out.values())
     return [
-        ("layout", f"{p.parallel or 'one device'}, {p.slots} slots on each data share"),
-        ("batch", f"{p.batch:,} of {w.prompts:,} prompts at a time, {w.prompt_len:,} + {w.new_tokens:,} tokens"),
+        ("layout", f"{p.parallel or 'one device'}, {p.slots} sequences at a time on each data-parallel replica"),
+        ("batch", f"{p.batch:,} of {w.prompts:,} prompts at a time, {w.prompt_len:,} + {w.new_tokens:,} new tokens"),
         ("prefill", f"{format_seconds(p.prefill_s)} to the first token: {_mostly(p.prefill_s, p.prefill)}"),
         ("decode", f"{format_seconds(p.token_s)} a token: {_mostly(p.token_s, p.decode)}"),
         ("throughput", f"{p.tokens_s:,.0f} tokens/s, {p.tokens_s_device:,.0f} per device, prefill included"),
         ("memory", f"{memory}, total {total}{fits}; largest batch that fits: {p.largest_batch:,} sequences"),
-        *(("then", _one_line(other)) for other in plan.runners_up),
-        ("searched", f"all {layouts} layouts by {plan.objective}, {plan.priced} fit"),
+        *(("next best", _one_line(other)) for other in plan.runners_up),
+        ("searched", f"all {layouts} layouts, ranked by {plan.objective}; {plan.priced} fit"),
         *(("note", note) for note in plan.notes),
     ]  # fmt: skip
 

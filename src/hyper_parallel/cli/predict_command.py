@@ -17,7 +17,10 @@ def predict(
     ],
     cards: Annotated[
         Path | None,
-        typer.Option(help="Folder of cards that replace the shipped ones.", file_okay=False),
+        typer.Option(
+            help="Folder of cards (cost-model constants) that replace the shipped ones.",
+            file_okay=False,
+        ),
     ] = None,
 ) -> None:
     """Predict step time, memory and every cost term of the runs in a CSV. Imports no torch.

@@ -57,12 +57,13 @@ REQUIREMENTS: Final = (
     Requirement("greenlet", "3.1", "training", "layers that run on half-batches"),
     Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
     Requirement("peft", "0.18", "optional", "low-rank adapters (lora)"),
-    Requirement("ray", "", "optional", "single controller over machines"),
+    Requirement("ray", "", "optional", "runs and roles on several machines"),
     Requirement("mindspore", "", "optional", "MindSpore back end, in an environment of its own"),
+    Requirement("decorator", "", "optional", "needed by MindSpore's graph kernels"),
     Requirement(
-        "decorator", "", "optional", "graph kernels of MindSpore, which does not install it"
-    ),
-    Requirement(
-        "torch_npu", "", "optional", "Ascend accelerators; needs the vendor's libraries first"
+        "torch_npu",
+        "",
+        "optional",
+        "Ascend accelerators; install the vendor's libraries (CANN) first",
     ),
 )

@@ -86,4 +86,5 @@ def write_schedule(plan: Plan, path: Path) -> None:
             "the schedule cannot be written",
             where="--schedule-csv",
             got=f"{path}: {error.strerror}",
+            hint="--schedule-csv schedule.csv",
         ) from error

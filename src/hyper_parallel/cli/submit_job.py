@@ -81,7 +81,10 @@ def submit_job(launcher: str, job: Job, words: Sequence[str]) -> None:
     done = subprocess.run([sbatch, str(script)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise LauncherMissing(
-            "sbatch rejects the job", where=str(script), got=done.stderr.strip()[-500:]
+            "sbatch rejects the job",
+            where=str(script),
+            got=done.stderr.strip()[-500:],
+            hint="correct the option named above in `launch.sbatch`",
         )
     say(done.stdout.strip())
 

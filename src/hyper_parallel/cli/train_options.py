@@ -20,7 +20,9 @@ Trace = Annotated[
 ]
 Topology = Annotated[
     str | None,
-    typer.Option("--topology", "-t", help="With --dry-run: trace for this topology instead."),
+    typer.Option(
+        "--topology", "-t", help="With --dry-run: trace for this topology (see `plan -t`) instead."
+    ),
 ]
 Ranks = Annotated[
     int | None, typer.Option(min=1, help="With --trace: ranks of the run. Default: the recipe's.")

@@ -312,7 +312,7 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
     if parent_name is not None:
         if not isinstance(parent_name, str):
             raise BadValue(
-                "`extends` names one file",
+                "`extends` must name one file",
                 where=f"{path}: extends",
                 got=abbreviated(parent_name),
                 allowed="a path relative to the recipe",

@@ -90,7 +90,7 @@ def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
 
 SUBMODEL_RULES: Final[Rules] = (
     Rule("parallel.submodels", _wrong_towers,
-         "a model is divided into its language part and one encoder", "{parts}",
+         "`parallel.submodels` must name the language part and one encoder", "{parts}",
          "set `parallel.submodels.vision.dp_shard=1`, or `parallel.submodels=null`",
          "language and vision, or language and audio"),
     Rule("parallel.submodels.{name}.ranks", _wrong_number_of_ranks,

@@ -322,7 +322,7 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
 def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
     """Return a shipped card by name; result and errors as for `read_card`."""
     if name not in card_names():
-        raise CardUnreadable("there is no card of this name", got=name, allowed=card_names())
+        raise CardUnreadable("no calibration card has this name", got=name, allowed=card_names())
     return read_card(_FOLDER / f"{name}.yaml")
 
 
@@ -346,7 +346,7 @@ def stack_card(name: str) -> StackCard:
     """Return a shipped stack card."""
     card = load_card(name)[1]
     if card is None:
-        raise CardUnreadable("the card has no stack", got=name)
+        raise CardUnreadable("the calibration card has no stack constants", got=name)
     return card
 
 
@@ -362,13 +362,13 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
         name, _, key = number.partition(".")
         if name not in known or bool(key) != ("Mapping" in str(known[name].type)):
             raise CardUnreadable(
-                "a card has an unknown number", where=str(path), got=number, allowed=sorted(known)
+                "a calibration card has an unknown key", where=str(path), got=number, allowed=sorted(known)
             )  # fmt: skip
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(needed - set(values)):
         raise CardUnreadable(
-            "a device card lacks numbers", where=str(path), got=f"without {', '.join(missing)}",
+            "a device card lacks required keys", where=str(path), got=f"without {', '.join(missing)}",
             hint="extends: accelerator",
         )  # fmt: skip
     return {

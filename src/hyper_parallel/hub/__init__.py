@@ -180,7 +180,7 @@ def fetch(name: HubName, part: Part, *, where: str | None = None, key: str = "")
     if not downloads_allowed():
         variable = next((v for v in _OFFLINE if os.environ.get(v, "").upper() in _TRUE), "")
         raise UnknownModel(
-            f"`{name}` is not on this machine, and {variable} forbids to download it",
+            f"`{name}` is not on this machine, and {variable} forbids downloading it",
             where=where,
             got=str(name),
             allowed=f"a directory that exists, or a repository in {cache_folder()}",
@@ -212,7 +212,7 @@ def fetch_dataset(repository: str, config: str | None, split: str | None, where:
     if "directory" in answer:
         return
     hints = {
-        "absent": "`hf auth login` where it is private; else correct the name",
+        "absent": "`hf auth login` if it is private; otherwise correct the name",
         "gated": "hf auth login",
         "config": f"data.name={(answer.get('allowed') or [''])[0]}",
     }
@@ -268,9 +268,9 @@ def _refusal(
     known: dict[Any, tuple[str, str]] = {
         "absent": (
             f"the hub has no model `{name.repository}`, or it is private",
-            "`hf auth login` where it is private; else correct the name",
+            "`hf auth login` if it is private; otherwise correct the name",
         ),
-        "gated": (f"`{name.repository}` is given only to accounts that its owner admits", "hf auth login"),
+        "gated": (f"`{name.repository}` is gated: its owner must admit your account", "hf auth login"),
         "revision": (
             f"`{name.repository}` has no revision `{name.revision}`",
             f"{key}={name.repository}" if key else f"did you mean `{name.repository}`?",
@@ -281,7 +281,7 @@ def _refusal(
         ),
         "no files": (
             f"`{name.repository}` has no files that make up a {part}",
-            f"{full_command}, to see what it holds",
+            f"{full_command}, to see its files",
         ),
         "network": ("the hub does not answer", _command(name, part)),
     }  # fmt: skip

@@ -157,6 +157,15 @@ def _proof(plan: Plan) -> str:
     return f"{proof} within the cost model ({c.priced:,} strategies priced)"
 
 
+_SYMBOLS: Final = (
+    "T tokens of a microbatch per tensor-parallel group, P tensor-parallel ranks, d data-parallel ranks sharing states",
+    "m microbatches, l layers of a stage, p stages, v virtual stages",
+    "W matrix elements of a layer, h hidden width, q and k query and key width, f MLP width, V vocabulary",
+    "b bytes of the compute format, peak and share of the FLOP/s of a device, s fitted dim that halves a matmul's rate",
+)
+"""Meaning of the letters in `CostTerm.formula`."""
+
+
 def explain(plan: Plan, width: int | None = None) -> str:
     """Return all decisions and predictions of a plan as text, wrapped at `width` characters; None: not wrapped."""
     constants = [f"{s.constant} x {s.factor:.3f}: {s.strategy}" for s in plan.sensitivity]
@@ -166,6 +175,7 @@ def explain(plan: Plan, width: int | None = None) -> str:
         _section("sub-models", _submodel_lines(plan.submodels) if plan.submodels else ()),
         _section("step time" if plan.roles is None else "step of learning", _time(plan)),
         "\n".join(_section(title, lines) for title, lines in _memory(plan)),
+        _section("symbols of the formulas", _SYMBOLS if plan.cost else ()),
         _section("layouts", _layouts(plan)),
         _section("collectives per rank and step", _collectives(plan)),
         _section("stages", _stages(plan)),

@@ -64,7 +64,9 @@ class Mesh:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
-            raise MeshError("a mesh names an axis twice", got=names)
+            raise MeshError(
+                "a mesh names an axis twice", got=names, hint="give every axis its own name"
+            )
         for name, degree in self.axes:
             if degree < 1:
                 raise MeshError(f"axis `{name}` has a degree below one", got=degree)
@@ -72,9 +74,12 @@ class Mesh:
             raise MeshError(
                 "the degrees do not multiply to the number of devices",
                 got=f"{self.size} positions, {len(self.devices)} devices",
+                hint="change a degree, or pass as many devices as the degrees multiply to",
             )
         if len(set(self.devices)) != len(self.devices):
-            raise MeshError("a mesh holds a device twice", got=self.devices)
+            raise MeshError(
+                "a mesh holds a device twice", got=self.devices, hint="list every device id once"
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,7 +130,9 @@ class Mesh:
             index = coordinate.get(name, 0)
             if not 0 <= index < degree:
                 raise MeshError(
-                    f"axis `{name}` has no such index", got=index, allowed=f"0..{degree - 1}"
+                    f"the index is out of range for axis `{name}`",
+                    got=index,
+                    allowed=f"0..{degree - 1}",
                 )
             position = position * degree + index
         return self.device(position)
@@ -190,15 +197,18 @@ class Layout:
         used = [a for dim in self.axes for a in dim] + [*self.partial, *self.one_of]
         if len(set(used)) != len(used):
             twice = sorted({a for a in used if used.count(a) > 1})
-            raise LayoutError("a layout uses an axis twice", got=twice)
+            raise LayoutError(
+                "a layout uses an axis twice", got=twice, hint="use every axis in one dim only"
+            )
         if self.dims and len(self.dims) != len(self.axes):
             raise LayoutError(
-                "a layout names another number of dims than it has",
+                "the layout has a different number of dim names than dims",
                 got=f"{len(self.dims)} names, {len(self.axes)} dims",
+                hint="give one name per dim",
             )
         if self.parts and (len(self.parts) != len(self.axes) or min(self.parts) < 1):
             raise LayoutError(
-                "the parts of a layout are not one number per dim",
+                "`parts` of a layout must have one number per dim",
                 got=self.parts,
                 allowed=f"{len(self.axes)} numbers of at least 1",
             )
@@ -259,7 +269,11 @@ class Layout:
             parts = self.parts_of(dim)
             if size % parts:
                 sizes = f"{size} / {parts}"
-                raise LayoutError(f"dim {dim} does not divide into its parts", got=sizes)
+                raise LayoutError(
+                    f"the size of dim {dim} is not divisible by its number of parts",
+                    got=sizes,
+                    hint="use a size that is a multiple of the number of parts",
+                )
             runs = []
             for part in range(parts):
                 start, stop = part * (size // parts), (part + 1) * (size // parts)
@@ -344,7 +358,7 @@ def placements(
     ]
     if lost:
         raise LayoutError(
-            "a layout uses an axis that its placements leave out", got=lost, allowed=names
+            "the layout uses a mesh axis that its placements omit", got=lost, allowed=names
         )
     holder = {a: i for i, dim in enumerate(layout.axes) for a in dim}
     entries: list[Placement] = []
@@ -512,10 +526,14 @@ def redistribute(
     goal = _without_trivial(replace(src, axes=dst.axes, partial=dst.partial), mesh)
     if src.memory != dst.memory:
         moved = f"{src.memory} to {dst.memory}"
-        raise LayoutError("redistribution does not move a tensor between memories", got=moved)
+        raise LayoutError(
+            "redistribution cannot move a tensor between memory kinds",
+            got=moved,
+            hint="use the same memory kind in both layouts",
+        )
     if new := [a for a in goal.partial if a not in start.partial]:
         raise LayoutError(
-            "redistribution does not split a whole tensor into partial sums",
+            "redistribution cannot turn a complete tensor into partial sums",
             got=f"partial({', '.join(new)})",
             allowed=f"partial({', '.join(start.partial)}) or less",
         )
@@ -541,13 +559,16 @@ def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
     layout.check(mesh)
     if len(layout.axes) != len(shape):
         raise LayoutError(
-            "a layout has another number of dims than the tensor",
+            "the layout has a different number of dims than the tensor",
             got=f"{len(layout.axes)} dims, shape {tuple(shape)}",
+            hint="use a layout with one entry per dim of the tensor",
         )
     if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
-        raise LayoutError("redistribution does not move parts that are cut apart", got=layout)
+        raise LayoutError("redistribution does not support dims of several parts", got=layout)
     if layout.one_of:
-        raise LayoutError("redistribution does not move whole tensors of one rank", got=layout)
+        raise LayoutError(
+            "redistribution does not support tensors that only one rank holds", got=layout
+        )
 
 
 def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:

@@ -151,7 +151,7 @@ class _Walk(Residency):
         s = action.target
         for tier in self.valid[s] if action.kind == "free" else [action.tier]:
             if tier not in self.valid[s]:
-                raise self.illegal(at, action, f"it holds no bytes in {tier}")
+                raise self.illegal(at, action, f"it has no bytes in {tier}")
             if self.copied(s, tier):
                 raise self.illegal(at, action, f"a copy of it in {tier} is still running")
             if tier == "device" and self.used(s):
@@ -167,14 +167,14 @@ class _Walk(Residency):
         for index in self.communicating:
             name = operators[index].name
             raise MemoryPlanInvalid(
-                f"`{name}` is never joined, so the step could end before it has"
+                f"no action waits for `{name}`, so the step could end before it does"
             )
         for s, storage in enumerate(self.program.storages):
             home = homes[s] if storage.persistent else "device"
             want = {home: True} if storage.at_end else {}
             if self.valid[s] != want or self.in_flight[s]:
                 raise MemoryPlanInvalid(
-                    f"{self.name(s)} ends the step in the wrong place",
+                    f"at the end of the step, {self.name(s)} is in the wrong memory tier",
                     got=f"{self.valid[s]}, copies running: {sorted(self.in_flight[s])}",
                     allowed=str(want),
                 )

@@ -489,11 +489,14 @@ class Plan:
         except ValueError as error:  # beyond a limit, too
             at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             raise PlanUnreadable(
-                "the plan is not JSON", where=f"{where}{at}", got=str(error)[:120]
+                "the plan is not JSON",
+                where=f"{where}{at}",
+                got=str(error)[:120],
+                hint="hyper-parallel plan MODEL -o plan.json",
             ) from error
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
             raise PlanUnreadable(
-                "the plan has another schema version",
+                "the plan file has a different schema version",
                 where=where,
                 got=data.get("version") if isinstance(data, dict) else type(data).__name__,
                 allowed=PLAN_VERSION,
@@ -506,7 +509,10 @@ class Plan:
                 raise DecodeError(problem)
         except (DecodeError, TypeError) as error:
             raise PlanUnreadable(
-                "the plan holds a value that does not fit", where=where, got=str(error)
+                "the plan file contains an invalid value",
+                where=where,
+                got=str(error),
+                hint="hyper-parallel plan MODEL -o plan.json",
             ) from error
         return plan
 
@@ -521,7 +527,10 @@ class Plan:
             text = read_text(Path(path), _LIMITS)
         except (OSError, ValueError) as error:
             raise PlanUnreadable(
-                "the plan cannot be read", where=str(path), got=str(error)[:120]
+                "the plan cannot be read",
+                where=str(path),
+                got=str(error)[:120],
+                hint="hyper-parallel plan MODEL -o plan.json",
             ) from error
         return cls.from_json(text, where=str(path))
 

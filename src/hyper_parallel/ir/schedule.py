@@ -182,7 +182,8 @@ class StageGraph:
             match = _GRAPH.fullmatch(cell)
             if match is None:
                 raise ScheduleError(
-                    f"`{cell}` is not part of a stage graph", allowed="0>2, 0 frozen, 1 copied"
+                    f"`{cell}` is not an entry of a stage graph",
+                    allowed="entries such as 0>2, 0 frozen, 1 copied",
                 )
             source, target, stage, word = match.groups()
             if word:

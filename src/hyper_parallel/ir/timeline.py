@@ -105,7 +105,7 @@ class TaskGraph:
             for dep in task.deps:
                 if not 0 <= dep < number:
                     raise TaskGraphError(
-                        f"task {number} `{task.name}` depends on task {dep}, which is not before it",
+                        f"task {number} `{task.name}` depends on task {dep}, which is not listed before it",
                         got=task.deps,
                         allowed=f"0 to {number - 1}",
                     )
@@ -116,13 +116,14 @@ class TaskGraph:
         for resource, amount in task.demands:
             if self.capacities.get(resource, 0) <= 0 or amount < 0:
                 raise TaskGraphError(
-                    f"task {number} `{task.name}` demands a resource without capacity",
+                    f"task {number} `{task.name}` uses a resource that has no capacity",
                     got=f"{resource}: {amount}",
                     allowed=tuple(self.capacities),
                 )
         if task.demands and self.cores is not None and task.executor in self.cores.executors:
             raise TaskGraphError(
-                f"task {number} `{task.name}` demands resources on shared cores", got=task.executor
+                f"task {number} `{task.name}` uses resources, but its executor runs on shared cores",
+                got=task.executor,
             )
 
 

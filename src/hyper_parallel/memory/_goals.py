@@ -65,8 +65,9 @@ def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) ->
         return best
     if limit_s < float("inf"):
         raise BudgetImpossible(
-            f"no memory plan fits {format_bytes(budget)} in less time than another one",
+            f"no memory plan within {format_bytes(budget)} is faster than the given time limit",
             got=f"{budget} bytes",
+            hint="raise the budget",
         )
     return _fallback_within_budget(search, budget, finish)
 

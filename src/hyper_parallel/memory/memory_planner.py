@@ -95,7 +95,7 @@ def plan_memory(
     if margin is None:
         margin = _MARGIN if budget_bytes is None else 0.0
     if margin < 0:
-        raise BadValue("bandwidth_margin is a share of at least 0", got=margin, allowed="0 or more")
+        raise BadValue("`bandwidth_margin` must not be negative", got=margin, allowed="0 or more")
     goal = _Goal(budget_bytes, max_slowdown, move, recompute, margin)
     with _paused_garbage_collection():
         orders, statement = _orders(program, reorder)

@@ -53,7 +53,7 @@ class ConfigView:
                 f"the config lacks {', '.join(f'`{k}`' for k in missing)}",
                 where=self.where,
                 got=f"keys: {', '.join(sorted(self.values)[:50]) or 'none'}",
-                hint="add the missing keys, or give the config.json that the model was published with",
+                hint="add the missing keys, or use the config.json that the model was published with",
             )
 
     def integer(self, key: str, minimum: int = 1, maximum: int = _MOST) -> int:

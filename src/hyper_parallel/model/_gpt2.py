@@ -33,10 +33,10 @@ def read_blocks(config: ConfigView) -> tuple[Block, ...]:
     config.require(REQUIRED)
     if config.flag("add_cross_attention"):
         raise ModelUnreadable(
-            "`add_cross_attention` makes this the decoder of an encoder-decoder model, which is not read",
+            "`add_cross_attention` makes this the decoder of an encoder-decoder model, which is not supported",
             where=config.where,
             got="add_cross_attention=true",
-            hint="give a causal language model",
+            hint="use a causal language model",
         )
     hidden, vocab = config.integer("hidden_size"), config.integer("vocab_size")
     heads = config.integer("num_attention_heads")

@@ -175,7 +175,7 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
     num, per_token = config.integer("num_experts"), config.integer("num_experts_per_tok")
     if per_token > num:
         raise ModelUnreadable(
-            "a token visits more experts than there are",
+            "a token is routed to more experts than the model has",
             where=config.where,
             got=f"num_experts_per_tok={per_token}, experts={num}",
             hint=f"set `num_experts_per_tok` to at most {num}",
@@ -234,7 +234,7 @@ def _windows(config: ConfigView, family: Family, num_layers: int) -> tuple[int |
                 "`layer_types` does not name one type per layer",
                 where=config.where,
                 got=f"{len(types) if isinstance(types, list) else types!r} for {num_layers} layers",
-                hint="let `layer_types` have `num_hidden_layers` entries, or remove it",
+                hint="give `layer_types` as many entries as `num_hidden_layers`, or remove it",
             )
         return tuple(window if t == "sliding_attention" else None for t in types)
     if family.windows == "upper":
@@ -252,7 +252,7 @@ def _refuse_unread(config: ConfigView) -> None:
         unknown = [t for t, _ in groupby(types) if t not in known]
         if unknown:
             raise ModelUnreadable(
-                "`layer_types` names a kind of layer that is not read",
+                "`layer_types` names a layer type that is not supported",
                 where=config.where,
                 got=sorted({str(t) for t in unknown}),
                 allowed=known,
@@ -263,11 +263,11 @@ def _refuse_unread(config: ConfigView) -> None:
             "`use_bidirectional_attention` makes this an encoder, not a causal language model",
             where=config.where,
             got="use_bidirectional_attention=true",
-            hint="give a causal language model",
+            hint="use a causal language model",
         )
     if config.get("moe_layer_freq") not in (None, 1):
         raise ModelUnreadable(
-            "`moe_layer_freq` other than 1 is not read",
+            "`moe_layer_freq` other than 1 is not supported",
             where=config.where,
             got=config.get("moe_layer_freq"),
             allowed=1,

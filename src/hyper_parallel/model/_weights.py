@@ -40,7 +40,7 @@ def read_headers(directory: Path) -> tuple[dict[str, TensorInfo], tuple[str, ...
     files = [f for f in listing.files if f.endswith(".safetensors")]
     missing = [f for f in files if not os.path.isfile(directory / f)]  # noqa: PTH113  too long a name
     if files and len(missing) == len(files):
-        return {}, ("the weight files are not here: names and shapes are unchecked",)
+        return {}, ("the weight files are missing: names and shapes are not checked",)
     if missing:
         raise WeightsUnreadable(
             f"{len(missing)} of {len(files)} weight files are missing",
@@ -72,7 +72,7 @@ def check_weights(
         WeightsUnreadable: HP703 with the missing or different parameters.
     """
     if quantized:
-        return replace(spec, notes=(*spec.notes, "quantised weights: shapes are unchecked"))
+        return replace(spec, notes=(*spec.notes, "quantized weights: shapes are not checked"))
     file_tensors = _causal_lm_names(tensors, spec)
     experts = FAMILIES[spec.family].experts if spec.family in FAMILIES else None
     wrong, used = [], set()

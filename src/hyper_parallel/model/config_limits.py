@@ -63,12 +63,12 @@ def check_config(values: Mapping[str, Any], where: str) -> None:
             continue  # not a count
         if not abs(number) <= limit:
             raise ModelUnreadable(
-                f"`{key}` of the config is beyond every published model",
+                f"`{key}` of the config is larger than in any published model",
                 where=where,
                 got=abbreviated(number),
                 allowed=f"at most {limit:,}"
                 + (f"; the largest published is {kind.published}" if kind else ""),
-                hint="give the config.json that the model was published with",
+                hint="use the config.json that the model was published with",
             )
         if kind is not None and isinstance(number, int):
             largest[kind.label] = max(largest.get(kind.label, 0), abs(number))
@@ -79,7 +79,7 @@ def check_config(values: Mapping[str, Any], where: str) -> None:
             where=where,
             got=f"{largest['layers']:,} layers, {largest['experts']:,} experts",
             allowed=f"at most {_MOST_EXPERTS:,} experts in all layers",
-            hint="give the config.json that the model was published with",
+            hint="use the config.json that the model was published with",
         )
 
 

@@ -143,7 +143,7 @@ def read_config(path_or_name: str | os.PathLike[str], *, where: str | None = Non
 
 
 UNMEASURED_ACTIVATIONS: Final = (
-    "activations of {family} were not measured: formulas price them, and its layers may keep more; "
+    "activations of {family} were not measured: formulas estimate them, and its layers may keep more; "
     "`hyper-parallel train RECIPE.yaml --dry-run` measures them"
 )
 """Note for a family in `KEEPS_MORE` read without its module."""
@@ -162,7 +162,7 @@ def _refuse_no_config(path: Path) -> None:
         return
     command = ["hyper-parallel", "plan", "--recipe", recipe]
     raise ModelUnreadable(
-        f"the file holds {content}, and a model is wanted",
+        f"the file contains {content}, but a model is expected",
         where=str(path),
         got=path.suffix,
         allowed="a Hugging Face directory, a config.json, a name on the hub as org/name, or a preset",
@@ -309,19 +309,19 @@ def _text_part(values: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any]
     outer = values.get("model_type")
     if text is None:
         multimodal = "vision_config" in values or "audio_config" in values
-        note = f"`{outer}` is multimodal: only its language part is read"
+        note = f"`{outer}` is multimodal: only its language part is used"
         return values, (note,) if multimodal else ()
     if not isinstance(text, dict):
         raise ModelUnreadable(
             "`text_config` is not a JSON object",
             where=where,
             got=abbreviated(text),
-            hint="give the config.json that the model was published with",
+            hint="use the config.json that the model was published with",
         )
     # The outer config contains the dtype and, in files of transformers 5, the tie.
     inherited = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "model_type")
     merged = {k: values[k] for k in inherited if k in values} | text
-    return merged, (f"`{outer}` is multimodal: only its language part (`text_config`) is read",)
+    return merged, (f"`{outer}` is multimodal: only its language part (`text_config`) is used",)
 
 
 def _model_type(values: Mapping[str, Any], where: str) -> str:
@@ -356,15 +356,16 @@ def _family(
         against += [f"no `{k}`" for k in STANDARD_KEYS if values.get(k) is None]
     if against:
         raise ModelUnreadable(
-            f"the family `{model_type}` is not read, and its config is not that of a plain decoder",
+            f"the model family `{model_type}` is not supported, and its config does not describe a plain decoder",
             where=where,
             got=", ".join(against),
             allowed=FAMILIES_READ,
-            hint="use a model of a family that is read",
+            hint="use a model of a supported family",
         )
     ConfigView(values, where).require(STANDARD_KEYS)
     note = (
-        f"the family `{model_type}` is not known: read as a Llama-like decoder (gated MLP, RMSNorm, rotary positions), "
+        f"the family `{model_type}` is not known: treated as a Llama-like decoder (gated MLP, "
+        "RMSNorm, rotary positions), "
         "so names and counts may differ from the real model"
     )
     return LLAMA, (note,)
@@ -379,7 +380,7 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
     dtype = named.removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise ModelUnreadable(
-            "`dtype` is not a format that is known",
+            "`dtype` is not a known number format",
             where=where,
             got=dtype,
             allowed=tuple(DTYPE_BYTES),

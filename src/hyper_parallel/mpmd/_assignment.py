@@ -316,7 +316,9 @@ def _check(parts: Sequence[SubModel]) -> None:
     """Raise ScheduleError for equal names, a missing speed on one device, or missing costs of microbatches."""
     names, count = [part.name for part in parts], len(parts[-1].forward_s)
     if len(set(names)) < len(names):
-        raise ScheduleError("two sub-models have one name", got=names)
+        raise ScheduleError(
+            "two sub-models have the same name", got=names, hint="give every sub-model its own name"
+        )
     for part in parts:
         lengths = [len(x) for x in (part.forward_s, part.activation_bytes, part.output_bytes)]
         if lengths != [count] * 3 or not count:

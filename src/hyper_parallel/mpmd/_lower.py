@@ -47,7 +47,7 @@ def lower(
     for rank, position, leaf in schedule.leaves():
         if leaf.kind not in COMPUTE:
             raise ScheduleError(
-                f"only a compute-only schedule is lowered, this one has {leaf.kind}",
+                f"only a compute-only schedule can be lowered, but this one contains {leaf.kind}",
                 where=at(schedule, rank, position),
                 hint="schedule.compute_only()",
             )

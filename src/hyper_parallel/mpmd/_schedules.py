@@ -228,7 +228,7 @@ def make_schedule(
     if v not in form.stages:
         only = len(form.stages) == 1
         raise ScheduleError(
-            f"schedule {name} does not have {v} stages per rank",
+            f"schedule {name} does not support {v} stages per rank",
             got=f"stages_per_rank={v}",
             allowed=f"{form.stages[0]}{'' if only else ' and more'}",
             hint=f"schedule={'interleaved_1f1b' if v > 1 else '1f1b'}",

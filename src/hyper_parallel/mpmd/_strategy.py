@@ -159,7 +159,12 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
         text = read_text(Path(path), _LIMITS)
     except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else str(error)
-        raise ScheduleError("the schedule file cannot be read", where=path, got=problem) from error
+        raise ScheduleError(
+            "the schedule file cannot be read",
+            where=path,
+            got=problem,
+            hint="hyper-parallel plan MODEL --pin pp=2 --schedule-csv schedule.csv",
+        ) from error
     schedule = Schedule.from_csv(text, name=path)
     if schedule.graph is not None:
         raise ScheduleError(

@@ -99,7 +99,9 @@ def submodel_schedule(
     costs = costs or [StageCost(1.0, 0.0, 2.0), *[StageCost(1.0, 1.0, 1.0)] * lanes.stages]
     if len(costs) != lanes.stages + 1:
         raise ScheduleError(
-            "every stage needs its cost", got=f"{len(costs)} costs", allowed=lanes.stages + 1
+            "the number of costs differs from the number of stages",
+            got=f"{len(costs)} costs",
+            allowed=lanes.stages + 1,
         )
     rows = [[c] * microbatches if isinstance(c, StageCost) else [*c] for c in costs]
     # One byte per microbatch in flight.

@@ -159,7 +159,9 @@ def schedule_tasks(
     """
     if len(costs) != schedule.stages:
         raise ScheduleError(
-            "every stage needs its cost", got=f"{len(costs)} costs", allowed=schedule.stages
+            "the number of costs differs from the number of stages",
+            got=f"{len(costs)} costs",
+            allowed=schedule.stages,
         )
     builder = _Builder(schedule, costs, transfer_s)
     for rank, position in replay(schedule):
@@ -182,7 +184,8 @@ def unit_starts(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """
     if schedule.has_communication:
         raise ScheduleError(
-            "start slots exist only for compute-only schedules", hint="schedule.compute_only()"
+            "start slots can be computed only for compute-only schedules",
+            hint="schedule.compute_only()",
         )
     return tuple(tuple(start for start, _ in row) for row in action_times(schedule))
 
@@ -423,7 +426,9 @@ def makespan_s(
     program = _program(name, ranks, microbatches, stages_per_rank)
     if len(costs) != program.stages:
         raise ScheduleError(
-            "every stage needs its cost", got=f"{len(costs)} costs", allowed=program.stages
+            "the number of costs differs from the number of stages",
+            got=f"{len(costs)} costs",
+            allowed=program.stages,
         )
     if any(p != 1.0 for p in pace):
         schedule = make_schedule(name, ranks, microbatches, stages_per_rank)

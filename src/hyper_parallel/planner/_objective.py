@@ -150,12 +150,14 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
             got=objective,
             allowed=OBJECTIVES,
             hint=f"--objective {near[0]}",
+            where="--objective",
         )
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
-            "a deadline belongs to the objective fewest-devices, and it needs one",
+            "the objective fewest-devices needs a deadline, memory accepts one, and others have none",
             got=f"objective={objective}, deadline={deadline_s}",
             hint="--objective fewest-devices --deadline 10",
+            where="--deadline",
         )
     if objective == "step-time":
         return search(request, top)
@@ -215,7 +217,7 @@ def _deadline_missed(
     require_fit(request, outcome)
     fastest_s = outcome.ranked[0].step_s
     return DeadlineMissed(
-        f"no {subject} makes a step of {request.model.name} that short",
+        f"no {subject} meets the deadline for a step of {request.model.name}",
         got=f"deadline {format_seconds(deadline_s or 0.0)}",
         allowed=f"from {format_seconds(fastest_s)}{where}",
         hint=f"--deadline {fastest_s * 1.01:.3g}",

@@ -229,7 +229,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     if p.cp_ulysses > 1:
         if "cp_kind" in explicit and p.cp_kind != "hybrid":
             raise Contradiction(
-                "`cp_ulysses` is a choice of cp_kind=hybrid",
+                "`cp_ulysses` applies to cp_kind=hybrid only",
                 where=where("parallel.cp_ulysses"),
                 got=f"cp_kind={p.cp_kind}, cp_ulysses={p.cp_ulysses}",
                 changes={"parallel.cp_kind": "hybrid"},
@@ -332,7 +332,7 @@ def parse_strategy(text: str) -> Strategy:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise BadValue(
-                f"`{word}` is not a choice of a strategy",
+                f"`{word}` is not a setting of a strategy",
                 where=_WHERE,
                 got=text,
                 allowed="key=value",
@@ -368,5 +368,8 @@ def _value(key: str, text: str) -> Any:
         return parse_yaml(text)
     except (yaml.YAMLError, LimitExceeded) as cause:
         raise BadValue(
-            f"the value of `{key}` is not YAML", where=f"{_WHERE}: {key}", got=text
+            f"the value of `{key}` is not YAML",
+            where=f"{_WHERE}: {key}",
+            got=text,
+            hint=f"{key}=VALUE",
         ) from cause

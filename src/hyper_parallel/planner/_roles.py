@@ -23,6 +23,7 @@ from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.refusals import check_legal
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.planner.strategy_space import divisors
+from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import format_bytes, format_seconds
 
 
@@ -197,7 +198,7 @@ def _memory_error(
 ) -> DoesNotFit:
     """Return the error for ranks with too little memory to sample, with the nearest change that fits."""
     memory, capacity = split.memory_bytes, roles.capacity_bytes
-    hint = "a smaller model, or a machine with more memory"
+    hint = f"a smaller model, or {topology_hint()}"
     work, rows = learner.workload, rows_of(learner.workload) or 1
     if split.ranks:
         for tp in range(split.tp + 1, split.ranks + 1):

@@ -32,7 +32,7 @@ from hyper_parallel.planner._generation_layouts import (
 from hyper_parallel.planner._recipe import parse_strategy
 from hyper_parallel.planner.refusals import MAX_DOUBLINGS, check_degrees, check_legal
 from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve
-from hyper_parallel.topology import Supernode
+from hyper_parallel.topology import Supernode, topology_hint
 from hyper_parallel.units import format_bytes
 
 GENERATE_OBJECTIVES: Final = ("throughput", "latency")
@@ -147,10 +147,11 @@ def _check_objective(objective: str) -> None:
     """Raise BadValue (HP102) for an unknown objective."""
     if objective not in GENERATE_OBJECTIVES:
         raise BadValue(
-            "there is no such objective of generation",
+            "unknown objective for generation",
             got=objective,
             allowed=GENERATE_OBJECTIVES,
             hint="--objective throughput",
+            where="--objective",
         )
 
 
@@ -245,7 +246,7 @@ def _request(
     spec = request.model
     if spec.family not in FAMILIES_READ:
         raise UnsupportedSharding(
-            f"it is not known whether the cache of the family `{spec.family}` has slots",
+            f"for the family `{spec.family}`, it is not known whether several sequences can be decoded at a time",
             got=spec.name,
             allowed=FAMILIES_READ,
             hint="hyper-parallel generate RUN_DIR --prompts FILE.jsonl says whether it has",
@@ -260,10 +261,11 @@ def _request(
     dtype = work.dtype or spec.dtype
     if dtype not in FORMATS:
         raise BadValue(
-            "not a format that generation runs in",
+            "generation does not support this number format",
             got=dtype,
             allowed=FORMATS,
             hint="--dtype bfloat16",
+            where="--dtype",
         )
     context = spec.max_position_embeddings
     if context is not None and work.columns > context:
@@ -272,6 +274,7 @@ def _request(
             got=f"{work.prompt_len} + {work.new_tokens} tokens",
             allowed=f"up to {context}",
             hint=f"--prompt-len {max(1, context - work.new_tokens)}",
+            where="--prompt-len",
         )
     formats = replace(formats, compute_dtype=dtype, param_dtype=dtype, reduce_dtype=dtype)
     return replace(request, workload=formats)
@@ -283,9 +286,9 @@ def _check_axes(strategy: Strategy) -> None:
     names = [f.name for f in fields(Strategy)]
     unpriced = [n for n in names if getattr(strategy, n) != getattr(plain, n)]
     if strategy.cp > 1:
-        reason = "generation has no cp: a step reads one token of a sequence, and there is nothing to cut"
+        reason = "generation does not support cp: a step has one token per sequence, so no sequence can be sharded"
     elif unpriced:
-        reason = f"generation is not priced with {', '.join(unpriced)}"
+        reason = f"generation is not planned with {', '.join(unpriced)}"
     else:
         return
     near = _words(plain) or f"tp={strategy.world_size}"
@@ -333,7 +336,7 @@ def _no_legal_layout_error(
     near = next(q.num_devices for q in fewer if any(_layouts(q, work, Counter())))
     reasons = ", ".join(f"{reason} ({n})" for reason, n in ruled_out.items())
     return NoLegalStrategy(
-        f"no layout generates with {r.model.name} on {r.num_devices} devices: {reasons}",
+        f"no layout can run generation of {r.model.name} on {r.num_devices} devices: {reasons}",
         got=f"{work.prompts} prompts",
         hint=f"--devices {near}",
     )
@@ -350,7 +353,7 @@ def _memory_error(
             for n, x in zip(pass_memory(r, work, layouts)[2], layouts, strict=True)
         )
 
-    hint = "a smaller model, or a machine with more memory"
+    hint = f"a smaller model, or {topology_hint('--topology ')}"
     if all_at_once and (prompts := max_prompts(r, layouts)) > 0:
         hint = f"--prompts {prompts}"
     elif r.supernode.name != LOCAL:

@@ -116,7 +116,13 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
         if key is None:
             near = get_close_matches(name, PINNABLE, 1)
             hint = f"--pin {near[0]}={value}" if near else None
-            raise UnknownKey("a pin names no axis", got=name, allowed=tuple(PINNABLE), hint=hint)
+            raise UnknownKey(
+                "a pin names an unknown degree or choice",
+                got=name,
+                allowed=tuple(PINNABLE),
+                hint=hint,
+                where="--pin",
+            )
         indices = {str(v): i for i, v in enumerate(key.values)}
         if key.values and str(value) in indices:
             checked[key.name] = indices[str(value)]
@@ -125,7 +131,10 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
         else:
             shown = key.values if 0 < len(key.values) < 10 else "1 and more"
             raise BadValue(
-                f"`{key.name}` cannot be pinned to that", got=f"{name}={value}", allowed=shown
+                f"`{key.name}` cannot be pinned to this value",
+                got=f"{name}={value}",
+                allowed=shown,
+                where="--pin",
             )
     return checked
 
@@ -141,15 +150,25 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
         if axis in EXCLUDABLE:
             plain = str(PINNABLE[axis].values[0]) if axis in PINNABLE else None
             if str(pins.get(axis, plain)) != str(plain):
-                raise BadValue("a choice is pinned and excluded", got=f"{axis}={pins[axis]}")
+                raise BadValue(
+                    "a choice is both pinned and excluded",
+                    got=f"{axis}={pins[axis]}",
+                    hint=f"leave out --pin {axis}={pins[axis]}",
+                    where="--exclude",
+                )
             checked[axis] = 0
             continue
         if axis not in (*DEGREES, "tp", "dp"):
             allowed = (*DEGREES, "tp", *EXCLUDABLE)
-            raise BadValue(f"unknown axis `{axis}`", got=axis, allowed=allowed)
+            raise BadValue(f"unknown axis `{axis}`", got=axis, allowed=allowed, where="--exclude")
         for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
             if pins.get(name, 1) != 1:
-                raise BadValue("an axis is pinned and excluded", got=f"{name}={pins[name]}")
+                raise BadValue(
+                    "an axis is both pinned and excluded",
+                    got=f"{name}={pins[name]}",
+                    hint=f"leave out --pin {name}={pins[name]}",
+                    where="--exclude",
+                )
             checked[name] = 1
     return checked
 

@@ -24,6 +24,7 @@ from hyper_parallel.planner.pins import PINNABLE, shown_pin
 from hyper_parallel.planner.request import LOCAL, PlanRequest
 from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Space, divisors
+from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import format_bytes
 
 MAX_DOUBLINGS: Final = 7
@@ -216,8 +217,7 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
 def _changes_together(request: PlanRequest) -> str:
     """Return the hint for a request that no single change makes fit."""
     if request.supernode.name == LOCAL:
-        machine = request.hint("--topology ", "a machine with more memory: topology", "TOPOLOGY")
-        return f"a smaller model, or {machine}"
+        return f"a smaller model, or {topology_hint(request.hint('--topology ', 'topology', ''))}"
     pins = ", no pins" if request.pins else ""
     return f"a smaller model, or together: a shorter sequence, more devices{pins}"
 

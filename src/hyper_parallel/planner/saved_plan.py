@@ -17,7 +17,7 @@ from hyper_parallel.units import format_bytes
 
 STACKS: Final = ("ours", "megatron")
 _HEAD: Final = """\
-# Layout and batch of a plan. Three keys are yours to give before training:
+# Layout and batch of a plan. Set three keys before training:
 #   model.path   a directory with weights, or org/name on the hub; now {model}
 #   data.source  a file, a directory or a data set; now the source text of Python's standard library
 #   stage        pt (all tokens), sft (conversations), dpo, orpo, kto, rm or grpo; now pt
@@ -35,7 +35,12 @@ def launch_settings(plan: Plan, stack: str) -> str:
         BadValue: HP102 for another stack.
     """
     if stack not in STACKS:
-        raise BadValue("there are no launch settings for that stack", got=stack, allowed=STACKS)
+        raise BadValue(
+            "there are no launch settings for this stack",
+            got=stack,
+            allowed=STACKS,
+            where="--launch",
+        )
     settings = _recipe(plan) if stack == "ours" else _megatron(plan)
     dropped = _not_in_recipe(plan) if stack == "ours" else _not_in_megatron(plan)
     return "\n".join([*(f"# not expressed: {text}" for text in dropped), settings]) + "\n"
@@ -171,7 +176,7 @@ def _not_in_recipe(plan: Plan) -> Iterator[str]:
     if s.recompute == "selective":
         yield "selective recomputation"
     if s.etp is not None:
-        yield f"experts cut over etp={s.etp} ranks"
+        yield f"experts sharded over etp={s.etp} ranks"
 
 
 def _not_in_megatron(plan: Plan) -> Iterator[str]:

@@ -42,6 +42,7 @@ from hyper_parallel.planner.pricing import price, with_stage_memory
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.sim import simulate
+from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import DTYPE_BYTES, format_bytes, format_seconds
 
 LANGUAGE: Final = "language"
@@ -491,7 +492,7 @@ def _fitting_step(
         if fewer and "pp" not in request.pins and limit == capacity:
             pins["pp"] = fewer[-1]
             notes = [
-                f"pp={fewer[-1]}: the fastest plan with more stages leaves too little for the towers"
+                f"pp={fewer[-1]}: the fastest plan with more stages leaves too little memory for the encoders"
             ]
         else:
             limit = reduced
@@ -502,7 +503,7 @@ def _fitting_step(
         allowed=f"up to {format_bytes(capacity)}",
         hint=f"--media {media // 2}"
         if media > 1
-        else "a machine with more memory, or more devices",
+        else f"more devices, or {topology_hint('--topology ')}",
     )
 
 

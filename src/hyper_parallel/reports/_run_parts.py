@@ -91,7 +91,10 @@ def _read_part(
         text = "" if plan is not None else read_text(plan_path, _LIMITS)
     except (OSError, ValueError) as error:
         raise RunUnreadable(
-            "a part of the run cannot be read", where=str(path), got=str(error)
+            "a file of the run cannot be read",
+            where=str(path),
+            got=str(error),
+            hint="restore the file from a copy of the run",
         ) from error
     changed = facts.get("changed") if isinstance(facts, dict) else None
     part_plan = plan if plan is not None else Plan.from_json(text, str(plan_path))

@@ -215,7 +215,11 @@ def load_run(directory: str | Path) -> RunRecord:
             hint=run_hint(root) or "hyper-parallel train RECIPE.yaml",
         )
     if not (root / "plan.json").is_file():
-        raise RunUnreadable("the run directory has no plan.json", where=str(root))
+        raise RunUnreadable(
+            "the run directory has no plan.json",
+            where=str(root),
+            hint="use the `output_dir` of a run that has started training",
+        )
     sampler_timelines = [
         _timeline(path) for path in sorted((root / "rollouts").glob("timeline.*.json"))
     ]
@@ -249,7 +253,10 @@ def _text(path: Path) -> str:
         return read_text(path, _FILE) if path.is_file() else ""
     except (OSError, ValueError) as error:
         raise RunUnreadable(
-            "a file of the run cannot be read", where=str(path), got=str(error)
+            "a file of the run cannot be read",
+            where=str(path),
+            got=str(error),
+            hint="restore the file from a copy of the run",
         ) from error
 
 
@@ -278,7 +285,10 @@ def _about(path: Path) -> dict[str, Any]:
         _ABOUT.validate_python(value)
     except ValueError as error:
         raise RunUnreadable(
-            "the facts of the run cannot be read", where=str(path), got=f"{error!s:.200}"
+            "the recorded settings of the run cannot be read",
+            where=str(path),
+            got=f"{error!s:.200}",
+            hint="restore the file from a copy of the run",
         ) from error
     facts: dict[str, Any] = value
     return facts
@@ -310,7 +320,10 @@ def _lines(path: Path) -> list[str]:
         return read_text(path, _LINES).splitlines() if path.is_file() else []
     except (OSError, ValueError) as error:
         raise RunUnreadable(
-            "a file of the run cannot be read", where=str(path), got=str(error)
+            "a file of the run cannot be read",
+            where=str(path),
+            got=str(error),
+            hint="restore the file from a copy of the run",
         ) from error
 
 
@@ -320,4 +333,9 @@ def _timeline(path: Path) -> Timeline | None:
     try:
         return read(Timeline, path, _FILE)
     except (OSError, DecodeError) as error:
-        raise RunUnreadable("a timeline cannot be read", where=str(path), got=str(error)) from error
+        raise RunUnreadable(
+            "a timeline cannot be read",
+            where=str(path),
+            got=str(error),
+            hint="remove the file, to write the report without it",
+        ) from error

@@ -195,7 +195,10 @@ def part_rows(run: RunRecord) -> list[dict[str, str]]:
 def conditions(run: RunRecord) -> list[tuple[str, str]]:
     """Return the conditions under which a run was measured and predicted."""
     plan, work, info = run.plan, run.plan.workload, run.run_info
-    batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens per data rank"
+    batch = (
+        f"per data rank microbatch {work.microbatch} x {work.accumulation_steps} accumulated, "
+        f"sequences of {work.seq_len} tokens"
+    )
     versions = ("python", "torch", "transformers")
     rows = {
         "machine": str(info.get("device", plan.topology)),

@@ -92,10 +92,10 @@ def refuse_odd_arguments(leaves: list[Any]) -> None:
     )
     if odd := [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, kinds)]:
         raise CaptureUnsupported(
-            "the step was given something that is neither a tensor nor a plain value",
+            "an argument of the step is neither a tensor nor a plain value",
             got=odd[0],
-            allowed="nests of tensors, numbers and texts",
-            hint="pass its tensors, or let the step refer to it",
+            allowed="tensors, numbers and strings, also nested in lists, tuples and dicts",
+            hint="pass its tensors instead, or refer to the object inside the step",
         )
 
 
@@ -120,15 +120,17 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
                 "the optimizer counts its steps in Python",
                 where=f"`{call.func}` reads `{name}`",
                 got=kinds,
-                hint="make it with `fused=True`, which keeps the count in a tensor"
+                hint="create it with `fused=True`, which keeps the count in a tensor"
                 if fused
-                else "with `capturable=True` an accelerator keeps the count in a tensor; or take "
-                "`torch.optim.AdamW(..., fused=True)`",
+                else (
+                    "with `capturable=True` an accelerator keeps the count in a tensor; or use "
+                    "`torch.optim.AdamW(..., fused=True)`"
+                ),
             )
         if any(isinstance(value, float) for _, value in call.guards):
             raise CaptureUnsupported(
-                "the step reads a number that differs from step to step",
-                where=f"`{call.func}` on what `{name}` made",
+                "the step reads a number that changes between steps",
+                where=f"`{call.func}` on the result of `{name}`",
                 got=call.guards[0][1],
                 hint="return `loss.detach()` instead of `loss.item()`, and read it outside of the step",
             )

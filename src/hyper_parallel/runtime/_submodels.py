@@ -264,7 +264,9 @@ def _validated_strategies(
         key, changes = "parallel.submodels", [f"{name}=null" for name in unknown]
         changes += [f"{name}.dp_shard=1" for name in missing]
         raise BadValue(
-            f"`{unknown[0]}` is no part of the model" if unknown else f"`{missing[0]}` is missing",
+            f"`{unknown[0]}` is not a part of the model"
+            if unknown
+            else f"`{missing[0]}` is missing",
             where=key,
             got=", ".join(layouts) or "no sub-models",
             allowed=" and ".join(sorted(names)),
@@ -305,7 +307,7 @@ def _check_stages(language: Strategy, division: Division) -> None:
     """Raise UnsupportedSharding (HP205) if a later pipeline stage reads features, or a rank has several stages."""
     if language.pp > 1 and (division.layers_with_features or language.virtual_stages > 1):
         raise UnsupportedSharding(
-            "features enter layers after the first pipeline stage"
+            "encoder features enter layers after the first pipeline stage"
             if division.layers_with_features
             else "a rank has several pipeline stages of the language part",
             where="parallel.submodels.language.pp",
@@ -323,7 +325,7 @@ def _check_ranks(
         if len({*ranks.get(name, ())}) != strategy.world_size:
             first = ", ".join(map(str, range(strategy.world_size)))
             raise BadValue(
-                f"the ranks of `{name}` are not as many as its degrees multiply to",
+                f"the number of ranks of `{name}` differs from the product of its degrees",
                 where=f"parallel.submodels.{name}.ranks",
                 got=f"{[*ranks.get(name, ())]} for {strategy.world_size} ranks",
                 allowed=f"{strategy.world_size} different ranks",

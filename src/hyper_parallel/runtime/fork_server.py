@@ -85,9 +85,9 @@ def _check_fork() -> None:
 
     if dist.is_initialized():
         raise ForkUnsafe(
-            "local ranks cannot be forked from a member of a process group",
+            "local ranks cannot be forked from a process that belongs to a process group",
             got=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            hint="leave the world before: with World.join() as world: ...",
+            hint="close the world first, for example by `with World.join() as world: ...`",
         )
     tasks = Path("/proc/self/task")
     if not tasks.is_dir() or len(list(tasks.iterdir())) > 1:
@@ -108,9 +108,9 @@ def _check_threads() -> None:
     if quiet < _QUIET_LOOKS:
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         raise ForkUnsafe(
-            "local ranks cannot be forked while another thread computes",
+            "local ranks cannot be forked while another thread runs",
             got=sorted(f"thread {python.get(number, name)}" for number, name in running),
-            hint="let it end before, thread.join(), or start the ranks with torchrun",
+            hint="end it first with thread.join(), or start the ranks with torchrun",
         )
 
 

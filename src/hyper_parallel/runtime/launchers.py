@@ -82,7 +82,7 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
     launch_section = recipe.launch
     if not all(map(str.isprintable, (str(output_dir), *launch_section.sbatch))):
         raise BadValue(
-            "a line of the job script would end early: its option has a control character",
+            "an option contains a control character, which would break a line of the job script",
             where="output_dir, launch.sbatch",
             got=abbreviated([str(output_dir), *launch_section.sbatch]),
             allowed="printable characters",
@@ -136,7 +136,7 @@ def join_srun() -> None:
         }
     except (KeyError, ValueError, IndexError) as error:
         raise LauncherIncomplete(
-            "`srun` has started several processes, and one cannot tell which of them it is",
+            "`srun` started several processes, but this one cannot determine its rank",
             where="environment of this process",
             got=f"{type(error).__name__}: {error}",
             allowed="SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_JOB_ID, SLURM_JOB_NODELIST and "
@@ -349,7 +349,7 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
     stack.callback(remove_placement_group, group)
     if not group.wait(_PLACED_S):
         raise DeviceUnavailable(
-            f"the Ray cluster has not {nnodes} machines with {per_node} of {' and '.join(resources)} free on each",
+            f"the Ray cluster lacks {nnodes} machines with {per_node} of {' and '.join(resources)} free on each",
             where="launch.ray_address",
             got=ray.available_resources(),
             hint="ray status",

@@ -185,7 +185,7 @@ def offload(
     optimizers = optimizers_of(step) if optimizer is None else _as_list(optimizer)
     if not optimizers:
         raise BadValue(
-            "the step refers to no optimizer",
+            "no optimizer was found in the step",
             hint="hp.offload(step, budget=..., optimizer=optimizer)",
         )
     joint_model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
@@ -219,7 +219,7 @@ def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) ->
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
     if topology == "local" and ranks > local_size:
         raise BadValue(
-            "`local` is one machine, and the ranks are on several",
+            "the topology `local` describes one machine, but the ranks are on several",
             got=f"{ranks} ranks, {local_size} of them here",
             hint='hp.offload(step, ..., topology="dgx-h100")',
         )
@@ -326,7 +326,7 @@ class OffloadedStep:
         """Run and record an eager step, plan later steps with inputs of this shape, and return the step's outputs."""
         if len(self._planned) == MOST_SHAPES:
             raise StepChanged(
-                f"the step was called with more than {MOST_SHAPES} shapes of inputs, or values that are not tensors",
+                f"the step was called with more than {MOST_SHAPES} different input shapes or non-tensor values",
                 got=str(key[1])[:200],
                 hint="pad the inputs to a few lengths, and pass values that differ as tensors",
             )

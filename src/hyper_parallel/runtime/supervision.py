@@ -340,9 +340,9 @@ class Hang:
             stack: Stack of the first culprit.
             restart: Setting that makes the launcher restart lost ranks, for the hint.
         """
-        hint = "training.timeout_s=3600, where a phase may take so long"
+        hint = "training.timeout_s=3600, if a phase may take this long"
         if not self.culprits:
-            hint = "training.debug_collectives=true names the collectives that do not fit"
+            hint = "training.debug_collectives=true names the collectives that do not match"
         elif self.stopped:
             hint = f"{restart} continues from the newest checkpoint"
         description = f"{self.description}\n{stack}".strip()
@@ -464,9 +464,7 @@ def hang(
         slot: f"rank {first + slot} {_doing(beats[slot], state)} since {idle_s[slot]:.0f} s, in {beats[slot]}"
         for slot, state in states.items()
     }
-    description = (
-        "all ranks wait in collectives: they do not fit one another, or wait for another machine"
-    )
+    description = "all ranks wait in collectives, which do not match or wait for another machine"
     if culprits:
         description = lines.pop(culprits[0]) + ("; the others wait for it" if waiting else "")
     ranks = [tuple(first + slot for slot in slots) for slots in (culprits, stopped)]
@@ -477,7 +475,7 @@ def _doing(beat: Heartbeat, state: str) -> str:
     if _is_one_of(state, _STOPPED):
         return "is stopped by a signal"
     if _is_one_of(state, _GONE):
-        return "has ended without a word"
+        return "has ended without an error message"
     return beat.note or "does not move"
 
 

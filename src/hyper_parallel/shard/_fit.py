@@ -133,14 +133,14 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
         raise UnsupportedSharding(
             "tensor parallelism can shard no module of this model exactly",
             got=f"tp={sizes.tp}; whole: {shown}",
-            allowed="dp_replicate, dp_shard, or `parallel.rules` that name projections in and out",
+            allowed="dp_replicate, dp_shard, or `parallel.rules` that name input and output projections",
             changes=sizes.without_tp,
         )
     latent = next((p.pattern for p in result if p.style == "latent"), None)
     if sizes.strategy.tp_y > 1 or latent or sizes.strategy.ep > 1 or sizes.strategy.pp > 1:
         s = sizes.strategy
         raise UnsupportedSharding(
-            f"with {shown} replicated, tensor parallelism supports one axis only, without ep, pp and latents",
+            f"with {shown} replicated, tensor parallelism supports one axis only, without ep, pp and latent attention",
             got=f"tp_x={s.tp_x}, tp_y={s.tp_y}, ep={s.ep}, pp={s.pp}"
             + (f", {latent}" if latent else ""),
             changes=sizes.without_tp
@@ -157,7 +157,7 @@ def refuse_shapes(params: list[Param], sizes: Sizes) -> None:
         whole = ("replicate", "experts", WHOLE, "inner")
         if param.style not in (None, *whole) and not 1 <= len(param.shape) <= 2:
             raise UnsupportedSharding(
-                f"style `{param.style}` needs a matrix or a vector, `{param.name}` is neither",
+                f"style `{param.style}` needs a matrix or a vector, but `{param.name}` is neither",
                 got=f"shape {param.shape}",
                 changes=sizes.without_tp,
             )
@@ -175,7 +175,7 @@ def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[
         return params
     uneven = sorted(size for size in rows | {sizes.vocab_size} if size % sizes.tp)
     notes.append(
-        f"embedding and head are kept whole: the vocabulary of {uneven[0]} does not divide by tp={sizes.tp}; "
+        f"embedding and head are kept whole: the vocabulary of {uneven[0]} is not divisible by tp={sizes.tp}; "
         "the head works on the sequence shard of each rank"
     )
     return [replace(p, style="replicate") if p.style in ("vocab", "head") else p for p in params]
@@ -204,7 +204,7 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
                 f"the styles of `{starred(parent)}` are inconsistent: "
                 f"`{odd[0].pattern}` is {odd[0].style or 'whole'}",
                 got=", ".join(f"{p.leaf}={p.style}" for p in matrices),
-                allowed="colwise projections in and rowwise projections out",
+                allowed="colwise input projections and rowwise output projections",
                 changes=sizes.without_tp if odd[0].in_attention else None,
                 hint=None if odd[0].in_attention else rule_hint({starred(parent): "replicate"}),
             )
@@ -227,9 +227,9 @@ def check_widths(params: list[Param]) -> None:
             param = next(side[min(odd)] for side in sizes.values() if min(odd) in side)
             other = "colwise" if param.style == "rowwise" else "rowwise"
             raise UnsupportedSharding(
-                f"`{param.pattern}` is {param.style} and no {other} projection of its layer has its width",
+                f"`{param.pattern}` is {param.style} but no {other} projection of its layer has the same width",
                 got=f"width {min(odd)}",
-                allowed="colwise projections in and rowwise projections out",
+                allowed="colwise input projections and rowwise output projections",
                 hint=rule_hint({param.pattern: "replicate"}),
             )
 

@@ -131,7 +131,7 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
     if whole_stream:
         if sizes.strategy.overlap.tp_chunks > 1:
             raise UnsupportedSharding(
-                "blocks of a model whose ranks hold all tokens gather nothing, so nothing travels in chunks",
+                "every rank of this model holds all tokens, so blocks have no gather to split into chunks",
                 got=f"overlap={sizes.strategy.overlap}",
                 changes={"overlap.tp": "none"},
             )

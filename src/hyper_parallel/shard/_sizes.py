@@ -308,7 +308,7 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
         parts = qkv_parts(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim)
     if sum(p.rows for p in parts) != rows:
         raise RuleError(
-            f"style `{param.style}` does not describe `{param.pattern}`",
+            f"the rows of `{param.pattern}` do not match style `{param.style}`",
             got=f"{rows} rows",
             allowed=f"{' + '.join(str(p.rows) for p in parts)} rows",
             hint=rule_hint({param.pattern: "colwise"}),
@@ -333,7 +333,7 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
         elif apart and shards > 1:
             reason = "torch cannot assemble a parameter sharded by FSDP, parts and a second axis together"
         elif not apart and param.shape[0] % s.tp:
-            reason = f"its {param.shape[0]} rows do not divide by {s.tp} ranks"
+            reason = f"its {param.shape[0]} rows are not divisible by {s.tp} ranks"
         if reason is not None:
             one_axis = {"parallel.tp_x": s.tp, "parallel.tp_y": 1}
             in_mlp = param.style == "gate_up" and s.mlp_shape != "1d"
@@ -350,7 +350,7 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
     elif biased:
         reason = "it has a bias"
     elif param.shape[1] % shards:
-        reason = f"its {param.shape[1]} columns do not divide by the {shards} ranks of FSDP"
+        reason = f"its {param.shape[1]} columns are not divisible by the {shards} ranks of FSDP"
     else:
         return replace(param, parts=len(parts))
     notes.append(
@@ -375,7 +375,7 @@ def _check_two_axes(params: Sequence[Param], sizes: Sizes) -> None:
     }
     if s.cp > 1 and spans:
         raise UnsupportedSharding(
-            "attention with tokens sharded over y cannot be combined with context parallelism",
+            "attention with tokens sharded over tp_y cannot be combined with context parallelism",
             got=f"cp={s.cp}, tp_y={s.tp_y}, {shape}",
             **needs_heads,
         )

@@ -10,6 +10,7 @@ from hyper_parallel.topology.loading import (
     load_topology,
     preset_names,
     read_topology,
+    topology_hint,
 )
 from hyper_parallel.topology.rank_capacity import RankCapacity, rank_capacity
 
@@ -31,4 +32,5 @@ __all__ = [
     "rank_capacity",
     "rank_threads",
     "read_topology",
+    "topology_hint",
 ]

@@ -169,7 +169,7 @@ class Supernode:
             if tier.size == 0 or span <= tier.size:
                 return tier
         raise TopologyTooSmall(
-            f"no tier of the topology `{self.name}` connects that many devices",
+            f"no tier of the topology `{self.name}` connects {span} devices",
             got=span,
             allowed=f"1..{self.tiers[-1].size}",
             hint="add a `cluster` tier to a copy of the topology file, or plan for fewer devices",

@@ -41,6 +41,11 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.yaml")))
 
 
+def topology_hint(option: str = "topology=") -> str:
+    """Return a hint that selects another machine: an option or override to paste, and the names of all presets."""
+    return f"{option}dgx-h100 (machines: {', '.join(preset_names())}, or a YAML file)"
+
+
 def load_topology(name_or_path: str | Path) -> Supernode:
     """Return the topology with a name, in a file, or of this machine.
 
@@ -197,7 +202,7 @@ def detect_local(
             "the number of ranks exceeds the processors of any machine",
             got=f"{num_devices} ranks",
             allowed=f"at most {MOST_CPU_RANKS} ranks on the processors of one machine",
-            hint="name the machine that is meant, for example `topology=dgx-h100`",
+            hint=topology_hint(),
         )
     if not accelerators:
         return cpu_supernode(num_devices or DEFAULT_CPU_RANKS)

@@ -323,14 +323,14 @@ def _check_support(loaded: LoadedRecipe) -> None:
     """Raise Contradiction (HP104) in a process with a process group, or for a recipe that a dry run cannot trace."""
     if dist.is_initialized():
         raise Contradiction(
-            "a dry run needs a process without process group, and this one is a rank of a run",
+            "a dry run cannot run inside a process group, but this process is a rank of one",
             where="--dry-run",
             hint="start it without torchrun",
         )
     refuse_submodels(loaded, "a dry run traces one layout of the whole model", "--dry-run")
     if loaded.recipe.stage == "rm":
         raise Contradiction(
-            "a dry run traces the cross entropy of next tokens, and a reward model has none",
+            "a dry run traces next-token cross entropy, which a reward model does not have",
             where=loaded.where("stage"),
             got="stage=rm, --dry-run",
             hint="stage=dpo",
@@ -356,5 +356,5 @@ def _notes(loaded: LoadedRecipe, plan: Plan, machine: Supernode) -> Iterator[str
     if loaded.recipe.training.compile:
         yield "training.compile: traced without it; a compiled layer keeps fewer activations"
     if plan.strategy.ep > 1 or plan.model.num_active_params != plan.model.num_params:
-        yield "experts: every expert is taken to receive the same number of tokens"
+        yield "experts: every expert is assumed to receive the same number of tokens"
     yield from plan.notes

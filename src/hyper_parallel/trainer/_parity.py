@@ -136,7 +136,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
     """
     if under_torchrun():
         raise Contradiction(
-            "parity starts its own ranks, and this process is one of torchrun's",
+            "parity starts its own ranks, so it cannot run under torchrun",
             where="environment of this process",
             hint=f"hyper-parallel parity {loaded.path}",
         )
@@ -160,7 +160,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
         actual, _ = _run(jobs[1])
         spec, size = jobs[0].plan.model, jobs[0].recipe.training.tokens_per_step
         model = (
-            f"{spec.family} of {loaded.recipe.model.path} made small, {spec.num_params:,} "
+            f"{spec.family} of {loaded.recipe.model.path} shrunk, {spec.num_params:,} "
             f"parameters, {steps} steps of {size} tokens"
         )
     return Parity(model, layout, notes, tuple(_differences(expected, actual, order)))

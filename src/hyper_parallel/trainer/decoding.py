@@ -72,13 +72,13 @@ class Sampling:
             if not isinstance(value, kinds) or isinstance(value, bool):
                 allowed = "a whole number" if kinds is int else "a number"
                 allowed = "texts" if kinds is tuple else allowed
-                raise BadValue(f"{name} is of another type", got=repr(value)[:80], allowed=allowed)
+                raise BadValue(f"{name} has the wrong type", got=repr(value)[:80], allowed=allowed)
         for name, good, allowed in (
             ("max_new_tokens", self.max_new_tokens >= 1, "1 or more"),
             ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("top_k", self.top_k >= 0, "0 or more"),
-            ("stop", all(self.stop), "texts of at least one character"),
+            ("stop", all(self.stop), "strings of at least one character"),
         ):
             if not good:
                 got = getattr(self, name)

@@ -89,16 +89,19 @@ def pick_device(device: str) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise BadValue("not the name of a device", got=device, allowed="auto, cpu, cuda") from error
+        raise BadValue(
+            "unknown device", got=device, allowed="auto, cpu, cuda", where="--device"
+        ) from error
     present = accelerator is not None and accelerator.type == chosen.type
     if chosen.type != "cpu" and (
         not present or (chosen.index or 0) >= torch.accelerator.device_count()
     ):
         raise DeviceUnavailable(
-            "this machine does not have the device",
+            "this machine does not have this device",
             got=device,
             allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
             hint="--device auto",
+            where="--device",
         )
     return chosen
 
@@ -214,6 +217,7 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported weights lack parameters of the model",
             where=str(export),
             got=sorted(report["missing_keys"])[:3],
+            hint="hyper-parallel checkpoint export RUN_DIR",
         )
     return model
 
@@ -222,7 +226,9 @@ def check_dtype(dtype: str | None) -> None:
     """Raise BadValue (HP102) unless `dtype` is None or names a dtype of weights."""
     kinds = ("float64", "float32", "bfloat16", "float16")
     if dtype is not None and dtype not in kinds:
-        raise BadValue("not a format of weights", got=dtype, allowed=kinds)
+        raise BadValue(
+            "unknown number format for weights", got=dtype, allowed=kinds, where="--dtype"
+        )
 
 
 def decode_tokens(
@@ -442,7 +448,7 @@ class Generator:
             return sequence, _decode_sequence(passes, sequence, sampling, stops, ended)
         if sequence.media is not None:
             raise Contradiction(
-                "a prompt with images or audio is not planned within a budget of device memory",
+                "--device-memory does not support prompts with images or audio",
                 where="--device-memory",
                 got=sorted(sequence.media.arrays),
                 hint="leave out --device-memory",

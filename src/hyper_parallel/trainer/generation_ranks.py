@@ -126,7 +126,7 @@ def _check_axes(strategy: Strategy) -> None:
     """Raise UnsupportedSharding (HP205) for parallel axes that decoding does not support."""
     if strategy.cp > 1:
         raise UnsupportedSharding(
-            "generation has no cp: a step reads one token of a sequence, and there is nothing to cut",
+            "generation does not support cp: a step has one token per sequence, so no sequence can be sharded",
             where=_WHERE,
             got=f"cp={strategy.cp}",
             allowed="pp, dp_replicate, dp_shard, tp, ep",
@@ -142,7 +142,7 @@ def _model_and_plan(
 
     if not (export / "config.json").is_file():
         raise UnsupportedSharding(
-            "an adapter is merged into its model on one rank",
+            "--parallel does not support adapters, which are merged into their model on one rank",
             where=_WHERE,
             got=str(export),
             hint="leave out --parallel",

@@ -51,7 +51,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
         name = str(parse_name(model.path)).partition("@")[0]
         local = name.rpartition("/")[2]
         raise Contradiction(
-            "code of a model is not downloaded",
+            "Python code of a hub model is not downloaded automatically",
             where=loaded.where("model.trust_remote_code"),
             got=f"trust_remote_code=true, model.path={model.path}",
             hint=f"hf download {name} --local-dir {local}, then model.path={local}",

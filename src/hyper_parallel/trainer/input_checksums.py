@@ -44,7 +44,7 @@ class RunInputs:
         saved = self.saved.get(name, checksum)
         if saved != checksum:
             raise CheckpointMismatch(
-                f"the {name} are not those of the checkpoint: they were exchanged or altered since it was saved",
+                f"the {name} differ from those of the checkpoint: they were replaced or modified after it was saved",
                 where=str(place),
                 got=f"checksum {checksum}",
                 allowed=f"checksum {saved}",

@@ -484,21 +484,21 @@ def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
     for key, unset in (("sample_prompt", None), ("sample_answers", 0)):
         if (value := getattr(recipe, key)) != unset and not recipe.checkpoint.export:
             raise Contradiction(
-                "the sample is written by the exported model, and the recipe exports none",
+                "the sample is generated from the exported model, but this recipe exports none",
                 where=loaded.where(key),
                 got=f"{key}={value!r}, checkpoint.export=false",
                 hint="checkpoint.export=true",
             )
     if recipe.sample_answers and recipe.stage != "sft":
         raise Contradiction(
-            "held-out answers are those of conversations",
+            "`sample_answers` needs conversations, which only `stage: sft` has",
             where=loaded.where("sample_answers"),
             got=f"sample_answers={recipe.sample_answers}, stage={recipe.stage}",
             hint="sample_answers=0",
         )
     if recipe.sample_answers and not (recipe.data.validation or recipe.data.holdout):
         raise Contradiction(
-            "no conversations are held out",
+            "`sample_answers` needs held-out conversations, but none are held out",
             where=loaded.where("sample_answers"),
             got=f"sample_answers={recipe.sample_answers}, data.holdout=0",
             hint="data.holdout=0.05",

@@ -97,10 +97,10 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     if properties.causal.holds is False and not scores:
         setting = _causal_setting(file, trusted)
         raise Contradiction(
-            "the model is not causal: a token sees later ones, and so the label that it is to predict",
+            "the model is not causal: a token attends to later tokens, and so to its own label",
             where=loaded.where("model.path"),
             got=f"{properties.model_class}, stage={recipe.stage}",
-            allowed="a model in which a token sees earlier tokens only",
+            allowed="a model in which a token attends to earlier tokens only",
             hint=None if setting is None else f"set {setting} in {file.where}",
         )
     if recipe.data.masks(recipe.stage) and not properties.documents_independent.holds:
@@ -115,7 +115,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
         )
     if plan.strategy.overlap.half_batch and not properties.half_batches.holds:
         raise Contradiction(
-            "layers of this model do not give the same on half-batches",
+            "layers of this model compute different results on half-batches",
             where=loaded.where("overlap"),
             got=f"{properties.model_class}, equal: {properties.half_batches}",
             hint="overlap=none",

@@ -63,7 +63,12 @@ def read_prompts(
     try:
         lines = read_text(path, _LIMITS).split("\n")  # texts may contain other line ends
     except (OSError, ValueError) as error:
-        raise BadValue("the prompts cannot be read", where=str(path), got=str(error)) from error
+        raise BadValue(
+            "the prompts cannot be read",
+            where=str(path),
+            got=str(error),
+            hint="check the path and its permissions",
+        ) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -204,7 +204,7 @@ def _check_unused(place: Path, recipe: Recipe | None) -> None:
     marker = read_marker(place)
     kind = "" if marker is None else f" but that of a directory of kind `{marker.kind}`"
     raise OutputNotWritable(
-        f"the output directory holds files and has no marker of a run{kind}, so nothing in it is replaced",
+        f"the output directory holds files and is not the directory of a run{kind}, so it is not overwritten",
         where=f"output_dir={place}",
         got=entries,
         allowed="a directory that is missing, empty, or was made by a run",

@@ -135,7 +135,9 @@ class TextCodec:
         )
         if previous is not None and (top := max(previous.token_ids, default=0)) >= self._vocabulary:
             raise BadValue(
-                "a continuation has a token outside the vocabulary of the model", got=top
+                "a continuation has a token outside the vocabulary of the model",
+                got=top,
+                hint="remove `token_ids` from this line, or use the model that wrote it",
             )
         if previous is not None:
             sequence.text += previous.token_ids
@@ -211,7 +213,7 @@ class PromptBatch:
         """Unfinished sequences by index of their prompt."""
         if any(sequence.media for sequence in self.sequences.values()):
             raise BadValue(
-                "prompts with images or audio are not continued as a batch",
+                "prompts with images or audio cannot be batched",
                 allowed="one prompt at a time",
                 hint="hyper-parallel generate MODEL --prompt TEXT --image FILE",
             )

@@ -142,9 +142,10 @@ def audit(model: nn.Module) -> None:
     params = dict(model.named_parameters())
     for name in sorted(params.keys() ^ attached.layouts.keys()):
         raise AuditError(
-            "a parameter was added or removed after parallelize",
+            "a parameter was added or removed after hp.parallelize",
             where=name,
             got="in the model" if name in params else "only in the plan",
+            hint="add and remove parameters before hp.parallelize(model, plan)",
         )
     for name, param in params.items():
         layout, shape = _flat(attached.layouts[name]), attached.shapes[name]
@@ -154,7 +155,7 @@ def audit(model: nn.Module) -> None:
         stored = local_runs(param, name)
         if tuple(param.shape) != shape or stored != wanted:
             raise AuditError(
-                "a parameter does not have its planned layout",
+                "after hp.parallelize, a parameter does not have its planned layout",
                 where=name,
                 got=f"shape {tuple(param.shape)}, index ranges {stored}",
                 allowed=f"shape {shape}, index ranges {wanted}, layout {layout}",

@@ -75,7 +75,7 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
         return _logprobs(model, attached, batch)
     if torch.is_grad_enabled():
         raise UnsupportedSharding(
-            "log-probabilities with gradients under pipeline stages need an objective",
+            "with pipeline stages, token log-probabilities have gradients only inside an objective",
             where=type(model).__name__,
             allowed="with torch.no_grad(): token_logprobs(...)",
             hint="forward_backward(model, microbatches, objective=...)",
@@ -117,7 +117,7 @@ def objective_loss(
     if over == "output":
         if attached.pipeline is not None:
             raise UnsupportedSharding(
-                "no rank has the output of a model that is split into pipeline stages",
+                'with pipeline stages, no rank has the model\'s full output, which over="output" needs',
                 where=type(model).__name__,
                 allowed=OVER[:2],
                 hint='over="logprobs"',
@@ -132,7 +132,9 @@ def objective_loss(
         if attached.tp is not None:
             value = sum_forward(value, attached.tp.group, Purpose.LOSS)
     else:
-        raise BadValue("an objective has no such first argument", got=over, allowed=OVER)
+        raise BadValue(
+            "unknown value of `over`, the first argument of an objective", got=over, allowed=OVER
+        )
     # All ranks that hold parts of the same sequences compute the value; one reports it.
     repeats = attached.context is not None and attached.context.group.rank() > 0
     if over != "logits" and repeats:
@@ -169,7 +171,7 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
             "the model does not return logits of the next token at every position",
             where=type(model).__name__,
             got=type(out).__name__ if logits is None else f"logits {tuple(logits.shape)}",
-            allowed="logits [B, S, V], or an output that has them, without an encoder",
+            allowed="logits of shape [batch, sequence, vocabulary], from a model without an encoder",
             hint='over="output"',
         )
     flat = targets.to(logits.device).reshape(-1)
@@ -189,7 +191,7 @@ def _own_logits(
     targets, tap = targets_of(model, batch), attached.loss
     if tap is None or not _has_token_loss(model, attached):
         raise NoLoss(
-            "only a causal language model returns the logits of a rank's own tokens",
+            "token log-probabilities need a causal language model",
             where=type(model).__name__,
             hint='over="output"',
         )
@@ -219,7 +221,7 @@ def _intercepted(
         out = model(**kwargs, use_cache=False)
     if not tap.called:
         raise NoLoss(
-            "the model computes its loss without calling its `loss_function`",
+            "the model's forward does not call its `loss_function`, so its loss cannot be summed over ranks",
             where=type(model).__name__,
             hint='over="output"',
         )
@@ -233,7 +235,7 @@ def check_loss(model: nn.Module, attached: Handle) -> None:
     divides = "num_items_in_batch" in _forward_parameters(model)
     if not (divides or _has_token_loss(model, attached)):
         raise NoLoss(
-            "only a causal language model has a cross entropy that adds up over microbatches and ranks",
+            "the built-in cross entropy needs a causal language model",
             where=type(model).__name__,
             hint='forward_backward(model, microbatches, objective=..., over="output")',
         )
@@ -426,7 +428,7 @@ def _run_losses(
             num_tokens = _count(model, attached, microbatches)
     elif local_only:
         raise BadValue(
-            "an objective chooses its own divisor; `num_tokens` belongs to the cross entropy",
+            "`num_tokens` applies to the built-in cross entropy only; an objective divides by its own total",
             got=f"num_tokens={num_tokens}",
             hint="num_tokens=None",
         )

@@ -422,10 +422,10 @@ class GrowingPasses(Passes):
                 self._memory.pop("attention_mask", None)
         if out.logits.shape[1] not in (1, len(read)):  # as for block diffusion models
             raise NoLoss(
-                "the model returns logits of other positions than those of its tokens",
+                "the model's logits do not match its tokens: one position per token is needed",
                 where=type(self._model).__name__,
                 got=f"{out.logits.shape[1]} positions for {len(read)} tokens",
-                allowed="models that predict the next token of each token of a text",
+                allowed="causal language models, which predict a next token at every position",
             )
         logits: Tensor = out.logits[:, -1]
         return logits
@@ -500,7 +500,7 @@ def passes_of(model: Any, slots: int, length: int) -> Passes:
     max_length = rope.get("original_max_position_embeddings") or length
     if rope.get("rope_type") == "longrope" and length > max_length:
         raise BadValue(
-            "beyond the original training length, the texts of this model depend on the longest text of their batch",
+            "beyond the original training length, this model's results depend on the longest sequence of the batch",
             got=f"{length} tokens",
             allowed=f"at most {max_length} tokens of prompt and continuation",
             hint="fewer new tokens, or one prompt at a time",

@@ -67,7 +67,7 @@ class EmbeddingNoise:
                 flat_index = attached.context.local_tokens(flat_index, 0)
             if out.shape[:-1] != flat_index.shape:
                 raise UnsupportedSharding(
-                    "embedding noise needs embeddings of the tokens of a row in order",
+                    "embedding noise (NEFTune) needs one embedding per token, in token order",
                     where=type(model).__name__,
                     got=f"an embedding {tuple(out.shape)} of tokens {tuple(flat_index.shape)}",
                     hint="training.neftune_noise_alpha=null",

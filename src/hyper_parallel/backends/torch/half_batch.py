@@ -213,7 +213,8 @@ class HalfBatch:
         halves = None if batch is None else _halves(*_without_hidden(args, kwargs), batch)
         if halves is None and batch is not None and self._tp is not None:
             raise UnsupportedSharding(
-                "this layer has arguments that the first layer does not have, and they cannot be halved",
+                "this layer gets arguments that the first layer does not get, so they cannot be "
+                "split into half-batches",
                 where=type(layer).__name__,
                 got=", ".join(kwargs),
                 hint="overlap=none",

@@ -71,7 +71,7 @@ def trace_layer_flow(model: nn.Module) -> LayerFlow:
     """
     view = view_of(model)
     if view.base is None:
-        raise flow_error(model, "it has no list of layers", "pp")
+        raise flow_error(model, "it has no list of decoder layers", "pp")
     return _LayerTrace(model, view).run()
 
 
@@ -113,7 +113,9 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-        raise flow_error(model, f"its forward does not run without values ({why})", axis) from error
+        raise flow_error(
+            model, f"its forward does not run on meta tensors ({why})", axis
+        ) from error
 
 
 def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Module) -> int:

@@ -266,6 +266,7 @@ def read_adapter_config(directory: Path) -> Any:
             "the configuration of the adapter cannot be read",
             where=str(file),
             got=f"{error!s:.200}",
+            hint="fetch adapter_config.json again from where the adapter was published",
         ) from error
     plain = vars(peft.LoraConfig())
     read_keys = _AdapterConfig.__annotations__.keys() - {*_UNREAD}
@@ -298,5 +299,8 @@ def read_adapter_config(directory: Path) -> Any:
             )
     except (ValueError, TypeError) as error:  # contradictory keys
         raise WeightsUnreadable(
-            "peft rejects the configuration of the adapter", where=str(file), got=f"{error!s:.200}"
+            "peft rejects the configuration of the adapter",
+            where=str(file),
+            got=f"{error!s:.200}",
+            hint="correct the named value in adapter_config.json",
         ) from error

@@ -57,7 +57,7 @@ def _whole(stand_in: StandIn) -> Tensor:
 
 def _refuse_gradient(grad: Tensor) -> None:
     raise UnsupportedSharding(
-        "code of the model gives a tensor that is still computed to an autograd function of its own",
+        "the model passes a tensor that is still being computed to a custom autograd function",
         where="overlap",
         hint="overlap=none",
     )

@@ -93,8 +93,8 @@ class Tokens:
 
 def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
     return UnsupportedSharding(
-        "a router gets a part of the tokens, and which of them are padding is not known",
-        where="experts that are chosen by the kind of a token",
+        "a router gets only some of the tokens and cannot tell which of them are padding",
+        where="experts chosen by token type",
         got=got,
         hint="parallel.tp=1" if key == "tp" else "training.microbatch=1",
     )

@@ -163,7 +163,7 @@ def loss_function(
         rows = logits.numel() // logits.shape[-1]
         if rows != targets.numel() and (tp is None or tp.head != "tokens"):
             raise NoLoss(
-                "the model returns logits of other positions than those of its tokens",
+                "the model's logits do not match its tokens: one position per token is needed",
                 got=f"logits {tuple(logits.shape)} for {targets.numel()} targets",
                 allowed="logits [B, S, V] for token ids [B, S]",
             )

@@ -64,7 +64,7 @@ def fsdp2_prepare_model(
     for name, is_set in wrong.items():
         if is_set:
             raise Contradiction(
-                f"`{name}` does not go with LlamaFactory's trainer for use_hyper_parallel",
+                f"`{name}` cannot be combined with use_hyper_parallel in LlamaFactory's trainer",
                 where="the settings of Accelerate and hyper_parallel_args",
                 got=name,
                 hint=hints.get(name, f"{name}: false"),
@@ -108,7 +108,7 @@ def model_of(parameters: Iterable[Tensor]) -> nn.Module:
     model = models.pop() if len(models) == 1 else None
     if not isinstance(model, nn.Module):
         raise BadValue(
-            "these parameters are not those of one model that passed through fsdp2_prepare_model",
+            "the parameters do not all belong to one model returned by fsdp2_prepare_model",
             got=f"parameters of {len(models) + 1} models",
             hint="model = fsdp2_prepare_model(accelerator, model, hp_args)",
         )
@@ -126,7 +126,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     """
     if float(norm_type) != 2.0:
         raise BadValue(
-            "the norm of gradients is the L2 norm", got=f"norm_type={norm_type}", allowed="2"
+            "gradient clipping supports only the L2 norm", got=f"norm_type={norm_type}", allowed="2"
         )
     return hp.clip_grad_norm_(model_of(parameters), max_norm)
 

@@ -83,7 +83,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         for name, is_set in unsupported.items():
             if is_set:
                 raise Contradiction(
-                    f"`{name}` does not go with use_hyper_parallel",
+                    f"`{name}` cannot be combined with use_hyper_parallel",
                     where="the arguments of LlamaFactory",
                     got=name,
                     hint="leave one of them out",
@@ -202,7 +202,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kw)
         if not prediction_loss_only or self.args.predict_with_generate:
             raise Contradiction(
-                "tp_size and cp_size evaluate the loss only",
+                "with tp_size or cp_size, evaluation computes the loss only",
                 got="compute_accuracy or predict_with_generate",
                 hint="compute_accuracy: false",
             )

@@ -101,7 +101,10 @@ def _check(key: str, value: Any, where: str) -> None:
         )
     if key in REFUSED and value not in _OFF:
         raise Contradiction(
-            f"`{key}` of LlamaFactory is not done here", where=where, got=value, hint=f"{key}=null"
+            f"the LlamaFactory setting `{key}` is not supported",
+            where=where,
+            got=value,
+            hint=f"{key}=null",
         )
     if key in WORDS and value not in WORDS[key]:
         raise BadValue(
@@ -236,7 +239,7 @@ def _layout_layers(v: dict[str, Any], path: Path, overrides: Sequence[str]) -> I
     for name, served in _SERVED.items():
         if (value := getattr(arguments, name)) not in served:
             raise Contradiction(
-                f"`{name}` of hyper_parallel_args is not done here",
+                f"this value of `{name}` in hyper_parallel_args is not supported",
                 where=f"{path}: hyper_parallel_args",
                 got=value,
                 allowed=[value_of_key for value_of_key in served if value_of_key is not None],
@@ -289,7 +292,7 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
     for key in ("format", "text_key", "columns", "roles", "ignore_keys"):
         if training.get(key) != held_out.get(key):
             raise Contradiction(
-                "the datasets have different keys or tags, and a recipe names them once",
+                "the datasets have different keys or tags, but a recipe has one setting for both",
                 where=where,
                 got=f"{key}: {training.get(key)} and {held_out.get(key)}",
                 allowed="the same keys and tags in both datasets",

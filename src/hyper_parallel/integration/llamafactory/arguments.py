@@ -108,11 +108,14 @@ class HyperParallelArguments(BaseModel):
                 value = read_json(Path(value), Limits())
             except (OSError, ValueError) as error:
                 raise RecipeUnreadable(
-                    "the file of hyper_parallel_args cannot be read", where=where, got=str(error)
+                    "the file of hyper_parallel_args cannot be read",
+                    where=where,
+                    got=str(error),
+                    hint="correct the path in `hyper_parallel_args`",
                 ) from error
         if not isinstance(value or {}, dict):
             raise BadValue(
-                "hyper_parallel_args is one JSON object",
+                "hyper_parallel_args must be one JSON object",
                 where=where,
                 got=type(value).__name__,
                 hint='{"tp_size": 2}',

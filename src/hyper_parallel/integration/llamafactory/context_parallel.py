@@ -70,7 +70,7 @@ def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> d
         return inputs
     if inputs.get("input_ids") is None and inputs.get("inputs_embeds") is None:
         raise BadValue(
-            "cp_size splits `input_ids` or `inputs_embeds`, and a batch has neither",
+            "cp_size needs `input_ids` or `inputs_embeds`, but the batch has neither",
             got=sorted(inputs),
             hint="cp_size: 1",
         )

@@ -55,7 +55,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     info: dict[str, Any] = known[name]
 
     def refuse(key: str, got: object, allowed: object) -> Contradiction:
-        what = f"the dataset `{name}` says `{key}`, which is not read here"
+        what = f"the dataset `{name}` sets `{key}`, which is not supported"
         return Contradiction(
             what,
             where=str(listed),
@@ -132,7 +132,8 @@ def check_template(name: str, model: str, where: str) -> None:
         if own_text == expected:
             continue
         raise Contradiction(
-            f"conversations are written by the model's own chat template, and `{name}` is not known to be the same",
+            "conversations are formatted with the model's own chat template, which may differ "
+            f"from the template `{name}`",
             where=where,
             got=repr(own_text) if own_text else "a model without one",
             allowed=repr(expected)

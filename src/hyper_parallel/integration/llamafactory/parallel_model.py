@@ -82,7 +82,7 @@ def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs
     if mask.dim() != 2 or bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise UnsupportedSharding(
-            "cp_size splits sequences whose padding is at their end",
+            "cp_size needs sequences with padding at the end",
             got=f"an attention mask of shape {tuple(mask.shape)}",
             hint="neat_packing: false",
         )

@@ -143,7 +143,7 @@ class ActorRanks:
         except ray.exceptions.GetTimeoutError as error:
             self.end()
             raise DeviceUnavailable(
-                f"the Ray cluster has no place for the {size} ranks of role `{spec.name}`",
+                f"the Ray cluster lacks resources for the {size} ranks of role `{spec.name}`",
                 got=ray.available_resources(),
                 hint="ray status",
             ) from error

@@ -56,7 +56,7 @@ class Controller:
         timeout_s: float = 600.0,
     ) -> None:
         if engine not in _ENGINES:
-            raise BadValue("there is no engine of this name", got=engine, allowed=list(_ENGINES))
+            raise BadValue("unknown engine", got=engine, allowed=list(_ENGINES))
         module, cls = _ENGINES[engine]
         self.engine = getattr(import_module(f"{__package__}.{module}"), cls)()
         try:
@@ -97,7 +97,7 @@ class Controller:
         name = cls.__name__ if name is None else name
         if name in self.roles:
             raise BadValue(
-                "a role of this name is there already", got=name, hint="start(..., name='another')"
+                "a role with this name already exists", got=name, hint="start(..., name='another')"
             )
         text = as_json(arguments, f"`{cls.__qualname__}`")
         recorded = self.journal.recall(name, 0, cls.__qualname__, text) is not None
@@ -114,7 +114,11 @@ class Controller:
             JournalMismatch: HP641 when the journal records another choice at this position.
         """
         if not calls:
-            raise BadValue("the list of calls is empty", got="[]")
+            raise BadValue(
+                "the list of calls is empty",
+                got="[]",
+                hint='controller.first([role.call("METHOD")])',
+            )
         among = as_json(tuple([call.role.name, call.number] for call in calls), "`first`")
         number = next(self._choices)
         if (record := self.journal.recall(None, number, "first", among)) is not None:

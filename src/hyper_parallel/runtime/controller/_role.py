@@ -118,7 +118,7 @@ class Role:
         cls, controller = self._spec.cls, self.controller
         if method.startswith("_") or not callable(getattr(cls, method, None)):
             raise BadValue(
-                f"`{cls.__qualname__}` has no method of this name to call",
+                f"`{cls.__qualname__}` has no public method of this name",
                 where=f"role `{self.name}`",
                 got=method,
                 allowed=[n for n in dir(cls) if n[0] != "_" and callable(getattr(cls, n))],
@@ -176,7 +176,12 @@ class Role:
     def _begin_unless_recorded(self, ranks: int) -> None:
         """Start the ranks, unless the journal still has answers; the first call without an answer then starts them."""
         if ranks < 1:
-            raise BadValue("a role has one rank or more", where=f"role `{self.name}`", got=ranks)
+            raise BadValue(
+                "a role needs at least one rank",
+                where=f"role `{self.name}`",
+                got=ranks,
+                hint="ranks=1",
+            )
         if ranks > (self.controller.engine.most_ranks or ranks):
             raise Contradiction(
                 f"role `{self.name}` asks for {ranks} ranks, and the engine `inline` has one for each role",
@@ -237,9 +242,7 @@ class Role:
             unanswered = [rank for rank in range(self.size) if rank not in self._answers]
             description, other_lines, frozen = self._ranks.silent(self._silent_s, unanswered)
             if self._raised_s is None or frozen:
-                hint = (
-                    f"Controller(timeout_s={2 * call.timeout_s:g}), where a call may take so long"
-                )
+                hint = f"Controller(timeout_s={2 * call.timeout_s:g}), if a call may take this long"
                 description = f"role `{self.name}`: {description}, in {call}"
                 self._replace(RankHung(description, hint=hint, others=other_lines))
             else:  # the others wait for the rank that has raised
@@ -290,8 +293,8 @@ def as_json(values: tuple[Any, ...], label: str) -> str:
 
 def _no_json(label: str, got: str) -> BadValue:
     return BadValue(
-        f"{label} is no JSON value: only metadata passes between roles",
+        f"{label} is not a JSON value: only metadata passes between roles",
         got=got,
-        allowed="numbers, texts, true, false, None, and lists and dicts of them",
+        allowed="numbers, strings, True, False, None, and lists and dicts of them",
         hint="write tensors to files, hp.save(model, optimizer, folder, step=version), and pass the version",
     )

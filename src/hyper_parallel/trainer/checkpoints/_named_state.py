@@ -107,7 +107,7 @@ def groups_of(
     for group in optimizer.param_groups:
         if any(id(p) not in names for p in group["params"]):
             raise BadValue(
-                "the optimizer trains a parameter that the model does not hold",
+                "the optimizer has a parameter that does not belong to the model",
                 allowed="parameters of the model that is saved or loaded",
             )
         if group["params"]:
@@ -131,6 +131,7 @@ def _json_value(name: str, value: Any) -> Any:
         raise BadValue(
             f"`{name}` cannot be saved: it is neither a tensor nor a JSON value",
             got=type(value).__name__,
+            hint="convert it to a tensor, or to numbers, strings, lists and dicts",
         ) from error
 
 

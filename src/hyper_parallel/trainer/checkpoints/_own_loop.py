@@ -136,5 +136,5 @@ def _check_json(name: str, value: Any) -> None:
         raise BadValue(
             f"`{name}` cannot be saved with a checkpoint: it is not a JSON value",
             got=type(value).__name__,
-            allowed="numbers, texts, true, false, None, and lists and dicts of them",
+            allowed="numbers, strings, True, False, None, and lists and dicts of them",
         ) from cause

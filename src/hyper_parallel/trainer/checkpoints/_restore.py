@@ -59,11 +59,17 @@ def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
     saved = {k: (t.shape, t.dtype) for k, t in index.tensors.items() if k.startswith(MODEL)}
     for key in expected:
         if key not in saved:
-            raise CheckpointMismatch(f"the checkpoint has no `{key}`", where=str(path))
+            raise CheckpointMismatch(
+                f"the checkpoint has no `{key}`",
+                where=str(path),
+                hint="load a checkpoint of this model, or start over with `checkpoint.resume=never`",
+            )
     for key, stored in saved.items():
         if key not in expected:
             raise CheckpointMismatch(
-                f"the checkpoint holds `{key}`, which this run does not have", where=str(path)
+                f"the checkpoint holds `{key}`, which this run does not have",
+                where=str(path),
+                hint="load a checkpoint of this model, or start over with `checkpoint.resume=never`",
             )
         if expected[key] != stored:
             raise CheckpointMismatch(
@@ -79,7 +85,9 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
     name = saved.get("optimizer")
     if not index.groups and name not in (None, WITHOUT_OPTIMIZER):
         raise CheckpointMismatch(
-            "the checkpoint holds no optimizer", where=str(path), allowed=f"the state of {name}"
+            "the checkpoint contains no optimizer state",
+            where=str(path),
+            allowed=f"the state of {name}",
         )
 
 
@@ -100,6 +108,7 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
             raise CheckpointMismatch(
                 f"the checkpoint has no `optimizer.{name}`: the parameter was not trained",
                 where=str(path),
+                hint="train the parameters of the saved run, or start over with `checkpoint.resume=never`",
             )
     for name, values in saved.items():
         keys = group_keys.get(name)

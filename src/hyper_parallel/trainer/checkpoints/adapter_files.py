@@ -120,6 +120,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
                     "a tensor of the adapter has values that are not finite numbers",
                     where=f"{directory}: {key}",
                     got="NaN or infinity" if value.is_floating_point() else str(value.dtype),
+                    hint="fetch or export the adapter again",
                 )
             parameter.copy_(value)
     patterns = {k: dict(getattr(config, k) or {}) for k in ("rank_pattern", "alpha_pattern")}
@@ -138,6 +139,7 @@ def _tensor_mismatch(directory: Path, different: list[str]) -> WeightsUnreadable
         "the tensors of the adapter do not match its configuration",
         where=str(directory),
         got=[f"{name:.120}" for name in different[:3]],
+        hint="use adapter_config.json and adapter_model.safetensors of the same adapter",
     )
 
 

@@ -124,7 +124,8 @@ def _reference_of(model: nn.Module) -> nn.Module:
     reference = hf_reference_model(model)
     if reference is None:
         raise ModelUnreadable(
-            f"{original_class(model).__name__} is not a Hugging Face model, so it has no export format"
+            f"{original_class(model).__name__} is not a Hugging Face model, so it has no export format",
+            hint='hp.save(model, optimizer, "checkpoint")',
         )
     return reference
 
@@ -321,6 +322,7 @@ def _published_sizes(
     raise ModelUnreadable(
         "the published format of this model joins parameters of several layers, which is not supported",
         got=type(reference).__name__,
+        hint="checkpoint.export=false",
     )
 
 

@@ -73,7 +73,9 @@ def parts_of(
     for name, tensor in tensors.items():
         if dtype_name(tensor) not in DTYPES:
             raise BadValue(
-                f"`{name}` cannot be saved", got=dtype_name(tensor), allowed=", ".join(DTYPES)
+                f"`{name}` cannot be saved: its dtype is not supported",
+                got=dtype_name(tensor),
+                allowed=", ".join(DTYPES),
             )
         for part in local_boxes(tensor, name):
             read = partial(_read, resident, local(tensor), part.index)

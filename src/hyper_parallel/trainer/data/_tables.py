@@ -70,6 +70,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
             "a parquet file cannot be read",
             where=str(path),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+            hint=f"fetch `{path.name}` again",
         ) from error
 
 
@@ -195,6 +196,7 @@ class Table:
                 "a row of the dataset cannot be read",
                 where=f"{self.name}: row {number + 1}",
                 got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+                hint="repair or remove this row",
             ) from error
 
 
@@ -360,7 +362,10 @@ def _check_names(path: Path) -> None:
         outside = next(filter(names_outside, _texts(named)), None)
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise NoData(
-            "a description of the dataset cannot be read", where=str(path), got=str(error)[:200]
+            "a description of the dataset cannot be read",
+            where=str(path),
+            got=str(error)[:200],
+            hint=f"fetch `{path.name}` again",
         ) from error
     if outside is not None:
         raise NoData(

@@ -135,7 +135,7 @@ class _Renderer:
     def _template_error(self, error: BaseException) -> BadValue:
         roles = [message["role"] for message in self._conversation.messages]
         return BadValue(
-            "the chat template of the tokenizer refuses a conversation",
+            "the chat template of the tokenizer rejects a conversation",
             where=self._where or "chat template",
             got=f"{str(error)[:500] or type(error).__name__}; roles: {', '.join(roles[:20])}",
         )
@@ -513,7 +513,7 @@ class _Search:
         own = self.words_of(i)
         if not inside or (own and (inside[0][0] > own[0].start or inside[-1][1] < own[-1].end)):
             raise self._renderer.error(
-                "the marks of the chat template (`generation`) leave out words of an answer", i
+                "the `generation` marks of the chat template omit words of an answer", i
             )
         # Some templates leave the marker at which generation stops out of their marks; the span includes it.
         return inside[0][0], span[1]

@@ -61,7 +61,7 @@ def check_cut(
     size = dp_size * microbatch * accumulation
     if size != sequences_per_step or not 0 <= dp_rank < dp_size:
         raise BatchMismatch(
-            "data ranks x microbatch x accumulation must be the sequences of a step",
+            "data ranks x microbatch x accumulation must equal the sequences per step",
             got=f"{dp_size} x {microbatch} x {accumulation} = {size}, rank {dp_rank}",
             allowed=sequences_per_step,
         )
@@ -169,7 +169,11 @@ class Batches:
         count = len(sequences) // rows.group_size
         self.num_sequences = count if limit is None else min(limit, count)
         if self.num_sequences == 0:
-            raise NoData("there is no sequence to read", where=f"{sequences.split} data")
+            raise NoData(
+                "the data contains no sequence",
+                where=f"{sequences.split} data",
+                hint="use more data, or a smaller `data.seq_len`",
+            )
         # A limit spreads over the whole text: the first sequences may all be one document.
         every = np.arange(self.num_sequences, dtype=np.int64)
         self._picked = every * count // self.num_sequences

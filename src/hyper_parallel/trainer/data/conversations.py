@@ -120,7 +120,7 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
         has_question = any(turn["role"] == "user" for turn in whole[0][:shared])
         if "user" in first_roles and not has_question:
             raise NoData(
-                "the two answers of a pair have no prompt in common",
+                "the two answers of a pair do not share a prompt",
                 where=where,
                 got=[turn["content"][:40] for one in whole for turn in one[:1]],
                 allowed="chosen and rejected that begin with the same turns, or a prompt under its own key",
@@ -166,14 +166,16 @@ def _check_pair(
     """
     problem = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
-        problem = "an answer that is a text needs a prompt under its own key"
+        problem = "an answer given as a string needs a prompt under its own key"
     for answer in answers if text else ():
         first_role = next((turn["role"] for turn in answer if turn["role"] != "system"), None)
         if first_role == "user" and not _quotes(answer, text):
-            problem = "an answer begins with a turn of the user that is not the prompt"
+            problem = "an answer begins with a user turn that differs from the prompt"
     if problem is not None:
         allowed = _FORMATS["preference"][1]
-        raise NoData(f"a record is not preference: {problem}", where=where, allowed=allowed)
+        raise NoData(
+            f"a record does not have the preference format: {problem}", where=where, allowed=allowed
+        )
 
 
 def _message(role: str, content: str) -> Message:
@@ -309,7 +311,7 @@ def shape_of(
         columns = guess_named_pair(values, with_answers=shape == "prompt_completion")
         if columns and shape is not None:
             raise NoData(
-                "a record has a worse answer under a name of its own, so it is not read as a pair",
+                "a record has its worse answer under an unknown key, so it is not read as a pair",
                 where=where,
                 got=sorted(values),
                 allowed=_FORMATS["preference"][1],
@@ -374,7 +376,7 @@ def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
                     allowed=_FORMATS["sharegpt"][1],
                 )
         raise NoData(
-            "the keys of a record do not say which of them holds the conversation",
+            "it is not clear which key of a record contains the conversation",
             where=where,
             got=sorted(values),
             allowed="; or: ".join(words for _, words in _FORMATS.values()),
@@ -431,7 +433,7 @@ def conversations_of(
     if not _has_keys(values, shape, stage):
         actual = _conversation(values, stage)
         raise NoData(
-            f"a record is not {shape}",
+            f"a record does not have the format {shape}",
             where=where,
             got=sorted(map(str, record)),
             allowed=allowed,
@@ -541,7 +543,7 @@ def _check_unread(
             rules.counts.ignored_keys[key] += not is_empty(value)
             continue
         raise NoData(
-            f"`{key}` of a record differs from the turns that are read from its other keys",
+            f"`{key}` of a record contradicts the turns in its other keys",
             where=where,
             got=f"{key}: {abbreviated(value, 60)}",
             allowed=f"{_FORMATS[shape][1]}; further keys may repeat a turn",

@@ -105,7 +105,7 @@ def refuse_unread(path: Path) -> None:
         code = f'{function}({json.dumps(str(path))}).to_parquet("data.parquet")'
         hint = shlex.join(["python", "-c", f"import {function.partition('.')[0]}; {code}"])
     raise NoData(
-        "a data file has a format that is not read",
+        "a data file has a format that is not supported",
         where=str(path),
         got=suffix,
         allowed=f"{', '.join(KINDS)}, text; each also with {' or '.join(_COMPRESSED)}",
@@ -124,7 +124,7 @@ def refuse_other_target(path: Path) -> None:
     target = Path(os.path.realpath(path))
     if inner_suffix(target) in _SUFFIXES and kind_of(target) != kind_of(path):
         raise NoData(
-            "a data file is a link to a file of another format",
+            "a data file is a link to a file with another format",
             where=str(path),
             got=str(target),
             allowed=f"a file of format {kind_of(path)}",
@@ -235,7 +235,12 @@ def _zstd(packed: IO[bytes], path: Path) -> Any:
 
 
 def _damaged(path: Path, error: Exception) -> NoData:
-    return NoData("a compressed data file is damaged", where=str(path), got=str(error)[:120])
+    return NoData(
+        "a compressed data file is damaged",
+        where=str(path),
+        got=str(error)[:120],
+        hint="fetch or compress the file again",
+    )
 
 
 def line_command(path: Path, number: int) -> str:

@@ -122,6 +122,7 @@ def load_processor(directory: Path) -> Any:
             "the processor of the model cannot be loaded",
             where=str(directory),
             got=" ".join(str(error).split())[:200] or type(error).__name__,
+            hint="fetch the processor files of the model again",
         ) from error
     parts = [name for kind in KINDS.values() for name in kind.processors]
     if not hasattr(processor, "tokenizer") or not any(hasattr(processor, name) for name in parts):
@@ -174,7 +175,7 @@ def process(
         )
     except Exception as error:  # a processor raises any class
         raise BadValue(
-            "the processor of the model refuses a conversation",
+            "the processor of the model rejects a conversation",
             where=where,
             got=f"{' '.join(str(error).split())[:300] or type(error).__name__}",
             allowed="texts without tokens of images or audio other than those of the record's items",

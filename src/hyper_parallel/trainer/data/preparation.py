@@ -149,7 +149,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
     weights = [weight for _, weight in data.parts()]
     if data.packing and 0 < sum(part.train.has_media for part in parts) < len(parts):
         raise Contradiction(
-            "some sources have images or audio, and conversations of the others are packed",
+            "some sources have images or audio, but the conversations of the others are packed",
             where="data.source",
             got="data.packing=true",
             allowed="sources that all have them, or none; or conversations in rows of their own",
@@ -236,6 +236,7 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
             "the data source holds no text",
             where=f"data.source: {data.source}",
             got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
+            hint="check `data.source` and `data.text_key`",
         )
     masked = data.masks(stage)
     notes = pack(target, flat, data, tokenizer.pad_id, setup.seed, masked, source.counts)

@@ -293,7 +293,7 @@ def label_of(record: Record, where: str) -> bool:
         return _LABEL.validate_python(labels[0] if labels else None)
     except ValidationError as error:
         raise NoData(
-            "a record does not say whether its answer is good",
+            "a record has no label that says whether its answer is good",
             where=where,
             got=f"{labels[0]!r:.60}" if labels else sorted(record),
             allowed=f"true or false under {' or '.join(LABELS)}",

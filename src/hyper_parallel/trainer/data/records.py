@@ -226,7 +226,7 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
                 of_turns = isinstance(record, list) and record and isinstance(record[0], dict)
                 rewrite = pipe_command(path, "jq -c '.[] | {messages: .}'")
                 raise NoData(
-                    "a record is not an object with keys",
+                    "a record is not a JSON object",
                     where=where,
                     got=type(record).__name__,
                     allowed='objects such as {"text": "..."}',
@@ -241,7 +241,12 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
             f"a {kind} file is not UTF-8 text", where=f"{path}:{line}", got=error.reason
         ) from error
     except OSError as error:
-        raise NoData("a data file cannot be read", where=str(path), got=error.strerror) from error
+        raise NoData(
+            "a data file cannot be read",
+            where=str(path),
+            got=error.strerror,
+            hint="check the path and its permissions",
+        ) from error
 
 
 def _refuse_columns(record: Record, path: Path, where: str) -> None:
@@ -256,7 +261,7 @@ def _refuse_columns(record: Record, path: Path, where: str) -> None:
         written = f'pandas.read_json({json.dumps(str(path))}).to_json("lines.jsonl"'
         code = f'import pandas; {written}, orient="records", lines=True)'
         raise NoData(
-            "a file holds columns, not records",
+            "a file contains columns instead of records",
             where=where,
             got=[str(key) for key in record],
             allowed="a record in each line, or a list of records",
@@ -359,7 +364,7 @@ def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
     """Raise for keys next to a file's list of records that may apply to all records, such as a system text."""
     if unknown := sorted({*reader.outer_keys} - WITHOUT_INFLUENCE - _FILE_KEYS):
         raise NoData(
-            "an object around the records has keys that are not part of any record",
+            "the object that contains the list of records has unknown keys",
             where=str(path),
             got=unknown,
             allowed="the list of records, and keys without influence such as name, version, license",
@@ -372,7 +377,7 @@ def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
     first = keys[0]
     name, target = shlex.quote(str(path)), f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
     return NoData(
-        "an object around the records has several lists of them, and a source is one list",
+        "the object that contains the records has several lists, but a source is one list",
         where=str(path),
         got=list(keys),
         allowed="a file for each list",
@@ -450,13 +455,17 @@ def _unicode(record: Any, text: str, where: str) -> Any:
             json.dumps(record, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise NoData(
-                "a record holds half a character (a lone surrogate), which is not Unicode text",
+                "a record contains a lone surrogate, which is not valid Unicode",
                 where=where,
                 got=ascii(error.object[error.start : error.end]),
                 allowed="surrogates in pairs, as in \\ud83d\\ude00",
             ) from error
         except RecursionError as error:
-            raise NoData("values are nested too deep", where=where) from error
+            raise NoData(
+                "values are nested too deep",
+                where=where,
+                hint="write the nested values as JSON text",
+            ) from error
     return record
 
 
@@ -486,7 +495,11 @@ def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:
     """Yield the lines of a CSV or TSV table; raise NoData (HP602) for a line with too many columns."""
     for number, line in enumerate(lines, start=1):
         if len(line) > _UNCOUNTED and line.count(delimiter) > _MOST_VALUES:
-            raise NoData("a line of a table has millions of columns", where=f"{path}:{number}")
+            raise NoData(
+                "a line of a table has millions of columns",
+                where=f"{path}:{number}",
+                hint="check that the file has one record per line",
+            )
         yield line
 
 

@@ -161,7 +161,12 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
             )
     except BadValue as error:
         # For damaged files transformers and tokenizers raise plain Exception.
-        raise NoData("the tokenizer cannot be loaded", where=where, got=error.got) from error
+        raise NoData(
+            "the tokenizer cannot be loaded",
+            where=where,
+            got=error.got,
+            hint="fetch the tokenizer files again from where the model was published",
+        ) from error
     if tokenizer.is_fast:
         check_parts(tokenizer.backend_tokenizer, where)
     return tokenizer
@@ -407,7 +412,10 @@ def _json_values(path: Path) -> dict[str, Any]:
         values = json.loads(read_text(path, Limits(num_bytes=64 * MiB)))
     except (OSError, ValueError, RecursionError) as error:
         raise NoData(
-            "a file of the tokenizer cannot be read", where=str(path), got=str(error)[:120]
+            "a file of the tokenizer cannot be read",
+            where=str(path),
+            got=str(error)[:120],
+            hint="fetch this file again from where the model was published",
         ) from error
     return values if isinstance(values, dict) else {}
 
@@ -441,8 +449,8 @@ def _refused(
             read = ", and no class reads the exported one"
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(
-        "the exported tokenizer would give other tokens than training: transformers reads its files with another "
-        f"class next to the model's config.json{model_type}",
+        "the exported tokenizer would produce other tokens than training did: next to the model's config.json, "
+        f"transformers reads it with another class{model_type}",
         where=f"tokenizer: {directory}",
         got=f"{type(hf).__name__} reads the tokenizer of training{read}; they differ in {difference}",
         allowed="a tokenizer that is read with the same tokens next to the model's config.json and without one",

@@ -155,9 +155,7 @@ class Source:
         unread = _descriptions(Path(self.name).expanduser(), self.files)
         if unread:
             names = ", ".join(sorted({path.name for path in unread}))
-            self.counts.remarks[f"files that describe the data are not read ({names})"] = len(
-                unread
-            )
+            self.counts.remarks[f"files that describe the data are skipped ({names})"] = len(unread)
         for documents in self._all_documents():
             self.counts.read += 1
             sizes = [document.num_bytes for document in documents]
@@ -290,7 +288,12 @@ class Source:
                     replaced += 1
                 yield Document(str(path), text)
         except OSError as error:
-            problem = NoData("a data file cannot be read", where=str(path), got=error.strerror)
+            problem = NoData(
+                "a data file cannot be read",
+                where=str(path),
+                got=error.strerror,
+                hint="check the path and its permissions",
+            )
             raise problem from error
 
 
@@ -424,7 +427,9 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
             or document.conversation.messages[-1]["role"] != "assistant"
         ):
             raise NoData(
-                "a conversation with a label must end with an answer", where=document.where
+                "a conversation with a label must end with an answer",
+                where=document.where,
+                hint="end the conversation with a turn of the assistant",
             )
         yield document
         if before is not None:
@@ -435,6 +440,7 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
             raise NoData(
                 "`stage: kto` compares answers of different records, but there is only one record",
                 where=first.where,
+                hint="use at least two records, or stage=sft",
             )
         yield _with_answer_of(first, before)
 
@@ -518,7 +524,12 @@ def _files(data: Data, stage: str) -> list[Path]:
         path = path.absolute()
         files = [path] if path.is_file() else _sorted_files(path)
     if not files:
-        raise NoData("the data directory holds no files", where=where, got=str(path))
+        raise NoData(
+            "the data directory holds no files",
+            where=where,
+            got=str(path),
+            hint="correct `data.source`, or put data files into the directory",
+        )
     if path.is_dir():
         files = _of_one_kind(path, _without_descriptions(files, data.format), data.format)
         refuse_splits(path, files)
@@ -528,7 +539,12 @@ def _files(data: Data, stage: str) -> list[Path]:
         if kind_of(file) == "text":
             refuse_unread(file)
     if all(f.stat().st_size == 0 for f in files):
-        raise NoData("the data source is empty", where=where, got="0 bytes")
+        raise NoData(
+            "the data source is empty",
+            where=where,
+            got="0 bytes",
+            hint="correct `data.source`, or write records into the file",
+        )
     return files
 
 
@@ -611,7 +627,7 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
     with suppress(NoData):
         shape = shape_of(record, data.text_key, str(file), stage, rules)
     raise NoData(
-        "a file is text by its name, but its first line is a JSON record",
+        "the file name says plain text, but the first line is a JSON record",
         where=str(file),
         got=sorted(record),
         allowed="a name that ends in .jsonl, or data.format: text trains on the JSON as text",

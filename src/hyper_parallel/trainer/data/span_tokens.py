@@ -151,9 +151,10 @@ def tokens_of_spans(
             cuts |= added
             ids, offsets = _tokens_of_parts(tokenizer, facts, text, sorted(cuts), where)
     raise BadValue(
-        "the tokenizer has no tokens that end where an answer begins",
+        "the tokenizer joins the end of the prompt and the start of the answer into one token",
         where=where,
         got=abbreviated(text[-80:]),
+        hint="end the generation prompt of the chat template with a special token or a line end",
     )
 
 

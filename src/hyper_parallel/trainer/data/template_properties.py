@@ -112,9 +112,10 @@ class TemplateProperties:
             return self.render(turns, tools=tools, prompt=prompt)[0]
         except TemplateBudget as error:  # every further probe would exhaust its budget too
             raise BadValue(
-                "the chat template of the tokenizer refuses a conversation",
+                "the chat template of the tokenizer rejects a conversation",
                 where="chat template",
                 got=str(error),
+                hint="data.chat_template=FILE",
             ) from error
         except Exception:  # a template is a program and may raise any error
             return ""

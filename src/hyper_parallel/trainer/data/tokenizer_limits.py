@@ -259,5 +259,6 @@ def tokenizing(where: str) -> Iterator[None]:
                 "the tokenizer fails on a text",
                 where=where,
                 got=(str(error).splitlines() or [type(error).__name__])[0][:200],
+                hint="data.tokenizer=TOKENIZER_DIR",
             ) from error
         raise

@@ -62,7 +62,7 @@ def model_from_config(
             error
         )
         raise ModelUnreadable(
-            f"transformers makes no {kind} of this `{family}` config",
+            f"transformers can build no {kind} from this `{family}` config",
             where=file.where,
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             hint="set `model.attn_implementation=eager`" if is_attention_error else None,
@@ -102,10 +102,14 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
     if family not in CONFIG_MAPPING and not trusted:
         raise ModelUnreadable(
             "transformers has no model of this type"
-            + (", and code that comes with it is not run unless you say so" if own_code else ""),
+            + (
+                ", and the Python code in its directory runs only with your permission"
+                if own_code
+                else ""
+            ),
             where=f"{file.where}: model_type",
             got=family,
-            hint="set `model.trust_remote_code=true` in the recipe, or give --trust-remote-code"
+            hint="set `model.trust_remote_code=true` in the recipe, or pass --trust-remote-code"
             if own_code
             else None,
         )

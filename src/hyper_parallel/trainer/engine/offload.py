@@ -466,8 +466,8 @@ def _memory_terms(plan: MemoryPlan) -> tuple[MemoryTerm, ...]:
     flash, kinds = plan.peak_bytes["flash"], peak_by_kind(plan)
     terms = [
         *((k, "hbm", n, "bytes of this kind at the device peak") for k, n in kinds.items()),
-        ("gaps", "hbm", unused, "between the addresses of the arena"),
-        ("staging", "hbm", staging, "staging buffers outside the arena"),
+        ("gaps", "hbm", unused, "gaps between buffers of the memory plan"),
+        ("staging", "hbm", staging, "staging buffers outside the memory plan"),
         ("offloaded to dram", "dram", plan.dram_bytes, "buffers, reserved before the first step"),
         ("offloaded to flash", "flash", flash, "peak of the tier"),
     ]

@@ -221,14 +221,14 @@ def check_optimizer(
         )
     if training.dtype == "float16" and plan.model.num_active_params != plan.model.num_params:
         raise Contradiction(
-            "the loss scale of float16 does not reach the balancing loss of experts",
+            "float16 loss scaling does not support the load-balancing loss of experts",
             where=where("training.dtype"),
             got="float16 and a mixture of experts",
             hint="set `training.dtype=bfloat16`",
         )
     if recipe.offload.on and name != "adamw":
         raise Contradiction(
-            "offload plans the steps of adamw only",
+            "offload supports the optimizer adamw only",
             where=key,
             got=f"optimizer={name} with offload",
             hint="set `training.optimizer=adamw`",
@@ -238,7 +238,7 @@ def check_optimizer(
     except (TypeError, ValueError) as error:
         allowed = [*inspect.signature(optimizer_class(name)).parameters][1:]
         raise BadValue(
-            f"{name} does not take its arguments: {error}",
+            f"{name} rejects its arguments: {error}",
             where=where("training.optimizer_args"),
             got=training.optimizer_args,
             allowed=allowed,

@@ -52,6 +52,7 @@ from hyper_parallel.model import (
     read_config,
     read_generation_config,
 )
+from hyper_parallel.topology import topology_hint
 from hyper_parallel.trainer.data import (
     has_tokenizer,
     load_tokenizer,
@@ -106,7 +107,7 @@ def build_model(recipe: Recipe) -> nn.Module:
 
 
 _NOT_MEASURED: Final = (
-    "the activations that the model keeps could not be measured: formulas alone price them"
+    "the activations that the model keeps could not be measured: formulas estimate them"
 )
 
 
@@ -222,7 +223,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
             where=where,
             got=f"{format_bytes(plan.memory_bytes)} on a rank, {plan.model.num_params:,} parameters",
             allowed=f"{format_bytes(plan.memory_capacity_bytes)}",
-            hint="name the machine that is meant, for example `topology=dgx-h100`",
+            hint=f"a smaller model, or {topology_hint()}",
         )
     try:
         resolve_layouts(model, plan)
@@ -234,7 +235,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
             where=where,
             got=f"{type(model).__name__}, {error.got}, {error.allowed}",
             allowed=None if known else FAMILIES_READ,
-            hint=None if known else "use a model of a family that is read",
+            hint=None if known else "use a model of a supported family",
         ) from error
 
 
@@ -435,7 +436,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not matches:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
             raise BadValue(
-                "no parameter has a name like this",
+                "the pattern matches no parameter name",
                 where=where,
                 got=pattern,
                 allowed="globs such as model.embed_tokens.* over the names of parameters",
@@ -479,7 +480,7 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
     for key, (applies, hint) in hints.items():
         if applies:
             raise Contradiction(
-                "planned steps repeat one shape, and images and recordings have different sizes",
+                "offload needs fixed shapes, but images and recordings have different sizes",
                 where=key,
                 got=sorted(tensors),
                 hint=hint,

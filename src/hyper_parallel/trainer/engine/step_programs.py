@@ -336,7 +336,7 @@ def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
     """Raise UnsupportedSharding (HP205) if pipeline stages share parameters and there are more than two stages."""
     if stages.shared and strategy.pp > 2:
         raise UnsupportedSharding(
-            "stages share parameters, such as tied embeddings, so the programs run two of them",
+            "pipeline stages share parameters, such as tied embeddings, which is supported for two stages only",
             where=where,
             got=f"pp={strategy.pp}, {stages.shared[0]}",
             hint=f"parallel.pp=1 parallel.dp_replicate={strategy.pp}",
@@ -345,7 +345,7 @@ def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
 
 def _refused(text: str, where: str, hint: str) -> Contradiction:
     return Contradiction(
-        "the step programs of this back end do not have this feature",
+        "this back end does not support this feature",
         where=where,
         got=text,
         hint=hint,

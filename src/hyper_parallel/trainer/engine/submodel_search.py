@@ -19,6 +19,7 @@ from hyper_parallel.config import LoadedRecipe, Recipe, with_submodels
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Certificate, Plan
 from hyper_parallel.planner.submodels import DividedStep, choose_step, layouts
+from hyper_parallel.topology import topology_hint
 from hyper_parallel.trainer.data import Batches
 from hyper_parallel.trainer.engine.recipe_submodels import (
     check_submodels,
@@ -109,7 +110,7 @@ def _no_memory(loaded: LoadedRecipe, least_bytes: int, capacity_bytes: int) -> D
         where=loaded.where("parallel.submodels"),
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(capacity_bytes)}",
-        hint="a machine with more memory, more ranks, or training.microbatch=1",
+        hint=f"training.microbatch=1, more ranks, or {topology_hint()}",
     )
 
 

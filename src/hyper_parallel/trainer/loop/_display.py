@@ -85,7 +85,7 @@ def startup_panel(job: Job) -> Panel:
     work = plan.workload
     share = plan.memory_bytes / plan.memory_capacity_bytes if plan.memory_capacity_bytes else 0.0
     tokens, params = format_count(work.tokens_per_step or 0), format_count(plan.model.num_params)
-    batch = f"{work.microbatch} x {work.accumulation_steps} sequences of {work.seq_len} tokens"
+    batch = f"microbatch {work.microbatch} x {work.accumulation_steps} accumulated, sequences of {work.seq_len} tokens"
     rows = {
         "topology": f"{plan.topology}, {plural(plan.num_ranks, 'rank')}"
         + (
@@ -97,7 +97,7 @@ def startup_panel(job: Job) -> Panel:
         "weights": weights,
         **({"trained": job.trained} if job.trained else {}),
         "mesh": str(plan.mesh) if plan.submodels is None else plan.degrees,
-        "step": f"{tokens} tokens: {batch} per data rank, {work.compute_dtype}",
+        "step": f"{tokens} tokens: per data rank {batch}, {work.compute_dtype}",
         **panel_rows(job),
         **({} if job.router_loss is None else {"router loss": job.router_loss}),
         "plan": plan.fingerprint,

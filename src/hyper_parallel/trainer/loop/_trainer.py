@@ -398,7 +398,7 @@ class Trainer:
         why = stopping.why if stopping.over else why
         if why:
             without = f"; without effect: {changes_line(changed)}" if changed else ""
-            line(f"nothing is left to train, no record of the run changes: {why}{without}")
+            line(f"nothing is left to train, and the run is unchanged: {why}{without}")
         elif changed:
             line(f"changed since then: {changes_line(changed)}")
         return changed
@@ -448,6 +448,7 @@ class Trainer:
                 "the held-out loss is not finite",
                 where=f"evaluation after step {step}",
                 got=f"loss={loss}",
+                hint="lower `training.lr`, and resume from the newest checkpoint: checkpoint.resume=must",
             )
         record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
         if self._job.recipe.stage != "sft":  # rows of plain text have no answers

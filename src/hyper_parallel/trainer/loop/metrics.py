@@ -175,7 +175,7 @@ class MetricsLog:
         try:
             action()
         except Exception as error:  # every tracker has its own exception classes
-            _log.warning("%s gets no more curves: %s", tracker.name, error)
+            _log.warning("%s receives no more metrics: %s", tracker.name, error)
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 self.unwritten.keep(not_writable(error, self._directory / tracker.name))
         else:
@@ -207,7 +207,7 @@ def _keep_until(path: Path, step: int) -> str | None:
     if later or damaged or not records:
         write_text(path, "".join(records))
     parts = [f"{later} records after step {step}"] if later else []
-    parts += [f"{damaged} lines that are no record"] if damaged else []
+    parts += [f"{damaged} lines that are not records"] if damaged else []
     return f"{path.name}: dropped {' and '.join(parts)}" if parts else None
 
 

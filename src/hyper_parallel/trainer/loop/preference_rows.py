@@ -43,7 +43,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
         )
     if recipe.stage in PAIRED_STAGES and (work.microbatch or 1) % 2:
         raise Contradiction(
-            "two rows that belong together are in one microbatch",
+            "the two sequences of a pair must be in the same microbatch",
             where=loaded.where("training.microbatch"),
             got=f"microbatch={work.microbatch}",
             allowed="an even number",
@@ -78,21 +78,21 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:
         raise Contradiction(
-            "ranks that only sample form whole groups",
+            "the sampling ranks do not form whole replicas of the model",
             where=loaded.where("grpo.rollout_ranks"),
             got=f"rollout_ranks={ranks}, rollout_tp={grpo.copy_tp}, rollout_dp_shard={grpo.rollout_dp_shard}",
             hint=f"grpo.rollout_ranks={grpo.copy_ranks}",
         )
     if ranks and rows % shares:
         raise Contradiction(
-            "ranks that only sample share the sequences of a step evenly",
+            "the sampling replicas do not divide the sequences of a step evenly",
             where=loaded.where("grpo.rollout_ranks"),
-            got=f"{shares} separately sampled shares, {rows} sequences in a step",
+            got=f"{shares} shares, {rows} sequences in a step",
             hint=f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1",
         )
     if ranks and grpo.exact_logprobs and rows // shares % microbatch:
         raise Contradiction(
-            "ranks that only sample read whole microbatches of the ranks that train",
+            "every sampling replica must get whole microbatches of the training ranks",
             where=loaded.where("grpo.exact_logprobs"),
             got=f"{rows // shares} sequences in a share, microbatch={microbatch}",
             changes={"training.microbatch": math.gcd(rows // shares, microbatch)},

@@ -114,7 +114,7 @@ def _known_ids(path: Path) -> dict[str, str]:
         return read(dict[str, str], path, Limits(MiB, num_elements=100))
     except (OSError, DecodeError) as error:
         raise TrackerFailed(
-            "the ids of the runs of trackers cannot be read",
+            "the file with the trackers' run ids cannot be read",
             where=str(path),
             got=f"{error!s:.200}",
             hint=f"rm {shlex.quote(str(path))}, to begin new runs of trackers",

@@ -70,7 +70,7 @@ class Environments:
                 pass
             case _:
                 raise BadValue(
-                    "an environment's `step` returns what it says, or None at the end, and a finite reward",
+                    "an environment's `step` must return its reply, or None at the end, and a finite reward",
                     where=WHERE,
                     got=repr(outcome),
                     allowed="(text or None, number)",

@@ -48,7 +48,7 @@ class ModelReward:
             kind = str(error)
         if not kind.endswith("ForSequenceClassification"):
             raise ModelUnreadable(
-                "a directory among the rewards is a reward model, such as `stage: rm` exports",
+                "a directory in `grpo.reward_funcs` must contain a reward model, as `stage: rm` exports it",
                 where=f"{where}: {self.directory}",
                 got=kind,
                 allowed="a *ForSequenceClassification of one label",
@@ -61,7 +61,7 @@ class ModelReward:
             or reward_tokenizer.chat_template != run_tokenizer.chat_template
         ):
             raise Contradiction(
-                "the reward model reads other tokens, or another chat template, than the model that learns",
+                "the reward model has a different tokenizer or chat template than the trained model",
                 where=f"{where}: {self.directory}",
                 got=f"{len(reward_tokenizer)} tokens",
                 allowed=f"the {len(run_tokenizer)} tokens of {tokenizer_dir}",

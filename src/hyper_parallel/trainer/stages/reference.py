@@ -83,7 +83,8 @@ class Reference:
                 values = None
             if values is None or values.shape != (rows,):
                 raise CheckpointMismatch(
-                    "the run that goes on has no reference of these answers, and its model has moved since",
+                    "the resumed run lacks its reference log-probabilities, and the trained "
+                    "weights cannot reproduce them",
                     where=str(path),
                     got="no file that can be read" if values is None else f"{len(values)} answers",
                     allowed=f"{rows} answers",

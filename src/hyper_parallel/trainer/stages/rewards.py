@@ -143,7 +143,7 @@ def score(
         isinstance(r, Real) and math.isfinite(r) for r in rewards
     ):
         raise BadValue(
-            "a reward function returns one finite number for every completion",
+            "a reward function must return one finite number for every completion",
             where=where,
             got=f"{len(rewards)} values, {rewards[:3]}",
             allowed=f"{num_completions} numbers",

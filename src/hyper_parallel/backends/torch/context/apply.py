@@ -97,7 +97,7 @@ def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ..
         return ()
     view = view_of(model)
     if view.base is None:
-        raise flow_error(model, "it has no list of layers", "cp")
+        raise flow_error(model, "it has no list of decoder layers", "cp")
     _refuse(view.base.config)
     return probe_attention_calls(model, view.base, view.layers)
 
@@ -138,7 +138,7 @@ def _wrap_root(
         expected = num_calls()
         if context.calls != expected:
             raise UnsupportedSharding(
-                "layers call the attention interface more or less often than in the trial forward",
+                "layers call attention a different number of times than in the trial forward pass",
                 where=type(module).__name__,
                 got=f"{context.calls} calls instead of {expected}",
                 hint="parallel.cp=1",
@@ -147,7 +147,7 @@ def _wrap_root(
             return output
         if isinstance(output, tuple):
             raise UnsupportedSharding(
-                "tuple outputs are not assembled under context parallelism",
+                "the model returns a tuple, but context parallelism needs named outputs",
                 where=type(module).__name__,
                 hint="return_dict=True",
             )
@@ -205,7 +205,7 @@ def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
             value = getattr(config, name, False)
         if value is not None and value is not False:
             raise UnsupportedSharding(
-                f"`{name}` has no meaning under context parallelism: {why}",
+                f"`{name}` does not work with context parallelism: {why}",
                 where=type(module).__name__,
                 hint=f"{name}={'False' if isinstance(value, bool) else 'None'}",
             )

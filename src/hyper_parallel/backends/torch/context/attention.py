@@ -129,7 +129,7 @@ def _exchange_tokens_for_heads(
     ulysses = context.ulysses
     if query.shape[1] % ulysses:
         raise UnsupportedSharding(
-            "Ulysses needs a number of query heads that is divisible by its ranks",
+            "the number of query heads is not divisible by the Ulysses degree",
             got=f"{query.shape[1]} heads on this rank, {ulysses} ranks",
             hint="parallel.cp_kind=ring",
         )

@@ -124,7 +124,7 @@ class EventSequence:
         lowest, highest, first, last = self._exchange.lowest(values)
         if first != -last:
             raise CollectiveMismatch(
-                "ranks run passes of different models or kinds at the same time",
+                "at the same time, ranks run passes of different models, or some run a forward and others a backward",
                 hint="call the same forward and backward passes on all ranks, in the same order",
             )
         self._unanimous &= lowest == -highest
@@ -411,7 +411,7 @@ class UnitOrder:
             f"this rank runs `{unit.name}` at a point where no rank ran it in earlier steps",
             where=f"rank {dist.get_rank()}",
             got="another order, or more calls, of modules than in the first steps",
-            allowed="the order and the calls of the first steps, any of which a rank may skip",
+            allowed="the module calls of the first steps, in the same order; a rank may skip some of them",
             hint="parallel.one_order=false in a recipe, or hp.parallelize(model, plan, one_order=False)",
         )
 

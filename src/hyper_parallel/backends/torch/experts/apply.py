@@ -126,14 +126,15 @@ def _is_supported(
         if group is None and tp is None and capacity is None:
             return False
         raise UnsupportedSharding(
-            "these experts are not called as experts(hidden_states, index, weights)",
+            "experts on several ranks must be called as experts(hidden_states, index, weights)",
             where=name,
             got=f"{type(module).__name__}{signature}",
             hint="parallel.ep=1 parallel.tp=1",
         )
     if in_list and capacity is not None:
         raise UnsupportedSharding(
-            "a capacity needs experts called as experts(hidden_states, index, weights), not a list of modules",
+            "`moe.capacity_factor` needs experts called as experts(hidden_states, index, "
+            "weights), not a list of modules",
             where=name,
             got=f"capacity_factor={capacity}",
             hint="moe.capacity_factor=null",

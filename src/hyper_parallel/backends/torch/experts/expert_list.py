@@ -44,7 +44,7 @@ class _Calls:
 
     def __call__(self, expert: int, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            raise self.refusal("is called with something else than one tensor of rows")
+            raise self.refusal("is not called with exactly one tensor of rows")
         (rows,) = args
         if self.results is None:
             self.experts.append(expert)
@@ -62,7 +62,7 @@ class _Calls:
         return UnsupportedSharding(
             f"an expert in a list of modules {reason}, so ep cannot send its rows to another rank",
             where=self.name,
-            allowed="experts[i](rows), with rows and result [..., hidden], the same in every run of the block",
+            allowed="experts[i](rows) with rows and result of shape [..., hidden], called alike in every pass",
             hint="parallel.ep=1",
         )
 

@@ -194,9 +194,9 @@ def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> Ro
         return None
     if not facts.known:
         raise UnsupportedSharding(
-            "the router loss of this model cannot be computed over ranks",
+            "the load-balancing loss of this model cannot be computed across ranks",
             where=type(model).__name__,
-            allowed="the load-balancing loss of routers [tokens, experts], E * sum of f_e P_e",
+            allowed="router logits of shape [tokens, experts] and the loss E * sum over e of f_e * P_e",
             hint="moe.aux_loss_coef=0",
         )
     return facts

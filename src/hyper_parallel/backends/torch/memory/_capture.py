@@ -510,9 +510,9 @@ def _refuse_non_tensors(inputs: Mapping[str, Any]) -> None:
     for key, value in inputs.items():
         if not isinstance(value, torch.Tensor):
             raise CaptureUnsupported(
-                f"`{key}` is no tensor, but inputs that differ from step to step must be tensors",
+                f"input `{key}` is not a tensor, but inputs that change between steps must be tensors",
                 got=f"{key}={value!r}"[:200],
-                hint=f"leave `{key}` out of the inputs, and let the model's config or a wrapped forward set it",
+                hint=f"remove `{key}` from the inputs, and set it in the model's config or in a wrapper of `forward`",
             )
 
 

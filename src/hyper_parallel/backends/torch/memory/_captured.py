@@ -97,7 +97,7 @@ def storages_in(tree: Any) -> tuple[int, ...]:
 def refuse_layouts(tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CaptureUnsupported(
-            "only plain strided tensors have an address in a storage",
+            "a captured step supports only dense strided tensors, because others have no single storage",
             got=f"layout {tensor.layout}, quantised {tensor.is_quantized}",
             hint="make the tensor dense with `.to_dense()` or `.dequantize()`",
         )
@@ -126,17 +126,17 @@ def refuse_leaks(
         index = find(tensor)
         if index is None or (entries[index].name != name and not entries[index].at_start):
             raise CaptureUnsupported(
-                f"`{name}` got a new storage during the step",
-                hint="change state in place, so that it keeps its storage",
+                f"the step replaced the storage of `{name}`",
+                hint="change the tensor in place, for example with `tensor.copy_(...)`",
             )
         make_resident(tensor)
         if tensor.untyped_storage().nbytes() != entries[index].num_bytes:
             raise resize_error(name)
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
             raise CaptureUnsupported(
-                f"`{name}.grad` outlives the step",
-                hint="end the step with `optimizer.zero_grad(set_to_none=True)`; to add gradients up, take all "
-                "micro-batches of an update into one step",
+                f"`{name}.grad` still exists after the step",
+                hint="end the step with `optimizer.zero_grad(set_to_none=True)`; to accumulate "
+                "gradients, run all microbatches of an update in one step",
             )
 
 
@@ -149,7 +149,7 @@ def where_it_runs(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
     devices = {entry.device for entry in entries} - {_CPU}
     if len(devices) > 1:
         raise CaptureUnsupported(
-            "the step runs on several devices; a memory plan is for one",
+            "the step runs on several devices, but a memory plan supports one",
             got=", ".join(sorted(map(str, devices))),
             hint="put the model on one device per rank",
         )

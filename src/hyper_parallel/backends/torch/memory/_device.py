@@ -230,7 +230,7 @@ class PlannedDevice:
         expected = self.captured.inputs
         if set(inputs) != set(expected):
             raise StepChanged(
-                "the inputs are not those of the captured step",
+                "the names of the inputs differ from those of the captured step",
                 got=sorted(inputs),
                 allowed=sorted(expected),
             )

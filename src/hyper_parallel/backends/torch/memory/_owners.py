@@ -38,7 +38,7 @@ class _StubMixin:
             allowed = getattr(func, "__name__", "") in _ALLOWED
             if not allowed and any(map(_has_no_bytes, tree_leaves((args, kwargs)))):
                 raise StepChanged(
-                    "a planned device owns the bytes of this tensor",
+                    "a memory plan manages this tensor, so it is empty outside of the planned step",
                     where=f"`{getattr(func, '__name__', func)}`",
                     hint="use it inside `with device.materialized():`, or read a copy with `device.read_state(name)`",
                 )
@@ -124,7 +124,8 @@ class Owners:
         if keys != self._recorded:
             changed = next(index for index, key in enumerate(keys) if key != self._recorded[index])
             raise StepChanged(
-                f"`{self._name(self._captured.owners[changed][0])}` has another storage than in the recorded step",
+                f"`{self._name(self._captured.owners[changed][0])}` no longer has the storage "
+                "that it had in the recorded step",
                 hint="change its values in place (`tensor.copy_(...)`), inside `with device.materialized():`",
             )
 
@@ -179,7 +180,7 @@ class Owners:
                 continue
             if s in self._written:
                 raise StepChanged(
-                    f"`{self._name(s)}` was changed between two steps, and the step changes it too",
+                    f"`{self._name(s)}` was modified between two steps, but the step modifies it too",
                     hint="change it with `device.write_state`, or inside `with device.materialized():`",
                 )
             yield s, tensor

@@ -22,13 +22,15 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from hyper_parallel.errors import TierFull, TransferFailed
 from hyper_parallel.owned_folder import Marker, read_marker, remove_unfinished, write_marker
 
+_HOST_TIERS: Final = ("dram", "flash")
+"""Tiers whose size is a key of the recipe's section `offload`; that of the device is its `budget`."""
 _OVERWRITTEN = "the file was truncated or overwritten; run the step again from the last checkpoint"
 
 
@@ -86,7 +88,7 @@ class Meter:
                 f"the {self.name} tier is full",
                 got=f"{self.live_bytes} bytes",
                 allowed=f"{self._capacity} bytes",
-                hint=f"allow at least {self.live_bytes} bytes in {self.name}",
+                hint=f"offload.{self.name if self.name in _HOST_TIERS else 'budget'}={self.live_bytes}",
             )
 
     def reset_peak(self) -> None:
@@ -188,7 +190,10 @@ class FileTier:
             data = path.read_bytes()
         except OSError as error:
             raise TransferFailed(
-                "a storage could not be read from flash", where=str(path), got=str(error)
+                "a storage could not be read from flash",
+                where=str(path),
+                got=str(error),
+                hint="check the disk of `offload.flash_dir`, and run the step again from the last checkpoint",
             ) from error
         if len(data) != target.nbytes():
             raise TransferFailed(
@@ -350,5 +355,8 @@ def _mark(folder: str) -> bytes:
 
 def _impossible(parent: Path, error: OSError) -> TransferFailed:
     return TransferFailed(
-        "cannot create a folder for the files of a run", where=str(parent), got=str(error)
+        "cannot create a folder for the files of a run",
+        where=str(parent),
+        got=str(error),
+        hint="check the permissions of `offload.flash_dir`, or set another folder",
     )

@@ -293,8 +293,8 @@ class PythonValues:
                 key = changed[0]
                 if isinstance(owner, torch.optim.Optimizer) and key == "state" and not before[key]:
                     raise CaptureUnsupported(
-                        f"{name} updates the weights in this call and has not done so in the one before",
-                        hint="take all micro-batches of an update into one step, which ends with the update",
+                        f"{name} updates the weights in this call of the step, but did not in the previous call",
+                        hint="run all microbatches of an update in one step, which ends with the update",
                     )
                 raise CaptureUnsupported(
                     f"the step changes `{key}` of {name}, which is not a tensor: the program would repeat one value",

@@ -49,7 +49,7 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
         )
     if wrong := wrong_address(plan):  # replays the plan: raises HP404 for an illegal action
         raise MemoryPlanInvalid(
-            f"the plan cannot run at its addresses: {wrong}",
+            f"the buffer addresses of the memory plan are invalid: {wrong}",
             where=plan.program.name,
             hint="plan again",
         )
@@ -272,7 +272,7 @@ class ArenaState:
         module = torch.get_device_module(self.hardware.device)
         free, total = module.mem_get_info(self.hardware.device)
         return TierFull(
-            "the arena of the plan does not fit the device",
+            "the device has too little free memory for the buffer of the memory plan",
             where=str(self.hardware.device),
             got=f"{self.plan.arena_bytes} bytes wanted, {free} of {total} free: {error}",
             hint="plan with a smaller budget, or end other programs on the device",
@@ -344,6 +344,7 @@ class ArenaState:
             raise TransferFailed(
                 "the state could not be moved between memory tiers",
                 got=f"{type(error).__name__}: {error}",
+                hint="remove the cause named above, and continue from the last checkpoint",
             ) from error
 
     def close(self) -> None:

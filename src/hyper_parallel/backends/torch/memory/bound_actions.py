@@ -82,9 +82,9 @@ class BoundActions:
         out = ready.run()
         if num_before == hardware.num_operators and hardware.counts and ready.dispatched:
             raise StepChanged(
-                f"`{ready.func}` of the plan did not run: torch's dispatcher has not seen it",
+                f"the step did not run the planned operator `{ready.func}`",
                 where=f"operator {index} of {self._plan.program.name}",
-                hint="something has replaced the operator; capture and plan again",
+                hint="other code replaced the operator after the capture: capture and plan again",
             )
         if not ready.ignores_output:
             _copy_staged(ready, tree_flatten(out)[0])

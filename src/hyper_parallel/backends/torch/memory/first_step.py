@@ -140,8 +140,8 @@ class ReferenceStep:
                 where=name,
                 got=actual.item() if is_scalar else "other bytes",
                 allowed=expected.item() if is_scalar else None,
-                hint="something changes from step to step without being a tensor: make it one, or train without a plan "
-                "(`offload.budget=null` in a recipe)",
+                hint="a Python value changes between steps: keep it in a tensor, or train "
+                "without a memory plan (`offload.budget=null` in a recipe)",
             )
 
 
@@ -204,7 +204,7 @@ def size_error(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -
         f"`{func}` returns a result of another size than in the captured step",
         got=got,
         allowed=tuple(allowed),
-        hint="the size depends on the data: weight by a mask instead of selecting by one, or pad; "
+        hint="the size depends on the data: multiply by a mask instead of indexing with it, or pad; "
         "for experts use `experts_implementation='grouped_mm'`",
     )
 
@@ -212,10 +212,10 @@ def size_error(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -
 def value_error(func: Any, got: Any, allowed: Any) -> StepChanged:
     """Return the error for a value read by Python code that differs from the recorded one."""
     return StepChanged(
-        "the captured step took a branch or read a value",
-        got=f"`{func}` gives {got}, it gave {allowed}",
-        hint="leave what Python reads (`.item()`, `.tolist()`, `.numpy()`) out of the step; "
-        "for an optimizer keep the step count in tensors with `fused=True`",
+        "a value that Python read during the captured step has changed",
+        got=f"`{func}` returns {got}; during the capture it returned {allowed}",
+        hint="move `.item()`, `.tolist()` and `.numpy()` out of the step; for an optimizer, "
+        "`fused=True` keeps the step count in a tensor",
     )
 
 

@@ -304,7 +304,7 @@ def fake_copy(model: torch.nn.Module, device: torch.device) -> Iterator[Any]:
             yield fake
     except DynamicOutputShapeException as error:
         raise CaptureUnsupported(
-            f"`{error.func}` makes a result whose size depends on the data",
+            f"`{error.func}` returns a result whose size depends on the data",
             hint="leave out --device-memory; for experts, `model.set_experts_implementation('grouped_mm')`",
         ) from error
 

@@ -89,7 +89,7 @@ class HostPool:
                 "the DRAM buffers of the plan exceed the dram tier",
                 got=f"{wanted} bytes",
                 allowed=f"{self._capacity} bytes",
-                hint=f"allow at least {wanted} bytes in dram",
+                hint=f"offload.dram={wanted}",
             )
 
     def _slab(self, num_bytes: int) -> torch.UntypedStorage:

@@ -24,7 +24,7 @@ from hyper_parallel.errors import StepChanged
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _RECAPTURE = "undo the change, or close the device, capture and plan again"
-_CONSTANT = "it is a constant of the recorded step; for `OneCycleLR` give `cycle_momentum=False`"
+_CONSTANT = "the recorded step uses it as a constant; for `OneCycleLR`, pass `cycle_momentum=False`"
 _OF_GROUP = {
     "lr": "make it a tensor before the capture, as in `lr=torch.tensor(1e-3)`: every step reads its value",
     "momentum": _CONSTANT,
@@ -70,7 +70,7 @@ class CaptureSource:
         changed = next(((a, b) for a, b in pairs if a != b), None)
         if changed is None:
             raise StepChanged(
-                "the model or the optimizer has gained or lost a part since the step was recorded",
+                "a part of the model or the optimizer was added or removed after the step was recorded",
                 hint=_RECAPTURE,
             )
         (owner, prop, recorded), (other, other_prop, value) = changed
@@ -208,6 +208,6 @@ class _IdentityStamp:
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise StepChanged(
-        "a planned device owns the bytes of this model and its optimizer, so their tensors are empty",
+        "a memory plan manages this model and its optimizer, so their tensors are empty outside of the planned step",
         hint="use them inside `with device.materialized():`, or close the device",
     )

@@ -116,5 +116,7 @@ def finish(copy: _Task | None) -> Any:
         raise
     except Exception as error:
         raise TransferFailed(
-            "a copy between memory tiers failed", got=f"{type(error).__name__}: {error}"
+            "a copy between memory tiers failed",
+            got=f"{type(error).__name__}: {error}",
+            hint="remove the cause named above, and continue from the last checkpoint",
         ) from error

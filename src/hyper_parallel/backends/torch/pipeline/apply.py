@@ -166,7 +166,7 @@ class Pipeline:
         shape = self._shape(batch)
         if hidden.numel() != prod(shape):
             raise NoLoss(
-                "the model computes activations of other positions than those of its tokens",
+                "the activations after a pipeline stage do not match the input tokens",
                 got=f"activations {tuple(hidden.shape)} after a pipeline stage",
                 allowed=f"{shape}",
             )

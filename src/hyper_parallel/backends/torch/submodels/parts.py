@@ -90,10 +90,12 @@ def divide(model: nn.Module) -> Division:
         with preserve_module_state(model):
             run_on_meta(model, tracer, "tp")
     except UnsupportedSharding as error:
-        raise _refusal(model, "a pass of text alone cannot be traced", error.what) from error
+        raise _refusal(
+            model, "a forward pass with text only cannot be traced", error.what
+        ) from error
     tower = {name: p for name, p in model.named_parameters() if id(p) not in tracer.read}
     if not tower:
-        raise _refusal(model, "a pass of text alone reads every parameter", "no tower")
+        raise _refusal(model, "a forward pass with text only uses every parameter", "no tower")
     owned, modules = {id(p) for p in tower.values()}, list[str]()
     for name, module in model.named_modules():
         parameters = [id(p) for p in module.parameters()]
@@ -106,10 +108,10 @@ def divide(model: nn.Module) -> Division:
 
 def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
     return UnsupportedSharding(
-        f"{type(model).__name__} has no tower that can run on ranks of its own: {why}",
+        f"{type(model).__name__} has no encoder that can run on separate ranks: {why}",
         where="parallel.submodels",
         got=got,
-        allowed="a decoder of text with one encoder, of images and videos or of audio",
+        allowed="a text decoder with one encoder, either for images and videos or for audio",
         hint="parallel.submodels=null",
     )
 

@@ -140,9 +140,10 @@ class Region:
         by_keyword, state = "hidden_states" in kwargs, self.state
         if not by_keyword and not (args and isinstance(args[0], Tensor)):
             raise UnsupportedSharding(
-                "the module takes its activations neither first nor as `hidden_states`",
+                "the module gets its activations neither as first argument nor as `hidden_states`",
                 where=self.name,
                 got=f"arguments {', '.join(kwargs) or 'none'}",
+                hint="parallel.tp=1",
             )
 
         def run(tokens: Tensor) -> Any:

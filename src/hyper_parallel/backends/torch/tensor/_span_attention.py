@@ -49,7 +49,7 @@ class SpanAttention:
         inner = config._attn_implementation
         if inner not in ("sdpa", "eager"):
             raise UnsupportedSharding(
-                "attention that shards tokens over y needs an implementation with masks of rows and columns",
+                "attention with tokens sharded over tp_y needs an implementation that accepts a two-dimensional mask",
                 where=name,
                 got=inner,
                 allowed="sdpa, eager",
@@ -68,7 +68,7 @@ class SpanAttention:
         """Return the arguments of an attention module with the positions and mask rows of this span only."""
         if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
             raise UnsupportedSharding(
-                "attention that shards tokens over y cannot cache keys and values for generation",
+                "attention with tokens sharded over tp_y cannot cache keys and values for generation",
                 got="past_key_values",
                 allowed="attention_shape 1d, or 2d with attention_scatter head",
                 hint="use_cache=False",

@@ -316,6 +316,7 @@ class TensorParallel:
             raise UnsupportedSharding(
                 "an embedding with a custom forward, max_norm, sparse or scale_grad_by_freq cannot be sharded",
                 where=type(module).__name__,
+                hint="parallel.tp=1",
             )
         pad = module.padding_idx
         pad = pad - first if pad is not None and first <= pad < first + rows else None
@@ -364,7 +365,9 @@ class TensorParallel:
         styles = {s for n, s in self.own_parameters.items() if _parent(n) == name}
         if len(styles) > 1:
             raise UnsupportedSharding(
-                "the parameters of one module have several styles", where=name, got=sorted(styles)
+                "the parameters of one module have different sharding styles",
+                where=name,
+                got=sorted(styles),
             )
         if not params:
             return
@@ -398,7 +401,7 @@ class TensorParallel:
             for option in sharded_outputs:
                 if kwargs.get(option, getattr(module.config, option, False)):
                     raise UnsupportedSharding(
-                        f"`{option}` would return one rank's piece under tensor parallelism",
+                        f"under tensor parallelism, `{option}` would return only one rank's shard",
                         where=type(module).__name__,
                         hint=f"{option}=False",
                     )
@@ -414,7 +417,7 @@ class TensorParallel:
             logits, context = getattr(output, "logits", None), state.running.context
             if logits is None and isinstance(output, tuple) and context.head != "whole":
                 raise UnsupportedSharding(
-                    "tuple outputs are not assembled under tensor parallelism",
+                    "the model returns a tuple, but tensor parallelism needs named outputs",
                     where=type(module).__name__,
                     hint="return_dict=True",
                 )

@@ -179,6 +179,7 @@ class _InventoryBuilder:
                 f"transformers cannot convert the stored tensors to `{conversion.name}` ({error})",
                 where=str(self._files.tensors[keys[0]].file),
                 got=keys[:3],
+                hint="check that config.json belongs to these weights, or fetch them again",
             ) from None
         return {name: tuple(value.shape) for name, value in converted.items()}
 
@@ -286,6 +287,7 @@ class _InventoryBuilder:
             f"no file contains the parameter `{name}`",
             where=str(self._files.directory),
             got=f"{len(self._files.tensors)} tensors in the files",
+            hint="check that config.json belongs to these weights, or fetch them again",
         )
 
     def _raise_gap(self, name: str, gap: str) -> None:
@@ -374,4 +376,5 @@ def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: Weigh
             f"the files contain {filled} of the {full.size} elements of `{name}`",
             where=str(files.tensors[source[0].key].file),
             got=[part.key for part in source],
+            hint="check that config.json belongs to these weights, or fetch them again",
         )

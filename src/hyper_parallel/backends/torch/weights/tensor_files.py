@@ -48,7 +48,9 @@ class Stored:
             part: Tensor = self.slices[tuple(slice(a, b) for a, b in ranges) or ...]
         except (SafetensorError, OSError) as error:
             raise WeightsUnreadable(
-                f"a tensor cannot be read ({error})", where=str(self.file)
+                f"a tensor cannot be read ({error})",
+                where=str(self.file),
+                hint=f"fetch `{self.file.name}` again",
             ) from None
         return part
 
@@ -83,6 +85,7 @@ def open_tensors(path: Path) -> dict[str, Stored]:
             f"a weight file is truncated or damaged ({str(error).splitlines()[0]})",
             where=str(path),
             got=f"{path.stat().st_size} bytes",
+            hint=f"fetch `{path.name}` again",
         ) from None
 
 
