@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 import typer  # noqa: E402
 
-from hyper_parallel.backends.program_runner import PROGRAM_BACKENDS  # noqa: E402
+from hyper_parallel.backends import BACKENDS  # noqa: E402
 from hyper_parallel.cli import application  # noqa: E402
 from hyper_parallel.config import Recipe, Section, describe  # noqa: E402
 from hyper_parallel.errors import all_codes  # noqa: E402
@@ -196,7 +196,8 @@ def operators_page() -> str:
         "A back end that runs [step programs](../how-to/train_on_mindspore.md) executes the operators of its table. A "
         "recipe whose model needs another one is refused with HP104, which names the operator and the module.",
     ]  # fmt: skip
-    for backend, package in PROGRAM_BACKENDS.items():
+    packages = {name: b.programs for name, b in BACKENDS.items() if b.programs is not None}
+    for backend, package in packages.items():
         table = importlib.import_module(f"{package}.operators")
         lines += ["", f"## backend: {backend}", ""]
         lines += [f"{len(table.OPERATORS)} operators. Complex numbers are not supported.", ""]

@@ -64,6 +64,14 @@ def installed(monkeypatch):
     )
 
 
+def test_an_unknown_back_end_is_refused_with_the_names(recipe):
+    with pytest.raises(HyperParallelError) as error:
+        load_recipe(recipe, ["backend=mindspor"])
+    assert error.value.code == "HP102"
+    assert "torch, mindspore" in str(error.value.allowed)
+    assert "backend=mindspore" in error.value.hint
+
+
 def test_a_missing_framework_is_named(recipe):
     if "mindspore" in sys.modules:
         pytest.skip("MindSpore is installed")

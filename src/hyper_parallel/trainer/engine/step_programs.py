@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyper_parallel.backends import BACKENDS
 from hyper_parallel.backends.program_memory import planned, recompute_layers
 from hyper_parallel.backends.program_runner import missing_for_fusion, unsupported_operators
 from hyper_parallel.backends.step_program import StepProgram, group_name
@@ -95,12 +96,13 @@ def capture_programs(
             does not have.
         UnsupportedSharding: HP205 for a layout with other axes.
     """
-    if find_spec(recipe.backend) is None:
+    backend = BACKENDS[recipe.backend]
+    if find_spec(backend.framework) is None:
         raise MissingDependency(
-            f"the back end {recipe.backend} needs the package `{recipe.backend}`",
+            f"the back end {recipe.backend} needs the package `{backend.framework}`",
             where=where("backend"),
             got=f"backend={recipe.backend}",
-            hint="make setup-mindspore",
+            hint=backend.setup,
         )
     if recipe.training.compile and (commands := missing_for_fusion(recipe.backend)):
         raise MissingDependency(
