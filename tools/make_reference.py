@@ -173,6 +173,16 @@ recompute. The resident memory of a process on the CPU does not fall: kernels of
 keep a workspace each, and a recomputed operator is one more kernel. In that step it was 2.1 GiB without and 2.6 GiB
 with recompute.
 
+With `offload.budget` or `offload.max_slowdown`, the memory planner decides per result of the program of loss and
+gradients: keep, recompute, or offload to the host. The decisions are operators of the program: `hyper_parallel.to_host`
+copies a value to the host, and `hyper_parallel.to_device` copies it back once its second argument is computed, which is
+the prefetch position of the plan. `programs/gradients/memory.json` lists each value with its bytes, its residency and
+the positions between which it is off the device; values that it does not list are kept. Results are bitwise equal. On a
+CPU, device and host share their memory: both operators are identities, and the peak is **simulated**, as the report
+says. On Ascend they would be `ops.move_to` of MindSpore, which was not run. Weights and optimizer states stay on the
+device, and there are no files (`offload.flash_dir`). Operators are listed in the order of the plan; MindSpore may run
+independent ones in another order, but copies and recomputation wait for the results that the plan names.
+
 With `training.compile: graph-kernel`, the compiler AKG of MindSpore generates one kernel from each chain of
 elementwise operators and reductions. It needs the package `decorator`, which MindSpore does not declare, and `g++`; a
 recipe is refused with HP501 without them, and `hyper-parallel doctor` names them. The report and the summary of a run

@@ -687,6 +687,21 @@ def after(x, previous):
     return ops.Depend()(x, previous)
 
 
+# --- copies of memory plans -----------------------------------------------------------------------------------------
+# The memory of a CPU is the host's, so copies are simulated there. The branch of Ascend was not run.
+
+SIMULATES_COPIES = ms.get_context("device_target") == "CPU"
+
+
+def to_host(x):
+    return x if SIMULATES_COPIES else ops.move_to(x, "CPU", False)
+
+
+def to_device(x, previous):
+    waiting = ops.Depend()(x, previous)
+    return waiting if SIMULATES_COPIES else ops.move_to(waiting, "Ascend", False)
+
+
 def _of_members(x, group):
     """Return the tensors of the ranks of a group, stacked."""
     rows = ops.AllGather(group[0])(ops.reshape(x, (-1,)))

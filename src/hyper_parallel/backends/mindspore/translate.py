@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.backends.mindspore.operators import OPERATORS
-from hyper_parallel.backends.step_program import AFTER, COLLECTIVES, Node, Ref, StepProgram
+from hyper_parallel.backends.step_program import COLLECTIVES, OWN, Node, Ref, StepProgram
 
 
 def to_source(
@@ -49,8 +49,8 @@ def to_source(
 
 def _call(node: Node, previous: str) -> str:
     """Return the line of an operator; a collective waits for the value of the previous one."""
-    if node.op == AFTER:
-        return f"v{node.results[0]} = k.after({', '.join(map(_text, node.args))})"
+    if node.op in OWN:
+        return f"v{node.results[0]} = k.{node.op.split('.')[1]}({', '.join(map(_text, node.args))})"
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}
     args = [*map(_text, node.args)]
     if node.op.startswith(COLLECTIVES):

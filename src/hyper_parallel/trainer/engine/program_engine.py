@@ -193,6 +193,7 @@ class ProgramEngine(TorchEngine):
     """Engine of a back end that executes step programs."""
 
     _make_loop: Callable[..., Loop] = ProgramLoop
+    _executes_plans = False  # its programs do
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -250,7 +251,17 @@ class ProgramEngine(TorchEngine):
 
     def facts(self) -> dict[str, Any]:
         """Return facts about device and versions for the record of the run."""
-        return super().facts() | self._runner.facts()
+        facts = super().facts() | self._runner.facts()
+        if (memory := self._programs.memory) is not None:
+            facts["program_memory"] = {
+                "peak_bytes": memory.peak_bytes,
+                "unplanned_bytes": memory.unplanned_bytes,
+                "host_bytes": memory.host_bytes,
+                "seconds": memory.seconds,
+                "unplanned_s": memory.unplanned_s,
+                "origin": "simulated",
+            }
+        return facts
 
     def _agree(self, text: str | None) -> str:
         """Return the text of rank 0."""
