@@ -93,6 +93,7 @@ Parts of `backend: mindspore` that were not run, because MindSpore on a CPU does
 | weights and optimizer states on the host | inputs and outputs of the programs, which stay on the device |
 | order of operators in a graph | MindSpore orders independent ones; collectives, copies and recomputation wait |
 | collectives of a part of the ranks | its CPU has those of all ranks only; a group selects its part |
+| exponential, logarithm and tanh in fused kernels | inexact in kernels of AKG for the CPU; kept outside of kernels |
 
 ## Layouts of four ranks
 

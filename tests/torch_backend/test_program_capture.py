@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
+from hyper_parallel.backends.mindspore.fusion import without_broadcasts
 from hyper_parallel.backends.mindspore.operators import OPERATORS
 from hyper_parallel.backends.plan_sink import plan_program
 from hyper_parallel.backends.program_memory import (
@@ -336,6 +337,29 @@ def test_recomputed_layers_have_the_same_gradients_and_less_memory():
     assert peaks[0] > peaks[1] > peaks[2] >= peaks[4]
     gradients = sum(p.nbytes for p in model.parameters())  # live at the end of backward
     assert peaks[4] - gradients < 0.5 * (peaks[0] - gradients)
+
+
+def test_broadcasts_that_readers_repeat_are_omitted():
+    """A narrow value reaches readers of full size alone; `_run` compares the shape of each result with its type."""
+
+    def update(values):
+        a, row = values["a"], values["row"]
+        wide = (row[:, None].expand(4, 3) / 3 * 2).expand(4, 3)
+        return {
+            "fused": a * wide + a,
+            "summed": row[:, None].expand(4, 3).sum(),
+            "kept": row[:, None].expand(4, 3) * 2,
+            "scalar": a * row.sum().expand(4, 3),
+        }
+
+    values = {"a": torch.randn(4, 3), "row": torch.randn(4)}
+    program = capture_update(update, values)
+    changed = without_broadcasts(program)
+    counts = [p.operators()["aten.expand.default"] for p in (program, changed)]
+    assert counts[0] - counts[1] in (1, 2)
+    results, wanted = _run(changed, values), _run(program, values)
+    assert all(torch.equal(results[name], value) for name, value in wanted.items())
+    assert results["kept"].shape == (4, 3)
 
 
 def _with_memory_plan(program, bytes_s, **options):

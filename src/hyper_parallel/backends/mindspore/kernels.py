@@ -79,6 +79,10 @@ def div(x, y):
     return ops.div(x, y)
 
 
+def real_div(x, y):
+    return ops.RealDiv()(x, y) if x.dtype == ms.float32 else ops.div(x, y)
+
+
 def div_mode(x, y, rounding_mode=None):
     return ops.div(x, y, rounding_mode=rounding_mode)
 
