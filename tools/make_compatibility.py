@@ -86,9 +86,14 @@ Parts of `backend: mindspore` that were not run, because MindSpore on a CPU does
 | Ascend devices | no device; the runner selects the CPU |
 | reduce-scatter of MindSpore | its CPU has no kernel; composed of an all-reduce and a slice |
 | all-to-all of MindSpore | its CPU has no kernel; composed of an all-gather and a slice |
-| `training.dtype: bfloat16` | all-reduce takes no bfloat16 on the CPU; the dtype is refused |
+| `training.dtype: bfloat16` | its CPU has no matrix product or all-reduce of it; refused |
 | graph kernels by DVM, `jit_level` | not run: no Ascend, where they are set; the CPU fuses by AKG |
-| offload | needs memory of a device; refused |
+| copies of memory plans (`offload`) | a CPU has one memory: peaks are simulated; `ops.move_to` of Ascend was not run |
+| overlap of copies and computation | follows from asynchronous copies, which a CPU does not have; predicted only |
+| weights and optimizer states on the host | inputs and outputs of the programs, which stay on the device |
+| order of operators in a graph | MindSpore orders independent ones; collectives, copies and recomputation wait |
+| collectives of a part of the ranks | its CPU has those of all ranks only; a group selects its part |
+| exponential, logarithm and tanh in fused kernels | inexact in kernels of AKG for the CPU; kept outside of kernels |
 
 ## Layouts of four ranks
 

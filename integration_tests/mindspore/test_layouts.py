@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hyper_parallel as hp
 from hyper_parallel.backends.mindspore.runner import MindSporeRunner
+from hyper_parallel.backends.plan_sink import plan_program
 from hyper_parallel.backends.program_memory import planned, recompute_layers
 from hyper_parallel.backends.step_program import group_name
 from hyper_parallel.backends.torch import Routing, handle, local
@@ -26,6 +27,7 @@ from hyper_parallel.backends.torch.program_capture import (
     sum_over,
 )
 from hyper_parallel.backends.torch.traced_groups import TRACED
+from hyper_parallel.memory import Channel, MemoryMachine, Roofline
 from hyper_parallel.runtime import World, parallelize
 
 RANKS = 2
@@ -325,6 +327,25 @@ def test_recomputed_layers_have_the_gradients_of_kept_ones(tmp_path):
     recomputed = planned(program, recompute_layers(program, ["model.layers.0", "model.layers.1"]))
     assert len(recomputed.nodes) > len(program.nodes)
     for name, own in (("kept", program), ("recomputed", recomputed)):
+        step = runner.compile(own, tmp_path / f"{name}.py")
+        results.append({k: runner.array(value) for k, value in step(values).items()})
+    for name, value in results[0].items():
+        np.testing.assert_array_equal(results[1][name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(("bytes_s", "residency"), [(1e9, "offload"), (1e5, "recompute")])
+def test_a_memory_plan_has_the_gradients_of_kept_values(bytes_s, residency, tmp_path):
+    model, runner, results = _model("llama", num_hidden_layers=2), MindSporeRunner({}), []
+    ids = torch.randint(3, 97, (2, 12))
+    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
+    program = capture_gradients(model, batch, _loss)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {k: runner.value(v) for k, v in _inputs(program, state, batch, 0).items()}
+    channel = Channel(bytes_s, 1e-6)
+    machine, roofline = MemoryMachine(channel, channel), Roofline(1e9, 1e9, 1e-6)
+    changed, memory = plan_program(program, machine, roofline, max_slowdown=0.2)
+    assert {value.residency for value in memory.values} == {residency}
+    for name, own in (("kept", program), ("planned", changed)):
         step = runner.compile(own, tmp_path / f"{name}.py")
         results.append({k: runner.array(value) for k, value in step(values).items()})
     for name, value in results[0].items():

@@ -8,6 +8,7 @@ import torch
 from hyper_parallel.backends.mindspore import kernels
 from hyper_parallel.backends.mindspore.operators import OPERATORS
 from hyper_parallel.backends.mindspore.runner import MindSporeRunner
+from hyper_parallel.backends.program_runner import join_ranks
 from hyper_parallel.backends.torch.program_capture import capture_update
 
 ms.set_device("CPU")
@@ -269,6 +270,40 @@ def test_programs_have_infinities_where_torch_has_them(tmp_path):
     for name, wanted in masked(given).items():
         np.testing.assert_allclose(
             runner.array(results[name]), wanted.numpy(), rtol=TOLERANCE, atol=1e-7, err_msg=name
+        )
+
+
+def test_fused_programs_compute_functions_as_unfused_ones(tmp_path):
+    """The compiler of kernels computes some functions inexactly, and broadcasts in its own way."""
+    points = [*torch.linspace(-30, 30, 997), -200.0, 88.0, 200.0, float("inf"), -float("inf")]
+    given = {"x": torch.tensor(points), "row": torch.linspace(-2, 2, 4)}
+
+    def functions(given):
+        x, row = given["x"], given["row"]
+        size = x.abs() + 1e-3
+        wide = (row[:, None].expand(4, len(points)) / 3).expand(4, len(points))
+        named = {
+            "exp": x.exp(), "tanh": x.tanh(), "sigmoid": x.sigmoid(), "log": size.log(),
+            "sqrt": size.sqrt(), "rsqrt": size.rsqrt(), "quotient": x.clamp(-9, 9) / size, "cube": size**3,
+        }  # fmt: skip
+        return {k: v * 1.5 for k, v in named.items()} | {"wide": size.rsqrt() * wide}
+
+    program = capture_update(functions, given)
+    results = []
+    for fuse in (True, False):
+        runner = join_ranks("mindspore", 0, 1, str, {}, fuse=fuse)
+        step = runner.compile(program, tmp_path / f"fuse_{fuse}.py")
+        values = step({name: runner.value(tensor.numpy()) for name, tensor in given.items()})
+        results.append({name: runner.array(value) for name, value in values.items()})
+        if fuse:
+            kernels = [k["operators"] for k in runner.facts()["fused_kernels"]]
+            assert any("RealDiv" in kernel for kernel in kernels)
+    for name, wanted in functions(given).items():
+        np.testing.assert_allclose(
+            results[0][name], results[1][name], rtol=1e-6, atol=1e-30, err_msg=name
+        )
+        np.testing.assert_allclose(
+            results[0][name], wanted.numpy(), rtol=2e-4, atol=1e-30, err_msg=name
         )
 
 

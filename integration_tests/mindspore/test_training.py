@@ -86,6 +86,17 @@ def test_adamw_trains_as_on_torch(place, changes, request):
     _same(_train(place, f"mindspore_{name}", "backend=mindspore", *changes), wanted, 1e-4, norms=1)
 
 
+def test_a_memory_plan_trains_as_on_torch(place):
+    wanted = _train(place, "torch_kept")
+    plan = "offload.max_slowdown=0.5", "offload.bandwidth=100GB/s"
+    _same(_train(place, "planned", "backend=mindspore", *plan), wanted, 1e-4, norms=1)
+    memory = json.loads((place / "planned" / "run.json").read_text())["program_memory"]
+    assert memory["origin"] == "simulated"
+    assert memory["peak_bytes"] < memory["unplanned_bytes"]
+    assert "peak memory of the program (simulated)" in (place / "planned/report.html").read_text()
+    assert "k.to_device(" in (place / "planned/programs/gradients_rank0.py").read_text()
+
+
 def test_sgd_and_its_export_are_those_of_torch(place, sgd_on_torch):
     _same(_train(place, "sgd", "backend=mindspore", *SGD), sgd_on_torch, 1e-5, norms=6)
     assert (place / "sgd" / "programs" / "gradients" / "program.json").is_file()

@@ -64,6 +64,14 @@ def installed(monkeypatch):
     )
 
 
+def test_an_unknown_back_end_is_refused_with_the_names(recipe):
+    with pytest.raises(HyperParallelError) as error:
+        load_recipe(recipe, ["backend=mindspor"])
+    assert error.value.code == "HP102"
+    assert "torch, mindspore" in str(error.value.allowed)
+    assert "backend=mindspore" in error.value.hint
+
+
 def test_a_missing_framework_is_named(recipe):
     if "mindspore" in sys.modules:
         pytest.skip("MindSpore is installed")
@@ -147,6 +155,67 @@ def test_each_tensor_parallel_rank_has_programs(recipe, installed, tmp_path):
     (tmp_path / "run").mkdir()
     job.write(job.plan)
     assert (tmp_path / "run/programs/tp_rank1/update/program.json").is_file()
+
+
+EXPERTS = MODEL | {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+}  # fmt: skip
+CAPACITY = ("moe.aux_loss_coef=0", "moe.capacity_factor=2")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "cause"),
+    [
+        ("training.dtype=bfloat16", "HP104", "bfloat16"),
+        ("training.dtype=float16", "HP104", "float16"),
+        ("training.dtype=float64", "HP104", "float64"),
+        ("training.optimizer=muon", "HP104", "muon"),
+        ("training.neftune_noise_alpha=5", "HP104", "noise"),
+        ("training.check_ranks_every=2 training.deterministic=true", "HP104", "ranks"),
+        ("training.compile=true", "HP104", "backend=mindspore"),
+        ("offload.budget=100MB offload.flash_dir=files", "HP104", "files"),
+        ("parallel.cp=2", "HP205", "cp=2"),
+        ("parallel.tp_x=2 parallel.tp_y=2", "HP205", "tp_y=2"),
+        ("parallel.pp=2 parallel.dp_shard=2", "HP205", "pp=2"),
+        ("parallel.pp=2 parallel.dp_replicate=2", "HP205", "pp=2"),
+        ("parallel.pp=2 parallel.tp=2", "HP205", "pp=2"),
+        ("model.path={root}/deep.json parallel.pp=4", "HP205", "pp=4"),
+        (
+            "model.path={root}/experts.json parallel.dp_shard=2 parallel.tp=2 parallel.ep=2",
+            "HP205",
+            "ep=2",
+        ),
+    ],
+)
+def test_a_combination_without_programs_is_refused_by_name(recipe, installed, words, code, cause):
+    """The error comes before any process starts."""
+    (recipe.parent / "experts.json").write_text(json.dumps(EXPERTS))
+    deep = MODEL | {"num_hidden_layers": 4}  # its embeddings are tied
+    (recipe.parent / "deep.json").write_text(json.dumps(deep))
+    (recipe.parent / "files").mkdir()
+    capacity = CAPACITY if "ep=" in words else ()
+    with pytest.raises(HyperParallelError) as error:
+        _prepare(recipe, *words.format(root=recipe.parent).split(), *capacity)
+    assert (error.value.code, cause in str(error.value.got)) == (code, True)
+    assert "=" in error.value.hint
+
+
+def test_programs_follow_the_memory_plan_of_the_recipe(recipe, installed, tmp_path):
+    words = "offload.max_slowdown=0.5", "offload.bandwidth=100GB/s", "offload.recompute=false"
+    job = _prepare(recipe, *words)
+    (programs,) = job.programs
+    memory = programs.memory
+    assert memory.peak_bytes < memory.unplanned_bytes
+    operators = programs.gradients.operators()
+    leaving = sum(value.residency == "offload" for value in memory.values)
+    assert operators["hyper_parallel.to_device.default"] == leaving
+    (tmp_path / "run").mkdir()
+    job.write(job.plan)
+    file = tmp_path / "run" / "programs" / "gradients" / "memory.json"
+    saved = json.loads(file.read_text())
+    assert (saved["origin"], saved["peak_bytes"]) == ("simulated", memory.peak_bytes)
+    assert [value["value"] for value in saved["values"]] == [v.value for v in memory.values]
 
 
 @slow_cells(*REFUSED[1:])

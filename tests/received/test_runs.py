@@ -139,6 +139,7 @@ def test_missing_values_are_left_out(place):
     [
         ("run.json", '{"device": 3}'),
         ("run.json", '{"fused_kernels": [{"name": "k"}]}'),
+        ("run.json", '{"program_memory": {"peak_bytes": 1}}'),
         ("run.json", '{"ranks": 1' + "0" * 99 + "}"),
         ("run.json", "[]"),
         ("timeline.json", '{"kind": "measured", "spans": [{"lane": 1}]}'),

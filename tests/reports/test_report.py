@@ -446,3 +446,17 @@ def test_fused_kernels_are_listed_with_their_operators(run_dir: Path) -> None:
     assert (tile.text, tile.note) == ("2", "generated from 5 operators")
     (run_dir / "run.json").write_text("{}")
     assert "used kernels" not in " ".join(page_of(run_dir).text)
+
+
+def test_the_memory_of_a_step_program_is_labelled_as_simulated(run_dir: Path) -> None:
+    memory = {
+        "peak_bytes": 2**20,
+        "unplanned_bytes": 2**21,
+        "host_bytes": 2**19,
+        "origin": "simulated",
+    }
+    about = {"program_memory": memory | {"seconds": 1.0, "unplanned_s": 0.5}}
+    (run_dir / "run.json").write_text(json.dumps(about))
+    (tile,) = [r for r in results(load_run(run_dir)) if "program" in r.name]
+    assert (tile.name, tile.text) == ("peak memory of the program (simulated)", "1.00 MiB")
+    assert tile.note == "2.00 MiB without the plan, 512.00 KiB on the host"

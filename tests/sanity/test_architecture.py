@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.backends import BACKENDS
+
 pytestmark = pytest.mark.sanity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,3 +103,11 @@ def test_the_rooms_of_the_torch_back_end_are_drawn_in_their_order() -> None:
     )
     folders = {path.parent.name for path in (PACKAGE / "backends" / "torch").glob("*/__init__.py")}
     assert {*contract("hyper_parallel.backends.torch"), rest.split()[0]} == folders
+
+
+def test_only_back_ends_name_themselves() -> None:
+    names = [name for name, backend in BACKENDS.items() if backend.programs is not None]
+    assert names
+    others = (p for p in PACKAGE.rglob("*.py") if PACKAGE / "backends" not in p.parents)
+    texts = {path: path.read_text(encoding="utf-8").lower() for path in others}
+    assert not [(path, name) for path, text in texts.items() for name in names if name in text]

@@ -1,4 +1,4 @@
-"""Memory of step programs: recomputation per layer, and bytes per operator.
+"""Memory of step programs: order, recomputation and copies to the host, and bytes per operator.
 
 A planned program computes the same values: a recomputed operator is a second node with the same arguments, whose inputs
 wait for the node before it (`AFTER`), and later nodes read its results.
@@ -10,12 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from hyper_parallel.backends.step_program import AFTER, Node, Ref, StepProgram, refs
+from hyper_parallel.backends.step_program import (
+    AFTER,
+    TO_DEVICE,
+    TO_HOST,
+    Node,
+    Ref,
+    StepProgram,
+    refs,
+)
 from hyper_parallel.ir import MemoryProgram, Operator, Storage, StorageKind, replay
 from hyper_parallel.memory import identity_actions
 
-Residency = Literal["keep", "recompute"]
-"""Memory of the results of a node between forward and backward."""
+Residency = Literal["keep", "recompute", "offload"]
+"""Memory of the results of a node between their uses."""
 
 _VIEWS: Final = (
     "aten.view.default",
@@ -35,16 +43,29 @@ _INPUT_KINDS: Final[Mapping[str, StorageKind]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Copy of a value to the host, or back to the device; later nodes read the copy on the device.
+
+    Attributes:
+        value: Number of the value in the unplanned program, not of a view.
+        place: Destination.
+    """
+
+    value: int
+    place: Literal["host", "device"]
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutionPlan:
     """Order of the nodes of a step program, and residency of their results.
 
     Attributes:
-        order: Indices of nodes in execution order. A repeated index recomputes the results of the node; later nodes
-            read these.
+        order: Indices of nodes in execution order, with copies between them. A repeated index recomputes the results
+            of the node; later nodes read these.
         residency: Node index to the residency of its results; other results are kept.
     """
 
-    order: tuple[int, ...]
+    order: tuple[int | Move, ...]
     residency: Mapping[int, Residency] = field(default_factory=dict)
 
 
@@ -66,7 +87,9 @@ def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPl
         if repeated:
             before.setdefault(reader, []).extend(repeated)
             residency |= dict.fromkeys(repeated, "recompute")
-    order = [n for i in range(len(program.nodes)) for n in (*before.get(i, ()), i)]
+    order: list[int | Move] = [
+        n for i in range(len(program.nodes)) for n in (*before.get(i, ()), i)
+    ]
     return ExecutionPlan(tuple(order), residency)
 
 
@@ -99,8 +122,11 @@ def _reads(node: Node) -> set[int]:
 def planned(program: StepProgram, plan: ExecutionPlan) -> StepProgram:
     """Return a program with the order, the recomputation and the annotations of a plan."""
     rewriter = _Rewriter(program, plan)
-    for index in plan.order:
-        rewriter.run(index)
+    for step in plan.order:
+        if isinstance(step, Move):
+            rewriter.move(step)
+        else:
+            rewriter.run(step)
     outputs = {name: rewriter.value(number) for name, number in program.outputs.items()}
     return replace(program, nodes=tuple(rewriter.nodes), outputs=outputs)
 
@@ -129,6 +155,7 @@ class _Rewriter:
         self._seen: set[int] = set()
         self._barrier: int | None = None  # value for which recomputed nodes wait
         self._own: dict[int, int] = {}  # values that the running recomputation has read or computed
+        self._on_host: dict[int, int] = {}  # value to its copy
         self._kinds = dict(program.inputs.values())
         self._kinds |= {
             r: kind for n in program.nodes for r, kind in zip(n.results, n.types, strict=True)
@@ -144,15 +171,32 @@ class _Rewriter:
             self._seen.add(index)
             return
         if self._barrier is None:
-            self._barrier = next(
-                number
-                for n in reversed(self.nodes)
-                for number, kind in zip(n.results, n.types, strict=True)
-                if kind.dtype != "none"
-            )
+            self._barrier = self._last_computed()
         results = tuple(self._number() for _ in node.results)
         self._emit(node, results)
         self._own |= {r: r for r in results}
+
+    def move(self, move: Move) -> None:
+        """Emit a copy to the host, or one back to the device that waits for the node before it."""
+        kind, number = self._kinds[move.value], self._number()
+        if move.place == "host":
+            node = Node(TO_HOST, (Ref(self._latest[move.value]),), {}, (number,), (kind,))
+            self._on_host[move.value] = number
+        else:
+            args = Ref(self._on_host[move.value]), Ref(self._last_computed())
+            node = Node(TO_DEVICE, args, {}, (number,), (kind,))
+            self._latest[move.value] = number
+        self.nodes.append(node)
+
+    def _last_computed(self) -> int:
+        """Return the last value that a node has computed on the device."""
+        return next(
+            number
+            for n in reversed(self.nodes)
+            if n.op != TO_HOST
+            for number, kind in zip(n.results, n.types, strict=True)
+            if kind.dtype != "none"
+        )
 
     def value(self, number: int) -> int:
         """Return the latest computation of a value; a view of a repeated node is computed again."""
@@ -200,10 +244,17 @@ def _renamed(argument: Any, names: Mapping[int, int]) -> Any:
     return argument
 
 
-def memory_program(program: StepProgram) -> MemoryProgram:
-    """Return the program's operators over storages: those of inputs and constants, then one per result.
+def storage_values(program: StepProgram) -> list[int]:
+    """Return the numbers of the values with memory of their own: inputs, constants, and results that are no views."""
+    numbers = [*(number for number, _ in program.inputs.values()), *program.constants]
+    return [*numbers, *(r for n in program.nodes if n.op not in _VIEWS for r in n.results)]
 
-    Inputs and constants are stored outside of the step. Operators have no seconds.
+
+def memory_program(program: StepProgram) -> MemoryProgram:
+    """Return the program's operators over storages: those of `storage_values`, in their order.
+
+    Inputs and constants are stored outside of the step, copies on the host have no bytes, and operators have no
+    seconds.
     """
     storages: list[Storage] = []
     roots: dict[int, int] = {}
@@ -225,7 +276,8 @@ def memory_program(program: StepProgram) -> MemoryProgram:
                 continue
             roots[number] = len(storages)
             allocs.append(len(storages))
-            storages.append(Storage(node.op, kind.num_bytes, "activation"))
+            num_bytes = 0 if node.op == TO_HOST else kind.num_bytes
+            storages.append(Storage(node.op, num_bytes, "activation"))
         operators.append(Operator(node.op, reads, allocs=tuple(allocs)))
     for number in outputs:
         index = roots[number]

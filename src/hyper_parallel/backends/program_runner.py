@@ -1,4 +1,4 @@
-"""Back ends that execute step programs: the interface, and the table of their names."""
+"""Interface of back ends that execute step programs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from hyper_parallel.backends import BACKENDS
 from hyper_parallel.backends.step_program import StepProgram
-
-PROGRAM_BACKENDS: Final = {"mindspore": "hyper_parallel.backends.mindspore"}
-"""Value of `backend` to a package with modules `operators`, `fusion` and `runner`."""
 
 CompiledProgram = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Compiled program: values of the back end by name in, values by name out."""
@@ -64,7 +63,7 @@ def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
 
     An operator that it has in part, such as for some data types, is among them if the program needs the rest.
     """
-    is_supported = import_module(f"{PROGRAM_BACKENDS[backend]}.operators").is_supported
+    is_supported = _module(backend, "operators").is_supported
     missing: dict[str, str] = {}
     for node in program.nodes:
         if not is_supported(node):
@@ -74,8 +73,7 @@ def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
 
 def missing_for_fusion(backend: str) -> dict[str, str]:
     """Return the packages and programs that a back end lacks to fuse operators, with the commands to install them."""
-    module = import_module(f"{PROGRAM_BACKENDS[backend]}.fusion")
-    missing: dict[str, str] = module.missing_for_fusion()
+    missing: dict[str, str] = _module(backend, "fusion").missing_for_fusion()
     return missing
 
 
@@ -91,13 +89,18 @@ def join_ranks(
     """Return the runner of this rank; imports its framework.
 
     Args:
-        backend: Name in `PROGRAM_BACKENDS`.
+        backend: Name in `BACKENDS`, of one that executes step programs.
         rank: Rank of this process.
         ranks: Number of processes.
         agree: Returns the text of rank 0 on every rank; other ranks pass None.
         groups: Axis that collectives of the programs name to the ranks of this rank's group.
         fuse: Whether to fuse operators into generated kernels.
     """
-    module = import_module(f"{PROGRAM_BACKENDS[backend]}.runner")
-    runner: ProgramRunner = module.join(rank, ranks, agree, groups, fuse=fuse)
+    join = _module(backend, "runner").join
+    runner: ProgramRunner = join(rank, ranks, agree, groups, fuse=fuse)
     return runner
+
+
+def _module(backend: str, name: str) -> ModuleType:
+    """Return a module of the package that executes step programs."""
+    return import_module(f"{BACKENDS[backend].programs}.{name}")

@@ -26,6 +26,15 @@ AFTER: Final = "hyper_parallel.after.default"
 """Operator that returns its first argument once the second one is computed. It keeps a back end from merging a
 recomputed operator with its first run, and from running it early."""
 
+TO_HOST: Final = "hyper_parallel.to_host.default"
+"""Operator that copies its argument to host memory."""
+
+TO_DEVICE: Final = "hyper_parallel.to_device.default"
+"""Operator that copies its first argument from host memory once the second one is computed."""
+
+OWN: Final = (AFTER, TO_HOST, TO_DEVICE)
+"""Operators that are not of ATen; every back end executes them."""
+
 _RANKS: Final = "ranks_"
 _ITEM_BITS: Final = {"bool": 8, "none": 0}
 
@@ -64,7 +73,7 @@ class Node:
         results: Numbers of the values that the operator returns.
         types: Types of these values.
         module: Path of the submodule that called the operator; empty outside of submodules.
-        residency: `keep` the results from forward to backward, or `recompute` them: a later node repeats the call.
+        residency: `keep` the results from forward to backward, or let a later node `recompute` or `offload` them.
     """
 
     op: str
@@ -95,6 +104,14 @@ class StepProgram:
     def operators(self) -> Counter[str]:
         """Return how often each operator occurs, by name with overload."""
         return Counter(node.op for node in self.nodes)
+
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """Return the shapes of all values by number."""
+        shapes = {number: kind.shape for number, kind in self.inputs.values()}
+        shapes |= {number: array.shape for number, array in self.constants.items()}
+        for node in self.nodes:
+            shapes |= {r: kind.shape for r, kind in zip(node.results, node.types, strict=True)}
+        return shapes
 
     def groups(self) -> dict[str, tuple[int, ...]]:
         """Return the groups of collectives that are not mesh axes: a dict from group name to ranks."""

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hyper_parallel import __version__
+from hyper_parallel.backends import BACKENDS
 from hyper_parallel.cli.app import say
 from hyper_parallel.cli.requirements import EXTRA, REQUIREMENTS, Need, Requirement
 
@@ -173,7 +174,8 @@ def _python() -> Finding:
 
 def _compiler() -> Finding:
     """Return the finding on the compiler, which links generated kernels."""
-    path, gives = shutil.which("g++"), "torch.compile and graph kernels of MindSpore"
+    path = shutil.which("g++")
+    gives = " and ".join(b.commands["g++"] for b in BACKENDS.values() if "g++" in b.commands)
     if path is None:
         return Finding("g++", "missing", "not installed", "optional", gives, "apt-get install g++")
     return Finding("g++", "ok", path, "optional", gives)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from hyper_parallel.backends import BACKENDS
+
 EXTRA: Final = "hyper-parallel[torch]"
 """Package name with extra for `pip install`, for training."""
 
@@ -58,8 +60,11 @@ REQUIREMENTS: Final = (
     Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
     Requirement("peft", "0.18", "optional", "low-rank adapters (lora)"),
     Requirement("ray", "", "optional", "runs and roles on several machines"),
-    Requirement("mindspore", "", "optional", "MindSpore back end, in an environment of its own"),
-    Requirement("decorator", "", "optional", "needed by MindSpore's graph kernels"),
+    *(
+        Requirement(name, "", "optional", gives)
+        for backend in BACKENDS.values()
+        for name, gives in backend.packages.items()
+    ),
     Requirement(
         "torch_npu",
         "",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
+from hyper_parallel.backends import BACKENDS
 from hyper_parallel.config._preference_sections import Dpo, Grpo, Kto, Orpo, Rm
 from hyper_parallel.config._sections import (
     Checkpoint,
@@ -24,6 +25,11 @@ from hyper_parallel.config._sections import (
 from hyper_parallel.config._values import MOST_RANK, MOST_RANKS, directory, rate, size, size_or_auto
 from hyper_parallel.config.foreign_keys import FOREIGN_KEYS, FOREIGN_VALUES, ForeignKey
 from hyper_parallel.errors import abbreviated
+
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal[tuple(BACKENDS)]
 
 Bytes = Annotated[int, BeforeValidator(size)]
 """Number of bytes; text such as `12GiB` is accepted."""
@@ -236,9 +242,9 @@ class Recipe(Section):
     """Training stage. pt: loss on every token. sft: loss on the assistant's tokens of conversations. dpo, orpo:
     preference between two answers. rm: a score per answer, learned from preferences, instead of next tokens. kto:
     answers labelled good or bad. grpo: rewards of the model's own answers to prompts."""
-    backend: Literal["torch", "mindspore"] = "torch"
-    """Framework that computes the steps. mindspore: steps of the torch model are captured as programs of operators, and
-    MindSpore runs them."""
+    backend: BackendName = "torch"
+    """Framework that computes the steps. torch: it runs the model. Others: steps of the torch model are captured as
+    programs of operators, and the framework runs these."""
     data: Data = Field(default_factory=Data)
     """Training and evaluation data."""
     training: Training = Field(default_factory=Training)

@@ -84,6 +84,18 @@ class _FusedKernel(TypedDict):
 
 
 @with_config(_STRICT)
+class _ProgramMemory(TypedDict):
+    """Prediction for a step program with a memory plan."""
+
+    peak_bytes: _Number
+    unplanned_bytes: _Number
+    host_bytes: _Number
+    seconds: _Number
+    unplanned_s: _Number
+    origin: str
+
+
+@with_config(_STRICT)
 class _About(TypedDict):
     """Fields of run.json that a report uses."""
 
@@ -94,6 +106,7 @@ class _About(TypedDict):
     transformers: NotRequired[str]
     training_s: NotRequired[_Number]
     fused_kernels: NotRequired[list[_FusedKernel]]
+    program_memory: NotRequired[_ProgramMemory]
 
 
 _ROW: Final[TypeAdapter[_Row]] = TypeAdapter(_Row)

@@ -151,6 +151,11 @@ def _speed(run: RunRecord) -> Iterator[Result]:
     if (peak := part.peak_memory_bytes) is not None:
         note = _predicted_note(format_bytes(plan.memory_bytes), peak, plan.memory_bytes)
         yield Result("peak memory per rank", format_bytes(peak), float(peak), note)
+    if memory := run.run_info.get("program_memory"):
+        peak, whole = memory["peak_bytes"], memory["unplanned_bytes"]
+        note = f"{format_bytes(whole)} without the plan, {format_bytes(memory['host_bytes'])} on the host"
+        name = f"peak memory of the program ({memory['origin']})"
+        yield Result(name, format_bytes(peak), float(peak), note)
     if kernels := run.fused_kernels:
         note = f"generated from {sum(len(kernel['operators']) for kernel in kernels)} operators"
         yield Result("fused kernels", f"{len(kernels)}", float(len(kernels)), note)

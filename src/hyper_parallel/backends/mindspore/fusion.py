@@ -11,14 +11,21 @@ import json
 import os
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
 from ctypes import CDLL
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from hyper_parallel.backends.program_runner import FusedKernel
+from hyper_parallel.backends.step_program import Node, Ref, StepProgram, ValueType, refs
+
+_EXPAND: Final = "aten.expand.default"
 
 _PACKAGES: Final = {"decorator": "pip install decorator"}
 """Package that AKG imports and MindSpore does not declare, to the command that installs it."""
@@ -26,14 +33,88 @@ _PACKAGES: Final = {"decorator": "pip install decorator"}
 _PROGRAMS: Final = {"g++": "apt-get install g++"}
 """Program with which AKG links kernels, to the command that installs it."""
 
+INEXACT: Final = ("Exp", "Log", "Tanh")
+"""Operators of MindSpore that AKG computes inexactly on the CPU, so they are not fused: its exponential is off by up to
+2.9e-4 and finite at infinity, its tanh is off by 3.6e-4, and its logarithm of infinity is 89."""
+
 CONTEXT: Final[Mapping[str, Mapping[str, Any]]] = {
-    "CPU": {"enable_graph_kernel": True},
+    "CPU": {
+        "enable_graph_kernel": True,
+        "graph_kernel_flags": f"--disable_cluster_ops={','.join(INEXACT)}",
+    },
     "Ascend": {"enable_graph_kernel": True, "graph_kernel_flags": "--kernel_generator=DVM"},
 }
 """Device to the settings of MindSpore that switch fusion on. The row of Ascend was not run."""
 
 JIT_LEVEL: Final[Mapping[str, str]] = {"CPU": "O0", "Ascend": "O1"}
 """Device to the optimization level of graphs, `jit_level`. The CPU ignores higher ones; Ascend's row was not run."""
+
+
+FORMS: Final = {"aten.div.Scalar": "real_div", "aten.div.Tensor": "real_div"}
+"""Operator to the function of `kernels` that AKG fuses, where it does not fuse that of `OPERATORS`."""
+
+ELEMENTWISE: Final = tuple(
+    f"aten.{name}.{overload}"
+    for name in ("add", "sub", "mul", "div")
+    for overload in ("Tensor", "Scalar")
+)
+"""Operators that broadcast their arguments by themselves."""
+
+
+def without_broadcasts(program: StepProgram) -> StepProgram:
+    """Return the program without `expand` operators whose readers broadcast by themselves.
+
+    AKG does not fuse a broadcast, so its result would be written to memory and read again. Values do not change.
+    """
+    narrow = _narrow_values(program)
+    shapes = program.shapes()
+    sources: dict[int, int] = {}
+    nodes = []
+    for node in program.nodes:
+        result = node.results[0]
+        if result in narrow and node.op == _EXPAND:
+            source = node.args[0].index
+            sources[result] = sources.get(source, source)
+            continue
+        args = tuple(
+            Ref(sources.get(a.index, a.index)) if isinstance(a, Ref) else a for a in node.args
+        )
+        types = node.types
+        if result in narrow:
+            read = [shapes[r.index] for r in refs(args)]
+            shapes[result] = np.broadcast_shapes(*read)
+            types = (ValueType(shapes[result], types[0].dtype),)
+        nodes.append(replace(node, args=args, types=types))
+    return replace(program, nodes=tuple(nodes))
+
+
+def _narrow_values(program: StepProgram) -> set[int]:
+    """Return the results of `expand` and of elementwise operators on them that no operator reads at full size."""
+    shapes, readers = program.shapes(), defaultdict[int, list[Node]](list)
+    derived = set()  # values that are constant along an expanded dimension
+    for node in program.nodes:
+        read = {r.index for r in refs([*node.args, *node.kwargs.values()])}
+        for number in read:
+            readers[number].append(node)
+        expands = node.op == _EXPAND and shapes[node.args[0].index] != ()
+        if expands or (node.op in ELEMENTWISE and read and read <= derived):
+            derived.add(node.results[0])
+
+    narrow: set[int] = set()
+
+    def broadcasts(node: Node) -> bool:
+        """Return whether an operator accepts narrow arguments."""
+        result = node.results[0]
+        others = (r.index for r in refs(node.args) if r.index not in derived)
+        full = any(shapes[n] == shapes[result] for n in others)
+        return node.op in ELEMENTWISE and (full or result in narrow)
+
+    outputs = set(program.outputs.values())
+    for node in reversed(program.nodes):
+        number = node.results[0]
+        if number in derived - outputs and all(broadcasts(r) for r in readers[number]):
+            narrow.add(number)
+    return narrow
 
 
 def missing_for_fusion() -> dict[str, str]:

@@ -79,6 +79,10 @@ def div(x, y):
     return ops.div(x, y)
 
 
+def real_div(x, y):
+    return ops.RealDiv()(x, y) if x.dtype == ms.float32 else ops.div(x, y)
+
+
 def div_mode(x, y, rounding_mode=None):
     return ops.div(x, y, rounding_mode=rounding_mode)
 
@@ -685,6 +689,21 @@ def convolution_backward(
 
 def after(x, previous):
     return ops.Depend()(x, previous)
+
+
+# --- copies of memory plans -----------------------------------------------------------------------------------------
+# The memory of a CPU is the host's, so copies are simulated there. The branch of Ascend was not run.
+
+SIMULATES_COPIES = ms.get_context("device_target") == "CPU"
+
+
+def to_host(x):
+    return x if SIMULATES_COPIES else ops.move_to(x, "CPU", False)
+
+
+def to_device(x, previous):
+    waiting = ops.Depend()(x, previous)
+    return waiting if SIMULATES_COPIES else ops.move_to(waiting, "Ascend", False)
 
 
 def _of_members(x, group):

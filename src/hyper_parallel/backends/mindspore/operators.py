@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from hyper_parallel.backends.step_program import AFTER, Node
+from hyper_parallel.backends.step_program import OWN, Node
 
 OPERATORS: Final = {
     "_c10d_functional.all_gather_into_tensor.default": "all_gather",
@@ -190,7 +190,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
 
 def is_supported(node: Node) -> bool:
     """Return whether MindSpore executes a call; it has no complex numbers."""
-    if node.op == AFTER:  # of programs themselves
+    if node.op in OWN:
         return True
     if node.op not in OPERATORS or any(kind.dtype.startswith("complex") for kind in node.types):
         return False

@@ -19,7 +19,14 @@ import mindspore as ms
 from mindspore import Tensor
 from numpy.typing import NDArray
 
-from hyper_parallel.backends.mindspore.fusion import CONTEXT, JIT_LEVEL, KernelFolder
+from hyper_parallel.backends.mindspore.fusion import (
+    CONTEXT,
+    FORMS,
+    JIT_LEVEL,
+    KernelFolder,
+    without_broadcasts,
+)
+from hyper_parallel.backends.mindspore.operators import OPERATORS
 from hyper_parallel.backends.mindspore.translate import to_source
 from hyper_parallel.backends.program_runner import CompiledProgram
 from hyper_parallel.backends.step_program import StepProgram
@@ -52,7 +59,10 @@ class MindSporeRunner:
 
     def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
         """Compile a program as one graph."""
-        source.write_text(to_source(program, self._groups), encoding="utf-8")
+        forms = OPERATORS
+        if self._kernels is not None:
+            program, forms = without_broadcasts(program), OPERATORS | FORMS
+        source.write_text(to_source(program, self._groups, forms), encoding="utf-8")
         level = {} if self._kernels is None else {"jit_level": JIT_LEVEL[_DEVICE]}
         function = ms.jit(_function(source.resolve()), **level)
         if self._kernels is not None:

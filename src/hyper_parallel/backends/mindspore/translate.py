@@ -7,24 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from hyper_parallel.backends.mindspore.operators import OPERATORS
-from hyper_parallel.backends.step_program import AFTER, COLLECTIVES, Node, Ref, StepProgram
+from hyper_parallel.backends.step_program import COLLECTIVES, OWN, Node, Ref, StepProgram
 
 
 def to_source(
-    program: StepProgram, groups: Mapping[str, tuple[Any, ...]], name: str = "step"
+    program: StepProgram,
+    groups: Mapping[str, tuple[Any, ...]],
+    forms: Mapping[str, str] = OPERATORS,
 ) -> str:
     """Return the source of a module with a function of the inputs and constants that returns the outputs.
 
     Args:
         program: The program.
         groups: Name to the group of ranks, as `kernels` describes it.
-        name: Name of the function.
+        forms: Operator to the function of `kernels`.
     """
     numbers = [*(i for i, _ in program.inputs.values()), *program.constants]
     parameters = ", ".join(f"v{i}" for i in numbers)
     lines, previous = [], ""
     for node in program.nodes:
-        lines.append(_call(node, previous))
+        lines.append(_call(node, forms, previous))
         if node.op.startswith(COLLECTIVES):
             previous = f"v{node.results[-1]}"
     types = sorted({t for line in lines for t in re.findall(r"\bt_(\w+)", line)})
@@ -39,7 +41,7 @@ def to_source(
             *(f"g_{axis} = {group}" for axis, group in groups.items()),
             "",
             "",
-            f"def {name}({parameters}):",
+            f"def step({parameters}):",
             *(f"    {line}" for line in lines),
             f"    return ({outputs},)",
             "",
@@ -47,10 +49,10 @@ def to_source(
     )
 
 
-def _call(node: Node, previous: str) -> str:
+def _call(node: Node, forms: Mapping[str, str], previous: str) -> str:
     """Return the line of an operator; a collective waits for the value of the previous one."""
-    if node.op == AFTER:
-        return f"v{node.results[0]} = k.after({', '.join(map(_text, node.args))})"
+    if node.op in OWN:
+        return f"v{node.results[0]} = k.{node.op.split('.')[1]}({', '.join(map(_text, node.args))})"
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}
     args = [*map(_text, node.args)]
     if node.op.startswith(COLLECTIVES):
@@ -62,7 +64,7 @@ def _call(node: Node, previous: str) -> str:
     results = ", ".join(f"v{i}" for i in node.results)
     if node.op == "aten.split_with_sizes.default":  # a tuple, also of one part
         results += ","
-    return f"{results} = k.{OPERATORS[node.op]}({', '.join(words)})"
+    return f"{results} = k.{forms[node.op]}({', '.join(words)})"
 
 
 _SCALED = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar")

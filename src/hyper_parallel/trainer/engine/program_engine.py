@@ -199,6 +199,7 @@ class ProgramEngine(TorchEngine):
     """Engine of a back end that executes step programs."""
 
     _make_loop: Callable[..., Loop] = ProgramLoop
+    _executes_plans = False  # its programs do
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -255,8 +256,18 @@ class ProgramEngine(TorchEngine):
         return programs[self.rank % len(programs)]
 
     def facts(self) -> dict[str, Any]:
-        """Return device and package versions for run.json."""
-        return super().facts() | self._runner.facts()
+        """Return device, package versions and the memory plan of the programs for run.json."""
+        facts = super().facts() | self._runner.facts()
+        if (memory := self._programs.memory) is not None:
+            facts["program_memory"] = {
+                "peak_bytes": memory.peak_bytes,
+                "unplanned_bytes": memory.unplanned_bytes,
+                "host_bytes": memory.host_bytes,
+                "seconds": memory.seconds,
+                "unplanned_s": memory.unplanned_s,
+                "origin": "simulated",
+            }
+        return facts
 
     def _agree(self, text: str | None) -> str:
         """Return rank 0's text on every rank."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyper_parallel.backends import BACKENDS
+from hyper_parallel.backends.plan_sink import ProgramMemory, peak_bytes, plan_program
 from hyper_parallel.backends.program_memory import planned, recompute_layers
 from hyper_parallel.backends.program_runner import missing_for_fusion, unsupported_operators
 from hyper_parallel.backends.step_program import StepProgram, group_name
@@ -31,9 +34,15 @@ from hyper_parallel.backends.torch.program_capture import (
 )
 from hyper_parallel.backends.torch.traced_groups import TRACED
 from hyper_parallel.config import Recipe
-from hyper_parallel.errors import Contradiction, MissingDependency, UnsupportedSharding
+from hyper_parallel.errors import (
+    BudgetImpossible,
+    Contradiction,
+    MissingDependency,
+    UnsupportedSharding,
+)
 from hyper_parallel.ir import Layout, Plan, Strategy
 from hyper_parallel.runtime import World, parallelize
+from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
 
@@ -64,16 +73,21 @@ class StepPrograms:
         gradients: Program for loss and gradients of one microbatch; see `capture_gradients`.
         update: Program for clipping and optimizer step. Inputs: `param.NAME`, `grad.NAME`, `STATE.NAME`, and the
             scalars of `update_scalars`. Outputs: `grad_norm`, `param.NAME` and `STATE.NAME`.
+        memory: Memory plan of `gradients`; None without `offload`.
     """
 
     loss: StepProgram
     gradients: StepProgram
     update: StepProgram
+    memory: ProgramMemory | None = None
 
     def save(self, folder: Path) -> None:
-        """Write each program into its own subfolder of `folder`."""
+        """Write each program into its own subfolder of `folder`, with `gradients/memory.json` for a memory plan."""
         for name in ("loss", "gradients", "update"):
             getattr(self, name).save(folder / name)
+        if self.memory is not None:
+            text = json.dumps({"origin": "simulated", **asdict(self.memory)}, indent=1)
+            (folder / "gradients" / "memory.json").write_text(text + "\n", encoding="utf-8")
 
 
 def capture_programs(
@@ -95,12 +109,13 @@ def capture_programs(
         Contradiction: HP104 for a recipe feature that programs cannot express, or operators that the back end lacks.
         UnsupportedSharding: HP205 for a layout with an unsupported parallel axis.
     """
-    if find_spec(recipe.backend) is None:
+    backend = BACKENDS[recipe.backend]
+    if find_spec(backend.framework) is None:
         raise MissingDependency(
-            f"the back end {recipe.backend} needs the package `{recipe.backend}`",
+            f"the back end {recipe.backend} needs the package `{backend.framework}`",
             where=where("backend"),
             got=f"backend={recipe.backend}",
-            hint="make setup-mindspore",
+            hint=backend.setup,
         )
     if recipe.training.compile and (commands := missing_for_fusion(recipe.backend)):
         raise MissingDependency(
@@ -170,7 +185,56 @@ def _capture(
         gradients = capture_gradients(model, batch, loss, shards)
     if layers := _recomputed_layers(model, strategy):
         gradients = planned(gradients, recompute_layers(gradients, layers))
-    return StepPrograms(forward, gradients, update)
+    memory = None
+    if recipe.offload.on:
+        gradients, memory = _with_memory_plan(recipe, plan, gradients, update)
+    return StepPrograms(forward, gradients, update, memory)
+
+
+def _with_memory_plan(
+    recipe: Recipe, plan: Plan, gradients: StepProgram, update: StepProgram
+) -> tuple[StepProgram, ProgramMemory]:
+    """Return the program of loss and gradients by the memory plan of `offload`, and the prediction.
+
+    The optimizer's states stay on the device, and so do all values of the update.
+
+    Raises:
+        BudgetImpossible: HP402 when no plan fits, or the update does not.
+        TierFull: HP403 when only the host is too small.
+    """
+    assumed = OffloadMachine.of(recipe, plan, torch.device("cpu"))
+    states = sum(
+        kind.num_bytes
+        for name, (_, kind) in update.inputs.items()
+        if name not in gradients.inputs and not name.startswith("grad.")
+    )
+    budget, least = assumed.budget_bytes, peak_bytes(update)
+    if budget is not None and budget < least:
+        raise _too_small("the update of the optimizer does not fit the budget", budget, least)
+    try:
+        return plan_program(
+            gradients,
+            assumed.planned,
+            assumed.roofline,
+            budget_bytes=None if budget is None else budget - states,
+            max_slowdown=assumed.choice.max_slowdown,
+            recompute=assumed.choice.recompute,
+            reorder=assumed.choice.reorder,
+        )
+    except BudgetImpossible as error:
+        least = max(least, error.least_bytes + states)
+        raise _too_small("no memory plan fits the budget", budget or 0, least) from error
+
+
+def _too_small(text: str, budget_bytes: int, least_bytes: int) -> BudgetImpossible:
+    """Return the error for a budget that is too small, with a sufficient one."""
+    return BudgetImpossible(
+        text,
+        where="offload.budget",
+        got=f"{budget_bytes} bytes",
+        allowed=f"at least {least_bytes} bytes",
+        hint=f"offload.budget={least_bytes}",
+    )
 
 
 def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
@@ -276,7 +340,9 @@ def _check_recipe(
     training = recipe.training
     refused = {
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
-        "offload": (recipe.offload.on, "offload", "offload.budget=null offload.max_slowdown=null"),
+        "offload.flash_dir": (
+            recipe.offload.on and recipe.offload.flash_dir is not None, "files", "offload.flash_dir=null",
+        ),
         "training.recompute": (
             plan.strategy.recompute == "selective", "recompute=selective", "training.recompute=full",
         ),

@@ -81,6 +81,7 @@ class TorchEngine:
     """
 
     _make_loop: Callable[..., Loop] = Loop
+    _executes_plans = True  # memory plans of `offload`
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class TorchEngine:
         self._gauge = MemoryGauge(world.device)
         torch.manual_seed(derive_seed(training.seed, world.rank))
         self._assumed, self._spill = None, None
-        if self._recipe.offload.on:
+        if self._executes_plans and self._recipe.offload.on:
             # Until there is a plan, model and optimizer share its budget and spill to host memory.
             self._assumed = OffloadMachine.of(self._recipe, job.plan, world.device)
             budget = self._assumed.budget_bytes
@@ -117,7 +118,7 @@ class TorchEngine:
         # During a step FSDP replaces the parameters of the model by full ones.
         self._parameters = list(self._model.parameters())
         # Offload counts its own bytes, and compiled code is invisible to the counter.
-        if not (self._recipe.offload.on or training.compile):
+        if not (self._assumed is not None or training.compile):
             self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
             # Keep the parameter bytes from before the first step, as that step may pad local shards.
             parameters = {"parameters": self._bytes_by_kind()["parameters"]}
@@ -324,7 +325,7 @@ class TorchEngine:
         memory = "peak anonymous memory above the start"
         if device.type != "cpu":
             memory = "allocator peak"
-        elif self._recipe.offload.on:
+        elif self._assumed is not None:
             memory = "counted device bytes"
         elif self._gauge.state is not None:
             memory = "counted tensor bytes"
