@@ -25,6 +25,9 @@ get equal numbers of rows, or numbers by Zipf's law.
 Step times and blocked seconds of every strategy are printed with the predictions of the cost model, calibrated on the
 serial step alone (see `_predicted_overlap`), and with the choice of `overlap: auto`. Predictions have no bar.
 
+Each step is also replayed: its own order and computation, with durations of collectives computed from their bytes and
+the bandwidth of the serial step (see `_overlap_replay`). The replay must take as long as the measured step.
+
 Exit status 1 when a bar is missed, 2 when other load exceeded `QUIET`.
 """
 
@@ -49,6 +52,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from _machine import busy_s, machine
+from _overlap_replay import replays
 from _predicted_overlap import predicted
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -64,6 +68,8 @@ INSIDE = "--inside-namespace"
 JUDGED = ("speedup", "masking")
 AUTO_BAR = 0.98
 """Bar of the measured speed of the predicted best strategy over that of the serial one."""
+REPLAY_BAR = 0.05
+"""Bar of the error of a replayed step, relative to the measured one."""
 QUIET = 0.05
 """Largest fraction of core time that other processes use in a valid measurement."""
 
@@ -148,6 +154,7 @@ class Meter:
         issued: Issue time of each collective, in order; the order is the same on all ranks.
         blocked: Begin and end of the wait for each collective, by its index.
         in_flight: Issue and completion time of each collective, by its index.
+        sent_bytes: Bytes that this rank sends to other ranks in each collective, in order.
     """
 
     def __init__(self) -> None:
@@ -158,12 +165,14 @@ class Meter:
         self.issued: list[float] = []
         self.blocked: dict[int, tuple[float, float]] = {}
         self.in_flight: dict[int, tuple[float, float]] = {}
+        self.sent_bytes: list[int] = []
 
     def times(self) -> dict[str, list[Any]]:
         """Return the times of all collectives in the order of issue."""
         order = range(len(self.issued))
         return {
             "issued": self.issued,
+            "bytes": self.sent_bytes,
             "blocked": [self.blocked[n] for n in order],
             "in_flight": [self.in_flight[n] for n in order],
         }
@@ -174,9 +183,9 @@ class Meter:
         names = ("_all_gather", "_reduce_scatter")
         originals = {name: getattr(collectives, name) for name in names}
         exchange = dist.all_to_all_single
-        collectives._all_gather = self._measured(originals["_all_gather"])
+        collectives._all_gather = self._measured(originals["_all_gather"], _bytes_to_gather)
         collectives._reduce_scatter = _exchange_and_add
-        dist.all_to_all_single = self._measured(exchange)
+        dist.all_to_all_single = self._measured(exchange, _bytes_to_exchange)
         try:
             yield
         finally:
@@ -184,10 +193,13 @@ class Meter:
                 setattr(collectives, name, function)
             dist.all_to_all_single = exchange
 
-    def _measured(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _measured(
+        self, function: Callable[..., Any], sent_bytes: Callable[..., int]
+    ) -> Callable[..., Any]:
         def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
             number, begin = len(self.issued), time.perf_counter()
             self.issued.append(begin)
+            self.sent_bytes.append(sent_bytes(*args, **kwargs))
             work = function(*args, async_op=async_op, **kwargs)
             if async_op:
                 return _MeasuredWork(work, number, self)
@@ -195,6 +207,25 @@ class Meter:
             return None
 
         return call
+
+
+def _bytes_to_gather(_: torch.Tensor, x: torch.Tensor, *, group: dist.ProcessGroup) -> int:
+    """Return the bytes that a rank sends in an all-gather of `x`."""
+    return x.numel() * x.element_size() * (group.size() - 1)
+
+
+def _bytes_to_exchange(
+    _: torch.Tensor,
+    x: torch.Tensor,
+    receive: list[int] | None = None,
+    send: list[int] | None = None,
+    *,
+    group: dist.ProcessGroup,
+) -> int:
+    """Return the bytes that a rank sends to others in an all-to-all of the rows of `x`."""
+    send = send or [1] * group.size()
+    size = x.numel() * x.element_size()
+    return size * (sum(send) - send[group.rank()]) // max(1, sum(send))
 
 
 class _ExchangeAndAdd:
@@ -331,7 +362,7 @@ def _tokens(case: Case, rank: int) -> torch.Tensor:
 
 
 def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return lists of samples per strategy: step seconds, the columns of `communication`, load of others, and loss."""
+    """Return lists of samples per strategy: step seconds, `communication`, `replays`, load of others, and the loss."""
     torch.manual_seed(0)
     models = {name: AutoModelForCausalLM.from_config(case.config) for name in case.strategies}
     batches = [_tokens(case, index) for index in range(2)]
@@ -368,24 +399,29 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
                     meter.clear()
                     busy, own, begin = busy_s(), time.process_time(), time.perf_counter()
                     loss = forward_backward(model, [batch], tokens)
+                    end = time.perf_counter()
                     dist.barrier()
                     seconds = time.perf_counter() - begin
                     if turn == 0:  # memory is allocated and kernels are chosen
                         samples[name]["loss"] = float(loss)
                         continue
                     samples[name]["step_s"].append(seconds)
-                    samples[name]["times"].append(meter.times())
+                    samples[name]["times"].append({**meter.times(), "step": (begin, end)})
                     samples[name]["busy_s"].append(busy_s() - busy)
                     samples[name]["own_s"].append(time.process_time() - own)
         return samples
 
     ranks = launch(rank, 2, timeout_s=600)
+    replayed = replays(
+        {name: list(zip(*(r[name]["times"] for r in ranks), strict=True)) for name in models}
+    )
     return {
         name: {
             "step_s": ranks[0][name]["step_s"],
             "others": _others(ranks[0][name], [r[name]["own_s"] for r in ranks]),
             "processor_s": _mean(r[name]["own_s"] for r in ranks),
             **communication([r[name]["times"] for r in ranks]),
+            **replayed[name],
             "loss": sum(r[name]["loss"] for r in ranks),
         }
         for name in models
@@ -465,6 +501,8 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
             "processor_s": median(name, "processor_s"),
             "masking_wait": 1 - median(name, "blocked_s") / alone_s,
             "masking_timeline": median(name, "timeline"),
+            "replayed_s": median(name, "replayed_s"),
+            "replay_error": median(name, "replay_error"),
             "loss_difference": samples[name]["loss"] - samples["serial"]["loss"],
         }
     return {
@@ -473,7 +511,8 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "strategies": rows,
         "best_speedup": max(r["speedup"] for r in rows.values()),
         "best_masking": max(r["masking_wait"] for r in rows.values()),
-        "bars": {"speedup": case.bar, "masking": case.masked},
+        "worst_replay": max(abs(r["replay_error"]) for r in rows.values()),
+        "bars": {"speedup": case.bar, "masking": case.masked, "replay": REPLAY_BAR},
     }
 
 
@@ -579,12 +618,13 @@ def main() -> int:
             print(
                 f"  {key:22} {row['step_s'] * 1e3:8.1f} ms  {row['speedup']:5.2f}x  masked {row['masking_wait']:5.0%}"
                 f" (waits) {row['masking_timeline']:5.0%} (timeline)  late {row['late_s'] * 1e3:6.1f} ms"
-                f"  loss {row['loss_difference']:+.1e}"
+                f"  replayed {row['replay_error']:+5.1%}  loss {row['loss_difference']:+.1e}"
             )
         print_predictions(result)
     if busy:
         return 2
-    return int(any(result[f"best_{key}"] < result["bars"][key] for key in args.judge))
+    missed = any(result[f"best_{key}"] < result["bars"][key] for key in args.judge)
+    return int(missed or result["worst_replay"] > REPLAY_BAR)
 
 
 if __name__ == "__main__":

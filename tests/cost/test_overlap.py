@@ -10,10 +10,21 @@ import numpy as np
 import pytest
 
 from hyper_parallel.backends.torch.in_flight import Turns
+from hyper_parallel.cost import (
+    Candidates,
+    Machine,
+    ModelNumbers,
+    PricingCase,
+    device_card,
+    score,
+    stack_card,
+)
 from hyper_parallel.cost.overlap import BlockSeconds, PassSeconds, layer_program, pass_span
 from hyper_parallel.ir import Overlap, Strategy, Task, TaskGraph, Workload
 from hyper_parallel.planner import plan
 from hyper_parallel.sim import simulate
+from tests.cost.machines import machine
+from tests.planner.draws import moe_model
 
 pytestmark = pytest.mark.unit
 
@@ -92,10 +103,19 @@ def test_a_scatter_hides_behind_the_column_products_of_the_other_half_alone():
 
 
 @pytest.mark.parametrize(
-    ("used", "chunks"), [("0134678", 1), ("0134", 1), ("0125", 1), ("0125", 3), ("0234568", 2)]
+    ("used", "chunks"),
+    [
+        ("0134678", 1),
+        ("0134", 1),
+        ("0125", 1),
+        ("0125", 3),
+        ("0234568", 2),
+        ("01259a", 2),
+        ("02345689a", 2),
+    ],
 )
 def test_turns_of_halves_are_those_of_the_runtime(used, chunks):
-    used = tuple(str(row) in used for row in range(9))
+    used = tuple(f"{row:x}" in used for row in range(11))
     half = layer_program(3, 1, chunks, used).rows
     turns, order = Turns(), []
 
@@ -112,6 +132,32 @@ def test_turns_of_halves_are_those_of_the_runtime(used, chunks):
     turns.add([partial(call, index) for index in range(2)])
     turns.finish()
     assert tuple(order) == layer_program(3, 2, chunks, used).rows
+
+
+def test_numbers_of_rows_wait_for_the_dispatch_of_the_other_half():
+    half = seconds(attention=1.0, experts=4.0, exchange=2.0)
+    # The experts start when the first chunk of the first half has arrived, after 1 + 2 seconds.
+    assert pass_span(half, 2, 2, np.ones(1), 0.0)[0] == 3.0 + 4 * 4.0 + 2.0
+    # Numbers of rows of the second half arrive behind both chunks of the first one.
+    counted = dataclasses.replace(half, counts_rows=True)
+    assert pass_span(counted, 2, 2, np.ones(1), 0.0)[0] == 5.0 + 4 * 4.0 + 2.0
+
+
+def test_halves_meet_after_every_layer_of_fsdp_for_every_stage_of_zero():
+    workload = Workload(512, microbatch=4, accumulation_steps=1).resolve(2)
+    card, stack = device_card("", "cpu"), stack_card("cpu")
+    case = PricingCase(
+        ModelNumbers.of(moe_model()),
+        Machine.of(machine(), "float32", card=card, stack=stack),
+        workload,
+        Candidates.of(Strategy(dp_shard=2, ep=2, overlap=Overlap(half_batch=True)), workload),
+    )
+
+    def exposed(zero):
+        other = case.with_columns(zero=np.full(1, float(zero)))
+        return next(t.seconds[0] for t in score(other).time if t.name == "ep communication")
+
+    assert exposed(0) == exposed(2) > 0.0
 
 
 def test_weight_gradients_hide_collectives_of_chunks():

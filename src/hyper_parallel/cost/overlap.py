@@ -33,6 +33,8 @@ _COLLECTIVES: Final = (*_SCATTERS, 5)
 """Rows of `PassSeconds.durations` that are collectives."""
 _NORM: Final = 8
 """Row of `PassSeconds.durations` of the norm between two blocks."""
+_COUNTS, _SPLITS = 9, 10
+"""Rows of `PassSeconds.durations` of the exchange of numbers of rows before a dispatch, and of its use by the host."""
 _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel products."""
 _STEADY: Final = 3
@@ -62,12 +64,18 @@ class PassSeconds:
     mlp_column: Array = field(
         default_factory=_no_work
     )  # column-parallel products of the feed-forward part
+    # True if ranks exchange the numbers of rows before a dispatch: both halves wait for them
+    counts_rows: bool = field(default=False, kw_only=True)
 
     def durations(self) -> tuple[Array, ...]:
-        """Return the durations that tasks of `layer_program` index; norms take 0, as blocks include their time."""
+        """Return the durations that tasks of `layer_program` index; norms take 0, as blocks include their time.
+
+        An exchange of row counts takes 0 too: it has few bytes, but waits for the collectives in flight before it.
+        """
         return (
             self.attention, self.mlp, self.experts, self.attention_collective, self.mlp_collective,
             self.exchange, self.attention_column, self.mlp_column, _no_work(),
+            _no_work(), _no_work(),
         )  # fmt: skip
 
 
@@ -114,13 +122,13 @@ def block_program(chunks: int) -> LaneProgram:
 
 @lru_cache(maxsize=256)
 def layer_program(
-    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 3
+    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 5
 ) -> LaneProgram:
     """Return the forward program of some layers on lane 0 (computation) and lane 1 (communication).
 
     A half issues tasks until its next computation waits for a collective; then the other half has its turn. After its
     column-parallel products a half may yield its turn, see `_order`. The dispatches of all chunks are issued before the
-    first chunk is computed.
+    first chunk is computed. The host reads the row counts before it issues dispatches, so neither half computes then.
 
     Args:
         layers: Number of layers.
@@ -132,7 +140,9 @@ def layer_program(
     order = _order([row for row, _ in chain], halves)
     number = {key: n for n, key in enumerate(order)}
     return LaneProgram(
-        tuple(_LINK if chain[step][0] in _COLLECTIVES else _COMPUTE for _, step in order),
+        tuple(
+            _LINK if chain[step][0] in (*_COLLECTIVES, _COUNTS) else _COMPUTE for _, step in order
+        ),
         tuple(tuple(number[half, dep] for dep in chain[step][1]) for half, step in order),
         tuple(chain[step][0] for _, step in order),
     )
@@ -174,7 +184,7 @@ def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, 
 
     ready: tuple[int, ...] = ()
     for _ in range(layers):
-        for row in (_NORM, 3, 6, 0, 3, _NORM, 4, 7, 1, 4):
+        for row in (_NORM, 3, 6, 0, 3, _NORM, 4, 7, 1, 4, _COUNTS, _SPLITS):
             ready = add(row, ready)
         sent = [add(5, ready) for _ in range(chunks)]
         results = [add(5, add(2, dispatch)) for dispatch in sent]
@@ -203,6 +213,7 @@ def pass_span(
     durations = seconds.durations()
     used = [bool(np.any(row > 0.0)) for row in durations]
     used[_NORM] = any(used[row] for row in _COLUMNS)
+    used[_COUNTS] = used[_SPLITS] = bool(seconds.counts_rows)
 
     def program(count: int) -> LaneProgram:
         return layer_program(count, halves, chunks, tuple(used))
@@ -344,7 +355,8 @@ def _exposed_halves(
 ) -> tuple[Array, Array]:
     """Return the exposed seconds of tensor-parallel and of expert collectives with half-batches."""
     c, demand = s.c, s.machine.card.collective_share
-    wrapped = s.sharded | ((c.zero > 1) & (c.dp_replicate > 1)) | (c.recompute > 0)
+    # FSDP also sums the gradients of replicas, for every stage of ZeRO.
+    wrapped = (s.shards > 1) | (c.dp_replicate > 1) | (c.recompute > 0)
     meets = np.where(wrapped, 1.0, 0.0)
     layers = float(s.n.layers)
     forward, backward = _passes(s, halves, chunks)
@@ -377,7 +389,7 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
         PassSeconds(
             blocks[i][0] - (1 + i) * columns[0], blocks[i][1] - (1 + i) * columns[1], experts[i][2],
             traffic[i] / 2.0 / (1.0 + mlp), mlp * traffic[i] / 2.0 / (1.0 + mlp), exchange,
-            (1 + i) * columns[0], (1 + i) * columns[1],
+            (1 + i) * columns[0], (1 + i) * columns[1], counts_rows=i == 0 and bool(np.any(exchange > 0.0)),
         )
         for i in (0, 1)
     )  # fmt: skip
