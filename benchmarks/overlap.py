@@ -44,7 +44,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from _machine import busy_s, machine
+from _machine import QUIET, busy_s, calm_rounds, machine, others_shares
 from _predicted_overlap import predicted
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
@@ -60,8 +60,6 @@ INSIDE = "--inside-namespace"
 JUDGED = ("speedup", "masking")
 AUTO_BAR = 0.98
 """Bar of the measured speed of the predicted best strategy over that of the serial one."""
-QUIET = 0.05
-"""Share of the cores' time that other processes may use, for a valid measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,7 +340,11 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "step_s": ranks[0][name]["step_s"],
-            "others": _others(ranks[0][name], [r[name]["own_s"] for r in ranks]),
+            "others": others_shares(
+                ranks[0][name]["busy_s"],
+                ranks[0][name]["step_s"],
+                [r[name]["own_s"] for r in ranks],
+            ),
             "processor_s": _mean(r[name]["own_s"] for r in ranks),
             "blocked_s": _mean(r[name]["blocked_s"] for r in ranks),
             "timeline": _mean(r[name]["timeline"] for r in ranks),
@@ -352,26 +354,13 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _others(sample: dict[str, Any], own: list[list[float]]) -> list[float]:
-    """Return the share of all cores that processes other than the ranks used in every step."""
-    cores = os.cpu_count() or 1
-    return [
-        (busy - sum(ranks)) / (cores * seconds)
-        for busy, seconds, *ranks in zip(sample["busy_s"], sample["step_s"], *own, strict=True)
-    ]
-
-
 def _mean(columns: Any) -> list[float]:
     return [statistics.fmean(values) for values in zip(*columns, strict=True)]
 
 
 def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return medians of each strategy, over the calmest half of the rounds."""
-    worst = [
-        max(s["others"][i] for s in samples.values())
-        for i in range(len(samples["serial"]["step_s"]))
-    ]
-    calm = sorted(range(len(worst)), key=worst.__getitem__)[: max(1, len(worst) // 2)]
+    calm, others = calm_rounds(s["others"] for s in samples.values())
 
     def median(name: str, key: str) -> float:
         return statistics.median(samples[name][key][i] for i in calm)
@@ -391,7 +380,7 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
         }
     return {
         "communication_share": alone_s / serial_s,
-        "others": max(worst[i] for i in calm),
+        "others": others,
         "strategies": rows,
         "best_speedup": max(r["speedup"] for r in rows.values()),
         "best_masking": max(r["masking_wait"] for r in rows.values()),
