@@ -1,6 +1,6 @@
 """Searched assignments of encoder and language part against the best 1F1B pipeline, *simulated*, and on two processes.
 
-    python benchmarks/multimodal_schedule.py --json                   four minutes on two cores
+    python benchmarks/multimodal_schedule.py --json                   ten minutes on two cores
     python benchmarks/multimodal_schedule.py --part processes         only the processes, see `_multimodal_processes`
 
 Unit: 10 ms, the forward of one of 32 language layers (8B parameters) on one microbatch. Backward is 2 forwards, I and W
