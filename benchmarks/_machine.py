@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+QUIET = 0.05
+"""Share of the cores' time that other processes may use, for a valid measurement."""
 
 
 def machine() -> dict[str, object]:
@@ -25,27 +29,48 @@ def machine() -> dict[str, object]:
     }
 
 
-def cpu_pressure() -> float:
-    """Return the seconds since boot in which some process waited for a core; 0 if the kernel does not count them."""
-    try:
-        text = Path("/proc/pressure/cpu").read_text(encoding="ascii")
-    except OSError:
-        return 0.0
-    return int(text.splitlines()[0].rpartition("total=")[2]) / 1e6
-
-
 def busy_s() -> float:
     """Return the core seconds since boot in which cores ran processes or were stolen by the host.
 
-    The difference to the CPU time of a benchmark's own processes is the load of others. CPU pressure does not measure
-    that
-    load when each rank has one core, because a rank's communication threads wait for its own computation.
+    Less the processor time of a benchmark's own processes, it is the load of others. Pressure is no measure of that
+    load where ranks have one core each: the threads of a rank that send and receive wait for its computation. The
+    result is 0 where Linux's counters are missing.
     """
-    text = Path("/proc/stat").read_text(encoding="ascii")
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
     user, nice, system, _idle, _io, _irq, _softirq, steal, *_ = map(
-        int, text.split(maxsplit=9)[1:9]
+        int, stat.read_text(encoding="ascii").split(maxsplit=9)[1:9]
     )
     return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def others_shares(
+    busy: Sequence[float], step_s: Sequence[float], own: Sequence[Sequence[float]]
+) -> list[float]:
+    """Return the share of all cores that processes other than the ranks used in every step.
+
+    Args:
+        busy: Increase of `busy_s` in every step.
+        step_s: Seconds of every step.
+        own: Processor seconds of every step, per rank.
+    """
+    cores = os.cpu_count() or 1
+    return [
+        (total - sum(ranks)) / (cores * seconds)
+        for total, seconds, *ranks in zip(busy, step_s, *own, strict=True)
+    ]
+
+
+def calm_rounds(shares: Iterable[Sequence[float]]) -> tuple[list[int], float]:
+    """Return the calmest half of the rounds, and the largest share of others in them.
+
+    Args:
+        shares: Results of `others_shares` per variant; every round measures each of them.
+    """
+    worst = [max(steps) for steps in zip(*shares, strict=True)]
+    calm = sorted(range(len(worst)), key=worst.__getitem__)[: max(1, len(worst) // 2)]
+    return calm, max(worst[i] for i in calm)
 
 
 def device_of(name: str) -> torch.device | None:

@@ -2,8 +2,8 @@
 
 One part is simulated, the other part runs on two processes.
 
-    python benchmarks/multimodal_schedule.py --json                   four minutes on two cores
-    python benchmarks/multimodal_schedule.py --part processes         only on processes, see `_multimodal_processes`
+    python benchmarks/multimodal_schedule.py --json                   ten minutes on two cores
+    python benchmarks/multimodal_schedule.py --part processes         only the processes, see `_multimodal_processes`
 
 The time unit of the simulation is 10 ms, the forward of one of 32 language layers (8B parameters) on one microbatch. I
 and W take one unit each; a transfer takes 0.05 units. The vision encoder (0.6B) takes 8 or 16 units on average. Its

@@ -51,7 +51,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from _machine import busy_s, machine
+from _machine import QUIET, busy_s, calm_rounds, machine, others_shares
 from _overlap_replay import replays
 from _predicted_overlap import predicted
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
@@ -70,8 +70,6 @@ AUTO_BAR = 0.98
 """Bar of the measured speed of the predicted best strategy over that of the serial one."""
 REPLAY_BAR = 0.05
 """Bar of the error of a replayed step, relative to the measured one."""
-QUIET = 0.05
-"""Largest fraction of core time that other processes use in a valid measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,7 +416,11 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "step_s": ranks[0][name]["step_s"],
-            "others": _others(ranks[0][name], [r[name]["own_s"] for r in ranks]),
+            "others": others_shares(
+                ranks[0][name]["busy_s"],
+                ranks[0][name]["step_s"],
+                [r[name]["own_s"] for r in ranks],
+            ),
             "processor_s": _mean(r[name]["own_s"] for r in ranks),
             **communication([r[name]["times"] for r in ranks]),
             **replayed[name],
@@ -432,8 +434,7 @@ def communication(ranks: Sequence[Sequence[Mapping[str, list[Any]]]]) -> dict[st
     """Return, per round, means over ranks of the seconds blocked and late, and of masking by timeline.
 
     A collective is in flight once all ranks have issued it. A rank that waits earlier is late because of a rank with
-    more
-    work, and not blocked by communication.
+    more work, and not blocked by communication.
 
     Args:
         ranks: Results of `Meter.times` by rank and round.
@@ -465,26 +466,13 @@ def _communication_of_rank(
     return blocked_s, late_s, 1 - common_seconds(in_flight, blocked) / flying_s if flying_s else 0.0
 
 
-def _others(sample: dict[str, Any], own: list[list[float]]) -> list[float]:
-    """Return, per step, the fraction of all cores that processes other than the ranks used."""
-    cores = os.cpu_count() or 1
-    return [
-        (busy - sum(ranks)) / (cores * seconds)
-        for busy, seconds, *ranks in zip(sample["busy_s"], sample["step_s"], *own, strict=True)
-    ]
-
-
 def _mean(columns: Any) -> list[float]:
     return [statistics.fmean(values) for values in zip(*columns, strict=True)]
 
 
 def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return medians per strategy over the half of the rounds with the least load of other processes."""
-    worst = [
-        max(s["others"][i] for s in samples.values())
-        for i in range(len(samples["serial"]["step_s"]))
-    ]
-    calm = sorted(range(len(worst)), key=worst.__getitem__)[: max(1, len(worst) // 2)]
+    calm, others = calm_rounds(s["others"] for s in samples.values())
 
     def median(name: str, key: str) -> float:
         return statistics.median(samples[name][key][i] for i in calm)
@@ -507,7 +495,7 @@ def summary(case: Case, samples: dict[str, dict[str, Any]]) -> dict[str, Any]:
         }
     return {
         "communication_share": alone_s / serial_s,
-        "others": max(worst[i] for i in calm),
+        "others": others,
         "strategies": rows,
         "best_speedup": max(r["speedup"] for r in rows.values()),
         "best_masking": max(r["masking_wait"] for r in rows.values()),

@@ -35,7 +35,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,7 +42,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _machine import machine
+from _machine import busy_s, machine
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -200,7 +199,7 @@ def _rank(case: Case, strategy: Strategy) -> Found:
                     marks.append((name, begin, time.perf_counter()))
 
             dist.barrier()
-            begun = time.perf_counter(), time.process_time(), _busy_cpu_s()
+            begun = time.perf_counter(), time.process_time(), busy_s()
             forward_backward(model, parts, case.microbatches * case.seq_len, span)
             others = _others(*begun)
             if number >= WARM_UP:
@@ -214,24 +213,15 @@ def _rank(case: Case, strategy: Strategy) -> Found:
     )
 
 
-def _others(wall_s: float, own_s: float, busy_s: float) -> float:
-    """Return the fraction of the cores that other processes used since these times; equal on all ranks."""
+def _others(wall_s: float, own_s: float, begin_busy_s: float) -> float:
+    """Share of the cores that other processes used since these times, equal on every rank."""
     dist.barrier()
     own = torch.tensor(time.process_time() - own_s, dtype=torch.float64)
-    busy, wall = _busy_cpu_s() - busy_s, time.perf_counter() - wall_s
+    busy, wall = busy_s() - begin_busy_s, time.perf_counter() - wall_s
     dist.all_reduce(own)
     share = torch.tensor(max(0.0, busy - float(own)) / (wall * (os.cpu_count() or 1)))
     dist.broadcast(share, 0)
     return float(share)
-
-
-def _busy_cpu_s() -> float:
-    """Return the seconds since boot in which cores were not idle; 0 without Linux's counters."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    user, nice, system, _, _, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _message_s(pipeline: Any, batch: dict[str, Tensor], rounds: int = 40) -> float:

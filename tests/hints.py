@@ -72,7 +72,7 @@ def _command_problems(text: str) -> Iterator[str]:
 def _override_pattern() -> re.Pattern[str]:
     from hyper_parallel.config import Recipe
 
-    value = r"\{[^}]*\}|\[[^\]]*\]|<[^>]*>|[^\s,`;')]+"
+    value = r"\{(?:[^{}]|\{[^{}]*\})*\}|\[[^\]]*\]|<[^>]*>|[^\s,`;')]+"
     return re.compile(
         rf"(?<![\w.])((?:{'|'.join(Recipe.model_fields)})(?:\.[a-z_0-9]+)*)=({value})"
     )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, LlavaModel
+from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 
 from hyper_parallel.config import LoadedRecipe, load_recipe
 from hyper_parallel.errors import (
@@ -24,7 +28,7 @@ from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
 from hyper_parallel.planner import plan_recipe
 from hyper_parallel.trainer.engine.recipe_model import joint_schedule, read_recipe_spec
 from hyper_parallel.trainer.engine.submodel_search import layouts
-from hyper_parallel.trainer.job import plan_with_submodels, resolve_submodels
+from hyper_parallel.trainer.job import plan_with_submodels, prepare_job, resolve_submodels
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
 from tests.media.records import write_place
 
@@ -129,6 +133,64 @@ def test_plans_hold_the_parts_and_the_schedule_that_training_runs(place: Path) -
             assert schedule is not None
             check_submodel_schedule(schedule, TowerLanes(2, (0, 1)), frozen=False)
             assert schedule.microbatches == 4
+
+
+def _read_values(monkeypatch: pytest.MonkeyPatch, owner: type[torch.nn.Module], name: str) -> None:
+    """Let a method of a model read values of its first argument, as encoders do whose operations depend on them."""
+    method = getattr(owner, name)
+
+    def reading(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        media = (*args, *kwargs.values())[0]
+        assert float(media.abs().sum()) >= 0
+        return method(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, reading)
+
+
+@pytest.mark.torch
+def test_a_note_names_the_cause_for_an_encoder_without_predicted_times(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _read_values(monkeypatch, LlavaModel, "get_image_features")
+    loaded = load_recipe(place / "recipe.yaml", [SPLIT])
+    plan = plan_recipe(loaded.recipe, None, loaded.where, read_recipe_spec(loaded))
+    plan = plan_with_submodels(loaded, plan)
+    assert plan.submodels is None
+    cause = "does not run on meta tensors (RuntimeError: Tensor.item() cannot be called on meta tensors)"
+    assert any(cause in note and "times are not predicted" in note for note in plan.notes)
+    auto = load_recipe(place / "recipe.yaml", [*AUTO, "parallel.world_size=2"])
+    with pytest.raises(UnsupportedSharding, match=re.escape(cause)) as refused:
+        resolve_submodels(auto, None)
+    (hint,) = shlex.split(refused.value.hint)
+    assert not load_recipe(place / "recipe.yaml", [*AUTO, hint]).recipe.parallel.submodels.auto
+
+
+@pytest.mark.torch
+def test_errors_of_other_kinds_are_not_taken_for_reads_of_values(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("a package of the encoder is missing")
+
+    monkeypatch.setattr(LlavaModel, "get_image_features", missing)
+    loaded = load_recipe(place / "recipe.yaml", [SPLIT])
+    plan = plan_recipe(loaded.recipe, None, loaded.where, read_recipe_spec(loaded))
+    with pytest.raises(ImportError, match="of the encoder"):
+        plan_with_submodels(loaded, plan)
+
+
+@pytest.mark.torch
+def test_an_encoder_that_reads_values_costs_the_elements_of_its_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of recordings have one size, so each recording costs the same, whatever its number of tokens."""
+    write_place(tmp_path, "steps: 1, microbatch: 1", family="qwen2_audio", kind="audio")
+    _read_values(monkeypatch, Qwen2AudioEncoder, "forward")
+    loaded = load_recipe(tmp_path / "recipe.yaml", ["parallel.dp_shard=1"])
+    job = prepare_job(loaded, progress=False)
+    tokens = job.packed.train.media_costs(np.arange(len(job.packed.train)))[:, 1]
+    assert len({*tokens[tokens > 0]}) > 1
+    assert job.media_costs == (1, 0)
 
 
 @pytest.mark.torch

@@ -429,10 +429,9 @@ def _with_submodels(job: Job, model: Any) -> Plan:
     batches = job.train_batches()
     if job.recipe.parallel.submodels is None or not isinstance(batches, Batches):
         return job.plan
-    from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels, sampled_tower_flops
+    from hyper_parallel.trainer.engine.recipe_submodels import plan_submodels
 
-    flops = sampled_tower_flops(job.plan, model, batches)
-    return plan_submodels(job.recipe, job.plan, model, flops)
+    return plan_submodels(job.recipe, job.plan, model, batches)
 
 
 def _media_costs(packed: PackedData, model: Any) -> tuple[int, int]:

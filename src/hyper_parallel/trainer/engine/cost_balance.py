@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hyper_parallel.backends.torch.submodels.exchange import Border
-from hyper_parallel.backends.torch.submodels.parts import tower_flops
+from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, tower_flops
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Schedule, StageCost
@@ -71,7 +71,7 @@ def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) 
         work = tower_flops(model, inputs)
     except UnsupportedSharding:
         return 0, 1
-    if work is None:
+    except TowerNotTraced:
         kinds = [[a for a in one.values() if a.dtype.kind == "f"] for one in inputs]
         work = [float(sum(array.size for array in arrays)) for arrays in kinds]
     return fitted_costs(sequences.media_costs(rows), work)

@@ -9,7 +9,7 @@ from typing import Final
 from torch import nn
 
 from hyper_parallel.backends.torch.model_layouts import read_model
-from hyper_parallel.backends.torch.submodels.parts import divide, tower_flops
+from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, divide, tower_flops
 from hyper_parallel.config import LoadedRecipe, Recipe
 from hyper_parallel.ir import Plan, StageCost
 from hyper_parallel.model import read_config, towers_of
@@ -102,36 +102,42 @@ def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanReques
     return request.sharing_cores_with(ranks + recipe.parallel.tower_ranks)
 
 
-def plan_submodels(
-    recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: float | None
-) -> Plan:
+def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batches) -> Plan:
     """Return the plan with the sub-models, their predicted times and the schedule of a step.
+
+    Times are not predicted for an encoder that does not run on meta tensors; a note names the cause.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
         plan: Plan of the language model.
         model: The model on the meta device, not changed.
-        sequence_flops: FLOPs of the tower's forward per sequence; None: times are not predicted.
+        batches: Training batches.
     """
-    if sequence_flops is not None:
-        step = divided_step(recipe, plan, model, sequence_flops)
-        plan = step.planned()
-        if step.language_memory:
-            return plan
-        (name,) = step.towers
+    try:
+        flops = sampled_tower_flops(plan, model, batches)
+    except TowerNotTraced as cause:
         note = (
-            f"{name}: its config states no number of heads or size of patches, so its time is priced at the rate of "
-            "the language part, and its memory is not predicted"
+            f"sub-models: the encoder does not run on meta tensors ({cause}), so its times are not "
+            "predicted"
         )
         return replace(plan, notes=(*plan.notes, note))
-    note = "sub-models: the encoder does not run on meta tensors, so its times are not predicted"
+    step = divided_step(recipe, plan, model, flops)
+    plan = step.planned()
+    if step.language_memory:
+        return plan
+    (name,) = step.towers
+    note = (
+        f"{name}: its config states no number of heads or size of patches, so its time is priced at the rate of "
+        "the language part, and its memory is not predicted"
+    )
     return replace(plan, notes=(*plan.notes, note))
 
 
-def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float | None:
+def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float:
     """Return the mean FLOPs of the tower's forward per sequence, over at most `_SAMPLED` microbatches of step 0.
 
-    Return None if the encoder does not run on meta tensors.
+    Raises:
+        TowerNotTraced: The encoder does not run on meta tensors; see `tower_flops`.
     """
     work, strategy = plan.workload, plan.strategy
     rows, count = work.microbatch or 1, work.accumulation_steps or 1
@@ -141,4 +147,4 @@ def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float
         _SAMPLED,
     )
     counts = tower_flops(model, [{"input_ids": b.input_ids, **b.media} for b in sampled])
-    return None if counts is None else sum(counts) / (len(counts) * rows)
+    return sum(counts) / (len(counts) * rows)

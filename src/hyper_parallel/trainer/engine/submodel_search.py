@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.backends.torch.submodels.parts import LANGUAGE, divide
+from hyper_parallel.backends.torch.submodels.parts import LANGUAGE, TowerNotTraced, divide
 from hyper_parallel.config import LoadedRecipe, Recipe, with_submodels
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding
 from hyper_parallel.ir import Certificate, Plan
@@ -72,9 +72,10 @@ def choose_submodels(
             refusals[error.what] += 1
             continue
         if flops is None:
-            flops = sampled_tower_flops(plan, model, batches_of(candidate, plan))
-            if flops is None:
-                raise _no_time(loaded, parts)
+            try:
+                flops = sampled_tower_flops(plan, model, batches_of(candidate, plan))
+            except TowerNotTraced as cause:
+                raise _no_time(loaded, parts, cause) from cause
         candidates.append(candidate)
         steps.append(divided_step(candidate.recipe, plan, model, flops))
     if not candidates:
@@ -92,13 +93,13 @@ def choose_submodels(
     return candidates[position], _note(candidates[position].recipe, proof), proof
 
 
-def _no_time(loaded: LoadedRecipe, parts: _Parts) -> UnsupportedSharding:
+def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> UnsupportedSharding:
     """Return the error for an encoder whose time cannot be predicted, with a layout to paste as its hint."""
     hint = json.dumps(parts).replace('"', "")
     return UnsupportedSharding(
         "the time of the encoder cannot be predicted",
         where=loaded.where("parallel.submodels"),
-        got="an encoder that does not run on meta tensors",
+        got=f"an encoder that does not run on meta tensors ({cause})",
         hint=f"'parallel.submodels={hint}'",
     )
 

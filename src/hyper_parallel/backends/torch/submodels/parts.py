@@ -37,6 +37,17 @@ _TARGETS: Final = ("labels", "shift_labels")
 _RECORDINGS: Final = ("hidden_states", "attentions")
 """Fields of a feature method's result with the values of every layer, which the language part does not read."""
 
+_MODEL_ERRORS: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors of model code that reads values of meta tensors."""
+_CAUSE_CHARS: Final = 120
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -301,14 +312,19 @@ def _features(output: Any) -> Any:
     return type(output)(**{k: v for k, v in output.items() if k not in _RECORDINGS})
 
 
-def tower_flops(
-    model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]
-) -> list[float] | None:
-    """Return the FLOPs of the tower's forward on each batch; None if the tower does not run on meta tensors.
+class TowerNotTraced(Exception):
+    """Forward of a tower that does not run on meta tensors; the message names the cause."""
+
+
+def tower_flops(model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]) -> list[float]:
+    """Return the FLOPs of the tower's forward on each batch.
 
     Args:
         model: Model of `parallelize_submodels`, on the meta device; not changed.
         batches: Arguments of its forward as arrays.
+
+    Raises:
+        TowerNotTraced: The tower's forward fails on meta tensors.
     """
     tower = TowerModel(copy.deepcopy(model), divide(model))
     dtype = next(tower.parameters()).dtype
@@ -318,16 +334,25 @@ def tower_flops(
         if not any(t.is_floating_point() for t in inputs.values()):
             counts.append(0.0)
             continue
-        has_features = False
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            # Models may read values after the tower, for example to compare numbers of tokens, and meta tensors have no
-            # values. Such an error is ignored. After an error inside of the tower there are no features.
-            with suppress(Exception):
-                has_features = bool(tower(**inputs)[1])
-            if not (tower.has_features or has_features):
-                return None
+            _trace_tower(tower, inputs)
         counts.append(float(counter.get_total_flops()))
     return counts
+
+
+def _trace_tower(tower: TowerModel, inputs: Mapping[str, Tensor]) -> None:
+    """Run the forward of a tower on meta tensors, up to the last features."""
+    try:
+        if tower(**inputs)[1]:
+            return
+    except _MODEL_ERRORS as error:
+        # Models read values after the tower, for example to compare numbers of tokens: meta tensors have none. An
+        # error inside of the tower leaves no features.
+        if tower.has_features:
+            return
+        first_line = (str(error).splitlines() or [""])[0][:_CAUSE_CHARS]
+        raise TowerNotTraced(f"{type(error).__name__}: {first_line}") from error
+    raise TowerNotTraced("its forward returns no features")
 
 
 def _meta(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
