@@ -129,7 +129,7 @@ def plan_layouts(
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str]) -> list[Param]:
     """Return the parameters with final styles under tensor parallelism; raise where no exact form exists."""
     if whole_stream:
-        if sizes.strategy.overlap.tp_chunks > 1:
+        if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(
                 "blocks of a model whose ranks hold all tokens gather nothing, so nothing travels in chunks",
                 got=f"overlap={sizes.strategy.overlap}",
