@@ -117,6 +117,27 @@ def test_what_cannot_overlap_is_refused_with_a_hint_that_plans(
     planned(recipe, [*overrides, *caught.value.hint.split()])
 
 
+@pytest.mark.parametrize("setting", ["chunks", "symmetric"])
+def test_blocks_that_gather_nothing_are_refused_with_a_hint_that_plans(
+    recipe: Path, setting: str
+) -> None:
+    """Tensor-parallel ranks of GPT-2 hold all tokens."""
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 1024,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+    }
+    (recipe.parent / "model.json").write_text(json.dumps(config))
+    overrides = ["topology=dgx-h100", "parallel.tp=2", f"overlap.tp={setting}"]
+    with pytest.raises(HyperParallelError, match="hold all tokens") as caught:
+        planned(recipe, overrides)
+    assert caught.value.hint == "overlap.tp=none"
+    assert planned(recipe, [*overrides, caught.value.hint]) == Overlap()
+
+
 def test_a_plan_prices_symmetric_memory_as_chunks_without_fillers(recipe: Path) -> None:
     """A plan for CUDA devices names the setting; its price is that of chunks in which no weight gradient hides."""
     degrees = ["topology=dgx-h100", "parallel.tp=8", "model.path=llama-3-8b", "data.seq_len=4096"]
