@@ -13,9 +13,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch import check_token_overlap
 from hyper_parallel.backends.torch.tensor.collectives import gather, scatter
 from hyper_parallel.backends.torch.tensor.symmetric_memory import OPERATORS, FusedOperators
 from hyper_parallel.backends.torch.tensor.symmetric_tokens import SymmetricExecutor
+from hyper_parallel.backends.torch.weights.lora import Adapter, adapt
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Purpose, Strategy
 from hyper_parallel.runtime import World, launch
@@ -180,8 +182,8 @@ def test_a_step_over_symmetric_memory_equals_one_device(
                     calls.clear()
                     try:
                         check(reference(setup), strategy, world)
-                        # Each of two blocks of a layer, forward and backward, on every pipeline rank.
-                        least = 4 * setup.spec.num_layers // strategy.pp
+                        # At least the attention of each layer, forward and backward; experts are no such blocks.
+                        least = 2 * setup.spec.num_layers // strategy.pp
                         assert min(calls["gather"], calls["scatter"]) >= least, calls
                     except AssertionError as error:
                         failures.append(f"{setup.family}: {error}")
@@ -203,6 +205,29 @@ def test_ranks_without_cuda_are_refused_with_an_alternative() -> None:
     for error in launch(rank, 2, timeout_s=100):
         assert error.code == "HP205"
         assert error.changes == {"overlap.tp": "chunks"}
+
+
+@pytest.mark.parametrize(
+    ("overlap", "dropout", "alternative"),
+    [
+        (SYMMETRIC, 0.0, "chunks"),
+        (SYMMETRIC, 0.1, "none"),
+        (Overlap(tp_chunks=2), 0.1, "none"),
+        (Overlap(tp_chunks=2), 0.0, None),
+    ],
+)
+def test_adapters_are_refused_where_blocks_cannot_run_them(
+    overlap: Overlap, dropout: float, alternative: str | None
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    adapt(model[0], torch.zeros(2, 4), torch.zeros(4, 2), Adapter(1.0, dropout))
+    strategy = Strategy(tp_x=2, overlap=overlap)
+    if alternative is None:
+        check_token_overlap(model, strategy)
+        return
+    with pytest.raises(UnsupportedSharding) as caught:
+        check_token_overlap(model, strategy)
+    assert caught.value.changes == {"overlap.tp": alternative}
 
 
 @pytest.mark.parametrize(
