@@ -85,6 +85,20 @@ def test_a_recipe_sets_the_overlap_of_its_plan(
         ("HP205", ["parallel.tp=2", "overlap.tp=chunks", "overlap.chunks=3"]),
         ("HP205", ["parallel.tp_x=2", "parallel.tp_y=2", "parallel.ep=4", "overlap.tp=chunks"]),
         ("HP205", ["parallel.tp=2", "parallel.ep=2", "overlap={tp: chunks, ep: half-batch}"]),
+        ("HP205", ["parallel.tp=2", "overlap.tp=symmetric"]),
+        ("HP205", ["parallel.tp=2", "data.seq_len=63", "overlap.tp=symmetric"]),
+        ("HP205", ["parallel.tp=2", "parallel.ep=2", "overlap={tp: symmetric, ep: half-batch}"]),
+        (
+            "HP205",
+            [
+                "topology=dgx-h100",
+                "parallel.tp_x=2",
+                "parallel.tp_y=2",
+                "parallel.ep=4",
+                "overlap.tp=symmetric",
+            ],
+        ),
+        ("HP205", ["topology=cloudmatrix384", "parallel.tp=2", "overlap.tp=symmetric"]),
         ("HP205", ["parallel.tp=2", "parallel.gathered_inputs=re-gather", "overlap.tp=chunks"]),
         ("HP205", ["parallel.dp_shard=4", "parallel.ep=2", "overlap.ep=half-batch"]),
         (
@@ -101,6 +115,46 @@ def test_what_cannot_overlap_is_refused_with_a_hint_that_plans(
     assert caught.value.code == code
     assert caught.value.hint
     planned(recipe, [*overrides, *caught.value.hint.split()])
+
+
+@pytest.mark.parametrize("setting", ["chunks", "symmetric"])
+def test_blocks_that_gather_nothing_are_refused_with_a_hint_that_plans(
+    recipe: Path, setting: str
+) -> None:
+    """Tensor-parallel ranks of GPT-2 hold all tokens."""
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 1024,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+    }
+    (recipe.parent / "model.json").write_text(json.dumps(config))
+    overrides = ["topology=dgx-h100", "parallel.tp=2", f"overlap.tp={setting}"]
+    with pytest.raises(HyperParallelError, match="hold all tokens") as caught:
+        planned(recipe, overrides)
+    assert caught.value.hint == "overlap.tp=none"
+    assert planned(recipe, [*overrides, caught.value.hint]) == Overlap()
+
+
+def test_a_plan_prices_symmetric_memory_as_chunks_without_fillers(recipe: Path) -> None:
+    """A plan for CUDA devices names the setting; its price is that of chunks in which no weight gradient hides."""
+    degrees = ["topology=dgx-h100", "parallel.tp=8", "model.path=llama-3-8b", "data.seq_len=4096"]
+    batch = ["training.microbatch=4"]
+    serial, chunks, symmetric = (
+        plan_recipe(load_recipe(recipe, [*degrees, *batch, *overlap]).recipe)
+        for overlap in (
+            ["overlap=none"],
+            ["overlap={tp: chunks, chunks: 8}"],
+            ["overlap.tp=symmetric"],
+        )
+    )
+    assert symmetric.strategy.overlap == Overlap(tp_symmetric=True)
+    assert chunks.step_s < symmetric.step_s < serial.step_s
+    assert symmetric.collectives == serial.collectives
+    assert any("has not run on CUDA" in note for note in symmetric.notes)
+    assert not any("has not run on CUDA" in note for note in chunks.notes)
 
 
 def test_a_capacity_excludes_chunks(recipe: Path) -> None:

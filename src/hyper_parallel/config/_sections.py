@@ -541,9 +541,10 @@ class Overlap(Section):
 
     auto: bool = False
     """Let the planner choose, by predicted time. The other keys are then not allowed."""
-    tp: Literal["none", "chunks", "half-batch"] = "none"
+    tp: Literal["none", "chunks", "symmetric", "half-batch"] = "none"
     """Collectives of tensor parallelism. chunks: one chunk of tokens is multiplied with the weights of a block while
-    others are gathered or scattered. half-batch: layers run on two halves of the sequences of a microbatch, and one
+    others are gathered or scattered. symmetric: CUDA operators gather or scatter tokens while they multiply them, over
+    symmetric memory. half-batch: layers run on two halves of the sequences of a microbatch, and one
     half computes while a collective of the other is in flight."""
     ep: Literal["none", "chunks", "half-batch"] = "none"
     """Exchange of tokens between experts. chunks: rows of one chunk of tokens travel while those of another are

@@ -152,7 +152,9 @@ class Candidates:
             order=ORDERS.index(s.order), offload=int(s.offload),
             regather=int(s.gathered_inputs == "re-gather"), attention_tokens=int(s.attention_scatter == "token"),
             cp_gather=int(s.cp_kind == "all_gather"), halves=1 + int(s.overlap.half_batch),
-            ep_chunks=s.overlap.ep_chunks, tp_chunks=s.overlap.tp_chunks,
+            ep_chunks=s.overlap.ep_chunks,
+            # Operators over symmetric memory divide the tokens by ranks.
+            tp_chunks=s.tp if s.overlap.tp_symmetric else s.overlap.tp_chunks,
         )  # fmt: skip
 
     @property

@@ -576,6 +576,8 @@ def _of_strategy(path: str, strategy: Strategy) -> Iterator[str]:
     for name in ("ep_chunks", "tp_chunks"):
         if not 1 <= (chunks := getattr(strategy.overlap, name)) <= _MOST_CHUNKS:
             yield f"{path}.overlap.{name}: {chunks}, not 1 to {_MOST_CHUNKS}"
+    if strategy.overlap.tp_symmetric and strategy.overlap.tp_chunks > 1:
+        yield f"{path}.overlap: tp_symmetric with tp_chunks"
     if strategy.world_size > _MOST_RANKS:
         yield f"{path}: degrees of {strategy.world_size} ranks, more than {_MOST_RANKS}"
     if strategy.stages > _MOST_STAGES:

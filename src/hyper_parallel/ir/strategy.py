@@ -55,11 +55,21 @@ class Overlap:
         ep_chunks: Number of token chunks of experts; one is computed while another is dispatched or combined.
         tp_chunks: Number of token chunks of attention and MLP; one is computed while another is gathered or scattered
             over the tensor-parallel ranks.
+        tp_symmetric: Whether attention and MLP blocks gather and scatter their tokens inside of the operators that multiply
+            them, over symmetric memory of the tensor-parallel ranks.
     """
 
     half_batch: bool = False
     ep_chunks: int = 1
     tp_chunks: int = 1
+    tp_symmetric: bool = False
+
+    @property
+    def block_executor(self) -> Literal["serial", "chunks", "symmetric"]:
+        """Executor of the collectives and products of attention and MLP blocks under tensor parallelism."""
+        if self.tp_symmetric:
+            return "symmetric"
+        return "chunks" if self.tp_chunks > 1 else "serial"
 
     def parts(self, sequences: int, length: int) -> int:
         """Return the number of parts into which layers split a microbatch of [sequences, length] tokens: 1 or 2.
@@ -73,6 +83,7 @@ class Overlap:
             "half-batch": self.half_batch,
             f"chunks:{self.ep_chunks}": self.ep_chunks > 1,
             f"tp-chunks:{self.tp_chunks}": self.tp_chunks > 1,
+            "tp-symmetric": self.tp_symmetric,
         }
         return ",".join(text for text, is_on in shown.items() if is_on) or "none"
 

@@ -292,6 +292,7 @@ def _overlap(recipe: Recipe) -> Overlap:
         half_batch="half-batch" in (section.tp, section.ep),
         ep_chunks=section.chunks if section.ep == "chunks" else 1,
         tp_chunks=section.chunks if section.tp == "chunks" else 1,
+        tp_symmetric=section.tp == "symmetric",
     )
 
 

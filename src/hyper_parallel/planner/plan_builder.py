@@ -169,8 +169,11 @@ def evaluate(
             error.changes, error.hint = changes, overrides(changes)
         raise
     workload = request.workload.resolve(strategy.dp)
+    _check_symmetric_memory(request, strategy, workload)
     priced = with_stage_memory(request, price(request, strategy, workload))
     notes = []
+    if strategy.overlap.tp_symmetric:
+        notes.append(_SYMMETRIC_NOTE)
     if priced.memory_bytes > request.machine.memory_bytes:
         notes.append(_exceeds(priced, request.machine.memory_bytes))
     return _build_plan(request, priced, notes=tuple(notes), where=where)
@@ -311,6 +314,33 @@ def _build_plan(
         stages=priced.stages,
         pace=request.machine.paces(strategy.pp),
         notes=(*request.notes, *layout_notes, *notes),
+    )
+
+
+_DEFAULT_CHUNKS: Final = 4
+"""Value of `overlap.chunks` in a recipe that does not set it."""
+_SYMMETRIC_NOTE: Final = (
+    "`overlap.tp=symmetric` is priced as one chunk per tensor-parallel rank whose weight gradients hide nothing; "
+    "it has not run on CUDA devices"
+)
+
+
+def _check_symmetric_memory(request: PlanRequest, strategy: Strategy, workload: Workload) -> None:
+    """Raise HP205 if blocks use symmetric memory on devices that have none."""
+    overlap, device = strategy.overlap, request.supernode.device
+    if not overlap.tp_symmetric or device.kind == "cuda":
+        return
+    chunks = replace(overlap, tp_symmetric=False, tp_chunks=_DEFAULT_CHUNKS)
+    try:
+        check_overlap(replace(strategy, overlap=chunks), workload)
+        other = "chunks"
+    except UnsupportedSharding:
+        other = "none"
+    raise UnsupportedSharding(
+        "`overlap.tp=symmetric` needs CUDA devices",
+        where="overlap",
+        got=f"topology {request.supernode.name}, devices of kind {device.kind}",
+        changes={"overlap.tp": other},
     )
 
 

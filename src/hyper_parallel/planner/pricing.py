@@ -108,7 +108,10 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     """
     recomputed_layers, share = strategy.recompute_layers, 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)
-    recomputed_case = plain = PricingCase(request.numbers, request.machine, workload, candidate)
+    machine = request.machine
+    if strategy.overlap.tp_symmetric:  # no other product runs while an operator waits
+        machine = replace(machine, stack=replace(machine.stack, overlap_weights=0.0))
+    recomputed_case = plain = PricingCase(request.numbers, machine, workload, candidate)
     scores = score(recomputed_case)
     cost, memory = scores.cost_at(0), scores.memory_at(0)
     layers = -(-request.model.num_layers // strategy.pp)

@@ -118,6 +118,9 @@ def _changed(
         section, _, name = key.partition(".")
         if section == "training":
             workload = replace(workload, **{name: value})
+        elif (key, value) == ("overlap.tp", "none"):
+            overlap = replace(strategy.overlap, half_batch=False, tp_chunks=1, tp_symmetric=False)
+            strategy = replace(strategy, overlap=overlap)
         else:
             strategy = replace(strategy, **{"tp_x" if name == "tp" else name: value})
     return strategy, workload

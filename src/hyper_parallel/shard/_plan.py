@@ -129,7 +129,7 @@ def plan_layouts(
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str]) -> list[Param]:
     """Return the parameters with final styles under tensor parallelism; raise an error if no exact form exists."""
     if whole_stream:
-        if sizes.strategy.overlap.tp_chunks > 1:
+        if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(
                 "every rank of this model holds all tokens, so blocks have no gather to split into chunks",
                 got=f"overlap={sizes.strategy.overlap}",

@@ -65,8 +65,8 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
 
     if overlap.ep_chunks > 1 and s.ep == 1:
         refuse("`overlap.ep=chunks` needs expert parallelism", f"ep={s.ep}", overlap__ep="none")
-    if overlap.tp_chunks > 1:
-        _check_token_chunks(strategy, workload)
+    if overlap.block_executor != "serial":
+        _check_blocks(strategy, workload)
     if not overlap.half_batch:
         return
     if s.tp == 1 and s.ep == 1:
@@ -108,8 +108,8 @@ def check_overlap(strategy: Strategy, workload: Workload) -> None:
         )
 
 
-def _check_token_chunks(strategy: Strategy, workload: Workload) -> None:
-    """Raise UnsupportedSharding (HP205) if blocks cannot gather and scatter their tokens in chunks."""
+def _check_blocks(strategy: Strategy, workload: Workload) -> None:
+    """Raise HP205 if blocks cannot gather and scatter their tokens in chunks or over symmetric memory."""
     s, chunks = strategy, strategy.overlap.tp_chunks
     features = {
         "one rank": (s.tp == 1, f"tp={s.tp}"),
@@ -121,7 +121,7 @@ def _check_token_chunks(strategy: Strategy, workload: Workload) -> None:
     for feature, (is_used, got) in features.items():
         if is_used:
             raise UnsupportedSharding(
-                f"`overlap.tp=chunks` does not work with {feature}",
+                f"`overlap.tp={s.overlap.block_executor}` does not work with {feature}",
                 where="overlap",
                 got=got,
                 changes={"overlap.tp": "none"},

@@ -569,7 +569,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
         check_flow,
         check_half_batches,
         check_routing,
-        check_token_chunks,
+        check_token_overlap,
     )
     from hyper_parallel.trainer.engine.offload_machine import check_offload
     from hyper_parallel.trainer.engine.optimizer import check_optimizer
@@ -595,7 +595,7 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
     check_positions(model, recipe.data.seq_len, loaded.where("data.seq_len"))
     plan = replace(plan, properties=check_properties(loaded, plan))
     check_half_batches(model, plan.strategy, router_loss is not None)
-    check_token_chunks(model, plan.strategy)
+    check_token_overlap(model, plan.strategy)
     check_flow(model, plan)
     if recipe.stage in PREFERENCE_STAGES:
         check_rows(loaded, plan)

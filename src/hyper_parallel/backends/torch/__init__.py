@@ -47,7 +47,7 @@ from hyper_parallel.backends.torch.parallel_handle import (
     handle,
     overlap_counts,
 )
-from hyper_parallel.backends.torch.tensor.chunked_tokens import check_token_chunks
+from hyper_parallel.backends.torch.tensor.block_executors import check_token_overlap
 from hyper_parallel.backends.torch.weights.initialization import allocate, materialize
 from hyper_parallel.backends.torch.weights.pretrained import check_pretrained, load_pretrained
 from hyper_parallel.backends.torch.weights.shard_ranges import local
@@ -68,7 +68,7 @@ __all__ = [
     "check_half_batches",
     "check_pretrained",
     "check_routing",
-    "check_token_chunks",
+    "check_token_overlap",
     "clip_grad_norm_",
     "count_routing",
     "data_share",

@@ -30,6 +30,7 @@ from hyper_parallel.backends.torch.tensor.apply import (
     tensor_mesh,
     tensor_state,
 )
+from hyper_parallel.backends.torch.tensor.block_executors import token_executor
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.token_rows import Tokens, watch_padding
 from hyper_parallel.ir import Layout, Plan
@@ -78,7 +79,10 @@ def replace_forwards(
     shard_plan, stages, trials = sharded.shard_plan, sharded.stages, sharded.trials
     tp_mesh = tensor_mesh(mesh, strategy)
     running = RunningPass()
-    tp = tensor_state(tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream, running)
+    executor = token_executor(strategy.overlap)
+    tp = tensor_state(
+        tp_mesh, strategy, shard_plan.hidden_cut, shard_plan.whole_stream, running, executor
+    )
     stage_layers = None if stages is None else stages.layers_running
     context = apply_context_parallel(
         model, view, strategy, mesh, stage_layers, trials.attention_calls, running

@@ -29,7 +29,8 @@ from hyper_parallel.backends.torch.parallel_handle import Handle, Ranks, attach,
 from hyper_parallel.backends.torch.pipeline.apply import Pipeline
 from hyper_parallel.backends.torch.pipeline.stages import split_model
 from hyper_parallel.backends.torch.tensor.apply import tensor_mesh, watch_gradients
-from hyper_parallel.backends.torch.tensor.chunked_tokens import check_token_chunks
+from hyper_parallel.backends.torch.tensor.block_executors import check_token_overlap
+from hyper_parallel.backends.torch.tensor.symmetric_memory import check_symmetric_memory
 from hyper_parallel.backends.torch.weights.shard_ranges import local_runs, select
 from hyper_parallel.errors import AuditError
 from hyper_parallel.ir import Layout, Mesh, Plan, merge, placements
@@ -106,8 +107,11 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
         model, routing, strategy, mesh, ranks.world_group, ranks.device
     )
     check_half_batches(model, strategy, balance is not None)
-    check_token_chunks(model, strategy)
+    check_token_overlap(model, strategy)
     disable_model_router_loss(model, routing, strategy)
+    tp_mesh = tensor_mesh(mesh, strategy)
+    if strategy.overlap.block_executor == "symmetric":
+        check_symmetric_memory(tp_mesh.get_group(), ranks.device)
     trials = check_flow(model, plan, shard_plan)
     expert_group = None if ranks.expert_mesh is None else ranks.expert_mesh["ep"].get_group()
     experts = expert_state(
@@ -125,7 +129,6 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     layouts = {name: shard_plan.layouts[name] for name in shapes}
     dtype = getattr(torch, plan.workload.param_dtype)
-    tp_mesh = tensor_mesh(mesh, strategy)
     place_parameters(model, layouts, tp_mesh, ranks.expert_mesh, ranks.device, dtype)
     return ShardedModel(shard_plan, layouts, shapes, stages, trials, experts, balance)
 

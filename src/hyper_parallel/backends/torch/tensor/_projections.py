@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,11 @@ from hyper_parallel.backends.torch.collectives import all_to_all, paired
 from hyper_parallel.backends.torch.in_flight import half_index, offer_turn, sum_both, sum_forward
 from hyper_parallel.backends.torch.pass_context import PassShape
 from hyper_parallel.backends.torch.tensor._span_attention import SpanAttention
-from hyper_parallel.backends.torch.tensor.chunked_tokens import (
-    ChunkedTokens,
-    ChunkedWeight,
-    Product,
-    scatter_products,
-)
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, reshard, scatter
+from hyper_parallel.backends.torch.tensor.overlapped_tokens import (
+    OverlappedTokens,
+    TokenExecutor,
+)
 from hyper_parallel.backends.torch.tensor.state import RegatherScope, TpState, Y
 from hyper_parallel.backends.torch.weights.initialization import LORA_A
 from hyper_parallel.backends.torch.weights.lora import delta
@@ -58,11 +56,10 @@ class RegionPass:
         gathered: Gathered tokens that projections use in place of their input; None: their input.
         block_input: With replicated activations: the input of the column-parallel projections.
         block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
-        padded_rows: Number of gathered tokens, including padding.
-        num_chunks: Number of chunks in which tokens are gathered and scattered; 1: not in chunks.
-        column_products: With chunks: functions for the products of column-parallel projections, prepared before this
-            forward by `prepare_following`.
-        row_products: With chunks: functions for the products of row-parallel projections.
+        padded_rows: Rows of the gathered tokens, padding included.
+        executor: Executor of the collectives and products of this forward; None: they run serially.
+        column_products: With an executor: products of column-parallel projections, prepared before this forward.
+        row_products: With an executor: prepared products of row-parallel projections.
     """
 
     scope: RegatherScope | None = None
@@ -70,26 +67,24 @@ class RegionPass:
     block_input: Tensor | None = None
     block_input_summed_grad: Tensor | None = None
     padded_rows: int = 0
-    num_chunks: int = 1
+    executor: TokenExecutor | None = None
     column_products: PreparedProducts | None = None
     row_products: PreparedProducts | None = None
 
 
 @dataclass(slots=True)
 class PreparedProducts:
-    """Functions that multiply chunks by the weights of projections, created while collectives are in flight.
-
-    See `ChunkedWeight`.
+    """Results of `TokenExecutor.product`, created while collectives of the pass are in flight; see `ChunkedWeight`.
 
     Attributes:
         shape: Shape of the pass in which they were created.
-        with_grad: True if autograd was enabled then.
-        products: Function from a chunk of tokens to its product, for each projection.
+        with_grad: True if autograd was enabled.
+        products: Product of each projection.
     """
 
     shape: PassShape
     with_grad: bool
-    products: dict[nn.Module, Product]
+    products: dict[nn.Module, Any]
 
 
 @dataclass(slots=True)
@@ -104,8 +99,8 @@ class Region:
         kv_heads: Number of key heads of the model; 0 for a module that accepts tokens in any order.
         spans: Attention on one span of every sequence, or None.
         last_column: Last column-parallel projection, after which the other half-batch may run (`offer_turn`).
-        column_products: For each column-parallel projection, a function that reads its weight for a pass and returns a
-            function that multiplies a chunk of tokens by it.
+        column_products: For every column-parallel projection, a function that reads the weight for a pass and returns
+            `TokenExecutor.product` of it.
         row_products: The same for row-parallel projections.
         following: Region that runs after this one in the same layer. The gradients of its weights are computed while
             those of this region's output are gathered.
@@ -119,8 +114,8 @@ class Region:
     kv_heads: int = 0
     spans: SpanAttention | None = None
     last_column: nn.Module | None = None
-    column_products: dict[nn.Module, Callable[[], Product]] = field(default_factory=dict)
-    row_products: dict[nn.Module, Callable[[], Product]] = field(default_factory=dict)
+    column_products: dict[nn.Module, Callable[[], Any]] = field(default_factory=dict)
+    row_products: dict[nn.Module, Callable[[], Any]] = field(default_factory=dict)
     following: Region | None = None
     passes: tuple[RegionPass, RegionPass] = field(
         default_factory=lambda: (RegionPass(), RegionPass())
@@ -162,12 +157,12 @@ class Region:
             (part,) = reshard((part,), 2, 1, self.group(Purpose.RELAYOUT), Purpose.RELAYOUT)
         gathers_weights = Purpose.WEIGHT_GATHER in self.program and not state.recomputed
         current = self.current
-        current.num_chunks = self._num_chunks(part)
-        if current.num_chunks > 1:
+        current.executor = self._executor(part)
+        if current.executor is not None:
             group = self.group(Purpose.SEQUENCE_GATHER)
             current.padded_rows = group.size() * part.shape[1]
             batch = state.batch[0], state.batch[1]
-            tokens = ChunkedTokens.gather(part, current.num_chunks, group, batch)
+            tokens = current.executor.gather(part, group, batch)
             current.row_products = self._prepare(self.row_products)
             out = run(tokens)
             current.row_products = None
@@ -183,27 +178,27 @@ class Region:
         """Scope in which backward gathers inputs again; None: gathered inputs are saved for backward."""
         return self.current.scope if self.state.regathers else None
 
-    def _num_chunks(self, part: Tensor) -> int:
-        """Return the number of chunks of this rank's tokens [1, n, D]; 1 if they cannot be divided."""
-        num_chunks = self.state.num_chunks
-        divides = num_chunks > 1 and part.shape[1] % num_chunks == 0
-        divides = divides and not torch.compiler.is_compiling()
-        if num_chunks > 1:
-            self.state.count_block(divides)
-        return num_chunks if divides else 1
+    def _executor(self, part: Tensor) -> TokenExecutor | None:
+        """Return the executor of a block on this rank's tokens [1, n, D]; None if the block runs serially."""
+        executor = self.state.executor
+        if executor is None:
+            return None
+        fits = executor.fits(part.shape[1]) and not torch.compiler.is_compiling()
+        self.state.count_block(fits)
+        return executor if fits else None
 
-    def _prepare(self, products: dict[nn.Module, Callable[[], Product]]) -> PreparedProducts:
-        """Read the weights of projections for the running pass, and return functions that multiply by them."""
+    def _prepare(self, products: dict[nn.Module, Callable[[], Any]]) -> PreparedProducts:
+        """Read the weights of projections for the running pass."""
         functions = {module: make() for module, make in products.items()}
         return PreparedProducts(self.state.shape, torch.is_grad_enabled(), functions)
 
     def prepare_following(self) -> None:
-        """Prepare the products of the next region's column-parallel projections by reading their weights."""
-        if self.following is not None and self.following.state.num_chunks > 1:
+        """Read the weights of the next region's column-parallel projections."""
+        if self.following is not None and self.following.state.executor is not None:
             region = self.following
             region.current.column_products = region._prepare(region.column_products)
 
-    def _pop_column_products(self) -> dict[nn.Module, Callable[[], Product]]:
+    def _pop_column_products(self) -> dict[nn.Module, Callable[[], Any]]:
         """Return the products that were prepared for this pass, else `column_products`; discard the prepared ones."""
         prepared, self.current.column_products = self.current.column_products, None
         is_current = (
@@ -215,13 +210,13 @@ class Region:
             return self.column_products
         return {m: partial(prepared.products.__getitem__, m) for m in self.column_products}
 
-    def multiply_chunks(self, module: nn.Module, tokens: ChunkedTokens) -> Tensor:
-        """Return the product of the module's input and a column-parallel projection.
+    def product_of(self, module: nn.Module, tokens: OverlappedTokens) -> Tensor:
+        """Return the product of a column-parallel projection with the module's input.
 
-        The first call also computes the products of the other projections with each chunk, so that more computation
-        hides the gather of the next chunk. It excludes projections of another input width and those with hooks, which
-        must run in the call of their module. If the model calls another projection with a different input, its product
-        from the first call is unused.
+        The first projection that is called also multiplies the tokens for the others, so that more computation hides
+        the gather. It excludes projections of another input width and those with hooks, which must run in the call of
+        their module. If the model calls another projection with a different input, its product from the first call is
+        unused.
         """
         if module not in tokens.products:
             width = tokens.shape[-1]
@@ -342,20 +337,16 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
     is_adapted = LORA_A in module._parameters
     region.last_column = module
 
-    def chunk_product() -> Product:
-        weight = ChunkedWeight(*(state.local(p, rows) for p in (module.weight, module.bias)))
+    def executor_product() -> Any:
+        weight, bias = (state.local(p, rows) for p in (module.weight, module.bias))
+        adapter = partial(region.adapter, module, rows=rows) if is_adapted else None
+        return cast("TokenExecutor", state.executor).product(weight, bias, adapter)
 
-        def product(chunk: Tensor) -> Tensor:
-            out = weight.product(chunk)
-            return out + region.adapter(module, chunk, rows) if is_adapted else out
-
-        return product
-
-    region.column_products[module] = chunk_product
+    region.column_products[module] = executor_product
 
     def forward(x: Tensor) -> Tensor:
-        if isinstance(x, ChunkedTokens):
-            return region.multiply_chunks(module, x)
+        if isinstance(x, OverlappedTokens):
+            return region.product_of(module, x)
         gathered = None if region.spans is None else region.current.gathered
         x = x if gathered is None else gathered
         bias = state.local(module.bias, rows)
@@ -388,30 +379,26 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
     gathers_over_y = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
     is_adapted = LORA_A in module._parameters
 
-    def chunk_product() -> Product:
-        weight = ChunkedWeight(state.local(module.weight))
+    def executor_product() -> Any:
+        adapter = partial(region.adapter, module, is_part=True) if is_adapted else None
+        weight = state.local(module.weight)
+        return cast("TokenExecutor", state.executor).product(weight, None, adapter)
 
-        def product(chunk: Tensor) -> Tensor:
-            out = weight.product(chunk)
-            return out + region.adapter(module, chunk, is_part=True) if is_adapted else out
+    region.row_products[module] = executor_product
 
-        return product
-
-    region.row_products[module] = chunk_product
-
-    def in_chunks(x: Tensor) -> Tensor:
+    def overlapped(x: Tensor, executor: TokenExecutor) -> Tensor:
         current, group = region.current, region.group(Purpose.SEQUENCE_SCATTER)
         prepared = current.row_products
-        product = chunk_product() if prepared is None else prepared.products[module]
+        product = executor_product() if prepared is None else prepared.products[module]
         rows, before_wait = current.padded_rows, region.prepare_following
-        out = scatter_products(x, product, current.num_chunks, group, rows, before_wait)
+        out = executor.scatter(x, product, group, rows, before_wait)
         return out if module.bias is None else out + state.local(module.bias)
 
     def forward(x: Tensor) -> Tensor:
         if not program:
             region.current.block_input = region.current.block_input_summed_grad = None
-        if region.current.num_chunks > 1:
-            return in_chunks(x)
+        if (executor := region.current.executor) is not None:
+            return overlapped(x, executor)
 
         def product(weight: Tensor) -> Tensor:
             def linear(columns: Tensor) -> Tensor:

@@ -48,7 +48,14 @@ from hyper_parallel.backends.torch.tensor.partial_gradients import (
     TensorTrial,
 )
 from hyper_parallel.backends.torch.tensor.sharded_norm import ShardedNorm
-from hyper_parallel.backends.torch.tensor.state import TP, RandomStreams, TpState, X, Y
+from hyper_parallel.backends.torch.tensor.state import (
+    TP,
+    RandomStreams,
+    TokenExecutor,
+    TpState,
+    X,
+    Y,
+)
 from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.cost import LINEAR_ENTRY
@@ -72,6 +79,7 @@ def tensor_state(
     shard_hidden_over_y: bool,
     replicated_activations: bool,
     running: RunningPass,
+    executor: TokenExecutor | None,
 ) -> TpState | None:
     """Return the state of tensor parallelism; None without tensor parallelism."""
     if tp_mesh is None:
@@ -90,7 +98,7 @@ def tensor_state(
         replicated_activations,
         regather,
         running=running,
-        num_chunks=strategy.overlap.tp_chunks,
+        executor=executor,
     )
 
 

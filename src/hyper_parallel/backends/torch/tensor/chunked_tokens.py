@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,25 +25,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.in_flight import PendingCollective, start
-from hyper_parallel.backends.torch.stand_in import StandIn
 from hyper_parallel.backends.torch.tensor.collectives import gather_pair, padded, scatter_pair
-from hyper_parallel.errors import UnsupportedSharding
-from hyper_parallel.ir import Purpose, Strategy
+from hyper_parallel.backends.torch.tensor.overlapped_tokens import (
+    Adapter,
+    OverlappedTokens,
+    is_needed,
+)
+from hyper_parallel.ir import Purpose
 
 Product = Callable[[Tensor], Tensor]
 """Function that multiplies a chunk of tokens [1, T, C] by a weight; the weight is read once for all chunks."""
-
-
-def check_token_chunks(model: nn.Module, strategy: Strategy) -> None:
-    """Refuse dropout on the inputs of adapters (HP205): chunks of tokens would draw other masks."""
-    adapters = (vars(module).get("adapter") for module in model.modules())
-    if strategy.overlap.tp_chunks > 1 and any(getattr(a, "dropout", 0.0) for a in adapters):
-        raise UnsupportedSharding(
-            "`overlap.tp=chunks` does not work with dropout on the inputs of adapters",
-            where="overlap",
-            got=type(model).__name__,
-            changes={"overlap.tp": "none"},
-        )
 
 
 class _Weight(torch.autograd.Function):
@@ -85,16 +77,10 @@ class _ChunkProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-
-        def is_needed(number: int) -> bool:
-            # A split backward runs this node twice: for the input, later for the weight.
-            node = ctx.next_functions[number][0]
-            return node is not None and torch._C._will_engine_execute_node(node)
-
-        if is_needed(1):
+        if is_needed(ctx, 1):
             ctx.chunks.append((x, grad))
         bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
-        return None, grad @ weight if is_needed(0) else None, None, bias
+        return None, grad @ weight if is_needed(ctx, 0) else None, None, bias
 
 
 class ChunkedWeight:
@@ -115,18 +101,9 @@ class ChunkedWeight:
         return _ChunkProduct.apply(self._chunks, chunk, self._weight, self._bias)  # type: ignore[no-any-return]
 
 
-class ChunkedTokens(StandIn):
-    """Tokens [B, S, D] of a block, whose gathers are in flight chunk by chunk.
+class ChunkedTokens(OverlappedTokens):
+    """Tokens [B, S, D] of a block, whose gathers are in flight chunk by chunk; see `TokenExecutor.gather`."""
 
-    Column-parallel projections multiply it chunk by chunk; any other use waits for all chunks.
-
-    Attributes:
-        products: Complete products of projections that have not been called yet, [B, S, F].
-        is_multiplied: True after the first call of `multiply`.
-    """
-
-    products: dict[nn.Module, Tensor]
-    is_multiplied: bool
     _pending: list[PendingCollective]
     _chunks: list[Tensor]
     _ranks: int
@@ -181,27 +158,41 @@ class ChunkedTokens(StandIn):
         return tokens[: math.prod(batch)].view(*batch, -1)
 
 
-def scatter_products(
-    x: Tensor,
-    product: Product,
-    num_chunks: int,
-    group: ProcessGroup,
-    rows: int,
-    before_wait: Callable[[], None],
-) -> Tensor:
-    """Reduce-scatter the product of tokens, chunk by chunk; return this rank's part [1, n, D].
+@dataclass(frozen=True, slots=True)
+class ChunkExecutor:
+    """Executor of chunks of tokens; methods as in `TokenExecutor`.
 
-    Args:
-        x: Tokens [..., F].
-        product: Product of a chunk.
-        num_chunks: Number of chunks; divides n.
-        group: Process group of P ranks.
-        rows: Tokens of all ranks with padding, P * n.
-        before_wait: Called while all scatters are in flight.
+    Attributes:
+        num_chunks: Number of chunks.
     """
-    width, ranks = x.shape[-1], group.size()
-    tokens = padded(x.reshape(1, -1, width), rows).view(ranks, num_chunks, -1, width)
-    pair = scatter_pair(1, group, Purpose.SEQUENCE_SCATTER)
-    pending = [start(*pair, product(chunk.reshape(1, -1, width))) for chunk in tokens.unbind(1)]
-    before_wait()
-    return torch.cat([collective.finish() for collective in pending], 1)
+
+    num_chunks: int
+
+    def fits(self, num_tokens: int) -> bool:
+        """Return whether the tokens of a rank can be divided into chunks."""
+        return num_tokens % self.num_chunks == 0
+
+    def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Product:
+        """Return the product of a chunk with a weight, a bias and an adapter."""
+        product = ChunkedWeight(weight, bias).product
+        return product if adapter is None else lambda chunk: product(chunk) + adapter(chunk)
+
+    def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> ChunkedTokens:
+        """Start the gathers of all chunks."""
+        return ChunkedTokens.gather(part, self.num_chunks, group, batch)
+
+    def scatter(
+        self,
+        x: Tensor,
+        product: Product,
+        group: ProcessGroup,
+        rows: int,
+        before_wait: Callable[[], None],
+    ) -> Tensor:
+        """Multiply and scatter tokens [..., F] chunk by chunk; call `before_wait` while all scatters are in flight."""
+        width, ranks = x.shape[-1], group.size()
+        tokens = padded(x.reshape(1, -1, width), rows).view(ranks, self.num_chunks, -1, width)
+        pair = scatter_pair(1, group, Purpose.SEQUENCE_SCATTER)
+        pending = [start(*pair, product(chunk.reshape(1, -1, width))) for chunk in tokens.unbind(1)]
+        before_wait()
+        return torch.cat([collective.finish() for collective in pending], 1)

@@ -45,6 +45,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hyper_parallel.backends.torch.pass_context import PassShape, RunningPass
 from hyper_parallel.backends.torch.tensor.collectives import gather, padded, scatter
 from hyper_parallel.backends.torch.tensor.gradients import TpGradients, to_local
+from hyper_parallel.backends.torch.tensor.overlapped_tokens import TokenExecutor
 from hyper_parallel.ir import Purpose
 from hyper_parallel.shard import padded_sizes
 
@@ -305,9 +306,9 @@ class TpState:
         halves: Executor of half-batches; None: passes run whole.
         running: The running forward pass.
         same_random: True if the ranks draw equal random numbers, as training with replicated activations requires.
-        num_chunks: Number of chunks in which blocks gather and scatter their tokens; 1: no chunks.
-        chunked_blocks: Number of blocks run in chunks since the last `take_counts`.
-        whole_blocks: Number of blocks since then whose tokens could not be divided into chunks.
+        executor: Executor of the collectives and products of blocks; None: they run serially.
+        chunked_blocks: Blocks that the executor has run since the last `take_counts`.
+        whole_blocks: Blocks that did not fit the executor since the last `take_counts`.
         streams: Random streams for dropout with replicated activations; None: every rank draws its own numbers.
     """
 
@@ -320,21 +321,21 @@ class TpState:
     halves: Halves | None = None
     running: RunningPass = field(default_factory=RunningPass)
     same_random: bool = False
-    num_chunks: int = 1
+    executor: TokenExecutor | None = None
     chunked_blocks: int = 0
     whole_blocks: int = 0
     streams: RandomStreams | None = None
 
-    def count_block(self, in_chunks: bool) -> None:
-        """Count a block in `chunked_blocks`, or in `whole_blocks` if its tokens cannot be divided."""
-        self.chunked_blocks += in_chunks
-        self.whole_blocks += not in_chunks
+    def count_block(self, fits: bool) -> None:
+        """Count a block that the executor runs, or one that runs whole because it does not fit."""
+        self.chunked_blocks += fits
+        self.whole_blocks += not fits
 
     def take_counts(self) -> dict[str, int]:
         """Return `chunked_blocks` and `whole_blocks` by name and reset them; recomputed blocks count again."""
         counts = {"chunked_blocks": self.chunked_blocks, "whole_blocks": self.whole_blocks}
         self.chunked_blocks = self.whole_blocks = 0
-        return counts if self.num_chunks > 1 else {}
+        return {} if self.executor is None else counts
 
     @property
     def shape(self) -> PassShape:

@@ -1,0 +1,190 @@
+"""Tokens over symmetric memory: one operator gathers and multiplies the tokens of a block, one multiplies and scatters.
+
+    forward     gather and column-parallel products         row-parallel product and scatter
+    backward    products with the weights and scatter       gather and product with the weight
+
+The gradients of weights are products of gathered tokens: the input is kept from forward, the gradient of the output is
+a result of the gather in backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hyper_parallel.backends.torch.collectives import launch_gather_rows, launch_reduce_into
+from hyper_parallel.backends.torch.tensor.collectives import gather, padded
+from hyper_parallel.backends.torch.tensor.overlapped_tokens import (
+    Adapter,
+    OverlappedTokens,
+    is_needed,
+)
+from hyper_parallel.backends.torch.tensor.symmetric_memory import (
+    gather_and_multiply,
+    multiply_and_scatter,
+)
+from hyper_parallel.ir import Purpose
+
+
+class Projection(NamedTuple):
+    """Weight [F, C] and bias [F] of a linear projection."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _GatherAndMultiply(torch.autograd.Function):
+    """Gathered tokens [P n, D] and their products with weights [F, D], from the tokens [n, D] of each rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: ProcessGroup, part: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        name = Purpose.SEQUENCE_GATHER
+        tokens, products = gather_and_multiply(part, [w.t() for w in weights], group, name)
+        ctx.group = group
+        ctx.save_for_backward(tokens, *weights)
+        ctx.set_materialize_grads(False)
+        return tokens, *products
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, tokens_grad: Tensor | None, *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        tokens, *weights = ctx.saved_tensors
+        pairs = [(grad, w) for grad, w in zip(grads, weights, strict=True) if grad is not None]
+        part_grad = None
+        if is_needed(ctx, 0):
+            part_grad = _scattered_gradient(tokens_grad, pairs, ctx.group)
+        weight_grads = [
+            grad.t() @ tokens if grad is not None and is_needed(ctx, number) else None
+            for number, grad in enumerate(grads, 1)
+        ]
+        return None, part_grad, *weight_grads
+
+
+def _scattered_gradient(
+    tokens_grad: Tensor | None, pairs: list[tuple[Tensor, Tensor]], group: ProcessGroup
+) -> Tensor | None:
+    """Return the gradient of this rank's tokens, given that of gathered tokens and (output gradient, weight) pairs."""
+    name = Purpose.SEQUENCE_GATHER.backward
+    if not pairs and tokens_grad is None:
+        return None
+    grads, weights = zip(*pairs, strict=True) if pairs else ((), ())
+    grad = grads[0] if len(grads) == 1 else torch.cat(grads, 1) if grads else None
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights) if weights else None
+    if grad is not None and tokens_grad is None:
+        return multiply_and_scatter(grad, weight, group, name)
+    # Other code of the model has read the tokens too: its gradient is summed before the scatter.
+    total = tokens_grad.contiguous()
+    total = total if grad is None else total.addmm(grad, weight)
+    out = total.new_empty(total.shape[0] // group.size(), total.shape[1])
+    return launch_reduce_into(out, total, group, name, async_op=False)()
+
+
+class _MultiplyAndScatter(torch.autograd.Function):
+    """This rank's tokens [n, D] of the sum over ranks of tokens [P n, F] times a weight [D, F]."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.group, ctx.gathered = group, None
+        ctx.save_for_backward(x, weight)
+        return multiply_and_scatter(x, weight.t(), group, Purpose.SEQUENCE_SCATTER)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = is_needed(ctx, 0), is_needed(ctx, 1)
+        name = Purpose.SEQUENCE_SCATTER.backward
+        # A split backward has gathered the gradient when it ran this node for the input.
+        (gathered, ctx.gathered), x_grad = (ctx.gathered, None), None
+        if needs_x:
+            gathered, (x_grad,) = gather_and_multiply(grad, [weight], ctx.group, name)
+            later = ctx.needs_input_grad[2] and not needs_weight
+            ctx.gathered = gathered if later else None
+        elif needs_weight and gathered is None:
+            rows = launch_gather_rows(grad, ctx.group, name, async_op=False)()
+            gathered = rows.flatten(0, 1)
+        return None, x_grad, gathered.t() @ x if needs_weight else None
+
+
+class SymmetricTokens(OverlappedTokens):
+    """Tokens [B, S, D] of a block, which the operator of the first products gathers."""
+
+    _part: Tensor
+    _group: ProcessGroup
+    _whole: Tensor | None
+
+    @staticmethod
+    def gather(part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:
+        """Return the tokens of all ranks, given those of this rank, [1, n, D]; arguments as in `TokenExecutor`."""
+        x = SymmetricTokens.like(part, (*batch, part.shape[2]))
+        x._part, x._group, x._whole = part, group, None
+        x.products, x.is_multiplied = {}, False
+        return x
+
+    def multiply(self, products: Mapping[nn.Module, Projection]) -> None:
+        """Compute the products of projections; the first call also gathers the tokens."""
+        self.is_multiplied = True
+        if self._whole is None:
+            weights = [p.weight for p in products.values()]
+            tokens, *results = _GatherAndMultiply.apply(self._group, self._part[0], *weights)
+            self._whole, results = self._of_batch(tokens), [self._of_batch(x) for x in results]
+        else:
+            results = [F.linear(self._whole, p.weight) for p in products.values()]
+        for (module, projection), out in zip(products.items(), results, strict=True):
+            self.products[module] = out if projection.bias is None else out + projection.bias
+
+    def whole(self) -> Tensor:
+        """Return the tokens; always the same tensor."""
+        if self._whole is None:
+            tokens = gather(self._part, 1, self._group, Purpose.SEQUENCE_GATHER)
+            self._whole = self._of_batch(tokens[0])
+        return self._whole
+
+    def _of_batch(self, tokens: Tensor) -> Tensor:
+        """Return [B, S, F] from tokens [P n, F], without padding."""
+        batch = self.shape[:2]
+        return tokens[: math.prod(batch)].view(*batch, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricExecutor:
+    """Executor of the operators over symmetric memory; methods as in `TokenExecutor`."""
+
+    def fits(self, num_tokens: int) -> bool:
+        """Return True: the operators accept every number of tokens."""
+        return True
+
+    def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Projection:
+        """Return the weight and the bias."""
+        assert adapter is None, "refused by `check_token_overlap`"
+        # A view, because `is_needed` cannot answer for leaves.
+        return Projection(weight.view_as(weight), bias)
+
+    def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:
+        """Return the tokens of all ranks; they are gathered at their first use."""
+        return SymmetricTokens.gather(part, group, batch)
+
+    def scatter(
+        self,
+        x: Tensor,
+        product: Projection,
+        group: ProcessGroup,
+        rows: int,
+        before_wait: Callable[[], None],
+    ) -> Tensor:
+        """Multiply and scatter tokens [..., F]; nothing runs before the wait."""
+        tokens = padded(x.reshape(1, -1, x.shape[-1]), rows)[0]
+        out: Tensor = _MultiplyAndScatter.apply(group, tokens, product.weight)
+        return out.unsqueeze(0)
