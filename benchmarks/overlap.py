@@ -128,7 +128,7 @@ def cases() -> dict[str, Case]:
             "half-batch, chunks 2": replaced(experts, half_batch=True, ep_chunks=2),
             "half-batch, chunks 4": replaced(experts, half_batch=True, ep_chunks=4),
         },
-        (600, 1100), 1.4,
+        (550, 1000), 1.4,
     )  # fmt: skip
     return {
         "experts": exchanged,
@@ -140,7 +140,7 @@ def cases() -> dict[str, Case]:
                 "half-batch": replaced(tensor, half_batch=True),
                 **{f"chunks {n}": replaced(tensor, tp_chunks=n) for n in (4, 8)},
             },
-            (600, 700), 1.25,
+            (700, 900), 1.25,
         ),
     }  # fmt: skip
 

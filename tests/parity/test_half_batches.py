@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,13 +17,16 @@ import torch
 import torch.distributed as dist
 from greenlet import greenlet
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hyper_parallel.backends.torch import collectives
+from hyper_parallel.backends.torch.data.unit_order import groups_of
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
-from hyper_parallel.runtime import World, forward_backward, launch, parallelize
+from hyper_parallel.runtime import World, forward_backward, handle, launch, parallelize
+from tests.parity.planned import make_plan, whole
 from tests.parity.universal import Reference, Setup, check
 from tests.slow import slow_cells
 
@@ -120,8 +124,8 @@ def record(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Recorder, Record
         ("llama", HALVES, lambda layers: 8 * layers + 4, lambda layers: 5),
         # One dispatch and one combination per layer.
         ("qwen3_moe", EXPERT_CHUNKS, lambda layers: 6 * layers, lambda layers: 2 * layers),
-        # The halves meet at the end of each layer, of which FSDP frees the parameters.
-        ("qwen3_moe", EXPERT_HALVES, lambda layers: 4 * layers, lambda layers: layers),
+        # The last combination; the halves do not meet at the end of a layer, of which FSDP frees the parameters.
+        ("qwen3_moe", EXPERT_HALVES, lambda layers: 4 * layers, lambda layers: 1),
     ],
 )
 def test_layers_compute_while_their_collectives_are_in_flight(
@@ -374,5 +378,88 @@ def test_a_function_that_would_lose_the_gradient_is_refused(
             model = parallelize(setup.build(), setup.plan(HALVES), world)
             with pytest.raises(UnsupportedSharding, match="autograd function"):
                 forward_backward(model, [setup.batch()], 1)
+
+    launch(rank, 2, timeout_s=100)
+
+
+def record_gathered_layers(model: nn.Module) -> dict[str, int]:
+    """Record the most layers that FSDP has gathered or prefetched, at entries in forward and reductions in backward."""
+    groups = [g for layer in model.model.layers for g in groups_of(fully_shard.state(layer))]
+    most = {"forward": 0, "backward": 0}
+
+    def count(direction: str, *_: Any) -> None:
+        gathered = [g for g in groups if g.is_unsharded or g._all_gather_result is not None]
+        most[direction] = max(most[direction], len(gathered))
+
+    def reduce(inner: Callable[..., None], *args: Any) -> None:
+        count("backward")
+        inner(*args)
+
+    for layer in model.model.layers:
+        layer.input_layernorm.register_forward_pre_hook(partial(count, "forward"))
+    for group in groups:
+        group.post_backward = partial(reduce, group.post_backward)
+    return most
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def test_fsdp_layers_with_whole_and_halved_batches_run_collectives_in_one_order() -> None:
+    """Two ranks have four sequences and run halves, the others have three, in steps of two microbatches."""
+    setup = Setup("llama", sequences=14, tied=True, config=(("num_hidden_layers", 4),))
+    strategy = Strategy(tp_x=2, dp_shard=2, overlap=Overlap(half_batch=True))
+    batch, plan = setup.batch(), setup.plan(strategy)
+    tokens = int((batch["shift_labels"] != -100).sum())
+    expected = Reference(setup).result.grads
+
+    def rank(index: int) -> dict[str, int]:
+        first, count = (0, 4) if index < 2 else (4, 3)
+        parts = [
+            {k: v[start : start + count] for k, v in batch.items()} for start in (first, first + 7)
+        ]
+        with World.join("cpu") as world:
+            model = parallelize(setup.build(), plan, world)
+            most = record_gathered_layers(model)
+            for _ in range(3):  # negotiated, then learned
+                forward_backward(model, parts, tokens)
+                for name, gradient in whole_gradients(model).items():
+                    torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
+            counts = handle(model).halves.take_counts()
+            assert counts == dict(zip(counts, (24, 0) if index < 2 else (0, 24), strict=True))
+        return most
+
+    ranks = launch(rank, 4, timeout_s=100)
+    assert [r["forward"] for r in ranks] == [2, 2, 1, 1]
+    # The layer to reduce, the one that the first half has entered, and a prefetched one.
+    assert {r["backward"] for r in ranks} == {3}
+
+
+def test_layers_of_fsdp_cast_the_inputs_of_each_half() -> None:
+    setup = Setup("qwen3_moe", sequences=8, config=(("num_hidden_layers", 3),))
+    workload = replace(setup.workload(EXPERT_HALVES), compute_dtype="float32")
+
+    def rank(index: int) -> None:
+        batch = {k: v[4 * index : 4 * index + 4] for k, v in setup.batch().items()}
+        with World.join("cpu") as world:
+            found = []
+            for strategy in (replace(EXPERT_HALVES, overlap=Overlap()), EXPERT_HALVES):
+                plan = make_plan(setup.spec, strategy, workload)
+                model = parallelize(setup.build(), plan, world)
+                dtypes = set()
+                for layer in model.model.layers:
+                    layer.input_layernorm.register_forward_hook(
+                        lambda _, args, out, dtypes=dtypes: dtypes.update(
+                            {args[0].dtype, out.dtype}
+                        )
+                    )
+                forward_backward(model, [batch], 100)
+                found.append(whole_gradients(model))
+                assert dtypes == {torch.float32}
+            for name, gradient in found[1].items():
+                torch.testing.assert_close(gradient, found[0][name], rtol=1e-4, atol=1e-5)
 
     launch(rank, 2, timeout_s=100)

@@ -17,6 +17,9 @@ CHUNKS = Overlap(ep_chunks=3)
 BOTH = Overlap(half_batch=True, ep_chunks=2)
 QWEN, DEEPSEEK = Setup("qwen3_moe", sequences=4), Setup("deepseek_v3", sequences=4)
 GPT_OSS = Setup("gpt_oss", sequences=4)
+TIED_UNITS = Setup(
+    "qwen3", sequences=16, accumulation=2, tied=True, config=(("num_hidden_layers", 3),)
+)
 ODD = Setup("llama", sequences=3)
 """Cannot be halved: runs whole."""
 TOKEN_CHUNKS = Overlap(tp_chunks=4)
@@ -80,6 +83,13 @@ MORE = {
     QWEN: (S(dp_shard=4, ep=4, overlap=CHUNKS), S(dp_shard=4, ep=2, overlap=CHUNKS)),
     Setup("qwen3_moe", sequences=8, accumulation=2): (S(cp=2, dp_shard=2, ep=2, overlap=CHUNKS),),
     Setup("qwen3", sequences=8): (S(tp_x=2, dp_shard=2, overlap=HALVES),),
+    TIED_UNITS: (
+        S(tp_x=2, dp_shard=2, overlap=HALVES),
+        S(tp_x=2, dp_shard=2, overlap=HALVES, zero=1),
+        S(tp_x=2, dp_shard=2, overlap=HALVES, reshard_after_forward=False),
+        S(tp_x=2, dp_shard=2, overlap=HALVES, recompute="full"),
+        S(tp_x=2, dp_replicate=2, overlap=HALVES),
+    ),
 }
 """Foldings that TWO chunks on two ranks and FOUR on four, and halves under FSDP as FOUR."""
 

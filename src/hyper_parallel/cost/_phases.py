@@ -226,7 +226,10 @@ def phases(
 
 
 def _gathered_parameters(stage: _Stage) -> _Columns:
-    """Return bytes of gathered parameters: of embedding and head, and of one or two layers, or of all layers."""
+    """Return bytes of gathered parameters: of embedding and head, and of one to three layers, or of all layers.
+
+    Half-batches enter a layer before they have left the following one, so a third layer is gathered between the two.
+    """
     c, copies = stage.s.c, stage.copies
     root = copies * stage.vocabulary
     # A stage of a pipeline prefetches its first layer for the next microbatch.
@@ -243,6 +246,9 @@ def _gathered_parameters(stage: _Stage) -> _Columns:
     following = np.where(
         separate_experts, copies * np.minimum(2.0, num_gathered) * stage.dense, two
     )
+    spans_layers = (c.zero > 2) & (c.halves > 1) & (c.recompute == 0)
+    third = np.clip(stage.layers - 2.0, 0.0, 1.0) * stage.layer_elements
+    following = following + np.where(spans_layers, copies * third, 0.0)
     end = np.where(stage.piped, root, 0.0)
     return root + one, root + two, root + following, root + following, root, end
 

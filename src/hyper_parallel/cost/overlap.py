@@ -8,7 +8,7 @@ Backward is the same program in reverse, so its length is that of the forward pr
 Chunks of tokens divide the collectives of a block, its first products and its last products; see `block_program`.
 Their weight gradients are tasks of backward alone, at the place in the program where forward reads the weights.
 
-    synchronized   halves wait for each other after every layer that FSDP or recomputation wraps: a layer costs its span
+    synchronized   halves wait for each other after every layer that is recomputed: a layer costs its span
     else           a layer costs the time that one more layer adds to the span, and its share of the ends of the model
 """
 
@@ -355,9 +355,7 @@ def _exposed_halves(
 ) -> tuple[Array, Array]:
     """Return the exposed seconds of tensor-parallel and of expert collectives with half-batches."""
     c, demand = s.c, s.machine.card.collective_share
-    # FSDP also sums the gradients of replicas, for every stage of ZeRO.
-    wrapped = (s.shards > 1) | (c.dp_replicate > 1) | (c.recompute > 0)
-    meets = np.where(wrapped, 1.0, 0.0)
+    meets = np.where(c.recompute > 0, 1.0, 0.0)
     layers = float(s.n.layers)
     forward, backward = _passes(s, halves, chunks)
     span = pass_span(forward, halves, chunks, meets, demand, layers) * (1.0 + _repeats_forward(s))

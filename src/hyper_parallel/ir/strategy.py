@@ -55,8 +55,8 @@ class Overlap:
         ep_chunks: Number of token chunks of experts; one is computed while another is dispatched or combined.
         tp_chunks: Number of token chunks of attention and MLP; one is computed while another is gathered or scattered
             over the tensor-parallel ranks.
-        tp_symmetric: Whether attention and MLP blocks gather and scatter their tokens inside of the operators that multiply
-            them, over symmetric memory of the tensor-parallel ranks.
+        tp_symmetric: Whether attention and MLP blocks gather and scatter their tokens inside of the operators that
+            multiply them, over symmetric memory of the tensor-parallel ranks.
     """
 
     half_batch: bool = False

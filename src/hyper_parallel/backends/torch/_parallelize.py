@@ -71,18 +71,9 @@ def apply_plan(
     hook = replace_loss(model, tp, context, balance)
     if stages is not None:
         stages.install(model)
-    # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
-    synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
-    fsdp = shard_data_parallel(
-        model,
-        [] if is_reversible(model) else layers,
-        sharded.expert_modules,
-        sharded.layouts,
-        synced,
-        None if ranks.traced else ranks.mesh,
-        ranks.expert_mesh,
-        average,
-    )
+    fsdp = _shard_data(model, plan, ranks, sharded, layers, average, sync_replicas)
+    if halves is not None:
+        halves.replace_unit_hooks(fsdp)
     if strategy.pp == 1 and sync_replicas:
         unskippable = sharded.expert_modules if strategy.ep > 1 else ()
         order_units(model, fsdp, ranks.world_group, unskippable, one_order)
@@ -96,6 +87,31 @@ def apply_plan(
     if not ranks.traced:
         audit(model)
     return model
+
+
+def _shard_data(
+    model: nn.Module,
+    plan: Plan,
+    ranks: Ranks,
+    sharded: ShardedModel,
+    layers: list[nn.Module],
+    average: bool,
+    sync_replicas: bool,
+) -> tuple[nn.Module, ...]:
+    """Wrap the model and the layers of this rank with FSDP; return the modules that it manages."""
+    strategy = plan.strategy
+    synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
+    # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
+    return shard_data_parallel(
+        model,
+        [] if is_reversible(model) else layers,
+        sharded.expert_modules,
+        sharded.layouts,
+        synced,
+        None if ranks.traced else ranks.mesh,
+        ranks.expert_mesh,
+        average,
+    )
 
 
 def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routing) -> ShardedModel:

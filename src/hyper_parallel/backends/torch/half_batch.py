@@ -7,8 +7,9 @@ The layer's code is not changed: its forward is called once per half.
     layer k + 1           half 0 | half 1       layer k returns when half 0 is done: half 1 ends in layer k + 1
 
 A layer returns stand-ins, see `HalvedTensor`: any use except by the next layer completes the second half first. Both
-halves are completed at the end of a layer if a hook follows, such as that of FSDP, or if the layer is recomputed, and
-at the end of the model. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
+halves are completed at the end of a layer if a hook follows or if the layer is recomputed, and at the end of the model.
+FSDP gathers and frees the parameters of a layer for both halves, see `HalvedUnit`. A pass whose sequences cannot be
+halved runs whole, which `HalfBatch.whole_layers` counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from hyper_parallel.backends.torch.data.halved_units import HalvedUnit, UnitPass
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import Turns
 from hyper_parallel.backends.torch.stand_in import StandIn
@@ -129,6 +132,8 @@ class HalfBatch:
             self._tp.halves = self
         self._turns = Turns()
         self._layers: list[nn.Module] = []
+        self._units: dict[nn.Module, HalvedUnit] = {}
+        self._unit_pass: UnitPass | None = None
         self.halved_layers = self.whole_layers = 0
 
     def install(self, layers: Sequence[nn.Module]) -> None:
@@ -138,6 +143,11 @@ class HalfBatch:
             run = partial(self._forward, layer, following, layer.forward)
             layer.forward = functools.wraps(layer.forward)(run)
 
+    def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
+        """Replace the hooks of FSDP, which manages these modules, on layers whose halves do not meet."""
+        if not self._joins_layers:
+            self._units = {m: HalvedUnit(m) for m in self._layers if m in {*modules}}
+
     def watch(self, model: nn.Module) -> None:
         """Complete both halves at the end of each pass of a model.
 
@@ -145,6 +155,7 @@ class HalfBatch:
         """
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self._unit_pass = None
             option = "output_attentions"
             default = getattr(getattr(module, "config", None), option, False)
             if kwargs.get(option, default):
@@ -164,6 +175,7 @@ class HalfBatch:
             if output is None:  # an error in the model abandons the second half
                 self._turns.close()
             self._turns.finish()
+            self._unit_pass = None
 
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after, always_call=True)
@@ -219,9 +231,11 @@ class HalfBatch:
                 got=", ".join(kwargs),
                 hint="overlap=none",
             )
+        run = self._in_unit(layer, inner, parts=1 if halves is None else 2)
         if halves is None:
             self.whole_layers += 1
-            return inner(*args, **kwargs)
+            args, kwargs = tree_map_only(StandIn, StandIn.whole, (args, kwargs))
+            return run(*args, **kwargs)
         self.halved_layers += 1
         dim = 0 if self._tp is None else 1
         half = _half_of(hidden, dim)
@@ -229,11 +243,20 @@ class HalfBatch:
         def call(index: int) -> Any:
             own_args, own_kwargs = halves[index]
             if by_keyword:
-                return inner(*own_args, **own_kwargs, hidden_states=half(index))
-            return inner(half(index), *own_args[1:], **own_kwargs)
+                return run(*own_args, **own_kwargs, hidden_states=half(index))
+            return run(half(index), *own_args[1:], **own_kwargs)
 
         joins = self._joins_layers or self._is_watched(layer, following)
         return self._run([partial(call, index) for index in range(2)], dim, joins)
+
+    def _in_unit(
+        self, layer: nn.Module, forward: Callable[..., Any], parts: int
+    ) -> Callable[..., Any]:
+        """Return the forward of a layer for each of `parts` calls, for which FSDP has gathered the parameters."""
+        if layer not in self._units:
+            return forward
+        self._unit_pass = self._units[layer].begin(parts, self._unit_pass)
+        return partial(self._unit_pass.run, forward)
 
     def _is_watched(self, layer: nn.Module, following: nn.Module | None) -> bool:
         """Return whether code other than the next layer, such as a hook, gets the output of a layer."""
