@@ -132,7 +132,7 @@ def test_blocks_that_gather_nothing_are_refused_with_a_hint_that_plans(
     }
     (recipe.parent / "model.json").write_text(json.dumps(config))
     overrides = ["topology=dgx-h100", "parallel.tp=2", f"overlap.tp={setting}"]
-    with pytest.raises(HyperParallelError, match="hold all tokens") as caught:
+    with pytest.raises(HyperParallelError, match="holds all tokens") as caught:
         planned(recipe, overrides)
     assert caught.value.hint == "overlap.tp=none"
     assert planned(recipe, [*overrides, caught.value.hint]) == Overlap()

@@ -113,7 +113,7 @@ def test_records_of_other_steps_and_sizes_are_dropped_when_a_run_goes_on(tmp_pat
     log = MetricsLog(tmp_path, 2, ())
     log.close()
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5}]
-    assert log.notes == ["metrics.jsonl: dropped 6 lines that are no record"]
+    assert log.notes == ["metrics.jsonl: dropped 6 lines that are not records"]
     assert math.isfinite(rows(tmp_path / "metrics.jsonl")[0]["loss"])
 
 

@@ -175,7 +175,7 @@ def test_an_uneven_vocabulary_keeps_embedding_and_head_whole():
         assert made.layouts[f"{module}.weight"].axes == (("dp_shard",), ())
     assert made.styles[f"{AT}.mlp.up_proj"] == "colwise"
     assert made.notes == (
-        "embedding and head are kept whole: the vocabulary of 241 does not divide by tp=2; "
+        "embedding and head are kept whole: the vocabulary of 241 is not divisible by tp=2; "
         "the head works on the sequence shard of each rank",
     )
 

@@ -306,7 +306,6 @@ class Checkpointer:
                     f"`{bad}` has NaN or infinity after the update, so nothing is saved",
                     where=f"step {step}",
                     got=f"on rank {rank}; {self._place.newest_words()}",
-                    hint="lower `training.lr`, and resume from the newest checkpoint: checkpoint.resume=must",
                 )
         writer = choose_senders([boxes for _, boxes, _, _ in gathered])
         facts = {k: v for tensors, _, _, _ in gathered for k, v in tensors.items()}

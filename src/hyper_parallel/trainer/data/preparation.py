@@ -236,7 +236,6 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
             "the data source holds no text",
             where=f"data.source: {data.source}",
             got=", ".join(source.counts.notes) or f"{len(source.files)} files, no record",
-            hint="check `data.source` and `data.text_key`",
         )
     masked = data.masks(stage)
     notes = pack(target, flat, data, tokenizer.pad_id, setup.seed, masked, source.counts)

@@ -369,7 +369,6 @@ class Loop:
                 where=f"step {step}",
                 got=f"loss={loss}, grad_norm={norm}"
                 + ("" if (name := locate()) is None else f"; first: {name}"),
-                hint="lower `training.lr`, or skip such steps: training.on_nonfinite=skip",
             )
         return output
 

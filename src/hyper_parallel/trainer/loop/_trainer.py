@@ -448,7 +448,6 @@ class Trainer:
                 "the held-out loss is not finite",
                 where=f"evaluation after step {step}",
                 got=f"loss={loss}",
-                hint="lower `training.lr`, and resume from the newest checkpoint: checkpoint.resume=must",
             )
         record = EvalRecord(step, loss, tokens, time.perf_counter() - start, *scores)
         if self._job.recipe.stage != "sft":  # rows of plain text have no answers
