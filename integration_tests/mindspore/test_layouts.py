@@ -317,13 +317,20 @@ def test_ranks_that_share_experts_have_the_gradients_of_one(tmp_path):
                 )
 
 
-def test_recomputed_layers_have_the_gradients_of_kept_ones(tmp_path):
-    model, runner, results = _model("llama", num_hidden_layers=2), MindSporeRunner({}), []
+def _two_layers(runner):
+    """Return the gradients program of a Llama of two layers, and the values of its inputs."""
+    model = _model("llama", num_hidden_layers=2)
     ids = torch.randint(3, 97, (2, 12))
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
     program = capture_gradients(model, batch, _loss)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = {k: runner.value(v) for k, v in _inputs(program, state, batch, 0).items()}
+    values = _inputs(program, state, batch, 0)
+    return program, {name: runner.value(value) for name, value in values.items()}
+
+
+def test_recomputed_layers_have_the_gradients_of_kept_ones(tmp_path):
+    runner, results = MindSporeRunner({}), []
+    program, values = _two_layers(runner)
     recomputed = planned(program, recompute_layers(program, ["model.layers.0", "model.layers.1"]))
     assert len(recomputed.nodes) > len(program.nodes)
     for name, own in (("kept", program), ("recomputed", recomputed)):
@@ -335,12 +342,8 @@ def test_recomputed_layers_have_the_gradients_of_kept_ones(tmp_path):
 
 @pytest.mark.parametrize(("bytes_s", "residency"), [(1e9, "offload"), (1e5, "recompute")])
 def test_a_memory_plan_has_the_gradients_of_kept_values(bytes_s, residency, tmp_path):
-    model, runner, results = _model("llama", num_hidden_layers=2), MindSporeRunner({}), []
-    ids = torch.randint(3, 97, (2, 12))
-    batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
-    program = capture_gradients(model, batch, _loss)
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = {k: runner.value(v) for k, v in _inputs(program, state, batch, 0).items()}
+    runner, results = MindSporeRunner({}), []
+    program, values = _two_layers(runner)
     channel = Channel(bytes_s, 1e-6)
     machine, roofline = MemoryMachine(channel, channel), Roofline(1e9, 1e9, 1e-6)
     changed, memory = plan_program(program, machine, roofline, max_slowdown=0.2)

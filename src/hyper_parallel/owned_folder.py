@@ -99,7 +99,7 @@ def seal(folder: Path, kind: str) -> None:
 def foreign_files(folder: Path, kinds: Collection[str]) -> Iterator[str]:
     """Yield, unordered, the relative paths of files that the folder's marker does not list, or that have changed.
 
-    Without a marker of a finished folder of these kinds, all files are foreign.
+    Yield all files if the folder has no marker, or a marker that is unfinished or of a kind that is not in `kinds`.
     """
     marker = read_marker(folder)
     files = marker.files if marker is not None and marker.kind in kinds else None

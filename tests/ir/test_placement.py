@@ -21,7 +21,7 @@ pytestmark = pytest.mark.unit
 
 
 def held(index, entries, mesh, at):
-    """What a rank holds of an index array when its placements act from the outermost mesh axis inwards."""
+    """Return the part of an index array on a rank if placements act from the outermost mesh axis inwards."""
     for axis, entry in zip(mesh.names, entries, strict=True):
         if isinstance(entry, Shard):
             index = np.split(index, mesh.degree(axis), axis=entry.dim)[at[axis]]

@@ -195,7 +195,7 @@ def test_what_needs_a_message_stays_behind_what_was_begun_before_it():
 
 
 def test_what_was_sent_is_waited_for_at_the_end_of_the_messages():
-    """It is joined neither earlier, when its receiver may not have begun, nor later, when its bytes are released."""
+    """The send is joined neither before its receiver has begun nor after its bytes are released."""
     storages = tuple(Storage(name, 8, "activation") for name in "ab")
     ops = (
         Operator("make", (), (), (0,), 1.0),

@@ -56,7 +56,7 @@ def defined(path: Path) -> dict[str, ast.AST]:
 
 
 def exists(name: str) -> bool:
-    """Whether `room.module.name` is a function or class that is defined there."""
+    """Return whether `room.module.name` is a function or class that is defined there."""
     *module, last = name.split(".")
     path = PACKAGE.joinpath(*module).with_suffix(".py")
     return path.is_file() and last in defined(path)

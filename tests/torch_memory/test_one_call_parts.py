@@ -42,7 +42,7 @@ def adversaries() -> Made:
 
 
 class Loop:
-    """As frameworks have it: models in a dict, optimizers in a list, the loss a module."""
+    """Training loop as in frameworks: models in a dict, optimizers in a list, the loss a module."""
 
     def __init__(self) -> None:
         self.models = {"in": nn.Linear(32, 64), "out": nn.Linear(64, 32)}

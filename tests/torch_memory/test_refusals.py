@@ -64,7 +64,7 @@ def test_an_optimizer_that_counts_in_python_is_caught():
 
 
 def test_recomputation_with_dropout_is_refused():
-    """It sets the random generator back in the backward pass; a program would draw other numbers there."""
+    """Recomputation sets the random generator back in the backward pass; a program would draw other numbers there."""
     data = {"input_ids": tokens(0), "labels": tokens(0)}
 
     def capture(**dropout):

@@ -75,7 +75,7 @@ class StepChanged(HyperParallelError, code="HP512"):
 
     Either a branch of the model depends on a value, and the capture recorded the other branch; or state outside of
     tensors has changed: a learning rate, a hook, `eval()`, a replaced parameter. Fix: undo the change, capture again,
-    or run this step without the plan.
+    or run this step without capture.
     """
 
 

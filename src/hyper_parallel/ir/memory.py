@@ -176,7 +176,7 @@ class MemoryProgram:
 
     @property
     def seconds(self) -> float:
-        """Compute seconds of the step, without waits for copies or other ranks."""
+        """Seconds of computation in the step, without waits for copies or other ranks."""
         return sum(op.seconds for op in self.operators)
 
     @property

@@ -250,7 +250,7 @@ class Strategy:
         return self.expert_mesh() if {"ep", "edp"} & {*layout.sharding_axes} else self.mesh()
 
     def spanning_axes(self, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of the main mesh that span the same ranks as `expert_axes`; `expert_axes` if there are none.
+        """Return the axes of the main mesh that span the same ranks as `expert_axes`; `expert_axes` if no axes do.
 
         For example, with dp_shard=2 and ep=2, the axis `ep` spans the ranks of `dp_shard`.
         """

@@ -29,12 +29,12 @@ class ResidencyChoice:
     """Storages to offload and to recompute, rounded from an optimum.
 
     Attributes:
-        candidates: Candidates for offload with the recomputation of this choice.
-        offloaded: Candidates to offload.
-        profile: Device bytes at every position under the choice.
+        candidates: Storages that can be offloaded, given that `recomputed` are recomputed.
+        offloaded: Those of the candidates that are offloaded.
+        profile: Device bytes at every position in the order of operators.
         recomputed: Storages to recompute.
-        optimum: Optimum that was rounded.
-        builder: Linear program of the optimum.
+        optimum: Fractional solution that was rounded.
+        builder: Builder of the linear program that `optimum` solves.
     """
 
     candidates: OffloadCandidates

@@ -79,7 +79,7 @@ def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> No
     if s.pp * s.virtual_stages * microbatches > _MOST_PASSES:
         most = max(s.pp, _MOST_PASSES // (s.pp * s.virtual_stages))
         raise BatchMismatch(
-            "a step of the pipeline has more passes than can be scheduled",
+            "a step has more microbatches than the pipeline schedule supports",
             where=where,
             got=f"pp={s.pp}, microbatches per step={microbatches}",
             allowed=f"microbatches per step up to {most}",

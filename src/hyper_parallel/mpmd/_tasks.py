@@ -285,7 +285,10 @@ class _Builder:
         self.last_backward: dict[tuple[int, int], int] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
-        """Add one action, or the parts of an overlap as one task that takes `factor` times the sum of their times."""
+        """Add a task for one action, or one task for several actions that overlap.
+
+        Its computation takes `factor` times the sum of the times of its actions.
+        """
         if actions[0].kind in PEERS:
             return
         effects = (_of(self.costs, a) for a in actions)

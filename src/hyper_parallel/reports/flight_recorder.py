@@ -148,7 +148,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, why: str) -> DumpUnreadable:
     return DumpUnreadable(
-        "the file is not a dump of torch's flight recorder",
+        "the file is not a dump of torch's flight recorder; run the job again with these variables to record one",
         where=str(path),
         got=why,
         hint="export TORCH_FR_BUFFER_SIZE=2000 TORCH_FR_DUMP_TEMP_FILE=/a/directory/rank_",

@@ -124,7 +124,10 @@ def even_dim(shape: Sequence[int], ranks: int) -> int:
 
 
 def container(param: Param) -> str:
-    """Return the name of the module with all experts of a layer: the module list, or the owner of a fused parameter."""
+    """Return the name of the module with all experts of a layer, given a parameter of an expert.
+
+    It is the list of experts, or the module that owns a fused parameter.
+    """
     before, separator, _ = f".{param.module}.".partition(f".{EXPERTS}.")
     return f"{before}.{EXPERTS}".removeprefix(".") if separator else param.module
 

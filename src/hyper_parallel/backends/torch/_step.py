@@ -155,7 +155,7 @@ def _value(objective: Objective, first: Any, batch: Mapping[str, Any]) -> Tensor
             "an objective must return one number that depends on its first argument",
             where=getattr(objective, "__qualname__", type(objective).__name__),
             got=got,
-            allowed="a scalar tensor with a gradient",
+            allowed="a scalar tensor that requires grad, computed from the first argument",
         )
     return value.reshape(())
 

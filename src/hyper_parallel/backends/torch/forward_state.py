@@ -54,8 +54,8 @@ def changed_state(model: nn.Module, run_forward: Callable[[], object]) -> tuple[
 class _ResetState:
     """State of one module before and after a call of its forward.
 
-    The next call restores the state before the previous call. A state that other code has set since then, such as a
-    move to another device, becomes the new state to restore.
+    Each call of forward starts from the state that the previous call started from. If other code has changed the state
+    between the calls, for example by a move to another device, the changed state is kept and used from then on.
     """
 
     def __init__(self) -> None:

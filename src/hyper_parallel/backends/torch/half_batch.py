@@ -252,7 +252,7 @@ class HalfBatch:
     def _in_unit(
         self, layer: nn.Module, forward: Callable[..., Any], parts: int
     ) -> Callable[..., Any]:
-        """Return the forward of a layer for each of `parts` calls, for which FSDP has gathered the parameters."""
+        """Gather the parameters of a layer if FSDP shards it; return its forward, to be called `parts` times."""
         if layer not in self._units:
             return forward
         self._unit_pass = self._units[layer].begin(parts, self._unit_pass)

@@ -4,17 +4,19 @@ Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300. Dividing the sum over 
 DAPO, arXiv:2503.14476; omitting the division by the standard deviation is from Dr. GRPO, arXiv:2503.20783.
 `num_iterations` optimizer steps per batch of completions:
 
+Per token, mu is its probability when it was sampled, p its probability at the first step on its batch (the proximal
+policy), q its current probability and logp the logarithm of q. The ratio is r = q / p, and the weight w = min(p / mu,
+cap), truncated importance sampling, corrects for stale weights:
+
   rollout   sample G completions of every prompt of the step, from the live model or on dedicated ranks
   reward    functions of the texts; advantage = (reward - mean of its group) / standard deviation of its group
   learn     -sum over completion tokens of w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage), over
             the tokens of the step, and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model
             before the first step
 
-This is decoupled PPO. For each token, q is its current probability, and mu its probability when it was sampled. p is
-its probability at the first step on its batch (the proximal policy), so r = q / p is 1 in that step. Truncated
-importance sampling corrects for stale weights: w = min(p / mu, cap), which is 1 for the newest weights. With `mask`
-(masked importance sampling), tokens with p / mu above the cap or below its inverse are excluded from the sum and its
-divisor. One additional pass before the step then computes p.
+This is decoupled PPO: r is 1 in the first step on a batch, and w is 1 for texts sampled with the newest weights. With
+`mask` (masked importance sampling), tokens with p / mu above the cap or below its inverse are excluded from the sum and
+its divisor. That divisor must be known before the step, so `mask` needs one additional forward pass that computes p.
 """
 
 from __future__ import annotations

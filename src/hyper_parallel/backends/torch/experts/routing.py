@@ -196,7 +196,8 @@ def balanced_loss(model: nn.Module, routing: Routing, alone: bool = False) -> Ro
         raise UnsupportedSharding(
             "the load-balancing loss of this model cannot be computed across ranks",
             where=type(model).__name__,
-            allowed="router logits of shape [tokens, experts] and the loss E * sum over e of f_e * P_e",
+            allowed="router logits [tokens, experts], and the loss: number of experts x sum over experts of "
+            "(fraction of tokens routed to it x its mean router probability)",
             hint="moe.aux_loss_coef=0",
         )
     return facts

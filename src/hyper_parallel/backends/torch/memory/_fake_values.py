@@ -48,7 +48,7 @@ class FakeKernels:
     Operators on real tensors run as usual.
 
     Args:
-        workspace: Workspace bytes of operators; None: not counted.
+        workspace: Function that returns the workspace bytes of an operator call; None: workspace counts as 0.
     """
 
     def __init__(self, workspace: Workspace | None = None) -> None:

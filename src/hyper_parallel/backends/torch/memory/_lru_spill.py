@@ -299,7 +299,7 @@ class LruSpillMode:
         return record is not None and record.resident and bool(record.num_bytes)
 
     def _record_use(self, tensor: torch.Tensor) -> _Record | None:
-        """Return the record of a tensor's storage, and mark it as most recently used."""
+        """Mark a tensor's storage as most recently used and return its record; None if the storage is not managed."""
         if not self._is_managed(tensor):
             return None
         base = tensor.untyped_storage()

@@ -56,7 +56,7 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
     if plan.peak_bytes["flash"] and flash is None:
         raise MemoryPlanInvalid(
             "the plan uses the flash tier, but no folder was given for it",
-            hint="pass flash=Path(...)",
+            hint="pass flash=Path('/a/folder/on/an/ssd') to PlannedDevice",
         )
 
 

@@ -47,6 +47,7 @@ _MODEL_ERRORS: Final = (
 )
 """Errors of model code that reads values of meta tensors."""
 _CAUSE_CHARS: Final = 120
+"""Characters of an error of model code that notes and refusals quote: about one line of a terminal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class _Weight(torch.autograd.Function):
 
 
 class _ChunkProduct(torch.autograd.Function):
-    """Linear map of a chunk. Backward appends input and output gradient to `chunks` for `_Weight`."""
+    """Linear map of a chunk. Backward appends its input and the gradient of its output to `chunks` for `_Weight`."""
 
     @staticmethod
     def forward(
