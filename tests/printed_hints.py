@@ -38,7 +38,8 @@ def printed_errors(text: str) -> Iterator[tuple[HyperParallelError, str]]:
 
 def hints_of_ranks(folder: Path) -> Iterator[str]:
     """Yield the hints in the logs of the ranks of all runs in a folder."""
-    for log in filter(Path.is_file, folder.rglob(_LOG)):  # tests plant links and folders with this name
+    # Tests plant links and folders with this name.
+    for log in filter(Path.is_file, folder.rglob(_LOG)):
         for error, _ in printed_errors(log.read_text(errors="replace")):
             yield str(error.hint)
 
