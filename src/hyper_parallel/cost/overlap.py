@@ -103,7 +103,7 @@ class BlockSeconds:
 
 @lru_cache(maxsize=64)
 def block_program(chunks: int) -> LaneProgram:
-    """Return the forward program of a block: all gathers, products of chunks as they arrive, a scatter per chunk.
+    """Return the forward program of a block: all gathers, the product of each chunk on arrival, a scatter per chunk.
 
     Durations are the fields of `BlockSeconds`, in order. Backward is this program in reverse, with weight gradients
     where `ChunkedWeight` computes them.
@@ -173,7 +173,7 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
 
 
 def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the tasks of one half, each as (row of its duration, indices of the tasks in the chain that it waits for)."""
+    """Return the tasks of one half: for each the row of its duration and the indices of the tasks that it waits for."""
     chain: list[tuple[int, tuple[int, ...]]] = []
 
     def add(row: int, after: tuple[int, ...]) -> tuple[int, ...]:
