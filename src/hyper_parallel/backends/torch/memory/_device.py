@@ -233,6 +233,7 @@ class PlannedDevice:
                 "the names of the inputs differ from those of the captured step",
                 got=sorted(inputs),
                 allowed=sorted(expected),
+                hint="pass the inputs under the names of the captured step, or capture and plan again",
             )
         for name, value in inputs.items():
             view = expected[name]

@@ -364,7 +364,8 @@ class ArenaState:
         """Raise `StepChanged` if the device was closed or a step on it failed."""
         if self.closed or self.failed:
             raise StepChanged(
-                "the device was closed or a step on it failed; capture and plan again"
+                "the device was closed, or a step on it failed",
+                hint="capture and plan the step again",
             )
 
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
