@@ -86,6 +86,7 @@ from hyper_parallel.ir.strategy import (
     SequenceCut,
     Strategy,
     Workload,
+    divisors,
     sees_all,
     sees_some,
 )
@@ -173,6 +174,7 @@ __all__ = [
     "boxes",
     "choose_senders",
     "divided_dims",
+    "divisors",
     "equal_parts",
     "exchanged",
     "exchanged_rows",

@@ -266,14 +266,14 @@ class HostBuffers:
         self._reserved = Counter(reserved or {})
         self._fitting: dict[tuple[int, int], bool] = {}  # cleared when `most` grows
 
-    def take(self, size: int) -> None:
+    def allocate(self, size: int) -> None:
         """Count one more buffer of `size` bytes as in use."""
         self._now[size] += 1
         if self._now[size] > self.most[size]:
             self.most[size] += 1
             self._fitting.clear()
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Count one buffer of `size` bytes as free again."""
         self._now[size] -= 1
 
@@ -312,7 +312,7 @@ class Residency:
         self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.buffers = HostBuffers(reserved)
 
-    def take(self, s: int, tier: MemoryTier) -> None:
+    def allocate(self, s: int, tier: MemoryTier) -> None:
         """Allocate a storage in a tier, unless it already is, and mark the content there as the newest."""
         tiers = self.valid[s]
         if tier not in tiers:
@@ -321,7 +321,7 @@ class Residency:
             if live > self.peaks[tier]:
                 self.peaks[tier] = live
             if tier == "dram":
-                self.buffers.take(size)
+                self.buffers.allocate(size)
         tiers[tier] = True
 
     def drop(self, s: int, tier: MemoryTier) -> None:
@@ -329,20 +329,20 @@ class Residency:
         del self.valid[s][tier]
         self.live[tier] -= self._sizes[s]
         if tier == "dram":
-            self.buffers.give(self._sizes[s])
+            self.buffers.release(self._sizes[s])
 
     def apply(self, action: MemoryAction) -> None:
         """Update the residency by one action."""
         kind, target = action.kind, action.target
         if kind in ("run", "recompute"):
             for s in self._operators[target].allocs:
-                self.take(s, "device")
+                self.allocate(s, "device")
             for s in self._operators[target].writes:
                 tiers = self.valid[s]
                 for tier in tiers:
                     tiers[tier] = tier == "device"
         elif kind in COPIES:
-            self.take(target, COPIES[kind][1])
+            self.allocate(target, COPIES[kind][1])
         elif kind == "detach":
             self.drop(target, action.tier)
         elif kind == "free":

@@ -32,6 +32,12 @@ V_SHAPED: Final = ("zbv", "dualpipev")
 """Schedules whose rank r of p has two stages, r and 2p - 1 - r."""
 
 
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Sharding rule: assigns a style to modules whose name matches a glob.
@@ -446,18 +452,18 @@ class Workload:
         if steps is None:
             steps = per_rank // micro if micro else 0
         if micro < 1 or steps < 1 or micro * steps != per_rank:
-            divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+            fitting = divisors(per_rank)
             if self.microbatch and self.accumulation_steps:
                 name = "tokens_per_step"
                 value = self.microbatch * self.accumulation_steps * unit
             else:
                 name = "microbatch" if self.microbatch else "accumulation_steps"
                 requested = self.microbatch or self.accumulation_steps or 1
-                value = min(divisors, key=lambda d: abs(d - requested))
+                value = min(fitting, key=lambda d: abs(d - requested))
             raise BatchMismatch(
                 "tokens_per_step, microbatch and accumulation_steps do not agree",
                 got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
-                allowed=[f"microbatch={m}" for m in divisors],
+                allowed=[f"microbatch={m}" for m in fitting],
                 changes={f"training.{name}": value},
             )
         return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)

@@ -133,7 +133,10 @@ def objective_loss(
             value = sum_forward(value, attached.tp.group, Purpose.LOSS)
     else:
         raise BadValue(
-            "unknown value of `over`, the first argument of an objective", got=over, allowed=OVER
+            "unknown value of `over`, the first argument of an objective",
+            got=over,
+            allowed=OVER,
+            hint='over="logprobs"',
         )
     # All ranks that hold parts of the same sequences compute the value; one reports it.
     repeats = attached.context is not None and attached.context.group.rank() > 0
@@ -156,6 +159,7 @@ def _value(objective: Objective, first: Any, batch: Mapping[str, Any]) -> Tensor
             where=getattr(objective, "__qualname__", type(objective).__name__),
             got=got,
             allowed="a scalar tensor that requires grad, computed from the first argument",
+            hint="return the tensor itself, without `.item()`, `.detach()` or `torch.no_grad()`",
         )
     return value.reshape(())
 
@@ -267,6 +271,7 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             where=type(model).__name__,
             got=sorted(batch),
             allowed="shift_labels, labels or input_ids",
+            hint='batch["labels"] = ids, with -100 where no loss is wanted',
         )
     return shifted(labels, _IGNORED)
 

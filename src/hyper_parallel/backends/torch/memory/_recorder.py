@@ -34,9 +34,9 @@ from hyper_parallel.backends.torch.memory.operators import (
     Entry,
     Storages,
     count_flops,
-    tensors_in,
     written_leaves,
 )
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.ir import (
     Collective,
     Extent,

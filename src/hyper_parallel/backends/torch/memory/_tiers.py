@@ -210,7 +210,7 @@ class FileTier:
         if data:
             _bytes_of(target)[:] = data
 
-    def take(self, storage: int, num_bytes: int) -> None:
+    def reserve(self, storage: int, num_bytes: int) -> None:
         """Add a storage's file to the tier and count its bytes; call it when the copy into the file is issued."""
         if storage not in self._sizes:
             self._sizes[storage] = self._meter.rounded(num_bytes)

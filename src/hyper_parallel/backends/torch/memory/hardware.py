@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, FileTier, Meter
-from hyper_parallel.backends.torch.memory.operators import tensors_in
 from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory.tier_copies import Copies, CopyLanes
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import TierFull
 from hyper_parallel.ir import MemoryPlan, slab_bytes, slabs
 from hyper_parallel.memory import MemoryMachine
@@ -57,7 +57,7 @@ class HostPool:
                 self._free.setdefault(size, []).extend((slab, begin) for begin in ends)
                 offset += size * count
 
-    def take(self, num_bytes: int) -> torch.UntypedStorage:
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Return a buffer, which becomes free again when its last reference is dropped.
 
         Raises:
@@ -230,7 +230,7 @@ class Hardware:
             TierFull: HP403 when the capacity is exceeded.
         """
         try:
-            base = self.pool.take(num_bytes)
+            base = self.pool.allocate(num_bytes)
         except TierFull:
             if isinstance(self.lanes, CopyLanes):
                 self.lanes.refuse_failed()

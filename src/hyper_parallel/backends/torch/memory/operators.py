@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Phase, Storage, StorageKind
 
@@ -336,19 +337,6 @@ def wait_finished(out: Any) -> list[Any]:
         elif _is_work(value):
             dist.Work.unbox(value).wait()
     return flat
-
-
-def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors in arguments or outputs of an operator, in order."""
-    tensors: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (tuple, list)):
-            tensors += tensors_in(*value)
-        elif isinstance(value, dict):
-            tensors += tensors_in(*value.values())
-    return tensors
 
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
