@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, LlavaModel
+from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration, LlavaModel
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 
 from hyper_parallel.config import LoadedRecipe, load_recipe
@@ -181,7 +181,7 @@ def test_errors_of_other_kinds_are_not_taken_for_reads_of_values(
 
 @pytest.mark.torch
 def test_an_encoder_that_reads_values_costs_the_elements_of_its_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Windows of recordings have one size, so each recording costs the same, whatever its number of tokens."""
     write_place(tmp_path, "steps: 1, microbatch: 1", family="qwen2_audio", kind="audio")
@@ -191,6 +191,30 @@ def test_an_encoder_that_reads_values_costs_the_elements_of_its_inputs(
     tokens = job.packed.train.media_costs(np.arange(len(job.packed.train)))[:, 1]
     assert len({*tokens[tokens > 0]}) > 1
     assert job.media_costs == (1, 0)
+    cause = (
+        "input elements, because the encoder of Qwen2AudioForConditionalGeneration does not run on "
+        "meta tensors (RuntimeError: Tensor.item() cannot be called on meta tensors)"
+    )
+    (note,) = (n for n in job.plan.notes if n.endswith(cause))
+    assert note in caplog.messages
+    unbalanced = load_recipe(tmp_path / "recipe.yaml", ["parallel.dp_shard=1", "data.balance=none"])
+    assert not any(cause in n for n in prepare_job(unbalanced, progress=False).plan.notes)
+
+
+@pytest.mark.torch
+def test_a_model_with_several_encoders_costs_numbers_of_tokens(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load_recipe(place / "recipe.yaml", ["parallel.dp_shard=1"])
+    counted = prepare_job(loaded, progress=False)
+    assert not any("estimated" in note for note in (*counted.plan.notes, *caplog.messages))
+    kinds = ("image", "audio", "text")
+    monkeypatch.setattr(LlavaForConditionalGeneration, "input_modalities", kinds)
+    job = prepare_job(loaded, progress=False)
+    assert job.media_costs == (0, 1)
+    (note,) = (n for n in job.plan.notes if "estimated by numbers of tokens" in n)
+    assert note.endswith("inputs: image, audio, text")
+    assert note in caplog.messages
 
 
 @pytest.mark.torch

@@ -337,8 +337,8 @@ def prepare_job(
         trained,
         router_loss=router_loss,
         programs=_capture(loaded, plan, router_loss),
-        media_costs=_media_costs(packed, model),
     )
+    job = _with_media_costs(job, model)
     resolved = _resolve_epochs(loaded, job)
     job = _with_notes(replace(job, recipe=resolved.recipe), model, proof)
     _check_newest(job, resolved)
@@ -359,7 +359,7 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
     recipe, model = loaded.recipe, build_model(loaded.recipe)
     check_submodels(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=False)
-    job = replace(_bare_job(recipe, plan, packed), media_costs=_media_costs(packed, model))
+    job = _with_media_costs(_bare_job(recipe, plan, packed), model)
     return _with_notes(job, model).plan
 
 
@@ -434,13 +434,17 @@ def _with_submodels(job: Job, model: Any) -> Plan:
     return plan_submodels(job.recipe, job.plan, model, batches)
 
 
-def _media_costs(packed: PackedData, model: Any) -> tuple[int, int]:
-    """Return `Job.media_costs` for prepared data."""
-    if isinstance(packed.train, Stream) or not packed.train.has_media:
-        return 0, 1
+def _with_media_costs(job: Job, model: Any) -> Job:
+    """Return a job with `Job.media_costs` of its data; a note of its plan states if they are estimates."""
+    train = job.packed.train
+    balanced = job.recipe.data.balance != "none"
+    if isinstance(train, Stream) or not train.has_media or not balanced:
+        return job
     from hyper_parallel.trainer.engine.cost_balance import media_costs
 
-    return media_costs(model, packed.train)
+    costs, note = media_costs(model, train)
+    notes = job.plan.notes if note is None else (*job.plan.notes, note)
+    return replace(job, plan=replace(job.plan, notes=notes), media_costs=costs)
 
 
 def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
