@@ -97,7 +97,7 @@ def divisors(number: int) -> list[int]:
 
 
 def is_covered(params: list[Param]) -> bool:
-    """Return whether every parameter except norms has a rule with which the residual stream can be sharded."""
+    """Return whether every parameter except norms has a rule that allows a sharded residual stream."""
     return all(
         _is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE)
         for param in params
@@ -105,7 +105,7 @@ def is_covered(params: list[Param]) -> bool:
 
 
 def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters, with style `whole` for each one without an implemented rule; add a note that names these.
+    """Return the parameters, with style `whole` where no implemented rule exists, and add a note with their names.
 
     Raises:
         UnsupportedSharding: HP205 if no parameter would be sharded, or with two axes, ep, pp or latents, which need a
@@ -211,7 +211,7 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
 
 
 def check_widths(params: list[Param]) -> None:
-    """Raise UnsupportedSharding (HP205) if a colwise width in a layer has no rowwise projection, or vice versa."""
+    """Raise UnsupportedSharding (HP205) if a colwise projection has no rowwise one of its width, or vice versa."""
     layers: dict[str, list[Param]] = {}
     for param in params:
         if len(param.shape) == 2 and param.role != "kv_heads":
