@@ -162,7 +162,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 class _Run:
     """Forward pass of a model on meta tensors, with its measurements.
 
-    They are the bytes saved for backward, the number of operators, and the number of input rows of a layer's experts.
+    Measured are the bytes saved for backward, the number of operators, and the input rows of a layer's experts.
     """
 
     def __init__(
@@ -298,14 +298,14 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return an output of the right shape; save the inputs, the output and the log-sum-exp."""
+        """Return a tensor of the output's shape; save it, the inputs and a tensor for the log-sum-exp."""
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1]).float())
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Return gradients of the right shapes."""
+        """Return tensors of the shapes of query, key and value as their gradients."""
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
