@@ -318,7 +318,7 @@ class Schedule:
         """
         if self.graph and not extended:
             raise ScheduleError(
-                "torch.distributed.pipelining knows only a chain of stages",
+                "torch.distributed.pipelining supports only a chain of stages",
                 where=self.name,
                 got=str(self.graph),
                 hint="schedule.to_csv(extended=True)",

@@ -96,7 +96,7 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
-    """Return one item per address: a live range, or last and first of a storage resident at both ends of the step."""
+    """Return one item per address: a live range, or both ranges of a storage resident at both ends of the step."""
     first = {
         live_range.storage: live_range
         for live_range in ranges

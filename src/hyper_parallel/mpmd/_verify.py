@@ -67,7 +67,7 @@ def verify(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the maximum number of activations in flight on each rank, from F to B or W.
+    """Return the maximum number of activations in flight on each rank; each is in flight from its F to its B or W.
 
     The activations of a frozen stage live only during F.
     """

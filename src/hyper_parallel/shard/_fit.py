@@ -169,7 +169,7 @@ def _is_norm(param: Param) -> bool:
 
 
 def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters with embedding and head replicated if the vocabulary does not divide over the ranks."""
+    """Return the parameters, with embedding and head replicated if the ranks do not divide the vocabulary."""
     rows = {p.shape[0] for p in params if p.style in ("vocab", "head")}
     if not rows or all(size % sizes.tp == 0 for size in rows | {sizes.vocab_size}):
         return params

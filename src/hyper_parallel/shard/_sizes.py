@@ -271,7 +271,8 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
         changes = {"parallel.tp_x": s.tp_x, "parallel.tp_y": 1, "parallel.dp_shard": wider}
     allowed = [f"tp_x={x} tp_y={y}" for x, y in pairs] + [f"shapes {a}/{m}" for a, m in shapes]
     return NotDivisible(
-        f"{axes} = {degree} does not divide {dimension}={size} with shapes {_shown(s)}/{s.mlp_shape}",
+        f"{axes} = {degree} does not divide {dimension}={size} "
+        f"with attention shape {_shown(s)}, MLP shape {s.mlp_shape}",
         got=f"{dimension}={size}, tp_x={s.tp_x}, tp_y={s.tp_y}",
         allowed=", ".join(allowed) or None,
         changes=changes,

@@ -105,8 +105,8 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
     """Return two sequence lengths, both within or both beyond the sliding window of the model.
 
-    Beyond the window, attention has a mask and saves repeated keys and values. With the window between the two lengths,
-    this jump would be measured as a slope.
+    Beyond the window, attention saves more per token: a mask, and repeated keys and values. With one length on each
+    side of the window, this jump would be measured as a slope.
     """
     window = getattr(text_config(model), "sliding_window", None)
     if isinstance(window, int) and _LONG[0] < window <= _LONG[1]:

@@ -201,7 +201,7 @@ class _RecordedDecisions(OperatorMode):
 def size_error(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -> StepChanged:
     """Return the error for a result whose data-dependent size differs from the recorded one."""
     return StepChanged(
-        f"`{func}` returns a result of another size than in the captured step",
+        f"the size of a result of `{func}` differs from the captured step",
         got=got,
         allowed=tuple(allowed),
         hint="the size depends on the data: multiply by a mask instead of indexing with it, or pad; "
