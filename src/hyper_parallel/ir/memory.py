@@ -69,7 +69,7 @@ class Storage:
 
     @property
     def persistent(self) -> bool:
-        """True if the storage exists between steps, so that it has a home tier there."""
+        """True if the storage exists between steps, and therefore has a home tier."""
         return self.at_start and self.at_end
 
 
@@ -87,7 +87,8 @@ class Operator:
         access_bytes: Bytes moved between device memory and arithmetic units.
         phase: Phase of the step.
         repeatable: Whether a second run on equal inputs gives bitwise equal results without side effects.
-        ordered: Whether it draws random numbers or checks a captured branch; ordered operators keep their order.
+        ordered: Whether it draws random numbers, communicates, or checks that a captured branch is still taken; ordered
+            operators keep their order.
         scratch_bytes: Requested bytes of each concurrent staging allocation outside the arena, for results that cannot
             be written to a fixed address; on an accelerator also the workspace of the kernel.
         group: Process group of the collective; empty: no communication. A collective is started by `run`, proceeds in
@@ -95,7 +96,7 @@ class Operator:
         comm_s: Time on the communication lane.
         purpose: `Purpose` of the communication; empty: FSDP, or no communication.
         message: Whether it is a point-to-point message, joined only where its operands are needed, because the peer may
-            be late. Without a group: the end of such messages.
+            be late. Without a group, the operator waits for earlier messages.
     """
 
     name: str

@@ -61,8 +61,8 @@ class Overlap:
         ep_chunks: Number of token chunks of experts; one is computed while another is dispatched or combined.
         tp_chunks: Number of token chunks of attention and MLP; one is computed while another is gathered or scattered
             over the tensor-parallel ranks.
-        tp_symmetric: Whether attention and MLP blocks gather and scatter their tokens inside of the operators that
-            multiply them, over symmetric memory of the tensor-parallel ranks.
+        tp_symmetric: Whether attention and MLP blocks fuse the gather and the scatter of their tokens into the matmuls,
+            over symmetric memory of the tensor-parallel ranks.
     """
 
     half_batch: bool = False
@@ -72,7 +72,7 @@ class Overlap:
 
     @property
     def block_executor(self) -> Literal["serial", "chunks", "symmetric"]:
-        """Executor of the collectives and products of attention and MLP blocks under tensor parallelism."""
+        """Executor of the collectives and matmuls of attention and MLP blocks under tensor parallelism."""
         if self.tp_symmetric:
             return "symmetric"
         return "chunks" if self.tp_chunks > 1 else "serial"
@@ -190,9 +190,9 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers of a rank that are recomputed: the first ones of each stage, evenly.
+        """Return the decoder layers of a rank that are recomputed: the first of each stage, evenly over the stages.
 
-        Backward reaches the first layers last, when activations of later layers are already freed.
+        Backward reaches the first layers last, when the activations of later layers are already freed.
 
         Args:
             stages: Layers of each of the rank's stages, in model order.
@@ -335,7 +335,7 @@ class SequenceCut:
 
     @property
     def unit(self) -> int:
-        """Unit of padded lengths, so that chunks on the ring and slices for Ulysses are equal."""
+        """Divisor of padded lengths, so that ring chunks and Ulysses slices have equal sizes."""
         return self.ulysses if self.ring == 1 else math.lcm(2 * self.ring, self.ring * self.ulysses)
 
     @property
@@ -388,7 +388,7 @@ def sees_some(queries: Interval, keys: Interval, window: int | None) -> bool:
 
 
 def sees_all(queries: Interval, keys: Interval, window: int | None) -> bool:
-    """Return whether every query in a span attends to every key in another, under the same masks."""
+    """Return whether every query in a span attends to every key in another, under a causal or sliding-window mask."""
     return keys[1] - 1 <= queries[0] and (window is None or queries[1] - 1 - keys[0] < window)
 
 
@@ -415,7 +415,7 @@ class Workload:
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
         optimizer: Name of the optimizer; memory and time are those of AdamW, with two states per parameter.
-        trained: Elements with gradient and optimizer states, adapters included, divided by the model's parameters.
+        trained: Number of trained elements, adapters included, divided by the number of the model's parameters.
     """
 
     seq_len: int
@@ -495,7 +495,7 @@ class GenerateWorkload:
 
     @property
     def columns(self) -> int:
-        """Positions per sequence in the KV cache: every token but the last, which is not fed back, and padding."""
+        """Positions per sequence in the KV cache: all tokens except the last, which is never an input, plus padding."""
         return self.prompt_len + self.new_tokens
 
     @property

@@ -4,7 +4,7 @@ The compute lane issues the actions in program order. An operator on it takes it
 The other lanes are serial and work in the order of issue; a copy also waits for the copy that fills its source.
 Collectives are on `communication`. A `wait` or `join` waits on the compute lane for the copy or collective it names.
 Emission asks for the time at which an action would end, thousands of times per plan, so the clock applies one action at
-a time. A test holds it to the event simulation of the same actions.
+a time. A test compares it with the event simulation of the same actions.
 """
 
 from __future__ import annotations

@@ -528,7 +528,7 @@ def data_share(model: nn.Module) -> tuple[int, int]:
 def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
     """Return the microbatches that this rank passes to `forward_backward`, in order.
 
-    A rank of a tower computes features for the microbatches of other ranks; every other rank has its own ones.
+    A rank of a tower computes features for the microbatches of other ranks; every other rank processes its own.
 
     Args:
         model: A model that passed through `parallelize` or `parallelize_submodels`.

@@ -36,11 +36,11 @@ ALONG_DIM_OPS = {
     *(_aten.flip, _aten.tril, _aten.triu, _aten._softmax, _aten._log_softmax),
     *(_aten.sort, _aten.topk),
 }
-"""Operators of unchanged shape whose result at one index of a dimension depends on other indices of it."""
+"""Shape-preserving operators whose result at one index of a dimension depends on other indices of the dimension."""
 
 
 class FlowTracer(TorchDispatchMode):
-    """Dispatch mode that propagates marks from the inputs to the results of operators.
+    """Dispatch mode that propagates marks, the origins of values, from the inputs to the results of operators.
 
     Args:
         draw: Result of `torch.rand`; 0 drops everything that can be dropped at random.
@@ -121,7 +121,7 @@ class FlowTracer(TorchDispatchMode):
         return out
 
     def _run_cached(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on meta tensors; repeated layers reuse the shapes of the first layer's new tensors."""
+        """Run an operator on meta tensors; equal calls, such as those of later layers, reuse the shapes of results."""
         key = (func, _cache_key(args), _cache_key(kwargs))
         if (known := self._results.get(key)) is not None:
             return tree_map_only(Tensor, _like, known)

@@ -94,7 +94,7 @@ def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: b
     if not strategy.overlap.half_batch:
         return
     reasons = {
-        "dropout, which would draw other numbers": has_dropout(model),
+        "dropout, which would draw different random numbers": has_dropout(model),
         "a load-balancing loss over all tokens": has_balance_loss,
     }
     for reason, applies in reasons.items():
@@ -144,7 +144,7 @@ class HalfBatch:
             layer.forward = functools.wraps(layer.forward)(run)
 
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
-        """Replace the hooks of FSDP, which manages these modules, on layers whose halves do not meet."""
+        """Replace FSDP's hooks on layers that do not join their halves; `modules` are those that FSDP manages."""
         if not self._joins_layers:
             self._units = {m: HalvedUnit(m) for m in self._layers if m in {*modules}}
 
@@ -195,7 +195,7 @@ class HalfBatch:
         return counts
 
     def begin(self, calls: Sequence[Callable[[], Any]], dim: int) -> Any:
-        """Begin a pass with one call per half; return their results, joined along `dim` or as a stand-in."""
+        """Begin a pass with one call per half; return the results joined along `dim`, or a stand-in for them."""
         self._turns.close()
         return self._run(calls, dim, joins=self._joins_layers)
 

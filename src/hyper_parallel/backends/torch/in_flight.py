@@ -35,7 +35,7 @@ from hyper_parallel.errors import MissingDependency
 from hyper_parallel.ir import Purpose
 
 Wait = Callable[[], Any]
-"""Blocks until a collective is complete, and returns its result."""
+"""Function that blocks until a collective is complete, and returns its result."""
 
 
 class CollectiveLauncher(Protocol):
@@ -186,7 +186,7 @@ def sum_both(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
 
 
 def blocking_sum(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Return `sum_both` without running the other half-batch meanwhile, whose code would not share this context."""
+    """Return the result of `sum_both` without a switch to the other half-batch, for callers inside a torch mode."""
     return _blocking(_launch_sum(group, name), _launch_sum(group, name.backward), x)  # type: ignore[no-any-return]
 
 

@@ -53,7 +53,7 @@ class LayerFlow:
 
     @property
     def unused(self) -> set[str]:
-        """Names of parameters outside the list that a text batch does not use, such as those of an image encoder."""
+        """Names of parameters outside the layers that a text batch does not use, such as those of an image encoder."""
         return {name for name, layers in self.params.items() if not layers}
 
     def rebuild_output(self, layer: int, hidden: Tensor) -> Any:

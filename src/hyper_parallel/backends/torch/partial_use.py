@@ -50,8 +50,8 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
         batch: Arguments of the model's forward.
 
     Raises:
-        UnsupportedSharding: HP205 naming the input. Under cp, every such input is refused. Under pp, one is refused
-            that the forward requires, because stages after the first run without it.
+        UnsupportedSharding: HP205 naming the input. Under cp, every such input is refused. Under pp, an input that the
+            forward requires is refused, because stages after the first run without it.
     """
     media = encoder_inputs(batch) if axes else {}
     if media and "cp" in axes:

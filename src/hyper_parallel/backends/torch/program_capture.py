@@ -64,7 +64,7 @@ class Shards:
         ranks: Number of shards; 1: parameters are not sharded.
         axis: Mesh axis of the ranks.
         dim: Sharded dim.
-        others: Dict from parameter name to its sharding, for those with another one.
+        others: Dict from parameter name to its sharding, for parameters that are sharded differently.
     """
 
     ranks: int = 1
@@ -134,7 +134,7 @@ def capture_gradients(
         batch: Arguments of `loss` by name; only shapes and types count.
         loss: Function of the model and the batch, by keyword, that returns a scalar.
         shards: Sharding of the parameters, which the program gathers, and of the gradients, which it sums over ranks.
-        differentiated: Names of the batch whose gradients are outputs too.
+        differentiated: Names of the tensors of the batch whose gradients are outputs too.
 
     Returns:
         Program with inputs `param.NAME`, `sum.NAME` (gradients of earlier microbatches) and `batch.NAME`, and outputs

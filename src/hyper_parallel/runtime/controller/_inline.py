@@ -106,7 +106,7 @@ class InlineRanks:
         """Return None: the rank is this process."""
 
     def end(self) -> None:
-        """Do nothing: the object is freed with this one."""
+        """Do nothing: the object is freed with this instance."""
 
 
 class InlineEngine:

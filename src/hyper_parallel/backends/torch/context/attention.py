@@ -140,7 +140,7 @@ def _exchange_tokens_for_heads(
 
 
 def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) -> None:
-    """Raise HP205 for options of attention that no kernel here computes."""
+    """Raise HP205 for options of attention that context parallelism does not support."""
     running = isinstance(context, ContextState)
     packed = running and context.running.context.view.documents is not None
     for name, unsupported in (

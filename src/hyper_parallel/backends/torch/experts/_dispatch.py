@@ -63,7 +63,7 @@ def attach_zero_gradients(out: Any, params: Iterable[Tensor]) -> Any:
 class _MoveRows(torch.autograd.Function):
     """Autograd function that scatters rows to distinct indices of [size, D], or gathers them from there.
 
-    Each is the backward of the other.
+    Each of the two operations is the backward of the other.
 
     With an `overflow_row`, index `size` is a row that is dropped: any number of rows are scattered to it, and the rows
     gathered from it are zero.

@@ -77,7 +77,7 @@ class _ExpertSlot:
         return self._calls(self._expert, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        raise self._calls.refusal(f"is read inside, at `{name}`")
+        raise self._calls.refusal(f"is not only called: its block reads the attribute `{name}`")
 
 
 class ExpertList(SlotList):
@@ -236,7 +236,7 @@ class _MemoizedForward:
 
 
 def _identity(value: Any) -> Any:
-    """Return a key that differs if an argument is another object or, for a tensor, other memory or a later version."""
+    """Return a key of an argument, equal only for the same object or, for tensors, the same memory and version."""
     if not isinstance(value, Tensor):
         return id(value)
     view = value.data_ptr(), value.shape, value.stride(), value.dtype
@@ -244,5 +244,5 @@ def _identity(value: Any) -> Any:
 
 
 def _version(value: Tensor) -> int:
-    """Return the number of in-place changes of a tensor so far; 0 for an inference tensor, which does not count."""
+    """Return the number of in-place changes of a tensor; 0 for an inference tensor, which does not count them."""
     return 0 if value.is_inference() else value._version

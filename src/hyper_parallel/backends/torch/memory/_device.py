@@ -139,8 +139,8 @@ class PlannedDevice:
 
         Raises:
             StepChanged: HP512 when an input or a captured branch does not match the recording, or model or optimizer
-                have changed since. Nothing has run then, and the change may be undone. Also when the results of the
-                first step differ from the eager ones, or an operator did not run. The device can then only be closed.
+                have changed since. Nothing has run then, and the change may be undone. HP512 also when the results of
+                the first step differ from the eager ones, or an operator did not run; the device must then be closed.
             TransferFailed: HP513 when a copy failed; the step is stopped and the device can only be closed.
             TierFull: HP403 when a tier's capacity is exceeded.
         """

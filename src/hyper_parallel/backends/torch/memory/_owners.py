@@ -143,7 +143,7 @@ class Owners:
                 )
 
     def make_stubs(self) -> None:
-        """Turn the owner tensors into stubs, because a device owns their bytes from now on."""
+        """Turn the owner tensors into stubs, because a planned device owns their bytes from now on."""
         storages, inputs = self._captured.program.storages, self._captured.input_storages
         tensors = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
         emptied = [t for t in tensors if not t.untyped_storage().nbytes()]

@@ -52,7 +52,7 @@ from hyper_parallel.ir import (
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors of an operator that other ranks read or write."""
-    # The first tensor of its operators is the one that all ranks share
+    # Of an operator of FSDP, only the first tensor is read or written by other ranks.
     if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
@@ -355,7 +355,7 @@ class Peak:
 
 
 _LISTED = 12
-"""Largest tensors of a peak that are listed: as many lines as half a terminal holds."""
+"""Number of the largest tensors that are listed for a peak: half the lines of a terminal."""
 
 
 def peak_of(recording: Recording) -> Peak:

@@ -145,7 +145,7 @@ class ArenaState:
         """Move the state's bytes into buffers of the tiers, and empty the owner tensors.
 
         The owner tensors are emptied because a storage that a tensor still references would not be free when the plan
-        detaches it. When the bytes cannot be moved, they are restored and the device is closed.
+        detaches it. When the bytes cannot be moved, they are restored and the planned device is closed.
         """
         staged: StorageBytes = {}
         spill, self._spill = self._spill, None
@@ -225,7 +225,7 @@ class ArenaState:
             self.files.write(s, _copy(source, _HOST) if source is base else source)
 
     def _restore_partial_move(self, staged: StorageBytes, spill: LruSpillMode | None) -> None:
-        """Restore emptied owner tensors after a partial move, and close the device."""
+        """Restore emptied owner tensors after a partial move, and close the planned device."""
         for s, tensor in self.captured.state.items():
             base = tensor.untyped_storage()
             num_bytes = base.nbytes() if spill is None else spill.num_bytes(base)
@@ -322,13 +322,13 @@ class ArenaState:
         self._release_device()
 
     def end(self) -> None:
-        """Close the device without returning the state; no further step runs."""
+        """Close the planned device without returning the state; no further step runs."""
         if not self.closed:
             self._close_without_state()
 
     @contextmanager
     def _failing_on_partial_move(self) -> Iterator[None]:
-        """Mark the device as failed if an error in this context interrupts a move of the state.
+        """Mark the planned device as failed if an error in this context interrupts a move of the state.
 
         A failed device can only be closed.
 
@@ -361,10 +361,10 @@ class ArenaState:
             self.closed = True
 
     def check_usable(self) -> None:
-        """Raise `StepChanged` if the device was closed or a step on it failed."""
+        """Raise `StepChanged` if the planned device was closed or a step on it failed."""
         if self.closed or self.failed:
             raise StepChanged(
-                "the device was closed, or a step on it failed",
+                "the planned device was closed, or a step on it failed",
                 hint="capture and plan the step again",
             )
 

@@ -151,7 +151,7 @@ def piece_workspace(
 
 
 def columns(call: Call) -> tuple[range, ...]:
-    """Return the range of columns of each piece in which a call can compute its result; empty if it is not split."""
+    """Return the column range of each piece if a call computes its result in pieces; () if it does not."""
     if call.func is not torch.ops.aten.embedding_dense_backward.default or len(call.results) != 1:
         return ()
     # With scaling by the frequency of a row, a kernel may round its last columns differently.

@@ -1,8 +1,8 @@
 """Storages, and captured operator calls: a torch operator with tensors replaced by views of numbered storages.
 
 The unit is the storage (one allocation), tracked by a weak reference: it is live exactly as long as Python and autograd
-reference it. When its owner resizes a storage (FSDP frees and refills gathered parameters that way), it ends and a
-fresh one begins.
+reference it. When the owner of a storage resizes it (FSDP frees and refills gathered parameters that way), the recorded
+storage ends and a fresh one begins.
 
 Collectives are ordinary operators on the group of their capture, but their call only begins them, and a plan places
 their waits. All collectives are ordered, so every rank issues them in the order of its capture.
@@ -284,7 +284,7 @@ class HostConstant:
     values: torch.Tensor
 
     def __call__(self) -> torch.Tensor:
-        """Return the values."""
+        """Return the constant."""
         return self.values
 
 
@@ -376,7 +376,7 @@ def draws(
     phase: Phase = "forward",
     drew: bool = False,
 ) -> bool:
-    """Return whether a call draws random numbers; attention without dropout does not, although it is tagged so.
+    """Return whether a call draws random numbers; attention without dropout does not, although torch tags it as random.
 
     Args:
         func: The operator.

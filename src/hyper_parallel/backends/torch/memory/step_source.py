@@ -112,7 +112,7 @@ class CaptureSource:
                 yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
     def block_use(self) -> None:
-        """Make every attempt to run, save or load model and optimizers raise, while a device owns their bytes."""
+        """Make attempts to run, save or load model and optimizers raise, while a planned device owns their bytes."""
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
             if next(model.parameters(), None) is not None:  # excludes loss modules

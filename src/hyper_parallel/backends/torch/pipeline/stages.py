@@ -172,7 +172,7 @@ class StageLayers(SlotList):
 
     @contextmanager
     def trace_media(self, model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Check a pass in this context if it is the first one of the first stage with a kind of media.
+        """Trace media through the pass in this context, if it is the first stage's first pass with this kind of media.
 
         Raises:
             UnsupportedSharding: HP205 if media enter layers of stages that do not run the encoders.
