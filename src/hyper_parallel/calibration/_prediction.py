@@ -232,7 +232,7 @@ def predict_file(
             "no row of the runs can be predicted",
             where=str(source),
             got=rows[0]["assumptions"] if rows else "no rows",
-            hint="complete a row as its reason says",
+            hint="add the missing values to a row of the CSV",
         )
     return len(rows) - failures, len(rows)
 

@@ -124,7 +124,7 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
     preset = _preset(row, notes)
     needed = REQUIRED if preset else (*SHAPE, *REQUIRED)
     if lacking := [f"`{name}`" for name in needed if not getattr(row, name)]:
-        raise RowError(f"what is missing: {', '.join(lacking)}")
+        raise RowError(f"missing: {', '.join(lacking)}")
     assert row.seq, "it is required"
     assert row.n_dev, "it is required"
 
@@ -141,7 +141,7 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
         degrees["ep"] = 1
     degrees["etp"] = degrees["tp"]
     if degrees["ep"] > 1:
-        degrees["etp"] = fill("etp", 1, "not stated, an expert is not cut")
+        degrees["etp"] = fill("etp", 1, "not stated, an expert is not sharded")
         cut, ranks = degrees["ep"] * degrees["etp"], degrees["tp"] * degrees["cp"] * degrees["dp"]
         if ranks % cut:
             raise RowError(f"ep*etp = {cut} does not divide tp*cp*dp = {ranks}")
@@ -323,7 +323,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
         raise RowError(f"topk = {row.topk} is more than the {experts} experts")
     ffn = row.ffn or ((row.moe_ffn or 0) if experts else 4 * row.hidden)
     if not ffn:
-        raise RowError("what is missing: `moe_ffn`, the width of an expert")
+        raise RowError("missing: `moe_ffn`, the width of an expert")
     vocabulary = row.vocab or _VOCABULARY
     values = {"kv_heads": kv_heads, "head_dim": width, "ffn": ffn, "vocab": vocabulary}
     if experts:
@@ -355,7 +355,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
         }  # fmt: skip
         shared = 0
     elif _SINKS.search(name.lower()):
-        notes.append("every other layer sees 128 tokens: by the model's name")
+        notes.append("every other layer has a window of 128 tokens: by the model's name")
         config |= {"model_type": "gpt_oss", "intermediate_size": values.get("moe_ffn", ffn)}
     spec = spec_from_config(config, name=name)
     if gated and not shared:

@@ -139,11 +139,11 @@ class Fit:
             if columns[0].size:
                 errors = [f"{np.median(e):.1%} ({np.quantile(e, 0.9):.1%})" for e in columns]
                 lines.append(
-                    f"{kind}, {columns[0].size} groups: believed {errors[0]}, fitted {errors[1]}, left out {errors[2]}"
+                    f"{kind}, {columns[0].size} groups: prior {errors[0]}, fitted {errors[1]}, left out {errors[2]}"
                 )
         for kind, share in self.coverage.items():
-            lines.append(f"{kind}: {share:.0%} of what was left out lies in its 80 % interval")
-        lines.append("factors on what was believed:")
+            lines.append(f"{kind}: {share:.0%} of the left-out groups lie in their 80 % interval")
+        lines.append("factors on the prior values:")
         lines += [f"  {name}: {math.exp(value):.3f}" for name, value in self.factors.items()]
         return lines
 

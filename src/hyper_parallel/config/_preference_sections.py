@@ -73,7 +73,7 @@ class Grpo(Section):
     """Treatment of tokens beyond the cap. truncate: their importance weight is the cap. mask: they are excluded from
     loss and token count, as are ratios below 1 / cap; costs one extra forward pass."""
     min_effective_samples: float | None = Field(default=None, gt=0, le=1)
-    """Skip a step whose effective sample size, as a fraction of its tokens, is smaller: too much of it is off-policy.
+    """Skip a step whose effective sample size is a smaller fraction of its tokens: its samples are too far off-policy.
     None: never."""
     num_iterations: int = Field(default=1, ge=1, le=MOST_REPEATS)
     """Optimizer steps on the same completions (TRL's name)."""

@@ -79,7 +79,7 @@ class Uncut:
         layers = max(1, sum(b.count for b in decoders))
 
         def elements(part: str, among: frozenset[str] | None = None) -> float:
-            """Return matrix elements of a part in all layers, limited to the names in `among`; routers are excluded."""
+            """Return matrix elements of a part in all layers, without routers; `among` restricts them to some names."""
             return math.fsum(
                 p.num_elements * b.count
                 for b in decoders
@@ -336,7 +336,7 @@ class ModelNumbers:
         if self.measured is None:
             return 1.0
         share = self.measured.layer[0] / self.known_bytes
-        # Part of the routing activations is measured with the experts, so a ratio below 1 is not believed.
+        # Some routing activations are measured with the experts, so a ratio below 1 is raised to 1.
         return max(1.0, share) if self.experts else share
 
     @property

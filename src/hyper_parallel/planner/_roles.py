@@ -48,7 +48,9 @@ def with_roles(
     learner = Learner(plan.strategy, plan.workload, plan.step_s, plan.stages, plan.memory)
     split = roles.split(ranks, tp, learner)
     if isinstance(split, str):
-        return replace(plan, notes=(*plan.notes, f"the step is that of learning alone: {split}"))
+        return replace(
+            plan, notes=(*plan.notes, f"the predicted step covers learning only: {split}")
+        )
     if ranks and not split.fits(roles.capacity_bytes):
         raise _memory_error(roles, split, learner, where)
     notes = [*plan.notes, *roles.notes(split)]
@@ -151,7 +153,7 @@ def _plan_without_split(
     prices: _SplitPrices,
     where: Callable[[str], str],
 ) -> Plan:
-    """Return the plan of learning alone if the only split cannot be priced.
+    """Return a plan that covers learning only, if the only split cannot be priced.
 
     Raises:
         DoesNotFit: HP401 if a split exceeds memory, or no layout fits.
@@ -171,7 +173,7 @@ def _plan_without_split(
             hint="grpo.rollout_ranks=0 grpo.rollout_tp=1",
         )
     plan = search(request)
-    note = f"the step is that of learning alone: {prices.reason}"
+    note = f"the predicted step covers learning only: {prices.reason}"
     return replace(plan, notes=(*plan.notes, note))
 
 

@@ -109,7 +109,7 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
     recomputed_layers, share = strategy.recompute_layers, 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)
     machine = request.machine
-    if strategy.overlap.tp_symmetric:  # no other product runs while an operator waits
+    if strategy.overlap.tp_symmetric:  # no other matmul runs while such an operator waits
         machine = replace(machine, stack=replace(machine.stack, overlap_weights=0.0))
     recomputed_case = plain = PricingCase(request.numbers, machine, workload, candidate)
     scores = score(recomputed_case)

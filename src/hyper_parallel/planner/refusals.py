@@ -222,7 +222,7 @@ def _changes_together(request: PlanRequest) -> str:
     if request.supernode.name == LOCAL:
         return f"a smaller model, or {topology_hint(request.hint('--topology ', 'topology', ''))}"
     pins = ", no pins" if request.pins else ""
-    return f"a smaller model, or together: a shorter sequence, more devices{pins}"
+    return f"a smaller model, or several changes at once: a shorter sequence, more devices{pins}"
 
 
 def _fitting_changes(request: PlanRequest) -> Iterator[str]:

@@ -352,7 +352,7 @@ class Space:
         return self._refusals[key]
 
     def open_overlap(self, columns: Columns) -> Columns:
-        """Return `OVERLAP_COLUMNS` of rows without a chosen overlap, for a lower bound over all allowed ones."""
+        """Return `OVERLAP_COLUMNS` of rows without a chosen overlap, for a lower bound over all allowed overlaps."""
         if self.overlaps == (Overlap(),):
             return {}
         chunks = max(o.ep_chunks for o in self.overlaps)

@@ -422,7 +422,7 @@ def plan_with_towers(
     """Return the best plan of a multimodal model that leaves room for its towers, with their times and memory.
 
     The towers run on the ranks of the language part's first stage, as `train` runs them without `parallel.submodels`.
-    Layouts with other ranks are priced too: the proof is about all of them, and a note names a faster one.
+    Layouts with other ranks are priced too: the certificate covers all of them, and a note names a faster layout.
 
     Args:
         request: The model with its towers, machine, workload and choices.
@@ -510,7 +510,7 @@ def _fitting_step(
 def _inline_step(
     request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int
 ) -> DividedStep:
-    """Return the predicted step in which ranks of the first pipeline stage run the towers in its passes."""
+    """Return the predicted step in which ranks of the first pipeline stage run the towers within its passes."""
     s = plan.strategy
     own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
     ranks = tuple(range(s.world_size))

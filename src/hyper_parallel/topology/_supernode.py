@@ -142,9 +142,8 @@ class Supernode:
     def peak_flops(self, dtype: str) -> float:
         """Return the dense peak FLOP/s of one device for a dtype name.
 
-        A dtype without an entry is refused, because a guess would silently decide a plan: float64 runs at 1/1 to 1/64
-        of
-        float32, depending on the device.
+        A dtype without an entry is refused, because a guess would silently decide a plan: depending on the device,
+        float64 runs at 1/1 to 1/64 of the rate of float32.
 
         Raises:
             UnknownPeak: HP310 when the device card has no entry for the format.

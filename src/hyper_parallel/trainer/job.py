@@ -639,7 +639,7 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
         check_media_inputs(model, plan, packed.train, recipe)
     elif recipe.data.balance == "cost":
         raise Contradiction(
-            "records are balanced by their images and audio, and these have none",
+            "`data.balance: cost` balances images and audio, but the records have none",
             where=loaded.where("data.balance"),
             got="data.balance=cost",
             allowed="records with images or audio: all others cost the same, since each row has data.seq_len tokens",

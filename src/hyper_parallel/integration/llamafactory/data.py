@@ -93,8 +93,8 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
         keys |= record.keys()
         for key in _SAID if stage != "pt" else ():
             if record.get(key) and key not in columns.values():
-                what = f"a record with `{key}`, and no column for it"
-                raise refuse(what, f"record {number}", columns)
+                problem = f"a record with `{key}`, and no column for it"
+                raise refuse(problem, f"record {number}", columns)
     for key, value in columns.items():
         if value not in keys and key not in _OPTIONAL:
             raise refuse(f"columns.{key}", value, sorted(keys))

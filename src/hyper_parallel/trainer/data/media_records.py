@@ -64,9 +64,9 @@ def take_media(
         num_marks = sum(turn["content"].count(kind.mark) for turn in turns)
         if num_marks != len(references[kind.name]) or (in_parts and (listed or not all(own))):
             raise BadMedia(
-                f"the {kind.argument} of a record and the places for them in its turns differ in number",
+                f"a record has a different number of {kind.argument} than its turns have placeholders for them",
                 where=where,
-                got=f"{len(listed) or sum(map(bool, own))} {kind.argument}, {num_marks} places",
+                got=f"{len(listed) or sum(map(bool, own))} {kind.argument}, {num_marks} placeholders",
                 allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
                 hint=_SKIP,
             )
