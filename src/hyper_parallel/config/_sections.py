@@ -412,8 +412,8 @@ class Submodels(Section):
     @property
     def towers(self) -> dict[str, TowerDegrees]:
         """Degrees of the encoders in this section, by name."""
-        given = {"vision": self.vision, "audio": self.audio}
-        return {name: degrees for name, degrees in given.items() if degrees is not None}
+        by_name = {"vision": self.vision, "audio": self.audio}
+        return {name: degrees for name, degrees in by_name.items() if degrees is not None}
 
     @property
     def members(self) -> dict[str, tuple[int, ...]]:

@@ -21,6 +21,7 @@ from hyper_parallel.ir.boxes import (
     transfers,
     working_rows,
 )
+from hyper_parallel.ir.integers import divisors, round_up
 from hyper_parallel.ir.layout import (
     AXES,
     CollectiveStep,
@@ -86,7 +87,6 @@ from hyper_parallel.ir.strategy import (
     SequenceCut,
     Strategy,
     Workload,
-    divisors,
     sees_all,
     sees_some,
 )
@@ -189,6 +189,7 @@ __all__ = [
     "redistribute",
     "replay",
     "role_tasks",
+    "round_up",
     "runs_of_splits",
     "sees_all",
     "sees_some",

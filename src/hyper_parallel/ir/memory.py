@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from hyper_parallel.ir.integers import round_up
+
 MemoryTier = Literal["device", "dram", "flash"]
 StorageKind = Literal[
     "weight", "expert", "gradient", "optimizer", "activation", "kv", "input", "output", "scratch"
@@ -142,18 +144,18 @@ class MemoryProgram:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of every storage, rounded up to `alignment_bytes`."""
-        return tuple(_round_up(s.num_bytes, self.alignment_bytes) for s in self.storages)
+        return tuple(round_up(s.num_bytes, self.alignment_bytes) for s in self.storages)
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
         """Bytes of every storage in the arena: `sizes`, rounded up to `address_bytes`."""
-        return tuple(_round_up(size, self.address_bytes) for size in self.sizes)
+        return tuple(round_up(size, self.address_bytes) for size in self.sizes)
 
     @cached_property
     def staging_bytes(self) -> int:
         """Maximum over operators of the bytes of staging allocations, which are outside the arena."""
         sizes = (
-            sum(_round_up(n, self.alignment_bytes) for n in op.scratch_bytes)
+            sum(round_up(n, self.alignment_bytes) for n in op.scratch_bytes)
             for op in self.operators
         )
         return max(sizes, default=0)
@@ -189,10 +191,6 @@ class MemoryProgram:
     def comm_seconds(self) -> float:
         """Seconds of the step on the communication lane."""
         return sum(op.comm_s for op in self.operators)
-
-
-def _round_up(num_bytes: int, unit: int) -> int:
-    return -(-num_bytes // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from itertools import zip_longest
 from typing import Final, Literal
 
 from hyper_parallel.errors import BadValue, BatchMismatch
+from hyper_parallel.ir.integers import divisors, round_up
 from hyper_parallel.ir.layout import AXES, Layout, Mesh
 
 BlockShape = Literal["1d", "2d", "weight"]
@@ -30,12 +31,6 @@ CpKind = Literal["ring", "ulysses", "hybrid", "all_gather"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"]
 V_SHAPED: Final = ("zbv", "dualpipev")
 """Schedules whose rank r of p has two stages, r and 2p - 1 - r."""
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +336,7 @@ class SequenceCut:
     @property
     def padded(self) -> int:
         """Tokens of a sequence, padding included."""
-        return -(-self.seq_len // self.unit) * self.unit
+        return round_up(self.seq_len, self.unit)
 
     @property
     def local(self) -> int:

@@ -377,9 +377,9 @@ def _run(
     """Run all microbatches, with backward if `train`, and return the loss or this rank's summand of it."""
     attached = handle(model)
     submodels = attached.submodels
-    given = (num_tokens, span, objective, over, train, scale)
+    arguments = (num_tokens, span, objective, over, train, scale)
     if submodels is None:
-        return _run_losses(model, attached, [p for p in microbatches if p is not None], *given)
+        return _run_losses(model, attached, [p for p in microbatches if p is not None], *arguments)
     own, served = submodels.divided(microbatches)
     towers: Rounds | Joint
     if submodels.joint is None:
@@ -392,7 +392,7 @@ def _run(
         inputs = [p for p in own if p is not None]
         step = StepActions(towers.actions, towers.begin, towers.run, reader.send)
         with reader.step(towers.owner):
-            total = _run_losses(part, handle(part), inputs, *given, step=step)
+            total = _run_losses(part, handle(part), inputs, *arguments, step=step)
             towers.end()
     else:
         towers.end()

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.ir import Phase, Storage, StorageKind
+from hyper_parallel.ir import Phase, Storage, StorageKind, round_up
 
 _CPU = torch.device("cpu")
 
@@ -124,13 +124,13 @@ class Storages:
             self._watched[key] = (self._refs[key], entry.num_bytes)
         number = self._numbers[key] = len(self.entries)
         self.entries.append(entry)
-        self._live += self._rounded(entry.num_bytes)
+        self._live += round_up(entry.num_bytes, self._alignment)
         self.peak_bytes = max(self.peak_bytes, self._live)
         return number
 
     def _end(self, key: int) -> None:
         number = self._numbers.pop(key)
-        self._live -= self._rounded(self.entries[number].num_bytes)
+        self._live -= round_up(self.entries[number].num_bytes, self._alignment)
         if self._ended is not None:
             self._ended(number)
 
@@ -183,9 +183,6 @@ class Storages:
         self.entries = [replace(self.entries[old], at_start=True) for old in renumbered]
         self._numbers = {key: renumbered[old] for key, old in self._numbers.items()}
         self.peak_bytes = self._live
-
-    def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._alignment) * self._alignment
 
 
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
