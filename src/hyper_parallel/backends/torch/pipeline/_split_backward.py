@@ -62,7 +62,7 @@ def input_gradients(
         for hook in hooks:
             hook.remove()
     groups = _groups([fork for fork in forks if fork.grads])
-    # A group of forks with shared weights may run through nodes of other groups: largest first, before these are freed.
+    # A group of forks may run through nodes of other groups, so the largest group runs first, before these are freed.
     groups.sort(key=len)
 
     def weight_gradients() -> None:
