@@ -124,7 +124,7 @@ class HalfBatch:
         Args:
             overlap: Overlap options of the strategy; they decide which batches are halved.
             tp: Tensor-parallel state, or None.
-            joins_layers: Join the halves at the end of every layer.
+            joins_layers: Whether the halves are joined at the end of every layer.
         """
         self._overlap, self._joins_layers = overlap, joins_layers
         self._tp = None if tp is None or tp.replicated_activations else tp

@@ -208,7 +208,8 @@ class _Texts:
     def documents(self) -> float:
         """Pack another document in front; return the largest change of either document's logits.
 
-        The logits are compared with those of the unpacked documents, and with another document in front.
+        The logits are compared with those of the documents alone. Those of the second document are also compared with
+        those behind a different first document.
         """
         positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [
