@@ -276,10 +276,10 @@ def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
 
 
 def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Parts]:
-    """Return bytes by term at each moment that may be the peak: all causes at once, then the phases if `phased`.
+    """Return bytes by term for each moment that may be the peak.
 
-    The first entry is omitted if all candidates have phases. Phases are those of the first and the last stage, or with
-    `stages`, as in `memory_terms`, of every pipeline rank.
+    The first entry adds all causes up; it is omitted if all candidates have phases. If the stack is `phased`, the
+    phases follow: of the first and the last stage, or with `stages`, as in `memory_terms`, of every pipeline rank.
     """
     c, layer = s.c, _layer_memory(s)
     parts: list[Parts] = []

@@ -36,7 +36,7 @@ FORMULAS: Final = {
     "exchange buffers": "dispatched tokens of one expert layer, sent and received",
     "logits": "T V / P: the logits, float32 probabilities and their gradient",
 }
-"""Name of a memory term to its formula."""
+"""Formula of each memory term by name."""
 _STATES: Final = ("parameters", "gradients", "optimizer states")
 Parts = dict[str, Array]
 """Dict from memory term to bytes, over candidates."""
@@ -311,7 +311,7 @@ def _gradient_buffers(stage: _Stage) -> _Columns:
 
 
 def _end_buffers(stage: _Stage) -> Array:
-    """Return bytes of embedding and head gradients at the end of a step without pipeline, reduced and unreduced."""
+    """Return bytes of embedding and head gradients, reduced and unreduced, at the end of a step without pipeline."""
     s, wide, vocabulary = stage.s, stage.wide, stage.vocabulary
     trained_width = s.machine.width * s.workload.trained
     single = np.where(s.copies, np.where(s.sharded, stage.reduction_width, 3.0 * wide), 0.0)

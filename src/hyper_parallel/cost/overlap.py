@@ -9,7 +9,7 @@ Chunks of tokens divide the collectives of a block, its first products and its l
 Their weight gradients are tasks of backward alone, at the place in the program where forward reads the weights.
 
     synchronized   halves wait for each other after every layer that is recomputed: a layer costs its span
-    else           a layer costs the time that one more layer adds to the span, and its share of the ends of the model
+    else           a layer costs the time that one more layer adds, and a share of the exposed ends of the model
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLLECTIVES: Final = (*_SCATTERS, 5)
 _NORM: Final = 8
 """Row of `PassSeconds.durations` of the norm between two blocks."""
 _COUNTS, _SPLITS = 9, 10
-"""Rows of `PassSeconds.durations` of the exchange of numbers of rows before a dispatch, and of its use by the host."""
+"""Rows of `PassSeconds.durations`: exchange of row counts before a dispatch, and reading of the counts by the host."""
 _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel products."""
 _STEADY: Final = 3
@@ -64,7 +64,7 @@ class PassSeconds:
     mlp_column: Array = field(
         default_factory=_no_work
     )  # column-parallel products of the feed-forward part
-    # True if ranks exchange the numbers of rows before a dispatch: both halves wait for them
+    # True if ranks exchange the numbers of rows before a dispatch: both halves wait for this exchange
     counts_rows: bool = field(default=False, kw_only=True)
 
     def durations(self) -> tuple[Array, ...]:
@@ -173,7 +173,7 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
 
 
 def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the tasks of one half as (index of the duration, indices of tasks in the chain to wait for)."""
+    """Return the tasks of one half, each as (row of its duration, indices of the tasks in the chain that it waits for)."""
     chain: list[tuple[int, tuple[int, ...]]] = []
 
     def add(row: int, after: tuple[int, ...]) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class Tower:
 
     @property
     def layer_flops(self) -> float:
-        """Forward FLOPs of the layers for one item, if their attention were causal, as the planner prices decoders."""
+        """Forward FLOPs of the layers for one item, counted with causal attention, as the planner prices decoders."""
         per_token = 2.0 * self.spec.num_matmul_params
         per_token += sum(
             b.attention.forward_flops_per_token(self.positions, causal=True) * b.count

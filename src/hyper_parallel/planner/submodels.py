@@ -363,8 +363,8 @@ def submodel_lanes(
 ) -> tuple[TowerLanes, bool]:
     """Return the lanes of a step, and whether one schedule orders both parts.
 
-    Without a joint schedule the tower computes in rounds, all of its ranks together. It then has one lane of its own,
-    or with shared ranks the lane of a language part without pipeline stages.
+    Without a joint schedule all ranks of the tower compute together, in rounds. The tower then has one lane of its own.
+    If it shares the ranks of a language part without pipeline stages, both have one lane.
 
     Args:
         strategies: Strategies of `submodel_strategies`.

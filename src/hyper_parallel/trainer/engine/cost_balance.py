@@ -43,11 +43,11 @@ _NUM_NOTED_STEPS: Final = 16
 """Number of steps over which the note of a plan averages the imbalance; reading their costs takes milliseconds."""
 
 _MEASURED: Final = 6
-"""Number of rows, from the fewest to the most tokens, whose encoder FLOPs are counted; takes seconds if it is large."""
+"""Number of rows whose encoder FLOPs are counted, from the fewest to the most tokens; each row takes time."""
 _PARTS: Final = 64
 """Resolution of the fitted share, coarse enough that rounding differences between machines do not change it."""
 _MOST_SIMULATED: Final = 512
-"""Most microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
+"""Maximum microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
 
 
 def media_costs(
