@@ -371,7 +371,7 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
             vocabulary, max(n.embedding_weights, n.head_weights) / s.vocabulary_ranks
         )
     # Half-batches are in two layers while a third one is prefetched.
-    most_gathered = np.where((c.halves > 1) & (c.recompute == 0), 3.0, 2.0)
+    most_gathered = np.where(c.halves > 1, 3.0, 2.0)
     gathered_layers = np.where(c.zero > 2, np.minimum(most_gathered, s.layers), s.layers)
     reduced = np.where(s.sharded, s.reduce_width + width, width)
     reduced, trained = reduced * s.workload.trained, s.workload.trained
