@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hyper_parallel.backends.torch.submodels.exchange import Border
-from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, tower_flops
+from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, divide, tower_flops
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Schedule, StageCost
@@ -68,7 +68,9 @@ def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) 
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, _MEASURED).round().astype(int))]
     inputs = [media_inputs(sequences, row[None]) for row in rows]
     try:
-        work = tower_flops(model, inputs)
+        if len(divide(model).towers) > 1:
+            return 0, 1
+        (work,) = tower_flops(model, inputs).values()
     except UnsupportedSharding:
         return 0, 1
     except TowerNotTraced:
