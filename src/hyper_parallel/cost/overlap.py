@@ -173,7 +173,7 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
 
 
 def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the tasks of one half, each as (row of its duration, indices of the tasks in the chain that it waits for)."""
+    """Return the tasks of one half, each as (row of its duration, indices of the earlier tasks that it waits for)."""
     chain: list[tuple[int, tuple[int, ...]]] = []
 
     def add(row: int, after: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hyper_parallel.backends.torch.submodels.exchange import Border
-from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, tower_flops
+from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, divide, tower_flops
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Schedule, StageCost
@@ -73,7 +73,9 @@ def media_costs(
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, _MEASURED).round().astype(int))]
     inputs = [media_inputs(sequences, row[None]) for row in rows]
     try:
-        work = tower_flops(model, inputs)
+        if len(divide(model).towers) > 1:
+            return (0, 1), _log_estimate("numbers of tokens", "the model has several encoders")
+        (work,) = tower_flops(model, inputs).values()
     except UnsupportedSharding as error:
         return (0, 1), _log_estimate("numbers of tokens", f"{error.what}; {error.got}")
     except TowerNotTraced as error:
