@@ -106,7 +106,9 @@ def test_a_rank_that_freezes_outside_of_steps_is_found_as_soon(
     words = ("training.timeout_s=2", "training.max_restarts=2", "checkpoint.every=2", *CURVE)
     mine = ("parallel.dp_shard=2", "training.callbacks=[mine_freezes.Freezes]")
     train(place, tmp_path / "frozen", *words, *mine)
-    said = re.findall(r"(rank . is stopped by a signal) since \d s, in (.*?)[;\n]", caplog.text)
+    said = re.findall(
+        r"(rank . is stopped by a signal) \(no progress for \d s\), in (.*?)[;\n]", caplog.text
+    )
     assert said == [("rank 1 is stopped by a signal", where) for where in ("start", "checkpoint")]
     assert [r["step"] for r in rows(tmp_path / "frozen" / "metrics.jsonl")] == [1, 2, 3, 4]
 

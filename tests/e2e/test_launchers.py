@@ -188,7 +188,7 @@ def test_a_host_that_is_lost_ends_the_run_on_the_other_with_its_name(place, tmp_
         assert not running(left)
         runs[gone].communicate(timeout=10)
     assert runs[left].returncode == 1
-    ranks = {"hp-left": "hp-left, where the ranks have met,", "hp-right": "hp-right (ranks 2 to 3)"}
+    ranks = {"hp-left": "the rendezvous host hp-left", "hp-right": "hp-right (ranks 2 to 3)"}
     assert f"error[HP631]: the connection to {ranks[gone]} is lost" in said
 
 

@@ -111,12 +111,12 @@ FREE = tuple(("free", s) for s in (0, 1, 2, 3))
 @pytest.mark.parametrize(
     ("actions", "text"),
     [
-        ((("run", 0), ("run", 1), ("run", 2), ("run", 3)), "in use by other ranks"),
-        ((("run", 0), ("run", 1), ("free", 0)), "in use by other ranks"),
-        ((("run", 0), ("run", 1), ("store", 1)), "in use by other ranks"),
-        ((("run", 0), ("run", 1), ("detach", 1)), "in use by other ranks"),
-        ((("run", 0), ("join", 1)), "not begun"),
-        ((("run", 0), ("run", 1), ("join", 1), ("join", 1)), "not begun"),
+        ((("run", 0), ("run", 1), ("run", 2), ("run", 3)), "in use by a collective in flight"),
+        ((("run", 0), ("run", 1), ("free", 0)), "in use by a collective in flight"),
+        ((("run", 0), ("run", 1), ("store", 1)), "in use by a collective in flight"),
+        ((("run", 0), ("run", 1), ("detach", 1)), "in use by a collective in flight"),
+        ((("run", 0), ("join", 1)), "not started"),
+        ((("run", 0), ("run", 1), ("join", 1), ("join", 1)), "not started"),
     ],
 )
 def test_what_other_ranks_use_is_not_touched(actions, text):
@@ -129,10 +129,10 @@ def test_what_other_ranks_read_is_not_written_and_a_step_does_not_end_before_the
     program = pair()
     changed = replace(program.operators[2], writes=(0,))
     program = replace(program, operators=(*program.operators[:2], changed, program.operators[3]))
-    with pytest.raises(MemoryPlanInvalid, match="in use by other ranks"):
+    with pytest.raises(MemoryPlanInvalid, match="in use by a collective in flight"):
         walk(program, ("run", 0), ("run", 1), ("run", 2))
     short = replace(program, operators=program.operators[:2])
-    with pytest.raises(MemoryPlanInvalid, match="no action waits"):
+    with pytest.raises(MemoryPlanInvalid, match="no action joins the collective"):
         walk(short, ("run", 0), ("run", 1))
 
 

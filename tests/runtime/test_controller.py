@@ -103,7 +103,7 @@ def test_a_rank_that_raises_alone_or_is_frozen_holds_up_nobody(tmp_path, caplog)
         assert pair.restarts == 0
         assert pair.call("stop", 1, str(tmp_path / "mark"), timeout_s=3.0).result() == 2
         assert pair.restarts == 1
-    assert "role `Group`: rank 1 is stopped by a signal since 3 s" in caplog.text
+    assert "role `Group`: rank 1 is stopped by a signal (no progress for 3 s)" in caplog.text
     assert "the others wait for it" in caplog.text
 
 
@@ -119,7 +119,7 @@ def test_an_exception_is_given_to_who_asks(engine, tmp_path) -> None:
         assert 'raise KeyError("missing thing")' in caught.value.what
         assert after.result() == 2
         with pytest.raises(
-            BadValue, match=r"what `Counter.tensor` returns is not a JSON value.*(?s:.*)hp.save"
+            BadValue, match=r"the result of `Counter.tensor` is not a JSON value.*(?s:.*)hp.save"
         ):
             role.call("tensor").result()
         unborn = controller.start(Unborn)
@@ -133,7 +133,7 @@ def test_what_is_refused(tmp_path) -> None:
         hp.Controller("threads")
     assert caught.value.allowed == ["inline", "processes", "ray"]
     with hp.Controller("inline") as controller:
-        with pytest.raises(Contradiction, match="role `Counter` asks for 2 ranks"):
+        with pytest.raises(Contradiction, match="role `Counter` requests 2 ranks"):
             controller.start(Counter, "file", ranks=2)
         with pytest.raises(BadValue, match="at least one rank"):
             controller.start(Counter, "file", ranks=0)

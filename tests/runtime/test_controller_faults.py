@@ -53,7 +53,9 @@ def test_a_frozen_role_is_started_again(tmp_path, oracle, caplog):  # noqa: F811
     assert checksum == oracle
     assert controller.roles["Learner"].restarts == 1
     assert by_role(answered(tmp_path)) == CALLS
-    assert "[HP620] role `Learner`: rank 0 is stopped by a signal since 4 s" in caplog.text
+    assert (
+        "[HP620] role `Learner`: rank 0 is stopped by a signal (no progress for 4 s)" in caplog.text
+    )
 
 
 @slow_cells('Scorer-2-{"role": "Learner", "numb')

@@ -107,7 +107,7 @@ def test_the_rank_that_is_elsewhere_is_the_culprit_and_not_the_one_that_waits_fo
     assert "in step 2, forward of microbatch 1; the others wait for it" in what
     assert "in _sleep_forever" in stack.splitlines()[1]
     (other,) = found.value.others
-    assert other.startswith("rank 0 waits for all_reduce over all ranks since")
+    assert other.startswith("rank 0 waits for all_reduce over all ranks (no progress")
 
 
 def _beat(note: str) -> Heartbeat:
@@ -118,7 +118,12 @@ def _beat(note: str) -> Heartbeat:
     ("notes", "states", "culprits", "says"),
     [
         (["waits for a", "waits for a", "waits for a"], "SRT", (2,), "rank 6 is stopped"),
-        (["waits for a", "", "waits for a"], "SRS", (1,), "rank 5 does not move since 8 s"),
+        (
+            ["waits for a", "", "waits for a"],
+            "SRS",
+            (1,),
+            "rank 5 reports no position (no progress for 8 s)",
+        ),
         (
             ["", "waits for a", "waits for a"],
             "SXS",
@@ -172,7 +177,8 @@ def test_a_stopped_process_is_found_in_any_phase_and_a_pause_is_forgiven(
                 now += 1
                 if (found := watch.poll([0])) is not None:
                     assert (
-                        found.description == "rank 0 is stopped by a signal since 11 s, in export"
+                        found.description
+                        == "rank 0 is stopped by a signal (no progress for 11 s), in export"
                     )
                     assert found.stopped == (0,)
                     return poll + 1

@@ -110,7 +110,7 @@ def test_what_python_counts_is_refused_with_what_to_write(kind, hint) -> None:
 @pytest.mark.parametrize(
     ("decide", "said"),
     [
-        (lambda rows: rows[rows[:, 0] > 0], "another size"),
+        (lambda rows: rows[rows[:, 0] > 0], "differs from the captured step"),
         (lambda rows: rows[: int((rows[:, 0] > 0).sum())], "a value that Python read"),
         (lambda rows: rows[: sum((rows[:, 0] > 0).tolist())], "a value that Python read"),
     ],

@@ -32,7 +32,7 @@ _PRODUCTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ValuePlan:
-    """Absence of one value of a program from the device; it is on the device at other times.
+    """Period in which one value of a program is off the device.
 
     Attributes:
         value: Number of the value in the unplanned program.
@@ -40,8 +40,8 @@ class ValuePlan:
         module: Path of the module that called it; empty outside of one.
         residency: `offload` or `recompute`.
         num_bytes: Bytes of the value.
-        first: Position, among the operators in the order of the plan, of the last one before it leaves.
-        last: Position of the first one that runs once its copy or recomputation has begun.
+        first: Position, in the plan's order of operators, of the last operator before the value leaves the device.
+        last: Position of the first operator after the copy back or the recomputation has begun.
     """
 
     value: int
@@ -55,7 +55,7 @@ class ValuePlan:
 
 @dataclass(frozen=True, slots=True)
 class ProgramMemory:
-    """Memory plan of a program, and its prediction.
+    """Predicted memory and time of a planned program, and the values that leave the device.
 
     Attributes:
         peak_bytes: Peak of device memory in the program, with its inputs.
@@ -107,7 +107,7 @@ def _flops(node: Node, shapes: Mapping[int, tuple[int, ...]]) -> float:
 
 
 def peak_bytes(program: StepProgram) -> int:
-    """Return the most device bytes of inputs and results that exist at the same time."""
+    """Return the peak device bytes of the inputs and results of a program."""
     memory = memory_program(program)
     actions = identity_actions(memory, range(len(memory.operators)))
     return replay(memory, memory.on_device, actions).peak_bytes["device"]
@@ -163,7 +163,7 @@ def plan_program(
 
 
 def _values(program: StepProgram, plan: MemoryPlan) -> tuple[ValuePlan, ...]:
-    """Return an entry per copy back to the device and per recomputed result, in their order."""
+    """Return one entry per copy back to the device and per recomputed result, in the order of the plan."""
     numbers = storage_values(program)
     producers = {r: node for node in program.nodes for r in node.results}
     left: dict[int, int] = {}  # storage to the position after which it left the device

@@ -133,7 +133,7 @@ def planned(program: StepProgram, plan: ExecutionPlan) -> StepProgram:
 
 @dataclass
 class _Rewriter:
-    """Emits nodes in the order of a plan.
+    """Rewriter of a step program, which emits the nodes in the order of a plan.
 
     Attributes:
         program: The program.
@@ -162,7 +162,7 @@ class _Rewriter:
         }
 
     def run(self, index: int) -> None:
-        """Emit a node, or its repetition."""
+        """Emit a node, or the second run of a node that is recomputed."""
         node, repeated = self.program.nodes[index], index in self._seen
         if not repeated:
             self._barrier, self._own = None, {}
@@ -189,7 +189,7 @@ class _Rewriter:
         self.nodes.append(node)
 
     def _last_computed(self) -> int:
-        """Return the last value that a node has computed on the device."""
+        """Return the number of the last value that a node has computed on the device."""
         return next(
             number
             for n in reversed(self.nodes)
@@ -199,7 +199,7 @@ class _Rewriter:
         )
 
     def value(self, number: int) -> int:
-        """Return the latest computation of a value; a view of a repeated node is computed again."""
+        """Return the number of the latest computation of a value; a view of a repeated node is computed again."""
         view = self._views.get(number)
         if view is None or number not in self._latest:
             return self._latest[number]
@@ -251,7 +251,7 @@ def storage_values(program: StepProgram) -> list[int]:
 
 
 def memory_program(program: StepProgram) -> MemoryProgram:
-    """Return the program's operators over storages: those of `storage_values`, in their order.
+    """Return the program as operators over storages; the storages are those of `storage_values`, in the same order.
 
     Inputs and constants are stored outside of the step, copies on the host have no bytes, and operators have no
     seconds.
@@ -287,7 +287,7 @@ def memory_program(program: StepProgram) -> MemoryProgram:
 
 
 def live_bytes(program: StepProgram) -> tuple[int, ...]:
-    """Return the bytes of results that live during each node, from their node to the last one that reads them.
+    """Return, per node, the bytes of live results: from the node that computes them to the last one that reads them.
 
     Inputs and constants, whose bytes a plan does not change, are not counted. Views have no bytes of their own.
     """

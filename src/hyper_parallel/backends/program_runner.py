@@ -39,11 +39,11 @@ class ProgramRunner(Protocol):
         ...
 
     def value(self, array: NDArray[Any]) -> Any:
-        """Return a value of an array; the array may be changed afterwards."""
+        """Return a copy of the array as a value of the framework."""
         ...
 
     def array(self, value: Any) -> NDArray[Any]:
-        """Return a value as an array."""
+        """Return a value of the framework as an array."""
         ...
 
     def close(self, *, failed: bool) -> None:
@@ -53,7 +53,7 @@ class ProgramRunner(Protocol):
     def facts(self) -> dict[str, Any]:
         """Return name and version of the framework for the record of the run, and `fused_kernels` with fusion.
 
-        These are the kernels built so far, each as an object with the attributes of `FusedKernel`.
+        `fused_kernels` lists the kernels built so far, each as an object with the attributes of `FusedKernel`.
         """
         ...
 
@@ -61,7 +61,7 @@ class ProgramRunner(Protocol):
 def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
     """Return the operators that a back end lacks, each with the path of the first module that needs it.
 
-    An operator that it has in part, such as for some data types, is among them if the program needs the rest.
+    A partly supported operator is included if the program needs an unsupported case, such as a data type.
     """
     is_supported = _module(backend, "operators").is_supported
     missing: dict[str, str] = {}
@@ -89,11 +89,11 @@ def join_ranks(
     """Return the runner of this rank; imports its framework.
 
     Args:
-        backend: Name in `BACKENDS`, of one that executes step programs.
+        backend: Name in `BACKENDS` of a back end that executes step programs.
         rank: Rank of this process.
         ranks: Number of processes.
-        agree: Returns the text of rank 0 on every rank; other ranks pass None.
-        groups: Axis that collectives of the programs name to the ranks of this rank's group.
+        agree: Function that returns the text of rank 0 on every rank; other ranks pass None.
+        groups: Dict from an axis that collectives of the programs name to the ranks of this rank's group.
         fuse: Whether to fuse operators into generated kernels.
     """
     join = _module(backend, "runner").join

@@ -246,7 +246,7 @@ def _gathered_parameters(stage: _Stage) -> _Columns:
     following = np.where(
         separate_experts, copies * np.minimum(2.0, num_gathered) * stage.dense, two
     )
-    spans_layers = (c.zero > 2) & (c.halves > 1) & (c.recompute == 0)
+    spans_layers = (c.zero > 2) & (c.halves > 1)
     third = np.clip(stage.layers - 2.0, 0.0, 1.0) * stage.layer_elements
     following = following + np.where(spans_layers, copies * third, 0.0)
     end = np.where(stage.piped, root, 0.0)

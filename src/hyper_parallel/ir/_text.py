@@ -31,7 +31,7 @@ def panel(plan: Plan, half_width: float | None, width: int) -> str:
 
     Args:
         plan: The plan.
-        half_width: As for `summary`.
+        half_width: Half width of the prediction interval of the step time; see `summary`.
         width: Characters per line.
     """
     lines = [_title(plan)]
@@ -121,7 +121,7 @@ def html(plan: Plan) -> str:
 
 
 def _interval(plan: Plan, half_width: float | None) -> str:
-    if half_width is None or plan.roles:  # the interval is that of steps that only learn
+    if half_width is None or plan.roles:  # the interval holds for steps without sampling
         return ""
     low, high = (format_seconds(plan.step_s * math.exp(d)) for d in (-half_width, half_width))
     return f", {low} to {high} in 80 % of cases"
@@ -143,7 +143,7 @@ def _tier(plan: Plan, tier: str) -> str:
 
 
 def _losers(plan: Plan) -> list[Rejected]:
-    """Return the runners-up to show: those that fit, after the first that would be faster but does not fit."""
+    """Return the runners-up to show: the first that is faster but exceeds memory, then those that fit."""
     big = [r for r in plan.rejected if (r.step_s or 0.0) < plan.step_s]
     fit = [r for r in plan.rejected if r not in big]
     return [*big[: 1 if fit else LOSERS_SHOWN], *fit][:LOSERS_SHOWN]
@@ -256,7 +256,7 @@ def _roles(plan: Plan) -> Iterator[str]:
 
 
 def _submodel_lines(s: SubmodelsPlan, *, lanes: bool = True) -> Iterator[str]:
-    """Yield lines about the parts of a multimodal model, their step, the search, and with `lanes` its chart."""
+    """Yield lines about the parts of a multimodal model, the simulated step, its chart if `lanes`, and the search."""
     for part in s.parts:
         first, *others = part.ranks
         adjacent = len(others) > 2 and part.ranks == (*range(first, first + len(part.ranks)),)
@@ -266,8 +266,8 @@ def _submodel_lines(s: SubmodelsPlan, *, lanes: bool = True) -> Iterator[str]:
             f"forward {format_seconds(part.forward_s)}, backward {format_seconds(part.backward_s)}"
         )
         memory = sum(t.bytes for t in part.memory)
-        held = f"; {format_bytes(memory)} per rank" if memory else ""
-        yield f"{part.name}: {part.degrees} on {ranks}; {times} per step{held}"
+        per_rank = f"; {format_bytes(memory)} per rank" if memory else ""
+        yield f"{part.name}: {part.degrees} on {ranks}; {times} per step{per_rank}"
     yield (
         f"together {format_seconds(s.step_s)}, bubble {s.bubble:.1%}, at least {format_seconds(s.lower_s)}, "
         f"{'joint schedule' if s.schedule else 'inside of the first stage' if s.inline else 'in rounds'}"

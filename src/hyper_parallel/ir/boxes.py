@@ -107,7 +107,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def merge(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return the runs of a dim with adjacent runs merged and empty runs removed."""
+    """Return the index runs of a dim with adjacent runs merged and empty runs removed."""
     merged: list[tuple[int, int]] = []
     for start, stop in runs:
         if start < stop and merged and merged[-1][1] == start:
@@ -118,7 +118,7 @@ def merge(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def chunk(runs: Iterable[tuple[int, int]], count: int, number: int) -> Runs:
-    """Return the runs of chunk `number` of `count`, by the rule of `torch.chunk`.
+    """Return the index runs of chunk `number` of `count`, by the rule of `torch.chunk`.
 
     The last chunks may be shorter or empty.
     """
@@ -137,14 +137,15 @@ Split = tuple[int, int, int]
 
 
 def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs | None:
-    """Return the runs of a dim that one rank stores if mesh axes divide the dim in order, as DTensor placements do.
+    """Return the index runs that one rank stores of a dim if mesh axes divide it in order, as DTensor placements do.
 
     Args:
         size: Size of the dim.
         splits: Divisions by the mesh axes, outer to inner.
 
     Returns:
-        The runs; None if FSDP, which divides the tensor-parallel shard last, stores different indices on some rank.
+        The runs; None if mesh order and FSDP's order, which divides the tensor-parallel shard last, give some rank
+        different indices.
     """
     divided = tuple((degree, blocks) for degree, blocks, _ in splits)
     return _divide(size, splits) if _is_unambiguous(size, divided) else None
@@ -251,8 +252,8 @@ def divided_dims(outer: Box, parts: Iterable[Box]) -> list[int]:
 def tile(outer: Box, parts: Sequence[Box]) -> bool:
     """Return whether the boxes `parts` inside of `outer` cover it exactly once, in time linear in their number.
 
-    The mixed derivative of the indicator function of a box is a sum of signed points at its corners. It determines a
-    function of bounded support. So boxes add up to a box exactly if their signed corners do.
+    The mixed derivative of a box's indicator function is a sum of signed points at the corners, and it determines the
+    function. So the boxes tile `outer` exactly if their signed corners add up to the signed corners of `outer`.
     """
     divided = divided_dims(outer, parts)
     signs = [(-1) ** sum(bits) for bits in itertools.product((0, 1), repeat=len(divided))]
@@ -290,7 +291,7 @@ def gate_up_parts(rows: int) -> tuple[Part, ...]:
 
 
 def equal_parts(parts: tuple[Part, ...], degree: int) -> bool:
-    """Return whether all parts have equal rows and every number of heads divides by `degree`."""
+    """Return whether all parts have the same number of rows and `degree` divides the heads of each part."""
     return len({p.rows for p in parts}) == 1 and all(p.heads % degree == 0 for p in parts)
 
 

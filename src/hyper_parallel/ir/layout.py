@@ -18,8 +18,8 @@ shard one dim, the first axis of the mesh is the outer one. Another order requir
 tensor parallelism, the mesh is (dp_shard, tp_x), dim 0 is sharded by (tp_x, dp_shard), and the entry of dp_shard is
 StridedShard(dim=0, split_factor=tp).
 
-`redistribute` finds the cheapest sequence of collectives between two layouts. After every step a
-layout describes the tensor, so only the innermost axis of a dim can be removed, and an axis is added innermost:
+`redistribute` finds the cheapest sequence of collectives between two layouts. Every intermediate state is a layout, so
+a step can remove only the innermost axis of a dim, and an added axis becomes the innermost:
 
     slice           replicating axis      -> innermost of a dim        free
     all_gather      innermost of a dim    -> replicating axis          (g-1) * part before
@@ -254,7 +254,7 @@ class Layout:
     def ranges(
         self, shape: Sequence[int], mesh: Mesh, coordinate: Mapping[str, int]
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return the half-open index ranges per dim of a rank's shard, one per stacked part.
+        """Return, per dim, the half-open index ranges of a rank's shard: one range for each stacked part.
 
         Args:
             shape: Logical shape of the tensor.
@@ -358,7 +358,9 @@ def placements(
     ]
     if lost:
         raise LayoutError(
-            "the layout uses a mesh axis that its placements omit", got=lost, allowed=names
+            "`axes` of the placements omits a mesh axis that the layout uses",
+            got=lost,
+            allowed=names,
         )
     holder = {a: i for i, dim in enumerate(layout.axes) for a in dim}
     entries: list[Placement] = []
@@ -379,7 +381,7 @@ def placements(
 class Purpose(StrEnum):
     """Purpose of a collective, as named in formulas, run-time counters, traces and plans.
 
-    A purpose names one direction. `backward` is the purpose of the transposed collective: a gather of tokens in
+    A collective and its transpose in backward have different purposes, related by `backward`: a gather of tokens in
     forward is a scatter of their gradients in backward.
     """
 
@@ -564,11 +566,9 @@ def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
             hint="use a layout with one entry per dim of the tensor",
         )
     if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
-        raise LayoutError("redistribution does not support dims of several parts", got=layout)
+        raise LayoutError("redistribution does not support dims with stacked parts", got=layout)
     if layout.one_of:
-        raise LayoutError(
-            "redistribution does not support tensors that only one rank holds", got=layout
-        )
+        raise LayoutError("redistribution does not support layouts with `one_of`", got=layout)
 
 
 def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
@@ -581,7 +581,7 @@ def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
 def _steps(
     layout: Layout, axes: Sequence[str], mesh: Mesh, shape: Sequence[int], dtype_bytes: int
 ) -> Iterator[CollectiveStep]:
-    """Yield every single step that is possible from a layout."""
+    """Yield every collective or local operation that can be applied to a layout."""
     part = layout.max_local_shape(shape, mesh)
     for axis in axes:
         peers = mesh.degree(axis) - 1

@@ -59,15 +59,17 @@ class _Walk(Residency):
         self.at = 0  # action at which bytes are taken or released
         self.in_flight: list[set[str]] = [set() for _ in program.storages]  # destinations
         self.version = [0] * len(program.storages)
-        self.seen: dict[int, tuple[int, ...]] = {}  # versions that an operator read first
+        self.seen: dict[
+            int, tuple[int, ...]
+        ] = {}  # versions that each operator read in its first run
         self.since: dict[int, int] = {}
         self.stays: list[Extent] = []
         self.communicating: dict[int, None] = {}  # operators begun and not joined
 
-    def take(self, s: int, tier: MemoryTier) -> None:
+    def allocate(self, s: int, tier: MemoryTier) -> None:
         if tier == "device":
             self.since.setdefault(s, self.at)
-        super().take(s, tier)
+        super().allocate(s, tier)
 
     def drop(self, s: int, tier: MemoryTier) -> None:
         super().drop(s, tier)
@@ -103,7 +105,7 @@ class _Walk(Residency):
     def run(self, at: int, action: MemoryAction) -> None:
         op, is_recompute = self.program.operators[action.target], action.kind == "recompute"
         if is_recompute != (action.target in self.seen):
-            raise self.illegal(at, action, "never ran" if is_recompute else "it ran before")
+            raise self.illegal(at, action, "it never ran" if is_recompute else "it ran before")
         for s in self.program.touched[action.target]:
             if s in op.allocs:
                 if "device" in self.valid[s]:
@@ -111,7 +113,9 @@ class _Walk(Residency):
             elif not self.valid[s].get("device") or "device" in self.in_flight[s]:
                 raise self.illegal(at, action, f"{self.name(s)} is not on the device")
             if self.communicating and (self.used(s) if s in op.writes else self.filled(s)):
-                raise self.illegal(at, action, f"{self.name(s)} is in use by other ranks")
+                raise self.illegal(
+                    at, action, f"{self.name(s)} is in use by a collective in flight"
+                )
         inputs = tuple(self.version[s] for s in op.reads if s not in op.allocs)
         if is_recompute and (not op.repeatable or op.writes or inputs != self.seen[action.target]):
             raise self.illegal(at, action, "running it again would not give the same result")
@@ -126,11 +130,11 @@ class _Walk(Residency):
 
     def join(self, at: int, action: MemoryAction) -> None:
         if self.communicating.pop(action.target, 0) is not None:
-            raise self.illegal(at, action, "it was not begun, or has ended")
+            raise self.illegal(at, action, "its collective was not started, or is already joined")
 
     def copy(self, at: int, action: MemoryAction) -> None:
         s, (source, to) = action.target, COPIES[action.kind]
-        # A copy may follow another one that fills its source: lanes run in issue order, the second waits for the first.
+        # The source may still be the destination of another copy: lanes run in issue order, and the second copy waits.
         if not self.valid[s].get(source):
             raise self.illegal(at, action, f"no current content in {source}")
         if self.valid[s].get(to):
@@ -138,13 +142,13 @@ class _Walk(Residency):
         if to in self.in_flight[s]:
             raise self.illegal(at, action, f"another copy into {to} is running")
         if source == "device" and self.filled(s):
-            raise self.illegal(at, action, "it is in use by other ranks")
+            raise self.illegal(at, action, "it is in use by a collective in flight")
         self.apply(action)
         self.in_flight[s].add(to)
 
     def wait(self, at: int, action: MemoryAction) -> None:
         if action.tier not in self.in_flight[action.target]:
-            raise self.illegal(at, action, "there is no such copy to wait for")
+            raise self.illegal(at, action, "no copy into this tier is in flight")
         self.in_flight[action.target].remove(action.tier)
 
     def release(self, at: int, action: MemoryAction) -> None:
@@ -155,7 +159,7 @@ class _Walk(Residency):
             if self.copied(s, tier):
                 raise self.illegal(at, action, f"a copy of it in {tier} is still running")
             if tier == "device" and self.used(s):
-                raise self.illegal(at, action, "it is in use by other ranks")
+                raise self.illegal(at, action, "it is in use by a collective in flight")
         self.at = at + 1
         self.apply(action)
 
@@ -167,7 +171,7 @@ class _Walk(Residency):
         for index in self.communicating:
             name = operators[index].name
             raise MemoryPlanInvalid(
-                f"no action waits for `{name}`, so the step could end before it does"
+                f"no action joins the collective `{name}`, so the step could end before it completes"
             )
         for s, storage in enumerate(self.program.storages):
             home = homes[s] if storage.persistent else "device"
@@ -189,7 +193,7 @@ def replay(
 
     Checks:
         * operands are on the device with their latest content;
-        * nothing is released or written under a running copy, or before the `join` of a collective;
+        * no storage is released or written while a copy or a collective uses it;
         * the results of a collective are not read before its `join`;
         * a recomputed operator reads the contents of its first run;
         * every operator runs once;
@@ -201,7 +205,7 @@ def replay(
     walk = _Walk(program)
     for index, storage in enumerate(program.storages):
         if storage.at_start:
-            walk.take(index, homes[index] if storage.persistent else "device")
+            walk.allocate(index, homes[index] if storage.persistent else "device")
     steps = {
         **dict.fromkeys(("run", "recompute"), walk.run),
         **dict.fromkeys(COPIES, walk.copy),

@@ -1,4 +1,4 @@
-"""Plan: the one artefact between planning and running, a JSON file that people can read, compare and edit.
+"""Plan: the result of planning and the input of a run, a JSON file that people can read, compare and edit.
 
 A plan may have a `RolesPlan`, the division of devices into samplers and learners, and a `SubmodelsPlan`, the ranks of
 the parts of a multimodal model. A loaded plan is refused if a number is out of its range (`range_problem`).
@@ -25,7 +25,7 @@ from hyper_parallel.serde import DecodeError, decode, encode, write_text
 
 @dataclass(frozen=True, slots=True)
 class RejectedRoles:
-    """Split of the devices into samplers and learners, or staleness, that was not chosen, with the reason."""
+    """Split of the devices into samplers and learners that was not chosen, with its staleness and the reason."""
 
     rollout_ranks: int
     rollout_tp: int
@@ -46,7 +46,8 @@ class RolesPlan:
         learn_s: Seconds to learn from one rollout: optimizer steps, and forwards of the reference model.
         step_s: Simulated steady-state seconds per optimizer step, sampling included.
         sampler_bytes: Peak bytes of a sampling rank.
-        rejected: Splits that were not chosen; includes the best one for every other staleness, separate or colocated.
+        rejected: Splits that were not chosen: the next best with the chosen staleness and placement (separate ranks or
+            colocated), and the best one for every other staleness and placement.
     """
 
     rollout_ranks: int
@@ -68,8 +69,8 @@ def role_tasks(
 ) -> TaskGraph:
     """Return the task graph of several RL steps, on lanes `rank r/learner` and `rank r/sampler`.
 
-    Completions of step t are sampled in order with the weights of step t - 1 - `max_staleness`, and learned from when
-    complete.
+    Completions of step t are sampled with the weights after step t - 1 - `max_staleness`. Learning of step t starts
+    when all its completions are sampled.
 
     Args:
         sample_s: Seconds of a sampling rank per step.
@@ -235,7 +236,7 @@ class StageCost:
         send_forward_s: Seconds on the link to send the output to the next stage, if on another rank.
         send_backward_s: Seconds on the link to send the gradient to the previous stage.
         activation_bytes: Bytes resident from the start of F to the end of B or I.
-        weight_grad_input_bytes: Part of these bytes that is resident until the end of W.
+        weight_grad_input_bytes: Part of `activation_bytes` that is resident until the end of W.
         unshard_s: Seconds to gather the parameters.
         reduce_grad_s: Seconds to reduce the gradients.
         offload_s: Unused; kept because plan files contain it.
@@ -349,8 +350,8 @@ class Plan:
         collectives: Communication of one step, by formula.
         rejected: Runners-up, best first.
         stages: Cost of one microbatch on every virtual stage; `planner.simulate_plan` simulates them.
-        pace: Speed of a pipeline rank while 1, 2, ... of them are busy; 1 while all are. Empty if every rank has its
-            own cores.
+        pace: Speed of a pipeline rank while 1, 2, ... pipeline ranks are busy, relative to all busy. Empty if every
+            rank has its own cores.
         certificate: Proof of optimality; None for a user's strategy.
         pareto: Pareto front of step time and memory, fastest first.
         sensitivity: Hardware constants whose change would change the choice, smallest change first.
@@ -486,7 +487,7 @@ class Plan:
         """
         try:
             data = parse_json(text, _LIMITS)
-        except ValueError as error:  # beyond a limit, too
+        except ValueError as error:  # also raised beyond a limit of `_LIMITS`
             at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             raise PlanUnreadable(
                 "the plan is not JSON",
@@ -500,7 +501,7 @@ class Plan:
                 where=where,
                 got=data.get("version") if isinstance(data, dict) else type(data).__name__,
                 allowed=PLAN_VERSION,
-                hint="make it again with `hyper-parallel plan MODEL -o plan.json`",
+                hint="hyper-parallel plan MODEL -o plan.json",
             )
         data.pop("fingerprint", None)
         try:

@@ -154,7 +154,7 @@ class StageGraph:
         for source, target in self.edges:
             if source >= target:
                 raise ScheduleError(
-                    f"the edge {source}>{target} does not lead to a larger stage",
+                    f"the edge {source}>{target} does not lead to a stage with a larger number",
                     hint="number the stages in the order of their edges",
                 )
             if target in self.frozen and source not in self.frozen:
@@ -218,7 +218,8 @@ class Schedule:
         for edge in self.graph.edges if self.graph else ():
             if edge[1] >= self.stages:
                 raise ScheduleError(
-                    f"the edge {edge[0]}>{edge[1]} leads to no stage", allowed=range(self.stages)
+                    f"the edge {edge[0]}>{edge[1]} names a stage that does not exist",
+                    allowed=range(self.stages),
                 )
 
     def before(self, stage: int) -> tuple[int, ...]:
@@ -244,7 +245,7 @@ class Schedule:
         return self.after(action.stage) if action.kind in ("B", "I") else ()
 
     def messages(self, action: Action) -> tuple[Action, ...]:
-        """Return the sends of a computation's result, one per stage that needs it, even if it is on the same rank."""
+        """Return the sends of a computation's result, one per stage that needs it, even a stage on the same rank."""
         kind = _SENDS.get(action.kind)
         if kind is None:
             return ()
@@ -289,7 +290,7 @@ class Schedule:
         used = sorted({s for s, _ in homes})
         lost = sorted(set(range(self.stages)).difference(used))
         if lost:
-            raise ScheduleError(f"stage {lost[0]} never computes", got=f"stages {used}")
+            raise ScheduleError(f"stage {lost[0]} has no computation", got=f"stages {used}")
         return homes
 
     def placement(self) -> dict[int, int]:
@@ -317,7 +318,7 @@ class Schedule:
         """
         if self.graph and not extended:
             raise ScheduleError(
-                "torch.distributed.pipelining knows only a chain of stages",
+                "torch.distributed.pipelining supports only a chain of stages",
                 where=self.name,
                 got=str(self.graph),
                 hint="schedule.to_csv(extended=True)",
@@ -401,7 +402,7 @@ def grid(
 
 
 def at(schedule: Schedule, rank: int, position: int) -> str:
-    """Return the location of an action and the grid around it, as `where` of a ScheduleError."""
+    """Return the location of an action and the grid around it as text, for `where` of a ScheduleError."""
     lines = grid(schedule, mark=(rank, position), around=4).splitlines()
     head = f"{schedule.name}: rank {rank}, action {position}: {schedule.ranks[rank][position]}"
     return "\n".join([head, *(f"      {line}" for line in lines)])

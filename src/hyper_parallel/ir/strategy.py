@@ -19,6 +19,7 @@ from itertools import zip_longest
 from typing import Final, Literal
 
 from hyper_parallel.errors import BadValue, BatchMismatch
+from hyper_parallel.ir.integers import divisors, round_up
 from hyper_parallel.ir.layout import AXES, Layout, Mesh
 
 BlockShape = Literal["1d", "2d", "weight"]
@@ -55,8 +56,8 @@ class Overlap:
         ep_chunks: Number of token chunks of experts; one is computed while another is dispatched or combined.
         tp_chunks: Number of token chunks of attention and MLP; one is computed while another is gathered or scattered
             over the tensor-parallel ranks.
-        tp_symmetric: Whether attention and MLP blocks gather and scatter their tokens inside of the operators that
-            multiply them, over symmetric memory of the tensor-parallel ranks.
+        tp_symmetric: Whether attention and MLP blocks fuse the gather and the scatter of their tokens into the matmuls,
+            over symmetric memory of the tensor-parallel ranks.
     """
 
     half_batch: bool = False
@@ -66,7 +67,7 @@ class Overlap:
 
     @property
     def block_executor(self) -> Literal["serial", "chunks", "symmetric"]:
-        """Executor of the collectives and products of attention and MLP blocks under tensor parallelism."""
+        """Executor of the collectives and matmuls of attention and MLP blocks under tensor parallelism."""
         if self.tp_symmetric:
             return "symmetric"
         return "chunks" if self.tp_chunks > 1 else "serial"
@@ -101,7 +102,7 @@ class Strategy:
         tp_y: Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism.
         ep: Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the world size.
         attention_shape: Shape of attention blocks on two tensor-parallel axes; no effect when tp_y is 1.
-        mlp_shape: Shape of MLP blocks, likewise.
+        mlp_shape: Shape of MLP blocks on two tensor-parallel axes; no effect when tp_y is 1.
         attention_scatter: Whether 2-D attention shards heads over y, or tokens as context parallelism does.
         gathered_inputs: Whether gathered inputs of matmuls are kept for backward or re-gathered in backward.
         cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.
@@ -184,9 +185,9 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers of a rank that are recomputed: the first ones of each stage, evenly.
+        """Return the decoder layers of a rank that are recomputed: the first of each stage, evenly over the stages.
 
-        Backward reaches the first layers last, when activations of later layers are already freed.
+        Backward reaches the first layers last, when the activations of later layers are already freed.
 
         Args:
             stages: Layers of each of the rank's stages, in model order.
@@ -329,13 +330,13 @@ class SequenceCut:
 
     @property
     def unit(self) -> int:
-        """Unit of padded lengths, so that chunks on the ring and slices for Ulysses are equal."""
+        """Divisor of padded lengths, so that ring chunks and Ulysses slices have equal sizes."""
         return self.ulysses if self.ring == 1 else math.lcm(2 * self.ring, self.ring * self.ulysses)
 
     @property
     def padded(self) -> int:
         """Tokens of a sequence, padding included."""
-        return -(-self.seq_len // self.unit) * self.unit
+        return round_up(self.seq_len, self.unit)
 
     @property
     def local(self) -> int:
@@ -382,7 +383,7 @@ def sees_some(queries: Interval, keys: Interval, window: int | None) -> bool:
 
 
 def sees_all(queries: Interval, keys: Interval, window: int | None) -> bool:
-    """Return whether every query in a span attends to every key in another, under the same masks."""
+    """Return whether every query in a span attends to every key in another, under a causal or sliding-window mask."""
     return keys[1] - 1 <= queries[0] and (window is None or queries[1] - 1 - keys[0] < window)
 
 
@@ -409,7 +410,7 @@ class Workload:
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
         optimizer: Name of the optimizer; memory and time are those of AdamW, with two states per parameter.
-        trained: Elements with gradient and optimizer states, adapters included, divided by the model's parameters.
+        trained: Number of trained elements, adapters included, divided by the number of the model's parameters.
     """
 
     seq_len: int
@@ -446,18 +447,18 @@ class Workload:
         if steps is None:
             steps = per_rank // micro if micro else 0
         if micro < 1 or steps < 1 or micro * steps != per_rank:
-            divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+            fitting = divisors(per_rank)
             if self.microbatch and self.accumulation_steps:
                 name = "tokens_per_step"
                 value = self.microbatch * self.accumulation_steps * unit
             else:
                 name = "microbatch" if self.microbatch else "accumulation_steps"
                 requested = self.microbatch or self.accumulation_steps or 1
-                value = min(divisors, key=lambda d: abs(d - requested))
+                value = min(fitting, key=lambda d: abs(d - requested))
             raise BatchMismatch(
                 "tokens_per_step, microbatch and accumulation_steps do not agree",
                 got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
-                allowed=[f"microbatch={m}" for m in divisors],
+                allowed=[f"microbatch={m}" for m in fitting],
                 changes={f"training.{name}": value},
             )
         return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)
@@ -489,7 +490,7 @@ class GenerateWorkload:
 
     @property
     def columns(self) -> int:
-        """Positions per sequence in the KV cache: every token but the last, which is not fed back, and padding."""
+        """Positions per sequence in the KV cache: all tokens except the last, which is never an input, plus padding."""
         return self.prompt_len + self.new_tokens
 
     @property

@@ -58,7 +58,8 @@ class Cores:
     """Cores, caches and memory that executors share, so that each slows down as more of them are busy.
 
     Attributes:
-        rates: Rate of each executor while 1, 2, ... are busy. More busy executors than rates share the last total rate.
+        rates: Rate of each executor while 1, 2, ... are busy. If more are busy than the list has entries, they share
+            the total rate of the last entry.
         executors: Executors that share the cores.
     """
 

@@ -2,8 +2,8 @@
 
 Coloring intervals of unequal sizes is NP-hard. First fit (few live ranges) and stacking (many) end within a few percent
 of the lower bound, the live peak: the maximum of bytes live at one time. Ranges that cover the whole step lie at the
-bottom, in an order that depends on nothing else. A storage that is resident at both ends of the step but not in between
-has one address at both ends, where the next step finds it.
+bottom, in an order that does not depend on other ranges. A storage that is resident at both ends of the step but not in
+between has one address at both ends, where the next step finds it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from hyper_parallel.ir import Extent, MemoryPlan
 
-_TIGHT = 1.002  # arena over live peak at which packing stops
+_TIGHT = 1.002  # ratio of arena to live peak at which packing stops
 _MANY_ITEMS = 3000  # more items are stacked instead of first fit
-_ROUNDS = 12  # of first fit
+_ROUNDS = 12  # rounds of first fit
 _HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
 _PROMOTION = 0.65  # factor on the rank of a range that ended above the live peak
 _HEAT_CLASSES = 10  # classes of stacked ranges, by the maximum of bytes live at the same time
@@ -61,7 +61,7 @@ def wrong_address(plan: MemoryPlan) -> str | None:
     """Return a sentence about the first missing or wrong address of a plan; None if all are right."""
     placed = [(e.storage, e.start, e.stop) for e in plan.addresses]
     if placed != [(e.storage, e.start, e.stop) for e in plan.replayed.residency]:
-        return "the addresses are not those of its actions"
+        return "the addresses do not match the live ranges of the actions"
     unit = plan.program.address_bytes
     if any(e.offset_bytes % unit for e in plan.addresses):
         return f"an address is not a multiple of {unit}"
@@ -96,7 +96,7 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
-    """Return one item per address: a live range, or two of a storage that is resident at both ends of the step."""
+    """Return one item per address: a live range, or both ranges of a storage resident at both ends of the step."""
     first = {
         live_range.storage: live_range
         for live_range in ranges

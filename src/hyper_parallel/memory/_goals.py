@@ -16,11 +16,11 @@ from hyper_parallel.memory.emitted_programs import EmittedProgram, Search
 from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.units import format_bytes
 
-_PACKING_SLACK_OK = 1.02  # arena over live peak below which no further program is packed
+_PACKING_SLACK_OK = 1.02  # ratio of arena to live peak below which no further program is packed
 _PROGRAMS_PER_TARGET = 3  # programs packed per target; four times as many for small programs
 _LARGE_PROGRAM = 300  # number of operators of a large program
 _MAX_TARGETS = 5  # maximum of targets tried for a budget; from the third on lowered by half of the arena's excess
-# The budget divided by these is left free for gaps between addresses: at the first target, at later targets.
+# Divisors of the budget for the bytes left free for gaps between addresses: at the first target, at later targets.
 _PACKING_RESERVES = (256, 50)
 # The search ends if the fastest emitted program takes more than this fraction of the time of the packed one.
 _FAST_ENOUGH, _FAST_ENOUGH_AT_FIRST = 0.97, 0.998
@@ -77,7 +77,7 @@ def _fastest_within(
 ) -> _PlannedProgram | None:
     """Return the fastest program whose packed arena fits the budget, with its plan; None if there is none.
 
-    The peak aimed at is lowered in steps, because gaps between addresses also take bytes of the budget.
+    The target peak is lowered in steps, because gaps between addresses also take bytes of the budget.
     """
     arena_budget = budget - search.program.staging_bytes
     best: _PlannedProgram | None = None
@@ -119,7 +119,7 @@ def _fastest_within(
 
 
 def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _PlannedProgram:
-    """Return the fastest program that fits among few: those of minimum peak, and those for half of the budget.
+    """Return the fastest program that fits, among those of minimum peak and those for half of the budget.
 
     The search for the minimum peak does not depend on the budget.
 
@@ -151,7 +151,7 @@ def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _Pl
 
 
 def _quality(result: _PlannedProgram) -> tuple[float, float]:
-    """Return the sort key of a plan: time first, then arena over live peak."""
+    """Return the sort key of a plan: time first, then the ratio of arena to live peak."""
     return result[0].seconds, result[1].arena_bytes / max(result[0].peak, 1)
 
 
@@ -180,8 +180,8 @@ def _descending_peaks(
     """Return programs with descending peaks that take at most `limit_s`, `best` first.
 
     The target is bisected twice: with the linear program alone, which is quick and almost exact, then with emitted
-    programs. A found program counts with its real peak, so the bisection need not be monotonic. Infeasible targets take
-    longest, so with `refused` fewer of them are tried.
+    programs. Each emitted program counts with its actual peak, which may differ from the target. Infeasible targets
+    take longest, so with `refused` fewer of them are tried.
     """
     low, high = working_set_bytes(search.program), best.peak
     start = high

@@ -51,7 +51,10 @@ class CommsInFlight:
     def required_joins(
         self, operator: Operator, also_read: Iterable[int] = (), recomputed: Iterable[int] = ()
     ) -> list[int]:
-        """Return the operators in flight that must be joined before an operator may run."""
+        """Return the operators in flight that must be joined before an operator may run.
+
+        `also_read` and `recomputed` are further storages that are read or written before the operator.
+        """
         if not self._running:
             return []
         changed = (*operator.writes, *operator.allocs)

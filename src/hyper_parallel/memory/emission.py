@@ -78,11 +78,11 @@ class Emitter:
         self.copies = InFlightCopies(program, self.ledger, gaps, self.reloads)
         self.copies.on_arrival = lambda s: self._await_arrival(s, self.copies.position)
         self.comms = CommsInFlight(program)
-        # Tiers that a storage may be evicted to.
+        # Number of tiers that a storage may be evicted to.
         self.num_host_tiers = 1 if machine.copy_out is None else 2
         for s, storage in enumerate(program.storages):
             if storage.at_start:
-                self.ledger.take(s, self.copies.homes[s])
+                self.ledger.allocate(s, self.copies.homes[s])
         self.evictions = {(g.storage, g.first): g for g in gaps if g.first >= 0}
         self.evictions_of: dict[int, list[int]] = {}
         for g in gaps:
@@ -149,7 +149,7 @@ class Emitter:
         return tuple(self.ledger.actions)
 
     def _clear(self) -> None:
-        """Release copies outside the home tier of a storage, which a cancelled eviction has left."""
+        """Release the copies outside a storage's home tier that cancelled evictions left behind."""
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:
@@ -194,7 +194,7 @@ class Emitter:
                 copies.finish(item)
         for i in rerun:
             for s in operators[i].allocs:
-                if "device" in valid[s]:  # its release waited for other ranks
+                if "device" in valid[s]:  # its release waited for a collective
                     ledger.emit("detach", s, "device")
             ledger.emit("recompute", i)
         for h in self.recomputes.helpers.get(position, ()):
@@ -301,7 +301,7 @@ class Emitter:
         if position > gap.last:
             return
         if self.comms and self.comms.cancel_release(s):
-            return  # other ranks still use it, so its eviction is cancelled
+            return  # a collective still uses it, so its eviction is cancelled
         early = position < gap.last
         if "device" in self.ledger.valid[s]:
             outgoing = [p for p in self.copies.outgoing if p.storage == s and p.detaches]

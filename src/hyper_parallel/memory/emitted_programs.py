@@ -17,9 +17,13 @@ from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import Recomputes
 from hyper_parallel.memory.rounding import ResidencyChoice, Rounding
 
-_DRAM_SHARES = (0.75, 0.5, 0.25)  # fractions of DRAM for storages that stay there, in turn
+_DRAM_SHARES = (
+    0.75,
+    0.5,
+    0.25,
+)  # fractions of DRAM to fill with storages that stay there, tried in turn
 _POLISHED_OPERATORS, _POLISH_PASSES = 300, 3  # programs of up to 300 operators are polished
-# Numbers of mean offloaded storages by which targets of the linear program are lowered; small programs try more.
+# Targets of the linear program are lowered by these multiples of the mean offloaded storage; small programs try more.
 _HEADROOMS, _FINER_HEADROOMS, _FAST_PROGRAM = (0, 2), (0, 1, 2, 4), 3000
 _ROUNDS = 6  # maximum of solutions of the linear program per lowered target
 # Every rank plans its own program while the others wait: a large one with collectives takes seconds per round.
@@ -131,8 +135,8 @@ def assign_tiers(
 ) -> list[Gap]:
     """Return the gaps of the chosen candidates, each with the tier to evict to.
 
-    DRAM is filled up to its share; then flash takes the storages with the longest idle time. All chosen candidates
-    count at once, an upper bound of the bytes in DRAM; replay gives the exact peak.
+    DRAM is filled up to its share; then flash takes the storages with the longest idle time. All chosen candidates are
+    assumed to be in DRAM at the same time, which is an upper bound; replay gives the exact peak.
 
     Args:
         program: Program with the storage sizes.
@@ -241,7 +245,7 @@ class Search:
 
     @property
     def _headrooms(self) -> tuple[int, ...]:
-        """Numbers of mean offloaded storages by which targets of the linear program are lowered."""
+        """Multiples of the mean size of an offloaded storage by which targets of the linear program are lowered."""
         if self._is_fast:
             return _FINER_HEADROOMS
         return _SHARED_HEADROOMS if self.program.communicates else _HEADROOMS

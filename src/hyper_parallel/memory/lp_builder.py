@@ -81,7 +81,7 @@ class LPBuilder:
         try:
             return self.model.solve(target_bytes, reserve)
         except SolverFailed as error:  # another target may still be solved
-            _LOG.warning("nothing is planned for %d bytes: %s", target_bytes, error)
+            _LOG.warning("no memory plan for a target of %d bytes: %s", target_bytes, error)
             return None
 
     def add_store(self, s: int, since: int, leaves: int) -> int:
@@ -132,7 +132,7 @@ class LPBuilder:
             self.model.add_sum_le([whole, fraction], self._store_of[whole])
 
     def _add_home(self, c: OffloadCandidate) -> int:
-        """Add the variable of a storage's fraction that is off the device at both ends of the step; return it."""
+        """Add the variable of the fraction of a storage that is off the device at both ends of the step; return it."""
         model, fraction = self.model, self.model.add_fraction()
         model.add_dram_bytes(fraction, 0, self.candidates.n, c.num_bytes)
         *inside, (low, high) = c.spans

@@ -21,7 +21,7 @@ MAX_CHAIN = 4
 
 @dataclass
 class Recomputes:
-    """Recomputed storages in one order of the operators, and when to run which operators again.
+    """Recomputed storages in one order of the operators, and the operators to run again at each position.
 
     Attributes:
         uses: Positions that access each storage, including reads by recomputed operators.
@@ -123,7 +123,7 @@ class ChainFinder:
         if producer < 0:
             return None
         op = program.operators[producer]
-        # A dead input with sibling results would restore those too, whatever their state is by then.
+        # Recomputing a dead input also recomputes the other results of its operator, which may be in any state by then.
         sole_result = len(op.allocs) == 1 or depth == MAX_CHAIN
         if not op.repeatable or op.writes or not sole_result:
             return None
@@ -158,7 +158,7 @@ class ChainFinder:
     def _better_retained(self, s: int, chain: Chain | None) -> bool:
         """Return whether a dead input `s` should be retained instead of recomputed by `chain`.
 
-        It should be if its chain is None, needs FLOPs, or would retain more bytes than `s` has.
+        True if `chain` is None, needs FLOPs, or would retain more bytes than `s` has.
         """
         if self.retained is not None:
             return s in self.retained

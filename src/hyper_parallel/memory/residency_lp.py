@@ -1,9 +1,9 @@
 """Linear program that minimizes the seconds of waits for copies, under a target of device bytes.
 
 It relaxes emission in two ways. Fractions of storages may be offloaded. Copied bytes are interchangeable: only the
-total of bytes that must be stored or reloaded by each position counts, not which storage they belong to. It keeps the
-bytes at every position, the traffic of both channels up to there, and the waits. Positions are sampled; each sample is
-the fullest position of its interval and stands for the others.
+total of bytes that must be stored or reloaded by each position counts, not which storage they belong to. Its rows state
+the bytes at each position, the traffic of both channels up to the position, and the waits. Positions are sampled; each
+sample is the fullest position of its interval and stands for the others.
 
 Linear programs are solved by HiGHS. Source: Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018.
 """
@@ -119,7 +119,9 @@ class LinearProgram:
         for name, value in {"output_flag": False, "threads": 1, **_TOLERANCES, **options}.items():
             solver.setOptionValue(name, value)
         if solver.passModel(lp) == highspy.HighsStatus.kError:
-            raise SolverFailed("HiGHS refuses the program: a number of it is not finite")
+            raise SolverFailed(
+                "HiGHS rejects the program, because it contains a number that is not finite"
+            )
         return solver
 
 
@@ -189,7 +191,7 @@ class ResidencyLP:
         self._absent, self._leave, self._final, self._due, self._longer, self._dram = (
             [dict[int, float]() for _ in range(count)] for _ in range(6)
         )
-        # Likewise: bytes being prefetched if every copy starts as late as possible, and bytes whose prefetch has begun.
+        # The same for bytes being prefetched if every copy starts as late as possible, and bytes of begun prefetches.
         self._coming, self._started = ([dict[int, float]() for _ in range(count)] for _ in range(2))
         self._longest_s = 0.0  # longest prefetch in seconds
         # Per direction of flash copies, seconds by fraction variable; and size to the variable of its DRAM buffer.
@@ -258,7 +260,7 @@ class ResidencyLP:
         self.add_prefetch(fraction, high, num_bytes, begins)
 
     def add_store(self, fraction: int, final: int, leaves: int, num_bytes: int) -> None:
-        """Add a store of a fraction that may begin at position `final`; its bytes leave at `leaves` if it has ended."""
+        """Add a store of a fraction, from `final` on; if it has ended, the bytes leave the device at `leaves`."""
         self._add(
             self._final[self._sample[final]], fraction, self._channel_units(self._store, num_bytes)
         )
@@ -297,7 +299,8 @@ class ResidencyLP:
 
         Args:
             target_bytes: Device bytes.
-            reserve: Position to bytes to keep free there; the key past the last position: bytes not to copy at the end.
+            reserve: Dict from position to bytes to keep free there. The key after the last position has the bytes that
+                must not be copied at the end of the step.
         """
         if not self._waits:
             self._num_fractions = len(self.lp.costs)
@@ -399,7 +402,7 @@ class ResidencyLP:
                 resident = {absent: 1.0, leaving: -1.0, early: -1.0, later[j]: 1.0}
                 self._byte_rows.append(lp.at_least(resident, -np.inf))
             before = (absent, leave, final, due, begun, coming, outbound, inbound)
-        # Prefetches that run while the compute lane waits need not begin before.
+        # A prefetch that runs while the compute lane waits need not begin before the wait.
         times = np.cumsum(self._between_s)
         lasts = np.searchsorted(times, times + self._longest_s).clip(max=count).tolist()
         for j, returning in enumerate(later):
@@ -407,7 +410,7 @@ class ResidencyLP:
             lp.at_least({returning: -unit_s[1], **waits}, 0.0)
         for fraction, samples, stall in self._stalls:
             lp.at_least({**{self._waits[j]: 1.0 for j in samples}, fraction: -stall}, 0.0)
-        # For the whole step, because these copies have no order
+        # Flash copies have no order in the program, so their seconds are limited over the whole step only.
         for via_flash in self._flash_seconds:
             if via_flash:
                 busy = {fraction: -seconds for fraction, seconds in via_flash.items()}

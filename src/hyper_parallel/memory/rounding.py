@@ -17,7 +17,7 @@ from hyper_parallel.memory.memory_machine import MemoryMachine
 from hyper_parallel.memory.recompute import ChainFinder, choose_recomputes
 from hyper_parallel.memory.residency_lp import LPOptimum
 
-# Decisions of each kind that may be flipped. With as many, small chains are within 10 % of exhaustive search.
+# Maximum number of decisions of each kind to flip. With 6, small programs are within 10 % of exhaustive search.
 _NUM_FRACTIONAL = 6
 _MAX_REFINEMENTS = 12  # maximum of refinements of the sampled positions per target
 _NEGLIGIBLE_WAIT = 1e-5  # fraction of the step
@@ -30,7 +30,7 @@ class ResidencyChoice:
 
     Attributes:
         candidates: Storages that can be offloaded, given that `recomputed` are recomputed.
-        offloaded: Those of the candidates that are offloaded.
+        offloaded: Candidates that are offloaded.
         profile: Device bytes at every position in the order of operators.
         recomputed: Storages to recompute.
         optimum: Fractional solution that was rounded.
@@ -162,7 +162,7 @@ class Rounding:
         return optimum is not None and optimum.seconds <= limit_s * (1 + 1e-9)
 
     def expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
-        """Return the seconds that the compute lane waits at every position by the linear program."""
+        """Return the seconds that the compute lane waits at every position according to the linear program."""
         result = np.zeros(len(self._order))
         result[choice.builder.model.positions] = self._expected_waits_s(choice)[:-1]
         return result
@@ -180,8 +180,8 @@ class Rounding:
     def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
         """Return a dict from position to the bytes that could be copied during the unexpected waits there.
 
-        A wait is unexpected if the linear program does not have it. That many bytes should be kept free at the
-        position, and at the sample before it.
+        A wait is unexpected if the optimum of the linear program does not include it. That many bytes should be kept
+        free at the position, and at the sample before it.
 
         Args:
             choice: Emitted choice.
@@ -197,7 +197,7 @@ class Rounding:
         return {position: num_bytes for position, num_bytes in by_position if num_bytes}
 
     def _expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
-        """Return, per sample, the seconds of waits by the linear program, without recomputation."""
+        """Return, per sample, the seconds of waits according to the linear program, without recomputation."""
         recompute_s = np.zeros(len(self._order))
         for position, seconds in choice.candidates.recomputes.added_seconds(self._program).items():
             recompute_s[position] = seconds

@@ -4,7 +4,7 @@ The compute lane issues the actions in program order. An operator on it takes it
 The other lanes are serial and work in the order of issue; a copy also waits for the copy that fills its source.
 Collectives are on `communication`. A `wait` or `join` waits on the compute lane for the copy or collective it names.
 Emission asks for the time at which an action would end, thousands of times per plan, so the clock applies one action at
-a time. A test holds it to the event simulation of the same actions.
+a time. A test compares it with the event simulation of the same actions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from hyper_parallel.sim import Schedule
 def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
     """Return the timeline of a plan's step: spans on all lanes, waits of the compute lane, and bytes in every tier.
 
-    Bytes change where an action is issued. The end includes copies that outlast the compute lane.
+    Bytes change when an action is issued. The end includes copies that outlast the compute lane.
     """
     program, residency = plan.program, Residency(plan.program)
     for s, storage in enumerate(program.storages):
         if storage.at_start:
-            residency.take(s, plan.homes[s])
+            residency.allocate(s, plan.homes[s])
     spans = list[Span]()
     counters = [Counter(tier, 0.0, live) for tier, live in residency.live.items()]
     clock = ProgramClock(program, machine)

@@ -112,12 +112,14 @@ def towers_of(
     return tuple(towers)
 
 
+def tower_kind(name: str) -> str | None:
+    """Return the kind of tower that a parameter's name names, `vision` or `audio`; None without one."""
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), None)
+
+
 def _kind(name: str) -> str | None:
     """Return the tower's name for a parameter name, or `projector`; None for the language part."""
-    for kind, pattern in _KINDS.items():
-        if pattern.search(name):
-            return kind
-    return "projector" if _PROJECTOR.search(name) else None
+    return tower_kind(name) or ("projector" if _PROJECTOR.search(name) else None)
 
 
 def _tower(

@@ -33,7 +33,7 @@ _MOST_PIECES: Final = 6
 
 Between stages a rank can run more urgent actions, and the stages of a large microbatch can run on several ranks.
 
-Chosen on drawn cases on 8 devices (benchmarks/multimodal_schedule.py); more stages lengthen the search.
+Chosen on random cases on 8 devices (benchmarks/multimodal_schedule.py); more stages lengthen the search.
 """
 
 
@@ -53,7 +53,8 @@ class SubModel:
         input_grad: Time of the input gradient (I) relative to the forward (F).
         weight_grad: Time of the weight gradient (W) relative to the forward.
         speedup: Number of devices to the speed on them, relative to one device.
-        readers: Number of first language layers that read an encoder's features; more than one for deepstack.
+        readers: Number of language layers, counted from the first, that read an encoder's features; more than one for
+            deepstack.
     """
 
     name: str
@@ -88,11 +89,11 @@ class SubModel:
                 seconds * factor,
                 seconds * factor * self.input_grad,
                 seconds * factor * self.weight_grad,
-                activation_bytes=round(held * share),
-                weight_grad_input_bytes=round(held * share),
+                activation_bytes=round(activation * share),
+                weight_grad_input_bytes=round(activation * share),
                 reduce_grad_s=reduce_s,
             )
-            for seconds, held in zip(self.forward_s, self.activation_bytes, strict=True)
+            for seconds, activation in zip(self.forward_s, self.activation_bytes, strict=True)
         ]
 
 
@@ -117,9 +118,9 @@ class Choice:
 
     Attributes:
         width: Devices of each language rank.
-        own: Devices that run encoders only, each a rank.
-        copies: Language ranks with copies of the encoders, counted from the first.
-        stages_per_rank: Language stages of a rank: 1 for a chain, 2 for a V.
+        own: Number of devices that run only encoders; each is a rank.
+        copies: Number of language ranks, counted from the first, that have copies of the encoders.
+        stages_per_rank: Language stages of a rank: 1 for a chain, 2 for a V-shaped schedule.
         split: Whether backwards are split into I and W.
         order: Order of microbatches: `given`, `light` or `heavy` encoder costs first, or `mixed`: the lightest quarter,
             which starts the pipeline soon, then the heavy ones.
@@ -418,7 +419,7 @@ class _Plan:
 
     @cached_property
     def _max_bytes(self) -> tuple[int, ...]:
-        """Bytes of memory that each rank has in addition to the states of its sub-models."""
+        """Bytes of memory of each rank that the states of its sub-models leave free."""
         memory = [self._devices.memory_bytes * width for width in self.widths]
         for rank, layers in zip(self._places, self._layers, strict=True):
             memory[rank] -= -(-self._language.state_bytes * layers // self._language.layers)
@@ -458,7 +459,8 @@ class _Plan:
     def work_bound(self) -> int:
         """Lower bound of the step in nanoseconds for any split of layers and microbatches.
 
-        It is the larger of all work spread over all devices, and one microbatch from end to end.
+        The bound is the larger of two times: that of all work divided evenly over the devices, and that of one
+        microbatch from end to end.
         """
         (width, own, copies, _), n = self._key, self._devices.count
         language_s, shared_s, alone_s = self._language_s * width, 0.0, 0.0
@@ -526,11 +528,11 @@ class _Plan:
         }
 
     def _order(self, order: str) -> list[int]:
-        given = list(range(len(self._language.forward_s)))
-        light = sorted(given, key=lambda i: sum(e.forward_s[i] for e in self._encoders))
+        microbatches = list(range(len(self._language.forward_s)))
+        light = sorted(microbatches, key=lambda i: sum(e.forward_s[i] for e in self._encoders))
         few = len(light) // 4
         mixed = light[:few] + light[few:][::-1]
-        return {"given": given, "light": light, "heavy": light[::-1], "mixed": mixed}[order]
+        return {"given": microbatches, "light": light, "heavy": light[::-1], "mixed": mixed}[order]
 
     def _problem(self, split: bool) -> ListProblem:
         graph, homes, costs, _ = self._graph
@@ -551,7 +553,7 @@ class _Plan:
     def assignment(
         self, variant: _Variant, end: int, lower: int, tried: tuple[int, int]
     ) -> Assignment:
-        """Return the result of the search with the schedule of a variant."""
+        """Return the `Assignment` of a variant, the result of the search."""
         split, order, reduce_first = variant
         problem = self._problem(split)
         arranged = problem.arrange(self._order(order), self._max_bytes, reduce_first)

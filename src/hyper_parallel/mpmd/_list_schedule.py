@@ -40,7 +40,7 @@ def list_schedule(
     order: Sequence[int] | None = None,
     reduce_first: bool = False,
 ) -> Schedule:
-    """Return a compute-only schedule in the order of list scheduling.
+    """Return the compute-only schedule that list scheduling produces.
 
     Args:
         graph: Stages; a stage whose microbatches run on several ranks must be in `copied`.
@@ -163,7 +163,7 @@ class _Rank:
 
 
 class _Arrangement:
-    """Run of list scheduling; the rules are at the top of the file."""
+    """Run of list scheduling, by the rules in the module docstring."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Arrangement:
         self._ranks = [_Rank(0, 0, 0, [0] * m, [0] * m, [], ([], [], [], [])) for _ in range(count)]
         self._limits, self._reduce_first = max_bytes, reduce_first
         self._links: dict[tuple[int, int], int] = {}
-        # By F or backward, stage and microbatch: number of missing inputs, and arrival of the latest input so far.
+        # Indexed by [F or backward][stage][microbatch]: number of missing inputs, arrival of the latest input so far.
         self._missing = [
             [[len(p.before[s])] * m for s in p.stages],
             [[1 + len(p.after[s])] * m for s in p.stages],
@@ -306,7 +306,7 @@ class _Arrangement:
         yield r
 
     def _hold(self, rank: _Rank, kind: int, stage: int, i: int) -> None:
-        """Change the held bytes of a rank to those at the end of an action."""
+        """Update the bytes that a rank holds by the bytes that an action allocates or frees."""
         activation, kept = self._p.held[stage][i]
         change = (activation if self._p.trained[stage] else 0, kept - activation, -kept)[kind]
         position = self._position[i]

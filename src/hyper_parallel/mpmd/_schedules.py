@@ -81,7 +81,7 @@ def one_f_one_b(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 
 
 def interleaved(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
-    """Append 1F1B over v stages per rank, microbatches in rounds of m / max(1, m // p).
+    """Append 1F1B over v stages per rank, with the microbatches in rounds of size `round` = m / max(1, m // p).
 
     Bubble (p-1)(tf+tb)/v when p divides m; min(m v, 2 (p - rank - 1) + (v - 1) round + 1) stage inputs in flight.
     """

@@ -201,7 +201,8 @@ def _read(strategy: Strategy, microbatches: int) -> Schedule:
 def forward_schedule(strategy: Strategy, microbatches: int) -> Schedule:
     """Return a forward-only schedule for evaluation, for any number of microbatches.
 
-    A rank computes in the order of stage + microbatch. Inputs come from a smaller sum, so there is no deadlock.
+    Each rank runs its forwards by ascending sum of stage index and microbatch index. The input of a forward comes from
+    a forward with a smaller sum, so ranks cannot deadlock.
     """
     rows = []
     for rank in range(strategy.pp):

@@ -27,7 +27,7 @@ from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.sim import simulate
 
 _Event: TypeAlias = Action | tuple[Action, int]
-"""Completed action; a gradient reduction also has its rank. For the stages that wait for it, I counts as B."""
+"""Completed action; a gradient reduction also has its rank. I is stored as B: both provide the input gradient."""
 
 
 def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Iterator[_Event]]:
@@ -150,8 +150,8 @@ def schedule_tasks(
     Args:
         schedule: Schedule that passes `verify`, with or without communication; only deadlocks are detected here.
         costs: One per stage, or one per stage and microbatch.
-        overlap: Time of an OVERLAP_F_B, run as one task, over the sum of its parts' times. None: the parts run one
-            after the other, and each sends its result when it ends.
+        overlap: Time of an OVERLAP_F_B as a fraction of the sum of its parts' times; it is then one task. None: the
+            parts run one after the other, and each sends its result when it ends.
         transfer_s: Transfers between ranks; for a missing edge, the send times in the sender's cost apply.
 
     Raises:

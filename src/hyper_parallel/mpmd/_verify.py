@@ -39,7 +39,7 @@ def verify(
     Args:
         schedule: Schedule with or without communication.
         max_in_flight: Limit of (stage, microbatch) activations in flight on a rank: one number, or one per rank.
-        rendezvous: Whether to check for deadlock with sends that block until their receives, too.
+        rendezvous: Whether to check for deadlock also with sends that block until they are received.
         costs: Costs as for `schedule_tasks`, for `max_bytes`.
         max_bytes: Limit of `held_bytes`: one number, or one per rank.
 
@@ -67,7 +67,7 @@ def verify(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the maximum number of activations in flight on each rank, from F to B or W.
+    """Return the maximum number of activations in flight on each rank; each is in flight from its F to its B or W.
 
     The activations of a frozen stage live only during F.
     """

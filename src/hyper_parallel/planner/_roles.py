@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding, overrides
-from hyper_parallel.ir import Plan
+from hyper_parallel.ir import Plan, divisors
 from hyper_parallel.planner._role_prices import Learner, Roles, Split, rows_of
 from hyper_parallel.planner.plan_builder import require_fit, search, to_plan
 from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.refusals import check_legal
 from hyper_parallel.planner.request import PlanRequest
-from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import format_bytes, format_seconds
 

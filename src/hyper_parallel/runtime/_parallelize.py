@@ -49,7 +49,7 @@ def parallelize(
         average: Average the gradients of `loss.backward()` over data-parallel ranks (`data_share`), as
             `DistributedDataParallel` does. Suits loops whose loss is the mean over a rank's own data. False: sum them.
             Has no effect on `forward_backward`.
-        one_order: Every rank calls the submodules in the order of the first steps and equally often, except that it may
+        one_order: Whether every rank calls the submodules in the order of the first steps and equally often; it may
             skip some in a step. False: order and number of calls may differ between ranks in any step, which costs one
             exchange between hosts per module that FSDP gathers.
         sync_replicas: False: run no collectives, and leave the sum of gradients to the caller; only for replicas that
@@ -205,7 +205,7 @@ def _save_pretrained(
     for name, allowed in _DEFAULTS.items():
         if kwargs.get(name, allowed) != allowed:
             raise BadValue(
-                f"`save_pretrained` of a parallelized model does not take `{name}`",
+                f"`save_pretrained` of a parallelized model does not support `{name}`",
                 got=f"{name}={type(kwargs[name]).__name__}"
                 if name == "state_dict"
                 else f"{name}={kwargs[name]!r}",

@@ -35,7 +35,7 @@ def _referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
 
 
 def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
-    """Yield the closure variables and globals of a function and its callees, and the members of such containers."""
+    """Yield the closure variables and globals of a function and its callees, and the members of their containers."""
     seen.add(id(step))
     values: list[Any] = []
     if isinstance(step, partial):

@@ -48,7 +48,7 @@ _POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
 
 
 class Hosts:
-    """Liveness flag of each machine, in the store of the process group.
+    """Liveness flags of the machines, in the store of the process group.
 
     Args:
         store: The store.
@@ -96,7 +96,7 @@ class Hosts:
             f"{n} (ranks {m * ranks_each} to {m * ranks_each + ranks_each - 1})"
             for n, m in zip(names, missing, strict=False)
         ]
-        where = f"{os.environ.get('MASTER_ADDR')}, where the ranks have met,"
+        where = f"the rendezvous host {os.environ.get('MASTER_ADDR')}"
         return HostLost(
             f"the connection to {', '.join(lost) or where} is lost",
             where=f"rank {self._rank} on {socket.gethostname()}",
@@ -312,7 +312,7 @@ class World:
         return self._groups[tuple(mesh.mesh.flatten().tolist())]
 
     def close(self) -> None:
-        """Wait for the other ranks, leave the world, and destroy the groups that this value has created.
+        """Wait for the other ranks, leave the world, and destroy the groups that this object has created.
 
         A rank that leaves earlier would close connections that slower ranks are still opening.
         """
@@ -428,7 +428,9 @@ def launched_rank() -> tuple[int, int, int]:
             raise _incomplete(f"`{name}` is not a number", f"{name}={text}")
     rank, world_size, local_rank = (int(text) for text in variables.values())
     if rank >= world_size:
-        raise _incomplete("there is no such rank", f"RANK={rank}, WORLD_SIZE={world_size}")
+        raise _incomplete(
+            "`RANK` is not below `WORLD_SIZE`", f"RANK={rank}, WORLD_SIZE={world_size}"
+        )
     return rank, world_size, local_rank
 
 

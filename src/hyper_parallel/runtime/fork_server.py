@@ -21,11 +21,13 @@ from hyper_parallel.errors import DeviceUnavailable, ForkUnsafe, RankFailed
 if TYPE_CHECKING:
     import torch
 
-_OMP_PAUSE_SOFT: Final = 1  # settings stay
+_OMP_PAUSE_SOFT: Final = 1  # the runtime keeps its settings
 _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
 _LONGEST_WAIT_S: Final = 2.0  # idle BLAS workers spin for about 30 ms before they sleep
 _BETWEEN_LOOKS_S: Final = 0.002
-_QUIET_LOOKS: Final = 5  # catches a thread that computes with short pauses
+_QUIET_LOOKS: Final = (
+    5  # polls that must find every thread asleep, because a computing thread may pause
+)
 
 
 def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
@@ -40,7 +42,7 @@ def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
         raise RankFailed(
             f"rank {rank} of {world_size} could not be started; the others were stopped",
             got=error.strerror,
-            hint="fewer ranks, or a higher limit of processes and memory (ulimit -u, ulimit -v)",
+            hint="start fewer ranks, or raise the limits of processes and memory (ulimit -u, ulimit -v)",
         ) from error
 
 
@@ -163,7 +165,7 @@ def device_of_rank(kind: str, local_rank: int) -> torch.device:
         if multiprocessing.parent_process() is None:
             raise
         raise ForkUnsafe(  # the driver of a device does not survive a fork
-            f"local rank {local_rank} cannot start its {kind} device",
+            f"local rank {local_rank} cannot initialize its {kind} device after a fork",
             got=(str(error).splitlines() or [""])[0],
             allowed=f"ranks of a process that has not used {kind} itself",
             hint="start the ranks with torchrun",

@@ -233,7 +233,7 @@ def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) 
     """
     if ranks > capacity.num_ranks:
         raise DeviceUnavailable(
-            f"{ranks:,} ranks would be started on this machine, which runs {capacity.num_ranks:,}",
+            f"{ranks:,} ranks would be started on this machine, which can run at most {capacity.num_ranks:,}",
             where=where,
             got=f"{ranks} ranks, {capacity.limit}",
             allowed=f"1..{capacity.num_ranks}",

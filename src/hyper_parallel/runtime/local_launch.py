@@ -57,7 +57,7 @@ INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 
 _GRACE_S: Final = 2.0
 _GRACE_OF_KILLED_S: Final = 0.5  # a killed rank writes no record to wait for
-_QUIET_POLL_S: Final = 2.0  # without deadlines; the end of a rank is noticed at once
+_QUIET_POLL_S: Final = 2.0  # without deadlines; the end of a rank ends the wait at once
 _POLL_S: Final = 0.25  # detects a frozen rank well within a second after its deadline
 _LINES_OF_STACK: Final = 16  # number of lines in an error; the log contains the full stack
 _STACKS_S: Final = 0.5
@@ -343,7 +343,10 @@ def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
 
 
 def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
-    """Signal ranks to write their stacks to their logs; kill the other ranks before stopped ones continue."""
+    """Signal ranks to write their stacks to their logs.
+
+    A stopped rank can only write after SIGCONT, so all others are killed first, lest the step continue.
+    """
     for process in ranks.values():
         os.kill(process.pid, signal.SIGUSR1)
     time.sleep(_STACKS_S)

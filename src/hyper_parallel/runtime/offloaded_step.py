@@ -178,7 +178,7 @@ def offload(
     """
     if (budget is None) == (max_slowdown is None):
         raise BadValue(
-            "one goal is needed", got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
+            "offload needs exactly one goal", got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
             allowed="budget or max_slowdown", hint='hp.offload(step, budget="24GiB")',
         )  # fmt: skip
     models = models_of(step) if model is None else _as_list(model)
@@ -273,7 +273,7 @@ class OffloadedStep:
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
         replicas = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        # Remaining eager steps; DDP reorders its buckets in the second
+        # Number of eager steps left; with DDP there are two, because the second one reorders its buckets.
         self._plain = 2 if replicas else 1
         self._zeroes_first = False
         self.plan: MemoryPlan | None = None
@@ -281,10 +281,10 @@ class OffloadedStep:
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._owned, self._empty = partial(gathered_parameters, sharded), list[weakref.ref[Any]]()
         device = self._compute_device = self._parameters[0].device
-        # Kernels of an accelerator use a float32 rate; kernels of a CPU use Python's double.
+        # Optimizer kernels of an accelerator use a float32 learning rate; CPU kernels use Python's double.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         for group in groups:
-            # Adam rejects a tensor rate in this case; its step counter in Python is refused later.
+            # Adam rejects a learning rate in a tensor in this case; its step counter in Python is refused later.
             number = "betas" in group and group.get("foreach") and not group.get("capturable")
             if not number and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
@@ -302,12 +302,12 @@ class OffloadedStep:
         facts = ((v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in leaves)
         key = nest, tuple(facts)
         refuse_odd_arguments(leaves)
-        if self._plain:  # SGD has no state after it either
+        if self._plain:  # a counter, because SGD has no state even after a step
             self._plain -= 1
             # On a CPU this mode does not move tensors.
             with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
-                # Storages freed by FSDP, which allocates them again
+                # Storages that FSDP has freed and will allocate again.
                 self._empty = mode.emptied_storages
             return result
         if key not in self._planned:
@@ -359,7 +359,7 @@ class OffloadedStep:
         )
         if any(t.untyped_storage()._cdata in unread for t in captured.state.values()):
             raise CaptureUnsupported(
-                "the step reads gradients of the step before it",
+                "the step reads gradients of the previous step",
                 hint="end the step with `optimizer.zero_grad(set_to_none=True)`",
             )
         self._planned[key] = _Planned(captured, self._plan_step(captured))
@@ -418,7 +418,7 @@ class OffloadedStep:
         if self._device is None:
             yield
         else:
-            with self._device[1].materialized():
+            with self._device[1].materialize_state():
                 yield
 
     def lent(self) -> AbstractContextManager[None]:

@@ -140,13 +140,13 @@ class HeartbeatWriter:
         return self._numbers[1]
 
     def begin_step(self, step: int | None) -> None:
-        """Publish the begin of a step; None for work outside steps, such as an evaluation or a checkpoint."""
+        """Publish the start of a step; None for work outside steps, such as an evaluation or a checkpoint."""
         self._numbers[2] += step is not None
         self._numbers[3:] = [step or 0, 0]
         self.begin_phase("begin")
 
     def begin_phase(self, phase: str) -> None:
-        """Publish the begin of a phase."""
+        """Publish the start of a phase."""
         numbers = self._numbers
         numbers[1] += 1
         numbers[4] += phase == "forward"
@@ -352,7 +352,7 @@ class Hang:
 class HangDetector:
     """Hang detector that polls the heartbeats of a machine.
 
-    Of the time between two polls, at most two seconds count, so a pause of the whole machine is no hang.
+    At most two seconds of the time between two polls count, so a pause of the whole machine is no hang.
 
     Args:
         board: Heartbeat slots of the ranks.
@@ -434,7 +434,7 @@ class WaitReporter:
         if idle_s >= self._next_s:
             self._next_s *= 2
             where = "; ".join(self.places())
-            sys.stderr.write(f"no rank has moved for {idle_s:.0f} s: {where}\n")
+            sys.stderr.write(f"no rank has made progress for {idle_s:.0f} s: {where}\n")
 
     def places(self) -> list[str]:
         """Return the position of every rank that has published a heartbeat, one line each."""
@@ -461,7 +461,8 @@ def hang(
     gone = tuple(rank for rank, state in states.items() if _is_one_of(state, _GONE))
     culprits = stopped + gone or tuple(rank for rank in states if rank not in waiting)
     lines = {
-        slot: f"rank {first + slot} {_doing(beats[slot], state)} since {idle_s[slot]:.0f} s, in {beats[slot]}"
+        slot: f"rank {first + slot} {_doing(beats[slot], state)} "
+        f"(no progress for {idle_s[slot]:.0f} s), in {beats[slot]}"
         for slot, state in states.items()
     }
     description = "all ranks wait in collectives, which do not match or wait for another machine"
@@ -476,7 +477,7 @@ def _doing(beat: Heartbeat, state: str) -> str:
         return "is stopped by a signal"
     if _is_one_of(state, _GONE):
         return "has ended without an error message"
-    return beat.note or "does not move"
+    return beat.note or "reports no position"
 
 
 def _is_one_of(state: str, states: str) -> bool:

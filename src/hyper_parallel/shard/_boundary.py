@@ -59,7 +59,7 @@ class TokenCut:
     tokens: Number  # T, tokens of one context-parallel rank
     piece: Number  # n, tokens of one tensor-parallel rank between blocks
     spans: Number  # tokens of all sequences if each is sharded over y, padding included
-    ring: Number = 1  # places n of the context-parallel ring
+    ring: Number = 1  # places of the context-parallel ring
     ulysses: Number = 1  # Ulysses ranks at each place
     # sharding of each sequence; None: all ring rounds count, also those outside of a sliding window
     sequence: SequenceCut | None = None
@@ -80,7 +80,7 @@ class TokenCut:
         return self.x * self.y
 
     def rounds(self, window: int | None) -> Number:
-        """Return the number of ring rounds that send keys and values, with a sliding window or None."""
+        """Return the number of ring rounds that send keys and values; `window` is None for full attention."""
         return self.ring - 1 if self.sequence is None else len(self.sequence.distances(window))
 
 

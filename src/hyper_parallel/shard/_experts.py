@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
-from hyper_parallel.ir import Layout, Strategy
-from hyper_parallel.shard._fit import Param, divisors, module_of
+from hyper_parallel.ir import Layout, Strategy, divisors
+from hyper_parallel.shard._fit import Param, module_of
 from hyper_parallel.shard._rules import WHOLE
 
 EXPERTS = "experts"
@@ -33,7 +33,7 @@ def mark_experts(params: list[Param]) -> list[Param]:
     """Return the parameters with styles set for experts (`experts`) and their sibling modules (`replicate`).
 
     Parameters with a rule keep their style. Routed experts are modules named `experts` and parameters with an expert
-    dim. The router and other direct members of the same block act on each token independently.
+    dim. The router and other direct members of the same block act on each token alone, so they are replicated.
     """
     marked = [
         replace(p, style=EXPERTS)

@@ -80,6 +80,7 @@ class Sizes:
 
 
 def module_of(name: str) -> str:
+    """Return the name of the module that contains a parameter or module."""
     return name.rpartition(".")[0]
 
 
@@ -92,12 +93,8 @@ def rule_hint(rules: Mapping[str, str]) -> str:
     return f"'parallel.rules={{{', '.join(f'{p}: {s}' for p, s in rules.items())}}}'"
 
 
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
 def is_covered(params: list[Param]) -> bool:
-    """Return whether every parameter except norms has a rule with which the residual stream can be sharded."""
+    """Return whether every parameter except norms has a rule that allows a sharded residual stream."""
     return all(
         _is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE)
         for param in params
@@ -105,7 +102,7 @@ def is_covered(params: list[Param]) -> bool:
 
 
 def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters, with style `whole` for each one without an implemented rule; add a note that names these.
+    """Return the parameters, with style `whole` where no implemented rule exists, and add a note with their names.
 
     Raises:
         UnsupportedSharding: HP205 if no parameter would be sharded, or with two axes, ep, pp or latents, which need a
@@ -169,7 +166,7 @@ def _is_norm(param: Param) -> bool:
 
 
 def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters with embedding and head replicated if the vocabulary does not divide over the ranks."""
+    """Return the parameters, with embedding and head replicated if the ranks do not divide the vocabulary."""
     rows = {p.shape[0] for p in params if p.style in ("vocab", "head")}
     if not rows or all(size % sizes.tp == 0 for size in rows | {sizes.vocab_size}):
         return params
@@ -211,7 +208,7 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
 
 
 def check_widths(params: list[Param]) -> None:
-    """Raise UnsupportedSharding (HP205) if a colwise width in a layer has no rowwise projection, or vice versa."""
+    """Raise UnsupportedSharding (HP205) if a colwise projection has no rowwise one of its width, or vice versa."""
     layers: dict[str, list[Param]] = {}
     for param in params:
         if len(param.shape) == 2 and param.role != "kv_heads":

@@ -1,6 +1,6 @@
 """Tensor-parallel axes that shard each weight, with one axis or two.
 
-A block (attention or MLP) uses the P = tp_x * tp_y ranks in one of these ways, its shape; with one axis it is 1d:
+The shape of a block (attention or MLP) is its use of the P = tp_x * tp_y ranks; with one axis it is 1d:
 
     shape    colwise [out, in]       rowwise [out, in]       activations between blocks
     1d       [out:tp_x.tp_y, in]     [out, in:tp_x.tp_y]     [T/P, D]
@@ -8,7 +8,7 @@ A block (attention or MLP) uses the P = tp_x * tp_y ranks in one of these ways, 
     weight   [out:tp_x.tp_y, in]     [out:tp_y, in:tp_x]     [T/P, D], weights gathered over y
 
 The residual stream is [T/tp_x, D/tp_y] if all matrices of all layers are in 2d blocks, else [T/P, D]. In the first case
-its norms are sharded over y.
+the norms of the residual stream are sharded over y.
 
 Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, sections 3.2.2 and 3.2.3 (2-D weight-stationary and
 weight-gathered layouts).

@@ -131,7 +131,7 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
     if whole_stream:
         if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(
-                "every rank of this model holds all tokens, so blocks have no gather to split into chunks",
+                "`overlap.tp` needs sharded tokens, but every tensor-parallel rank of this model holds all tokens",
                 got=f"overlap={sizes.strategy.overlap}",
                 changes={"overlap.tp": "none"},
             )

@@ -82,8 +82,8 @@ def match(pattern: str, name: str) -> str | None:
 def applies(rule: Rule, param: str) -> str | None:
     """Return the part of a parameter name to which a rule applies: the parameter or a module; None if it does not.
 
-    The pattern of a sharding style must name the module that owns the parameter, or the parameter. Styles without
-    sharding, and `experts`, also apply to all submodules.
+    A rule with a sharding style must name the parameter or the module that owns it. A rule with `experts` or a style
+    without sharding also applies to all submodules.
     """
     owner = match(rule.pattern, param)
     if owner is None or "." not in param[len(owner) + 1 :]:

@@ -2,8 +2,8 @@
 
 Key and value projections with fewer heads than ranks are replicated, and each head is computed on several ranks. A
 packed projection with equal parts that divide is sharded part by part: each rank has the rows that it uses, and nothing
-is exchanged. FSDP then shards the columns, which must divide; a bias has no columns. Other packed projections are
-sharded into equal slices of all rows, and ranks exchange columns of the output.
+is exchanged. FSDP then shards the columns, so their number must divide and the projection must have no bias. Other
+packed projections are sharded into equal slices of all rows, and ranks exchange columns of the output.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from hyper_parallel.ir import (
     Part,
     Strategy,
     Workload,
+    divisors,
     equal_parts,
     gate_up_parts,
     qkv_parts,
 )
 from hyper_parallel.shard._boundary import TokenCut
-from hyper_parallel.shard._fit import Param, Sizes, divisors, rule_hint
+from hyper_parallel.shard._fit import Param, Sizes, rule_hint
 from hyper_parallel.shard._grid import block_shape, exchanges_rows
 
 PACKED = ("qkv", "gate_up")
@@ -112,7 +113,7 @@ def _check_blocks(strategy: Strategy, workload: Workload) -> None:
     """Raise HP205 if blocks cannot gather and scatter their tokens in chunks or over symmetric memory."""
     s, chunks = strategy, strategy.overlap.tp_chunks
     features = {
-        "one rank": (s.tp == 1, f"tp={s.tp}"),
+        "one tensor-parallel rank": (s.tp == 1, f"tp={s.tp}"),
         "half-batches": (s.overlap.half_batch, "overlap.ep=half-batch"),
         "a second tensor-parallel axis": (s.tp_y > 1, f"tp_y={s.tp_y}"),
         "re-gathered inputs": (s.gathered_inputs == "re-gather", "gathered_inputs=re-gather"),
@@ -206,7 +207,7 @@ def _role(param: Param, sizes: Sizes) -> str | None:
 
 
 def _width(param: Param) -> int:
-    """Return the width of the block that a parameter with role `width` shards."""
+    """Return the full width that tensor parallelism divides, such as that of an MLP; for role `width`."""
     return param.cut_size // (2 if param.style == "gate_up" else 1)
 
 
@@ -271,7 +272,8 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
         changes = {"parallel.tp_x": s.tp_x, "parallel.tp_y": 1, "parallel.dp_shard": wider}
     allowed = [f"tp_x={x} tp_y={y}" for x, y in pairs] + [f"shapes {a}/{m}" for a, m in shapes]
     return NotDivisible(
-        f"{axes} = {degree} does not divide {dimension}={size} with shapes {_shown(s)}/{s.mlp_shape}",
+        f"{axes} = {degree} does not divide {dimension}={size} "
+        f"with attention shape {_shown(s)}, MLP shape {s.mlp_shape}",
         got=f"{dimension}={size}, tp_x={s.tp_x}, tp_y={s.tp_y}",
         allowed=", ".join(allowed) or None,
         changes=changes,
@@ -331,7 +333,7 @@ def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> P
         elif apart and biased:
             reason = "it has a bias"
         elif apart and shards > 1:
-            reason = "torch cannot assemble a parameter sharded by FSDP, parts and a second axis together"
+            reason = "torch cannot gather a parameter with stacked parts that FSDP and two more axes shard"
         elif not apart and param.shape[0] % s.tp:
             reason = f"its {param.shape[0]} rows are not divisible by {s.tp} ranks"
         if reason is not None:

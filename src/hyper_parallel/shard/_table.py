@@ -57,8 +57,8 @@ def _mirrored(
 ) -> Iterator[Boundary]:  # fmt: skip
     """Yield a collective of forward and its transpose in backward.
 
-    With `redone`, recomputation runs it again. Without `resident`, backward runs it again if the strategy frees
-    gathered inputs.
+    With `redone`, recomputation runs the forward collective again. Without `resident`, backward runs it again if the
+    strategy frees gathered inputs.
     """
     yield Boundary(
         kind, axes, ranks, elements, purpose, format, forward=calls,
@@ -109,9 +109,9 @@ def block_boundaries(
 def block_program(
     strategy: Strategy, kv_heads: int, hidden_cut: bool, *, keys: bool = False
 ) -> dict[Purpose, Boundary]:
-    """Return a dict from purpose to each collective of a block's forward; elements are 0.
+    """Return the collectives of a block's forward, by purpose; their `elements` are 0.
 
-    `kv_heads` is 0 for an MLP. With `keys`, the input projection is one of keys or values. For other arguments see
+    `kv_heads` is 0 for an MLP. With `keys`, the input projection is a key or value projection. For other arguments see
     `block_boundaries`.
     """
     s = strategy
@@ -187,7 +187,7 @@ def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
 
 
 def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator[Boundary]:
-    """Yield the all-reduce of a vocabulary-parallel embedding; a reduce-scatter if it can wait for the first layer."""
+    """Yield the reduction of a vocabulary-parallel embedding: all-reduce, or with `waits` the first layer's scatter."""
     if waits:
         stream = cut.tp * cut.piece * hidden
         yield from _mirrored("reduce_scatter", TP, cut.tp, stream, Purpose.SEQUENCE_SCATTER)

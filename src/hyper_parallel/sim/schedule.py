@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 class Schedule:
     """Clock that gives each appended task its earliest start; a lane runs one task at a time, in append order.
 
-    All times have one unit. Integer nanoseconds are exact, seconds as exact as floating point.
+    All times must have the same unit. Integer nanoseconds are exact, seconds as exact as floating point.
 
     Attributes:
         free: End of the last task, by lane.

@@ -44,14 +44,14 @@ CONTEXT: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "Ascend": {"enable_graph_kernel": True, "graph_kernel_flags": "--kernel_generator=DVM"},
 }
-"""Device to the settings of MindSpore that switch fusion on. The row of Ascend was not run."""
+"""Device to the settings of MindSpore that enable fusion. The Ascend row is untested."""
 
 JIT_LEVEL: Final[Mapping[str, str]] = {"CPU": "O0", "Ascend": "O1"}
-"""Device to the optimization level of graphs, `jit_level`. The CPU ignores higher ones; Ascend's row was not run."""
+"""Device to the optimization level of graphs, `jit_level`. The CPU ignores higher ones; the Ascend row is untested."""
 
 
 FORMS: Final = {"aten.div.Scalar": "real_div", "aten.div.Tensor": "real_div"}
-"""Operator to the function of `kernels` that AKG fuses, where it does not fuse that of `OPERATORS`."""
+"""Operator to a function of `kernels` that AKG can fuse, if AKG cannot fuse the function in `OPERATORS`."""
 
 ELEMENTWISE: Final = tuple(
     f"aten.{name}.{overload}"
@@ -89,7 +89,7 @@ def without_broadcasts(program: StepProgram) -> StepProgram:
 
 
 def _narrow_values(program: StepProgram) -> set[int]:
-    """Return the results of `expand` and of elementwise operators on them that no operator reads at full size."""
+    """Return the results of `expand`, and of elementwise operators on those, that no operator needs expanded."""
     shapes, readers = program.shapes(), defaultdict[int, list[Node]](list)
     derived = set()  # values that are constant along an expanded dimension
     for node in program.nodes:
@@ -103,7 +103,7 @@ def _narrow_values(program: StepProgram) -> set[int]:
     narrow: set[int] = set()
 
     def broadcasts(node: Node) -> bool:
-        """Return whether an operator accepts narrow arguments."""
+        """Return whether an operator accepts arguments that are not expanded."""
         result = node.results[0]
         others = (r.index for r in refs(node.args) if r.index not in derived)
         full = any(shapes[n] == shapes[result] for n in others)
@@ -139,7 +139,7 @@ class KernelFolder:
 
     @contextmanager
     def building(self, log: Path) -> Iterator[None]:
-        """Build kernels into the folder; AKG shares its work and its locks through the working directory.
+        """Build kernels into the folder; AKG's processes share work and locks through the working directory.
 
         AKG writes a line per kernel to standard output: these lines are appended to the file `log`. Workers of AKG
         write all their lines to the file of the first call, so the programs of a run share one.
@@ -148,7 +148,7 @@ class KernelFolder:
             yield
 
     def kernels(self) -> tuple[FusedKernel, ...]:
-        """Return the kernels of several operators that were built, those with most operators first."""
+        """Return the built kernels that fuse several operators, those with most operators first."""
         built = (self._folder / "akg_kernel_meta").glob("*.so")
         kernels = [_read(path.with_suffix(".info")) for path in built]
         fused = (kernel for kernel in kernels if len(kernel.operators) > 1)

@@ -1,8 +1,8 @@
 """MindSpore functions of the table `OPERATORS`.
 
 Each function takes the arguments of the ATen operator, with tensors of MindSpore, data types of MindSpore, and tuples
-in place of lists. Shapes are static, so `x.shape` is a constant while a graph is compiled. MindSpore compiles the text
-of a function once per call; a function with `constexpr` is run instead, and a primitive is a node of the graph.
+in place of lists. Shapes are static, so `x.shape` is a constant while a graph is compiled. MindSpore compiles a
+function at every call. It runs a function decorated with `constexpr` instead, and a primitive becomes a graph node.
 """
 
 from __future__ import annotations
@@ -491,7 +491,7 @@ def constant_pad_nd(x, pad, value=0.0):
 
 @ops.constexpr
 def _padding(shape, pad):
-    """Return the window that negative numbers leave, and the positive ones, if there are any."""
+    """Return begin and size of the slice that negative padding leaves, and the positive padding or ()."""
     begins, sizes = [0] * len(shape), list(shape)
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         axis = len(shape) - 1 - i
@@ -552,7 +552,7 @@ def scatter_add(x, dim, index, source):
 
 
 def _order(x, indices):
-    """Return the indexed dimensions, and the others."""
+    """Return the dimensions of `x` that have an index, and the other dimensions."""
     indexed, others = (), ()
     for i in range(x.ndim):
         if i < len(indices) and indices[i] is not None:
@@ -563,7 +563,7 @@ def _order(x, indices):
 
 
 def _rows(x, indices):
-    """Return x with the indexed dimensions as one row dimension in front, and the index into the rows."""
+    """Return `x` with the indexed dimensions merged into a first dimension, and the index into this dimension."""
     indexed, others = _order(x, indices)
     linear, rows = 0, 1
     for i in indexed:
@@ -575,7 +575,7 @@ def _rows(x, indices):
 
 
 def _front(x, indices):
-    """Return the number of dimensions in front of those of the indices, in a result of `index`."""
+    """Return the number of dimensions of a result of `index` that precede the dimensions of the indices."""
     indexed, _ = _order(x, indices)
     adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
     return indexed[0] if adjacent else 0
@@ -619,7 +619,7 @@ def index_put(x, indices, values, accumulate=False):
 
 
 def _taps(x, weight, padding, dilation):
-    """Return the padded part of x under each column of the weight."""
+    """Return, for each column of the weight, the part of padded `x` that it multiplies."""
     padded = constant_pad_nd(x, (padding[0], padding[0]))
     length = padded.shape[2] - dilation[0] * (weight.shape[2] - 1)
     parts = ()
@@ -692,7 +692,7 @@ def after(x, previous):
 
 
 # --- copies of memory plans -----------------------------------------------------------------------------------------
-# The memory of a CPU is the host's, so copies are simulated there. The branch of Ascend was not run.
+# The memory of a CPU is the host's, so copies are simulated there. The Ascend branch is untested.
 
 SIMULATES_COPIES = ms.get_context("device_target") == "CPU"
 
@@ -740,10 +740,10 @@ def all_to_all(x, receive, send, group):
 
 
 def dtype(name: str) -> Any:
-    """Return MindSpore's data type of torch's name."""
+    """Return the data type of MindSpore for torch's name of the type."""
     return ms.bool_ if name == "bool" else getattr(ms, name)
 
 
 def tensor(array: Any) -> Tensor:
-    """Return a tensor of a numpy array."""
+    """Return a tensor of MindSpore with the values of a numpy array."""
     return Tensor.from_numpy(array)

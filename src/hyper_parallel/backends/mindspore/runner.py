@@ -32,7 +32,7 @@ from hyper_parallel.backends.program_runner import CompiledProgram
 from hyper_parallel.backends.step_program import StepProgram
 
 _DEVICE: Final = "CPU"
-"""Device of the ranks; others were not run."""
+"""Device of the ranks; other devices are untested."""
 
 _SCHEDULER: Final = "import mindspore as ms; ms.set_device('CPU'); ms.communication.init('mccl')"
 """Program of the process with which ranks register; it ends when they have ended."""
@@ -42,7 +42,7 @@ class MindSporeRunner:
     """MindSpore on the CPU of this rank.
 
     Args:
-        groups: Name to the group of ranks, as `kernels` describes it.
+        groups: Dict from name to group of ranks, in the form described in `kernels`.
         scheduler: Process with which the ranks have registered, on the rank that started it.
         kernels: Folder of generated kernels, with fusion.
     """
@@ -81,15 +81,15 @@ class MindSporeRunner:
         return Tensor(array)
 
     def array(self, value: Any) -> NDArray[Any]:
-        """Return a tensor as an array."""
+        """Return a tensor as a numpy array."""
         array: NDArray[Any] = value.asnumpy()
         return array
 
     def close(self, *, failed: bool) -> None:
         """Release the process and the files of this rank.
 
-        After a failure, the scheduler is killed. Otherwise it is left running: the other ranks need it to end, and it
-        ends after the last of them. Files of generated kernels are deleted; loaded kernels keep working.
+        After a failure, the scheduler is killed. Otherwise it is left running: other ranks need it until they end, and
+        it ends after the last of them. Files of generated kernels are deleted; loaded kernels keep working.
         """
         if self._kernels is not None:
             self._kernels.remove()
@@ -132,7 +132,7 @@ def join(
                 [sys.executable, "-c", _SCHEDULER], env=environ,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
-            atexit.register(process.kill)  # also where an error ends this rank
+            atexit.register(process.kill)  # also if an error ends this rank
         os.environ |= {**common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
     kernels = _kernel_folder(rank, ranks, agree) if fuse else None
     ms.set_device(_DEVICE)
@@ -147,11 +147,11 @@ def join(
 
 
 def _kernel_folder(rank: int, ranks: int, agree: Callable[[str | None], str]) -> KernelFolder:
-    """Return the folder of generated kernels that the ranks of this job share; rank 0 deletes it in the end."""
+    """Return the folder of generated kernels that the ranks of this job share; rank 0 deletes it at the end."""
     own = tempfile.mkdtemp(prefix="hyper_parallel_kernels_") if rank == 0 else None
     shared = agree(own) if ranks > 1 else str(own)
     folder = KernelFolder(Path(shared), owned=rank == 0)
-    atexit.register(folder.remove)  # also where an error ends this rank
+    atexit.register(folder.remove)  # also if an error ends this rank
     return folder
 
 
@@ -180,7 +180,7 @@ def _free_port() -> int:
 
 
 def _function(path: Path) -> Callable[..., Any]:
-    """Return the function of a generated module; MindSpore reads its text from the file."""
+    """Return the function of a generated module; MindSpore reads its source from the file."""
     name = f"step_program_{path.stem}"
     spec = spec_from_file_location(name, path)
     assert spec is not None

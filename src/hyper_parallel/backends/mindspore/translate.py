@@ -19,8 +19,8 @@ def to_source(
 
     Args:
         program: The program.
-        groups: Name to the group of ranks, as `kernels` describes it.
-        forms: Operator to the function of `kernels`.
+        groups: Dict from name to group of ranks, in the form described in `kernels`.
+        forms: Dict from operator to the name of a function of `kernels`.
     """
     numbers = [*(i for i, _ in program.inputs.values()), *program.constants]
     parameters = ", ".join(f"v{i}" for i in numbers)
@@ -50,7 +50,7 @@ def to_source(
 
 
 def _call(node: Node, forms: Mapping[str, str], previous: str) -> str:
-    """Return the line of an operator; a collective waits for the value of the previous one."""
+    """Return the source line of an operator; a collective waits for `previous`, the result of the collective before."""
     if node.op in OWN:
         return f"v{node.results[0]} = k.{node.op.split('.')[1]}({', '.join(map(_text, node.args))})"
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}

@@ -370,9 +370,9 @@ class FixedPasses(Passes):
 class GrowingPasses(Passes):
     """Passes of one text by any model, with a cache that grows with the text.
 
-    The model returns the state for its next pass (keys and values, or a recurrent state) under the name of the
-    argument of its forward. Without such a state, or if cached passes were measured to differ from a pass over the
-    full text, every pass recomputes the full text.
+    The model returns the state for its next pass (keys and values, or a recurrent state) under the name of the forward
+    argument that takes it. Without such a state, or if cached passes were measured to differ from a pass over the full
+    text, every pass recomputes the full text.
 
     Args:
         model: Model of texts, or of texts with media.
@@ -503,7 +503,7 @@ def passes_of(model: Any, slots: int, length: int) -> Passes:
             "beyond the original training length, this model's results depend on the longest sequence of the batch",
             got=f"{length} tokens",
             allowed=f"at most {max_length} tokens of prompt and continuation",
-            hint="fewer new tokens, or one prompt at a time",
+            hint="use fewer new tokens, or one prompt at a time",
         )
     if slot_cache_refusal(model):
         properties = known_properties(model)

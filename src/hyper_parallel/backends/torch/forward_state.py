@@ -1,9 +1,9 @@
 """Reset of module state that a forward pass changes and no checkpoint contains, so that passes are independent.
 
-Rotary embeddings of `rope_type: dynamic` store the longest text of earlier passes and its frequencies. The history of a
-rank, an evaluation or a resume would then change the results of a run. The reset restores the state before the first
-call at the start of every call, so that the module is a function of its inputs. This also holds when recomputation or a
-pipeline runs passes in another order.
+Rotary embeddings of `rope_type: dynamic` store the length of the longest earlier text and frequencies for it. The
+history of a rank, an evaluation or a resume would then change the results of a run. The reset restores the state before
+the first call at the start of every call, so that the module is a function of its inputs. This also holds when
+recomputation or a pipeline runs passes in another order.
 """
 
 from __future__ import annotations

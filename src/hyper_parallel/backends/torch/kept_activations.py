@@ -105,8 +105,8 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
     """Return two sequence lengths, both within or both beyond the sliding window of the model.
 
-    Beyond the window, attention has a mask and saves repeated keys and values. With the window between the two lengths,
-    this jump would be measured as a slope.
+    Beyond the window, attention saves more per token: a mask, and repeated keys and values. With one length on each
+    side of the window, this jump would be measured as a slope.
     """
     window = getattr(text_config(model), "sliding_window", None)
     if isinstance(window, int) and _LONG[0] < window <= _LONG[1]:
@@ -162,7 +162,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 class _Run:
     """Forward pass of a model on meta tensors, with its measurements.
 
-    They are the bytes saved for backward, the number of operators, and the number of input rows of a layer's experts.
+    The pass measures the bytes saved for backward, the number of operators, and the input rows of a layer's experts.
     """
 
     def __init__(
@@ -298,14 +298,14 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return an output of the right shape; save the inputs, the output and the log-sum-exp."""
+        """Return a tensor of the output's shape; save it, the inputs and a tensor for the log-sum-exp."""
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1]).float())
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Return gradients of the right shapes."""
+        """Return tensors of the shapes of query, key and value as their gradients."""
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 

@@ -17,8 +17,8 @@ def derive_seed(*parts: int) -> int:
 def rank_seed(model: nn.Module, seed: int) -> int:
     """Return the seed of a rank, from which `derive_seed` makes the seed of each step.
 
-    Tensor-parallel ranks with replicated activations must draw equal random numbers. They share a seed derived from
-    `seed`, and this function records it in their state. Other ranks draw a seed from the current random state.
+    Tensor-parallel ranks with replicated activations must draw equal random numbers. They get equal seeds, derived from
+    `seed`, and `same_random` of their tensor-parallel state is set. Other ranks draw a seed from the random state.
 
     Args:
         model: A model that passed through `parallelize`.

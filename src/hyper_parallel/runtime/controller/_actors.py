@@ -22,7 +22,7 @@ _PLACED_S: Final = 60.0
 _ENDED_S: Final = 5.0
 """Seconds to wait for killed actors to end."""
 _STOPPED: Final = ("t", "T")
-_GONE: Final = ("", "X", "Z")  # states of processes, proc(5)
+_GONE: Final = ("", "X", "Z")  # states of ended processes, proc(5)
 
 
 class RoleActor(Rank):
@@ -33,7 +33,7 @@ class RoleActor(Rank):
         return os.getpid()
 
     def begin(self, spec: RoleSpec, rank: int, environment: dict[str, str], threads: int) -> None:
-        """Set the environment of a rank of a role; the call `BIRTH` constructs its object later."""
+        """Set the environment of a rank of a role; its first call, `BIRTH`, constructs the object of the role."""
         import torch
 
         os.environ.update(environment)
@@ -153,7 +153,7 @@ class ActorRanks:
                 f"a rank of role `{spec.name}` was lost at its start\n{error}"
             ) from error
 
-    def give(self, number: int, method: str, arguments: str) -> None:
+    def start_call(self, number: int, method: str, arguments: str) -> None:
         """Start a call on every rank."""
         self.running = {
             actor.answer.remote(number, method, arguments): rank
@@ -186,7 +186,7 @@ class ActorRanks:
             is_local = self._hosts[rank] == socket.gethostname()
             stopped = is_local and process_state(self._pids[rank]) in _STOPPED
             state = "is stopped by a signal" if stopped else "has not answered"
-            lines.append((not stopped, f"rank {rank} {state} since {silent_s:.0f} s"))
+            lines.append((not stopped, f"rank {rank} {state} (no progress for {silent_s:.0f} s)"))
         (first, first_line), *other_lines = sorted(lines)
         return first_line, tuple(line for _, line in other_lines), not first
 

@@ -94,7 +94,7 @@ class Role:
         self._running: RoleCall | None = None
         self._answers: dict[int, dict[str, Any]] = {}
         self._polled_at = self._silent_s = 0.0
-        self._raised_s: float | None = None  # silence in seconds when the first rank had raised
+        self._raised_s: float | None = None  # seconds without an answer when the first rank raised
         self._failure: HyperParallelError | None = None
         self._begin_unless_recorded(size)
 
@@ -184,7 +184,7 @@ class Role:
             )
         if ranks > (self.controller.engine.most_ranks or ranks):
             raise Contradiction(
-                f"role `{self.name}` asks for {ranks} ranks, and the engine `inline` has one for each role",
+                f"role `{self.name}` requests {ranks} ranks, but the engine `inline` has one rank per role",
                 got=f"ranks={ranks}",
                 allowed="ranks=1",
                 hint="Controller(engine='processes')",
@@ -203,7 +203,7 @@ class Role:
     def _run(self, call: RoleCall) -> None:
         self._running, self._answers, self._raised_s = call, {}, None
         self._silent_s, self._polled_at = 0.0, time.monotonic()
-        self._ranks.give(call.number, call.method, call.arguments)
+        self._ranks.start_call(call.number, call.method, call.arguments)
 
     def _take(self, call: RoleCall) -> None:
         """Mark the running call as answered, once all ranks have answered it."""
@@ -224,7 +224,7 @@ class Role:
                 description = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
                 return CallFailed(f"{description}\n{answer['trace']}", where=str(call))
             if "no_json" in answer:
-                return _no_json(f"what `{self.name}.{call.method}` returns", answer["no_json"])
+                return _no_json(f"the result of `{self.name}.{call.method}`", answer["no_json"])
         return None
 
     def _poll(self, call: RoleCall, lost: str | None) -> None:

@@ -75,7 +75,7 @@ class Journal:
         """Remove and return the record of a call; None when it has no record.
 
         Args:
-            role: Name of the role; None: a choice of `first`.
+            role: Name of the role; None: a choice of `Controller.first`.
             number: Number of the call in the role, or of the choice.
             method: Name of the method; for call 0 the class.
             arguments: Arguments as JSON.
@@ -133,7 +133,7 @@ class Journal:
                     time.sleep(_POLL_S)
                     continue
                 raise RunInUse(
-                    "another controller writes this journal, or a rank of it has not ended",
+                    "another controller, or a rank that it has started, still holds this journal",
                     where=str(self._path),
                     hint=f"fuser -v {self._path}",
                 ) from error

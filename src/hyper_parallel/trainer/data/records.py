@@ -238,7 +238,10 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
         kind = "JSON" if KINDS.get(suffix, "json") == "json" else suffix[1:].upper()
         line = _undecodable_line(path)
         raise NoData(
-            f"a {kind} file is not UTF-8 text", where=f"{path}:{line}", got=error.reason
+            f"a {kind} file is not UTF-8 text",
+            where=f"{path}:{line}",
+            got=error.reason,
+            hint=line_command(path, line),
         ) from error
     except OSError as error:
         raise NoData(
@@ -392,6 +395,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
             "a JSON record has too many values",
             where=f"{path}:{number}",
             allowed=f"at most {_MOST_VALUES:,} values",
+            hint=line_command(path, number),
         )
     try:
         return _DECODER.decode(text)
@@ -488,7 +492,10 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
                 yield where, row
         except csv.Error as error:
             where = f"{path}:{rows.reader.line_num}"
-            raise NoData("a line of a table cannot be read", where=where, got=str(error)) from error
+            hint = line_command(path, rows.reader.line_num)
+            raise NoData(
+                "a line of a table cannot be read", where=where, got=str(error), hint=hint
+            ) from error
 
 
 def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:

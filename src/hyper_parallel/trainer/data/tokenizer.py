@@ -281,7 +281,9 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
         return str(read_json(older, Limits(num_bytes=_TEMPLATE_BYTES))["chat_template"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = "the chat template of the processor cannot be read"
-        raise NoData(problem, where=str(older), got=str(error)[:120]) from error
+        raise NoData(
+            problem, where=str(older), got=str(error)[:120], hint="data.chat_template=FILE"
+        ) from error
 
 
 def _read_template(path: Path) -> str:

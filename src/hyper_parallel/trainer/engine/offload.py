@@ -370,7 +370,7 @@ class PlannedSteps:
         Raises:
             BudgetImpossible: HP402 when the budget does not suffice.
         """
-        with self._device.materialized(self._spill), self._spill:
+        with self._device.materialize_state(self._spill), self._spill:
             yield
             self._reshard()  # parameters gathered by an evaluation
         self._spill.restore_all()

@@ -38,7 +38,7 @@ def probe_attention_calls(
 
 
 def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -> None:
-    """Make position embeddings that get positions [S] counted over local tokens, as in BART, use `position_ids()`."""
+    """Make position embeddings that count the local tokens, as in BART, use `position_ids()` instead."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         local = kwargs.get("position_ids")

@@ -7,7 +7,7 @@ the complete softmax, and blocks are independent.
 A block runs on torch's flash attention kernels for CPU and CUDA if they support it, otherwise on matrix products.
 
 Shapes: B batch, H query heads, G key heads (a divisor of H; head h uses key head h // (H / G)), Q queries of the block,
-N keys of it, K head dim, V head dim of the values.
+N keys of the block, K head dim, V head dim of the values.
 
 Sources: Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022, FlashAttention, algorithms 1 and 4; Dao 2023,
 FlashAttention-2; Liu et al. 2023, Ring Attention, section 3.

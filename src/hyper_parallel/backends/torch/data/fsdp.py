@@ -35,7 +35,7 @@ def shard_data_parallel(
 ) -> tuple[nn.Module, ...]:
     """Wrap experts, layers and the root with FSDP.
 
-    Without mixed precision, modules whose parameters are on one data- and context-parallel rank only stay unwrapped.
+    Without mixed precision, modules with parameters on a single data- and context-parallel rank stay unwrapped.
 
     Args:
         model: The model; changed in place.
@@ -149,7 +149,7 @@ def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
 
 
 def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
-    """Raise HP205 for outputs hidden in an opaque object: FSDP detects backward by the gradients of outputs."""
+    """Raise HP205 for outputs inside an opaque object, where FSDP cannot add the hooks that detect backward."""
     leaves = tree_leaves(output)
     if not torch.is_grad_enabled() or any(
         isinstance(x, Tensor) and x.requires_grad for x in leaves

@@ -36,7 +36,7 @@ class HalvedUnit:
 
     def begin(self, parts: int, previous: UnitPass | None) -> UnitPass:
         """Gather the parameters for a forward pass in parts, after the pass of the previous layer has begun."""
-        # Without arguments: FSDP would reduce gradients after the backward of the first part.
+        # Passing no arguments keeps FSDP from reducing gradients after the backward of the first part.
         self.state._pre_forward(self.layer, (), {})
         return UnitPass(self, parts, previous)
 
@@ -49,7 +49,7 @@ class UnitPass:
     """
 
     def __init__(self, unit: HalvedUnit, parts: int, previous: UnitPass | None) -> None:
-        """Make a pass.
+        """Create a pass.
 
         Args:
             unit: The unit.
@@ -74,13 +74,13 @@ class UnitPass:
         return state._cast_output_dtype(state._register_pre_backward_hook(output))
 
     def gather_for_backward(self) -> None:
-        """Gather the parameters for backward; no effect if they are."""
+        """Gather the parameters for backward; no effect if they are gathered already."""
         self._unit.state._pre_backward(None)
 
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, whose gradients tell when the backward of a part has left the layer."""
+        """Return the arguments with a hook on their gradients, which runs when a part's backward has left the layer."""
         leaves, structure = tree_flatten((args, kwargs))
         trained = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad

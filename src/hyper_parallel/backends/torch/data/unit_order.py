@@ -241,7 +241,7 @@ class UnitOrder:
     def _fill_forward(self, number: int) -> None:
         """Take part in the gather of a unit that this rank does not run."""
         unit = self._units[number]
-        if unit.group.is_unsharded:  # on every rank alike
+        if unit.group.is_unsharded:  # equal on all ranks
             return
         self._check_fill(unit)
         unit.methods["pre_forward"](None, (), {})
@@ -423,7 +423,7 @@ def order_units(
     unskippable: Sequence[str],
     one_order: bool,
 ) -> None:
-    """Make all ranks run FSDP's collectives in the same order, by a `UnitOrder`; `one_order` is its `learns`.
+    """Make all ranks run FSDP's collectives in the same order, by a `UnitOrder`; `one_order` is passed as `learns`.
 
     `unskippable` has the names of the modules.
     """

@@ -2,8 +2,8 @@
 
 A module of routed experts is called as `experts(hidden [N, D], index [N, k], weights [N, k])`. Its forward is wrapped
 on the instance: tokens are dispatched, and the unmodified forward runs on the received rows with this rank's experts.
-In this call, `num_experts` is their number and all weights are one. The sender combines the results with its weights.
-Biases, clamps, activations and the grouped GEMM are those of the model.
+In this call, `num_experts` is the number of local experts and all weights are one. The sender combines the results with
+its weights. Biases, clamps, activations and the grouped GEMM are those of the model.
 
 With ep = 1, a rank has all experts and runs the unmodified forward on its own tokens. Under tensor parallelism, its own
 tokens are its part of the sequence. Routing works per position, so nothing is gathered. The gradients of router and
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.experts._dispatch import (
     Capacity,
+    ExpertWork,
     attach_zero_gradients,
     dispatch,
     scatter_rows,
@@ -34,7 +35,7 @@ from hyper_parallel.backends.torch.experts.routing import (
     count_rows,
     is_first_forward,
 )
-from hyper_parallel.backends.torch.tensor.gradients import use_local_parameters
+from hyper_parallel.backends.torch.tensor.gradients import to_local, use_local_parameters
 from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
@@ -220,10 +221,23 @@ class _Forward:
             finally:
                 self.module.num_experts = num_experts
 
+        def local_weights() -> list[Tensor]:
+            tp = self.state.tokens.tp
+            return [to_local(p, tp and tp.gradients) for p in self.module.parameters()]
+
         layer = self.state.layers[self.name]
         chunks = 1 if capacity is not None else self.state.chunks
         results = dispatch(
-            hidden, index, num_experts, group, capacity, layer, work, computed, load, chunks
+            hidden,
+            index,
+            num_experts,
+            group,
+            capacity,
+            layer,
+            ExpertWork(work, local_weights),
+            computed,
+            load,
+            chunks,
         )
         results = results.view(*index.shape, hidden.shape[1])
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)

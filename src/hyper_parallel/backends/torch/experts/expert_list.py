@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.experts._dispatch import (
+    ExpertWork,
     attach_zero_gradients,
     dispatch,
     scatter_rows,
@@ -77,7 +78,7 @@ class _ExpertSlot:
         return self._calls(self._expert, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        raise self._calls.refusal(f"is read inside, at `{name}`")
+        raise self._calls.refusal(f"is not only called: its block reads the attribute `{name}`")
 
 
 class ExpertList(SlotList):
@@ -190,7 +191,7 @@ class ListBlock:
             self.state.group,
             None,
             layer,
-            work,
+            ExpertWork(work, self.experts.parameters),
             chunks=self.state.chunks,
         )
         parts = results.split(sizes) if sizes else ()
@@ -236,7 +237,7 @@ class _MemoizedForward:
 
 
 def _identity(value: Any) -> Any:
-    """Return a key that differs if an argument is another object or, for a tensor, other memory or a later version."""
+    """Return a key of an argument, equal only for the same object or, for tensors, the same memory and version."""
     if not isinstance(value, Tensor):
         return id(value)
     view = value.data_ptr(), value.shape, value.stride(), value.dtype
@@ -244,5 +245,5 @@ def _identity(value: Any) -> Any:
 
 
 def _version(value: Tensor) -> int:
-    """Return the number of in-place changes of a tensor so far; 0 for an inference tensor, which does not count."""
+    """Return the number of in-place changes of a tensor; 0 for an inference tensor, which does not count them."""
     return 0 if value.is_inference() else value._version

@@ -156,7 +156,7 @@ class _Stub(nn.Module):
 
 
 class _DecoderOutput:
-    """Output of the stub decoder: hidden states, router logits under each name that models use, otherwise None."""
+    """Output of the stub decoder: hidden states, router logits for attributes named `*router*`, None for all others."""
 
     def __init__(self, logits: tuple[Tensor, ...]) -> None:
         self.last_hidden_state = torch.zeros(1, _TOKENS, 1, dtype=torch.float64)

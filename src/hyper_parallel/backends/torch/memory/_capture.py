@@ -2,8 +2,8 @@
 
 Capture works on real and on fake tensors. It includes graph breaks, autograd and the optimizer, because it sits below
 all of them. A view is recorded as an address. Only operators that allocate or write bytes become part of the program.
-For a DTensor, the operators on its local shard are recorded. When its owner resizes a storage (FSDP frees and refills
-gathered parameters that way), the recorded storage ends and a fresh allocation begins.
+For a DTensor, the operators on its local shard are recorded. When the owner of a storage resizes it (FSDP frees and
+refills gathered parameters that way), the recorded storage ends and a fresh allocation begins.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hyper_parallel.backends.torch.memory._captured import (
     Captured,
     Named,
     as_view,
+    device_and_host_storages,
     refuse_layouts,
     refuse_leaks,
     resize_error,
     storages_in,
     views_in,
-    where_it_runs,
 )
 from hyper_parallel.backends.torch.memory._collectives import (
     SYNCHRONISATION_OPS,
@@ -156,7 +156,7 @@ class StepCapture:
         return storage is not None and self._entries[storage].num_bytes == base.nbytes()
 
     def _record_refill(self, tensor: torch.Tensor, former: int | None) -> int:
-        """Record that the owner of a tensor has resized its storage, as a new allocation; return its index.
+        """Record a storage that its owner has resized as a new allocation, and return the index of the new storage.
 
         The storage with the index `former` ends.
         """
@@ -382,7 +382,7 @@ class StepCapture:
             entry.at_end = True
             if not entry.at_start:
                 entry.kind = "output"
-        device, on_host = where_it_runs(self._entries)
+        device, on_host = device_and_host_storages(self._entries)
         self._untracked.refuse_state_changes(self._operators, self._state, self._make_resident)
         refuse_leaks(self._entries, self._find, self._named, self._make_resident)
         for key, (tensor, _) in self._named.items():

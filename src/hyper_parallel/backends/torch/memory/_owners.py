@@ -40,7 +40,7 @@ class _StubMixin:
                 raise StepChanged(
                     "a memory plan manages this tensor, so it is empty outside of the planned step",
                     where=f"`{getattr(func, '__name__', func)}`",
-                    hint="use it inside `with device.materialized():`, or read a copy with `device.read_state(name)`",
+                    hint="use it inside `with step.materialized():`",
                 )
             out = func(*args, **(kwargs or {}))
             if _has_no_bytes(out):  # the result is the stub's own storage, as of `.data`
@@ -126,7 +126,7 @@ class Owners:
             raise StepChanged(
                 f"`{self._name(self._captured.owners[changed][0])}` no longer has the storage "
                 "that it had in the recorded step",
-                hint="change its values in place (`tensor.copy_(...)`), inside `with device.materialized():`",
+                hint="change its values in place (`tensor.copy_(...)`), inside `with step.materialized():`",
             )
 
     def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
@@ -143,7 +143,7 @@ class Owners:
                 )
 
     def make_stubs(self) -> None:
-        """Turn the owner tensors into stubs, because a device owns their bytes from now on."""
+        """Turn the owner tensors into stubs, because a planned device owns their bytes from now on."""
         storages, inputs = self._captured.program.storages, self._captured.input_storages
         tensors = [*self._captured.state.values(), *(tensor for _, tensor in self._captured.owners)]
         emptied = [t for t in tensors if not t.untyped_storage().nbytes()]
@@ -181,7 +181,7 @@ class Owners:
             if s in self._written:
                 raise StepChanged(
                     f"`{self._name(s)}` was modified between two steps, but the step modifies it too",
-                    hint="change it with `device.write_state`, or inside `with device.materialized():`",
+                    hint="change it inside `with step.materialized():`",
                 )
             yield s, tensor
             self._input_state[index] = s, tensor, tensor._version

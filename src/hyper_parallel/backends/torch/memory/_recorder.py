@@ -34,9 +34,9 @@ from hyper_parallel.backends.torch.memory.operators import (
     Entry,
     Storages,
     count_flops,
-    tensors_in,
     written_leaves,
 )
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.ir import (
     Collective,
     Extent,
@@ -47,12 +47,13 @@ from hyper_parallel.ir import (
     Purpose,
     StorageKind,
     replay,
+    round_up,
 )
 
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:
     """Return the tensors of an operator that other ranks read or write."""
-    # The first tensor of its operators is the one that all ranks share
+    # Of an operator of FSDP, only the first tensor is read or written by other ranks.
     if func.namespace == "fsdp":
         return tensors[:1]
     return tensors if func.namespace in COMMUNICATION else []
@@ -355,7 +356,7 @@ class Peak:
 
 
 _LISTED = 12
-"""Largest tensors of a peak that are listed: as many lines as half a terminal holds."""
+"""Number of the largest tensors that are listed for a peak: half the lines of a terminal."""
 
 
 def peak_of(recording: Recording) -> Peak:
@@ -367,7 +368,7 @@ def peak_of(recording: Recording) -> Peak:
     for position, action in enumerate(actions):
         if action.kind == "run":
             scratch_bytes = program.operators[action.target].scratch_bytes
-            workspace[position] = sum(-(-n // unit) * unit for n in scratch_bytes)
+            workspace[position] = sum(round_up(n, unit) for n in scratch_bytes)
     totals = [a + b for a, b in zip(replayed.profile, workspace, strict=True)]
     most = max(totals)
     position = totals.index(most)

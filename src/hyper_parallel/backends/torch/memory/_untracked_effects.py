@@ -283,7 +283,7 @@ class PythonValues:
             now = getattr(owner, key, None)
             if now is not tensor and was_read(tensor):
                 raise CaptureUnsupported(
-                    f"the step replaces the tensor `{name}.{key}`, and the program would go on reading the old one",
+                    f"the step replaces the tensor `{name}.{key}`, but planned steps would read the old tensor",
                     hint=f"change it in place: `self.{key}.copy_(...)`",
                 )
         for owner, name, before in self._inspected.values():
@@ -297,13 +297,13 @@ class PythonValues:
                         hint="run all microbatches of an update in one step, which ends with the update",
                     )
                 raise CaptureUnsupported(
-                    f"the step changes `{key}` of {name}, which is not a tensor: the program would repeat one value",
+                    f"the step changes `{key}` of {name}, which is not a tensor: planned steps would repeat one value",
                     got=f"{before[key]} before the step, {after.get(key)} after it"[:200],
                     hint="keep it in a tensor that is changed in place, such as a buffer",
                 )
         if self._random != _random_state():
             raise CaptureUnsupported(
-                "the step draws random numbers of Python or NumPy: the program would repeat those of one step",
+                "the step draws random numbers of Python or NumPy, which every planned step would repeat",
                 hint="draw them with torch (`torch.rand`), or outside of the step, as an input",
             )
 

@@ -22,14 +22,15 @@ from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
 from hyper_parallel.backends.torch.memory.hardware import has_room
-from hyper_parallel.backends.torch.memory.operators import numbers_read, tensors_in
+from hyper_parallel.backends.torch.memory.operators import numbers_read
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096
 """Number of sampled elements of a tensor, to distinguish rounding from another value; an estimate."""
 _CHUNK: Final = 1 << 20
 """Words of a large tensor per chunk of its digest, which needs 24 MiB of workspace on the tensor's device."""
-_CACHED: Final = 1 << 16  # on the host: they stay in its cache
+_CACHED: Final = 1 << 16  # words per chunk on the host, small enough for its cache
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ULPS: Final = 4
 """Tolerance in units in the last place of a tensor's largest value, when two eager runs differ."""
@@ -201,7 +202,7 @@ class _RecordedDecisions(OperatorMode):
 def size_error(func: Any, got: tuple[int, ...] | None, allowed: Sequence[int]) -> StepChanged:
     """Return the error for a result whose data-dependent size differs from the recorded one."""
     return StepChanged(
-        f"`{func}` returns a result of another size than in the captured step",
+        f"the size of a result of `{func}` differs from the captured step",
         got=got,
         allowed=tuple(allowed),
         hint="the size depends on the data: multiply by a mask instead of indexing with it, or pad; "

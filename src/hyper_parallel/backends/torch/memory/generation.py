@@ -204,7 +204,7 @@ class PlannedSlots(FixedPasses):
         return plans
 
     def begin(self) -> None:
-        """Open the device under the plan of the prompt step."""
+        """Move the state to the planned device of the prompt step."""
         if self.limits.flash is not None:
             self._files = self._stack.enter_context(run_folder(self.limits.flash, "generate"))
         self._planned_device = self._open(0)
@@ -215,7 +215,7 @@ class PlannedSlots(FixedPasses):
         )
 
     def enter_decode(self) -> None:
-        """Switch the device to the plan of the decode step, unless that plan is active; the state moves along."""
+        """Move the state to the planned device of the decode step, unless that one is active."""
         assert self._planned_device is not None
         if len(self._plans) > 1 and self._planned_device.plan is self._plans[0]:
             self._planned_device.close()

@@ -1,8 +1,8 @@
 """Storages, and captured operator calls: a torch operator with tensors replaced by views of numbered storages.
 
 The unit is the storage (one allocation), tracked by a weak reference: it is live exactly as long as Python and autograd
-reference it. When its owner resizes a storage (FSDP frees and refills gathered parameters that way), it ends and a
-fresh one begins.
+reference it. When the owner of a storage resizes it (FSDP frees and refills gathered parameters that way), the recorded
+storage ends and a fresh one begins.
 
 Collectives are ordinary operators on the group of their capture, but their call only begins them, and a plan places
 their waits. All collectives are ordered, so every rank issues them in the order of its capture.
@@ -24,8 +24,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.ir import Phase, Storage, StorageKind
+from hyper_parallel.ir import Phase, Storage, StorageKind, round_up
 
 _CPU = torch.device("cpu")
 
@@ -102,7 +103,7 @@ class Storages:
         Args:
             tensor: A tensor on the storage.
             entry: Properties of the storage; this method sets bytes and device.
-            watch: The owner may resize the storage, so `end_resized` compares its size.
+            watch: Whether the owner may resize the storage, so that `end_resized` compares its size.
         """
         base = tensor.untyped_storage()
         key = base._cdata
@@ -123,13 +124,13 @@ class Storages:
             self._watched[key] = (self._refs[key], entry.num_bytes)
         number = self._numbers[key] = len(self.entries)
         self.entries.append(entry)
-        self._live += self._rounded(entry.num_bytes)
+        self._live += round_up(entry.num_bytes, self._alignment)
         self.peak_bytes = max(self.peak_bytes, self._live)
         return number
 
     def _end(self, key: int) -> None:
         number = self._numbers.pop(key)
-        self._live -= self._rounded(self.entries[number].num_bytes)
+        self._live -= round_up(self.entries[number].num_bytes, self._alignment)
         if self._ended is not None:
             self._ended(number)
 
@@ -182,9 +183,6 @@ class Storages:
         self.entries = [replace(self.entries[old], at_start=True) for old in renumbered]
         self._numbers = {key: renumbered[old] for key, old in self._numbers.items()}
         self.peak_bytes = self._live
-
-    def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._alignment) * self._alignment
 
 
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -283,7 +281,7 @@ class HostConstant:
     values: torch.Tensor
 
     def __call__(self) -> torch.Tensor:
-        """Return the values."""
+        """Return the constant."""
         return self.values
 
 
@@ -338,19 +336,6 @@ def wait_finished(out: Any) -> list[Any]:
     return flat
 
 
-def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors in arguments or outputs of an operator, in order."""
-    tensors: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (tuple, list)):
-            tensors += tensors_in(*value)
-        elif isinstance(value, dict):
-            tensors += tensors_in(*value.values())
-    return tensors
-
-
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors in the arguments that an operator writes."""
     if torch.Tag.inplace_view in func.tags and func._opname not in _RESIZE:
@@ -388,14 +373,14 @@ def draws(
     phase: Phase = "forward",
     drew: bool = False,
 ) -> bool:
-    """Return whether a call draws random numbers; attention without dropout does not, although it is tagged so.
+    """Return whether a call draws random numbers; attention without dropout does not, although torch tags it as random.
 
     Args:
         func: The operator.
         args: Positional arguments of the operator.
         kwargs: Keyword arguments of the operator.
         phase: Phase of the call.
-        drew: The call was observed to draw random numbers.
+        drew: Whether the call was observed to draw random numbers.
 
     Raises:
         CaptureUnsupported: HP511 in a backward pass: recomputation resets the generator between two operators, which a

@@ -81,7 +81,7 @@ class Addresses:
         return self._range(s)
 
     def _range(self, s: int) -> torch.UntypedStorage:
-        """Return the current range of a storage; a storage in host memory has its own bytes."""
+        """Return the current address range of a storage in the arena; for a storage in host memory, its own bytes."""
         key = s, self._offsets_now[s]
         if key not in self._ranges:
             size = self._plan.program.storages[s].num_bytes

@@ -112,7 +112,7 @@ class CaptureSource:
                 yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
     def block_use(self) -> None:
-        """Make every attempt to run, save or load model and optimizers raise, while a device owns their bytes."""
+        """Make attempts to run, save or load model and optimizers raise, while a planned device owns their bytes."""
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
             if next(model.parameters(), None) is not None:  # excludes loss modules
@@ -209,5 +209,5 @@ class _IdentityStamp:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise StepChanged(
         "a memory plan manages this model and its optimizer, so their tensors are empty outside of the planned step",
-        hint="use them inside `with device.materialized():`, or close the device",
+        hint="use them inside `with step.materialized():`, or call `step.close()`",
     )

@@ -35,7 +35,7 @@ _LANES: Final = {
     "recompute": ("compute", "recompute", ""),
     "communication": ("communication", "communication", ""),
 }
-"""Recorded events of a step other than copies: lane, category and prefix of the name in a timeline."""
+"""Kind of event other than a copy, to its lane, category and name prefix in a timeline."""
 
 
 @dataclass(slots=True)

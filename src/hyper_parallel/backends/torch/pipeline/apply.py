@@ -372,9 +372,9 @@ class _PipelinePass:
             raise flow_error(self._model, why, "pp") from error
 
     def _pop_backward(self, stage: int, i: int, message: _Message | None) -> tuple[Any, ...]:
-        """Return a stage's inputs, the roots of its backward, their gradients, and derivatives for the previous stage.
+        """Return a stage's inputs, the roots of its backward, the gradients of these roots, and derivatives.
 
-        The derivatives are those of the auxiliary loss.
+        The derivatives are those of the auxiliary loss, for the previous stage.
         """
         inputs, roots = self._saved.pop((stage, i))
         grad, *slopes = message or (None, *([] if self._balance is None else [self._slopes.pop(i)]))
@@ -396,8 +396,8 @@ class _PipelinePass:
         inputs, roots, grads, slopes = self._pop_backward(stage, i, message)
         if not roots[0].requires_grad:  # the first stage, with frozen weights only
             return
-        found, self._weight_steps[stage, i] = input_gradients(roots, grads, inputs)
-        self._pass_back(stage, i, found, slopes)
+        input_grads, self._weight_steps[stage, i] = input_gradients(roots, grads, inputs)
+        self._pass_back(stage, i, input_grads, slopes)
 
     def _pass_back(
         self, stage: int, i: int, grads: Sequence[Tensor | None], slopes: Sequence[Tensor]

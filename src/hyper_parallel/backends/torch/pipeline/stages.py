@@ -97,7 +97,7 @@ class MediaTrace(TorchDispatchMode):
 
 
 def layers_with_media(model: nn.Module) -> set[int]:
-    """Return the indices of the decoder layers that get media features besides their activations, by the config."""
+    """Return the indices of the decoder layers that, by the config, read media features in addition to activations."""
     config: Any = getattr(model, "config", None)
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     layers: set[int] = set()
@@ -172,7 +172,7 @@ class StageLayers(SlotList):
 
     @contextmanager
     def trace_media(self, model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Check a pass in this context if it is the first one of the first stage with a kind of media.
+        """Trace media through the pass in this context, if it is the first stage's first pass with this kind of media.
 
         Raises:
             UnsupportedSharding: HP205 if media enter layers of stages that do not run the encoders.
@@ -264,6 +264,7 @@ class StageModules:
                     "a model split into pipeline stages cannot be called directly",
                     where=type(module).__name__,
                     allowed="forward_backward(model, microbatches, num_tokens), forward_loss",
+                    hint="hp.forward_backward(model, microbatches, num_tokens)",
                 )
             reads_media = self.running.stage in self.running.media_stages
             return args, kwargs if reads_media else without_media(kwargs)

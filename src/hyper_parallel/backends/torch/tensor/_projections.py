@@ -123,11 +123,11 @@ class Region:
 
     @property
     def current(self) -> RegionPass:
-        """Values of the forward of the half-batch that computes now."""
+        """Values of the running forward, those of the half-batch that computes now."""
         return self.passes[half_index()]
 
     def group(self, purpose: Purpose) -> ProcessGroup:
-        """Return the process group of a collective of the program."""
+        """Return the process group of the collective with this purpose in the program of the region."""
         return self.state.groups[self.program[purpose].axes]
 
     def forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,8 @@ def call_with_summed_input_grad(
 ) -> Any:
     """Return `inner(x)` of a column-parallel projection; backward sums the gradient of `x` over the ranks.
 
-    Projections of one region share their input, whose gradient is all-reduced once. None: only `inner` reads `x`.
+    Projections of one region share their input, whose gradient is all-reduced once. If `region` is None, only `inner`
+    reads `x`.
     """
     if region is None:
         return inner(sum_backward(x, group, Purpose.ACTIVATIONS))

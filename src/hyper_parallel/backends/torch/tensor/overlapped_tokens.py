@@ -4,8 +4,8 @@
     chunks      `chunked_tokens`: the products of one chunk run while other chunks are in flight
     symmetric   `symmetric_tokens`: one operator of torch runs a collective and its products
 
-A region gives its input to `gather` and calls the module with the result. Column-parallel projections read their
-products from it, row-parallel projections call `scatter`.
+A region passes its input to `gather` and calls the module with the result, an `OverlappedTokens`. Column-parallel
+projections read their products from this object, row-parallel projections call `scatter`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Adapter = Callable[[Tensor], Tensor]
 
 
 class OverlappedTokens(StandIn):
-    """Tokens [B, S, D] of a block, which are still gathered; any use but a product waits for all of them.
+    """Tokens [B, S, D] of a block that are still being gathered; any use except a product waits for all of them.
 
     Attributes:
         products: Complete products of projections that have not been called yet, [B, S, F].
@@ -43,7 +43,7 @@ class TokenExecutor(Protocol):
     """Executor of the collectives and the products of a block, on one tensor-parallel axis."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Return whether it can run a block with this number of tokens per rank; else the block runs serially."""
+        """Return whether the executor can run a block with this number of tokens per rank; else it runs serially."""
         ...
 
     def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Any:
@@ -87,7 +87,7 @@ def is_needed(ctx: Any, number: int) -> bool:
 
     Args:
         ctx: Context of the function.
-        number: Position among the arguments that are tensors; no leaf.
+        number: Position of the tensor among the tensor arguments; it must not be a leaf.
     """
     node = ctx.next_functions[number][0]
     return node is not None and torch._C._will_engine_execute_node(node)

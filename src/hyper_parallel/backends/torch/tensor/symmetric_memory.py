@@ -24,7 +24,7 @@ from hyper_parallel.ir import Purpose
 
 @dataclass(frozen=True, slots=True)
 class FusedOperators:
-    """Operators of one type of device, with the arguments of torch.
+    """Operators that fuse a collective with matmuls, for one type of device; arguments as in torch.
 
     Attributes:
         all_gather_matmul: (shard, matrices, gather dim, group name) to the gathered tensor and its products.
@@ -47,7 +47,7 @@ OPERATORS: Final[dict[str, FusedOperators]] = {
 def gather_and_multiply(
     part: Tensor, matrices: Sequence[Tensor], group: ProcessGroup, name: Purpose
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the rows of all ranks and their products; no gradient.
+    """Return the rows of all ranks and their products; not differentiable.
 
     Args:
         part: Rows of this rank, [n, D].
@@ -64,7 +64,7 @@ def gather_and_multiply(
 
 
 def multiply_and_scatter(x: Tensor, matrix: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Return this rank's rows [n, D] of the sum over ranks of `x @ matrix`; no gradient.
+    """Return this rank's rows [n, D] of the sum over ranks of `x @ matrix`; not differentiable.
 
     Args:
         x: Rows [P n, F].
@@ -78,9 +78,9 @@ def multiply_and_scatter(x: Tensor, matrix: Tensor, group: ProcessGroup, name: P
 
 
 def check_symmetric_memory(group: ProcessGroup, device: torch.device) -> None:
-    """Refuse devices without symmetric memory of a group (HP205); every rank of the group calls this.
+    """Raise HP205 if the devices of a group cannot share symmetric memory; every rank of the group calls this.
 
-    It allocates the workspace that the operators enlarge later.
+    The check allocates the workspace that the operators enlarge later.
     """
 
     def refusal(problem: str, got: str) -> UnsupportedSharding:

@@ -49,7 +49,7 @@ class PartChecksum:
     def of(
         cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()
     ) -> PartChecksum:
-        """Return the checksum of `part`, the elements of a tensor within `ranges`; other dims are complete.
+        """Return the checksum of `part`, the elements of a tensor within `ranges`; dims without a range are complete.
 
         `name` and `shape` are those of the full tensor.
         """

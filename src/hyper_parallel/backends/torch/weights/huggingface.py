@@ -33,7 +33,7 @@ class StoredPart:
     key: str
     ranges: Ranges
     stacked: bool
-    """True if the first dim of the parameter is no dim of the stored tensor, which fills one index of it."""
+    """True if the parameter has an additional first dim, of which the stored tensor fills one index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Conversion:
     reference: nn.Module
 
     def run(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Return the parameters by name, converted from the stored tensors; `read` returns one by its stored name."""
+        """Return the parameters by name, converted from stored tensors; `read` returns a stored tensor by its name."""
         own = copy.deepcopy(self.converter)
         own.collected_tensors = {p: [read(k) for k in keys] for p, keys in self.keys.items()}
         converted = own.convert(self.name, model=self.reference, config=self.reference.config)
@@ -209,7 +209,7 @@ def map_names(
 
 
 _Sources = dict[str, list[tuple[int | None, str]]]
-"""Stored names by the matching pattern of a converter, each with the number that matches its star."""
+"""Stored names by the matching pattern of a converter, each with the number at the `*` of the pattern."""
 
 
 def _number_of(pattern: str, name: str) -> int | None:
