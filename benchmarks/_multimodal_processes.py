@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from _machine import QUIET, busy_s, calm_rounds, others_shares
+from _machine import QUIET, busy_s, calm_rounds, keep_freed_memory, others_shares
 from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -197,6 +197,7 @@ def measure(candidates: Sequence[Candidate], rounds: int) -> list[dict[str, Any]
     def rank(index: int) -> list[Sample]:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
         torch.set_num_threads(1)
+        keep_freed_memory()
         samples = [Sample() for _ in candidates]
         with World.join("cpu") as world:
             cases = [(prepare(c, world), batches(c.images)) for c in candidates]

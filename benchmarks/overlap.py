@@ -51,7 +51,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from _machine import QUIET, busy_s, calm_rounds, machine, others_shares
+from _machine import QUIET, busy_s, calm_rounds, keep_freed_memory, machine, others_shares
 from _overlap_replay import replays
 from _predicted_overlap import predicted
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
@@ -374,6 +374,7 @@ def measure(case: Case, rounds: int) -> dict[str, dict[str, Any]]:
     def rank(index: int) -> dict[str, dict[str, Any]]:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
         torch.set_num_threads(1)
+        keep_freed_memory()
         meter = Meter()
         samples: dict[str, dict[str, Any]] = {
             name: {

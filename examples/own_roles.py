@@ -28,7 +28,7 @@ class Policy:
         hp.parallelize(self.model, hp.plan_of(self.model, layout))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
-    def take(self, version: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def load_version(self, version: int, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load a version of the weights, unless this object already has it."""
         if version != self.version:
             self.version = hp.load(self.model, optimizer, self.folder, step=version)["step"]
@@ -39,7 +39,7 @@ class Sampler(Policy):
 
     def sample(self, step: int, version: int) -> list:
         """Return pairs [prompt digit, answer] for the prompts of a step."""
-        self.take(version)
+        self.load_version(version)
         draws = torch.Generator().manual_seed(step)
         asked = torch.randint(DIGITS, (PROMPTS, 1), generator=draws)
         with torch.no_grad():
@@ -74,7 +74,7 @@ class Learner(Policy):
 
         A learner restarted after a rank loss loads version `step` - 1 and its optimizer state from the folder.
         """
-        self.take(step - 1, self.optimizer)
+        self.load_version(step - 1, self.optimizer)
         rank, size = hp.data_share(self.model)
         ids = torch.tensor(made).chunk(size)[rank]
         reward = torch.tensor(rewards)
@@ -89,7 +89,7 @@ class Learner(Policy):
 
     def checksum(self, version: int) -> str:
         """Return the SHA-256 of all weights of a version, gathered from all ranks."""
-        self.take(version, self.optimizer)
+        self.load_version(version, self.optimizer)
         digest = hashlib.sha256()
         for name, value in sorted(self.model.state_dict().items()):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -23,9 +23,13 @@ from sweeps.interface import names_of, number_of
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.torch.forward_variants import float64_kept
+
 TEXT_TOKENS = 12
 MOST_TOKENS = 600
 """Most placeholder tokens of one image or recording."""
+MOST_ELEMENTS = 2**18
+"""Most elements of media that are tried before all others."""
 Batch = dict[str, Any]
 Draw = Callable[[int], Batch]
 """Function from a seed to media, with the arrays that describe them."""
@@ -83,7 +87,7 @@ def kinds(model: Any) -> list[str]:
 def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
     """Return two batches of one sequence with media of a kind, and ""; without such batches, None and the reason."""
     reason = best = ""
-    for draw in (*_processed(model, kind), *_forms(model, kind)):
+    for draw in sorted((*_processed(model, kind), *_forms(model, kind)), key=_is_large):
         try:
             counts = _counts(model, kind, {**_sequence(model, kind, draw, 1, 1), **draw(1)})
         except Exception as error:  # another layout
@@ -104,6 +108,14 @@ def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
             finally:
                 model.zero_grad()
     return None, best or reason or "no layout of the media is known"
+
+
+def _is_large(draw: Draw) -> bool:
+    """Return whether media have more than `MOST_ELEMENTS` elements: those of a processor whose sizes are fixed.
+
+    Their encoder takes minutes in the shrunk model, for which smaller media usually suffice.
+    """
+    return sum(v.numel() for v in draw(1).values() if isinstance(v, Tensor)) > MOST_ELEMENTS
 
 
 def _retries(error: Exception, draw: Draw, attempts: set[int]) -> list[tuple[Draw, int, int]]:
@@ -169,7 +181,7 @@ def _counts(model: Any, kind: str, inputs: Batch) -> list[tuple[int, int]]:
         latents = number_of(model.config, ("latent_query_num",), 2)
         return [(count, TEXT_TOKENS) for count in (0, 16, 4, 1, latents)]
     function = max(functions, key=lambda f: len(names_of(f)))  # others pass all arguments on
-    with torch.no_grad():
+    with torch.no_grad(), float64_kept():
         output = function(**{k: v for k, v in inputs.items() if k in names_of(function)})
     width = model.get_input_embeddings().weight.shape[1]
     pooled = getattr(output, "pooler_output", None)

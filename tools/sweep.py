@@ -60,7 +60,12 @@ def names() -> list[str]:
 
 def runnable() -> list[str]:
     """Return the names of the sweeps whose packages are installed."""
-    return [n for n in names() if all(find_spec(p) for p in getattr(load(n), "NEEDS", ()))]
+    return [name for name in names() if not missing_packages(name)]
+
+
+def missing_packages(name: str) -> list[str]:
+    """Return the packages that a sweep needs and that are not installed."""
+    return [package for package in getattr(load(name), "NEEDS", ()) if not find_spec(package)]
 
 
 def load(name: str) -> Sweep:
@@ -161,7 +166,8 @@ def section(name: str) -> str:
     """Return the section of the docs page about one sweep."""
     sweep, rows = load(name), recorded(name)
     versions = json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8"))
-    needed = "".join(f", {package} {versions[package]}" for package in getattr(sweep, "NEEDS", ()))
+    packages = [package for package in getattr(sweep, "NEEDS", ()) if package in versions]
+    needed = "".join(f", {package} {versions[package]}" for package in packages)
     lines = [f"## {sweep.TITLE}", "", " ".join(sweep.TEXT.split()), ""]
     lines += [
         f"{len(rows)} types of transformers {versions['transformers']} on torch {versions['torch']}{needed}, "
@@ -208,8 +214,11 @@ def main() -> None:
     if given.page:
         write_page()
         return
-    if given.name not in runnable():
+    if given.name not in names():
         sys.exit(f"no such sweep: {given.name}; there are {', '.join(runnable())}")
+    if missing := missing_packages(given.name):
+        words = " ".join(missing)
+        sys.exit(f"the sweep {given.name} needs {words}, not installed\nhint: pip install {words}")
     import transformers
 
     transformers.logging.set_verbosity_error()

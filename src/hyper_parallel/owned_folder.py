@@ -2,10 +2,9 @@
 
 Such a folder contains a marker file, `.hyper_parallel.json`, with the kind of the folder. For a folder that is replaced
 as a whole, the marker also lists name, size and checksum of every file. The folder is replaced only if the marker has
-an
-allowed kind and every file is listed and unchanged. Otherwise HP105 is raised before anything changes. Removal unlinks
-listed files one by one, then empty folders, so a file that appears meanwhile survives. Symbolic links below the folder
-are not followed.
+an allowed kind and every file is listed and unchanged. Otherwise HP105 is raised before anything changes. Removal
+unlinks listed files one by one, then empty folders, so a file that appears meanwhile survives. Symbolic links below the
+folder are not followed.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def on_state_that_moves_with_and_without_room(knobs, folder):
             start = torch.emu.memory_allocated()
             knobs.set_capacity(0, start + free, 0)
             torch.emu.reset_peak_memory_stats()
-            with device.materialized():
+            with device.materialize_state():
                 assert all(w.isfinite().all() for w in net.weights)
             twice = torch.emu.max_memory_allocated() - start >= here
             assert twice == (free > here)

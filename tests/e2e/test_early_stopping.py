@@ -44,7 +44,7 @@ def test_the_rule_is_that_of_transformers():
             # `Trainer._determine_best_metric` comes behind it.
             best = float("inf") if state.best_metric is None else state.best_metric
             state.best_metric = loss if loss < best else best
-            mine.take(loss)
+            mine.update(loss)
             assert mine.waited == theirs.early_stopping_patience_counter, losses
             assert mine.over == control.should_training_stop
             mine = EarlyStopping(patience, threshold, **mine.state_dict())

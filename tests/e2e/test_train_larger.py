@@ -143,7 +143,7 @@ def test_a_finished_run_is_evaluated_and_exported_again_within_the_budget(place)
 
 @pytest.mark.slow
 def test_state_that_is_brought_to_the_device_is_seen(place, metered, monkeypatch):
-    monkeypatch.setattr(PlannedSteps, "streamed", lambda self: self._device.materialized())
+    monkeypatch.setattr(PlannedSteps, "streamed", lambda self: self._device.materialize_state())
     with pytest.raises(TransferFailed, match="all of the state is on the device"):
         runs.train(place, place / "seen", f"offload.budget={BUDGET}", *SHORT)
 

@@ -139,5 +139,5 @@ def test_media_without_support_are_refused(place: Path) -> None:
     assert isinstance(missing, NoData)
     assert "no.png" in str(missing.got)
     assert missing.hint is None
-    with pytest.raises(BadValue, match="--image belongs to the message"):
+    with pytest.raises(BadValue, match="--image needs --prompt"):
         raise _command(place / "model", "--image", "a.png").exception

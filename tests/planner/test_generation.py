@@ -271,7 +271,7 @@ def test_stages_are_cut_by_bytes():
         (BadValue, "unknown objective", {"objective": "step-time"}),
         (BadValue, "format", {"workload": GenerateWorkload(dtype="float8_e4m3fn")}),
         (BadValue, "context", {"workload": GenerateWorkload(prompt_len=4000)}),
-        (NoLegalStrategy, "more data shares than prompts", {"num_devices": 7, "workload": GenerateWorkload(1)}),
+        (NoLegalStrategy, "more data-parallel ranks than prompts", {"num_devices": 7, "workload": GenerateWorkload(1)}),
     ],
 )  # fmt: skip
 def test_what_does_not_generate_is_refused_by_name(error, match, more):
@@ -306,5 +306,5 @@ def test_lengths_start_at_one(name):
 def test_what_is_ruled_out_is_counted():
     found = plan_generation(small_model(), machine(num_devices=16), replace(LONG, prompts=4))
     reasons = Counter(found.ruled_out)
-    assert reasons["more data shares than prompts"]
+    assert reasons["more data-parallel ranks than prompts"]
     assert found.priced + sum(reasons.values()) > 20

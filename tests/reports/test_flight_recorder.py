@@ -51,7 +51,7 @@ def test_the_rank_that_misses_a_collective_is_named_and_what_it_did_last(tmp_pat
     assert (one["ranks"], one["culprits"]) == ([0, 1, 2], [2])
     assert "rank 2 has not called collective 3 of group dp" in text
     assert "rank 0: all_reduce [4] Float (started), at loop.py:3" in text
-    assert "rank 2: nothing; its last is 7 of own, all_reduce [4] Float" in text
+    assert "rank 2: no call; its last is 7 of own, all_reduce [4] Float" in text
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_dumps_of_real_ranks(tmp_path: Path) -> None:
     text = command("doctor", str(tmp_path / "rank_0"), str(tmp_path / "rank_1.json")).stdout
     assert "rank 1 has not called collective 2 of group default_pg" in text
     assert "rank 0: all_reduce [5] Float (scheduled)" in text
-    assert "rank 1: nothing; its last is 1 of default_pg, all_reduce [3] Float" in text
+    assert "rank 1: no call; its last is 1 of default_pg, all_reduce [3] Float" in text
 
 
 class _Code:

@@ -185,7 +185,7 @@ def test_a_checkpoint_that_is_loaded_while_the_state_is_lent_counts():
     later, later_optimizer, _ = trained(4)
     model, optimizer, step = captured()
     with opened(step) as device:
-        with device.materialized():
+        with device.materialize_state():
             model.load_state_dict(later.state_dict())
             for mine, other in zip(model.parameters(), later.parameters(), strict=True):
                 for key, value in optimizer.state[mine].items():
@@ -213,7 +213,7 @@ def test_tensors_that_take_the_place_of_the_recorded_ones_are_refused_and_kept(w
             for mine, other in zip(model.parameters(), later.parameters(), strict=True):
                 mine.data = other.detach().clone()
 
-    with pytest.raises(StepChanged, match="HP512"), device.materialized():
+    with pytest.raises(StepChanged, match="HP512"), device.materialize_state():
         load()
     with pytest.raises(StepChanged):
         device.step(batch(4))
@@ -239,7 +239,7 @@ def test_who_uses_model_or_optimizer_while_a_device_has_their_bytes_is_stopped()
         ):
             with pytest.raises(StepChanged, match="a memory plan manages"):
                 use()
-        with device.materialized():
+        with device.materialize_state():
             assert len(optimizer.state_dict()["state"]) == len(model.state_dict())
             training_step(model, optimizer, batch(2))
         device.step(batch(3))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from benchmarks._model_steps import training_step
 
-from hyper_parallel.backends.torch.memory.bound_actions import BoundActions
+from hyper_parallel.backends.torch.memory.action_binder import ActionBinder
 from hyper_parallel.errors import StepChanged, TransferFailed
 from tests.torch_memory.steps import batch, bits, captured, opened, same, trained
 from tests.torch_memory.test_parity import one_thread
@@ -38,7 +38,7 @@ def test_state_that_cannot_be_lent_does_not_pass_for_good(tmp_path):
     model, _, step = captured()
     device = opened(step, tmp_path)
     largest_file(tmp_path).write_bytes(b"short")
-    with pytest.raises(TransferFailed, match="wrong size"), device.materialized():
+    with pytest.raises(TransferFailed, match="wrong size"), device.materialize_state():
         pass
     with pytest.raises(StepChanged):
         device.step(batch(2))
@@ -80,7 +80,7 @@ def test_state_that_cannot_be_moved_stays_where_it_was(tmp_path, monkeypatch):
         return real(path, *options, **named)
 
     monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(TransferFailed, match="No space left"), device.materialized():
+    with pytest.raises(TransferFailed, match="No space left"), device.materialize_state():
         pass
     with pytest.raises(StepChanged):
         device.step(batch(2))
@@ -93,7 +93,7 @@ def test_state_that_cannot_be_moved_stays_where_it_was(tmp_path, monkeypatch):
 def test_an_interrupted_step_leaves_no_state_that_passes_for_good(monkeypatch, copies):
     model, optimizer, step = captured()
     device = opened(step, copies=copies)
-    bound, count = BoundActions.bound, iter(range(1000))
+    bind, count = ActionBinder.bind, iter(range(1000))
 
     def interrupted(self, action, ready):
         def act():
@@ -101,18 +101,18 @@ def test_an_interrupted_step_leaves_no_state_that_passes_for_good(monkeypatch, c
                 raise KeyboardInterrupt
             real()
 
-        real = bound(self, action, ready)
+        real = bind(self, action, ready)
         return act
 
-    monkeypatch.setattr(BoundActions, "bound", interrupted)
-    with device.materialized():  # its actions are bound anew
+    monkeypatch.setattr(ActionBinder, "bind", interrupted)
+    with device.materialize_state():  # its actions are bound anew
         pass
     with pytest.raises(KeyboardInterrupt):
         device.step(batch(2))
     monkeypatch.undo()
     with pytest.raises(StepChanged):
         device.step(batch(2))
-    with pytest.raises(StepChanged), device.materialized():
+    with pytest.raises(StepChanged), device.materialize_state():
         pass
     device.close()
     device.close()

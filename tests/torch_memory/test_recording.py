@@ -157,7 +157,7 @@ def test_state_is_real_while_it_is_lent_and_changes_stay(tmp_path):
     plan = plan_memory(ROOFLINE.annotate(captured.program), machine, budget_bytes=500_000)
     with PlannedDevice(captured, plan, machine, flash=tmp_path) as device:
         assert all(not p.untyped_storage().nbytes() for p in model.parameters())
-        with device.materialized():
+        with device.materialize_state():
             assert not list(tmp_path.iterdir())
             assert not any(live for _, live in device.hardware.live)
             for mine, other in zip(model.parameters(), reference.parameters(), strict=True):

@@ -222,7 +222,7 @@ def test_files_keep_bytes_and_meters_see_real_lifetimes(tmp_path):
     meter = Meter("flash", 512)
     tier = FileTier(tmp_path, meter)
     source = torch.arange(100, dtype=torch.int32)
-    tier.take(3, 400)
+    tier.reserve(3, 400)
     tier.write(3, source.untyped_storage())
     target = torch.zeros(100, dtype=torch.int32)
     tier.read(3, target.untyped_storage())

@@ -95,19 +95,19 @@ def test_only_the_operators_own_storages_stay_above_the_limit():
 
 def test_pool_buffers_come_back_and_fill_powers_of_two():
     pool = HostPool(512, pin=False)
-    first = pool.take(1000)
+    first = pool.allocate(1000)
     address = first.data_ptr()
     assert first.nbytes() == 1000
-    other = pool.take(1000)
+    other = pool.allocate(1000)
     assert other.data_ptr() != address
     del first
-    assert pool.take(900).data_ptr() == address  # rounded to the same size
+    assert pool.allocate(900).data_ptr() == address  # rounded to the same size
     pool = HostPool(512, pin=False)
     wanted = {1024: 7, 4096: 3, 512: 5}
     pool.reserve(Counter(wanted))
     total = sum(size * count for size, count in wanted.items())
     assert total <= pool.reserved_bytes <= 1.25 * total
-    held = [pool.take(size) for size, count in wanted.items() for _ in range(count)]
+    held = [pool.allocate(size) for size, count in wanted.items() for _ in range(count)]
     spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes()) for b in held)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     before = pool.reserved_bytes

@@ -7,6 +7,7 @@ A sweep is a module with these names:
     COLUMNS    names of its cells, in order
     SECONDS    time limit of one model type
     CPU_SECONDS  optional: limit of its processor time, which does not depend on other load
+    NEEDS      optional: packages without which it does not run; the docs give their versions
     TYPES_PER_PROCESS  optional: model types that a child process checks, by default one
     PRELOADED  optional: modules that all types need, imported once before the child processes start
     model_types() -> list[str]

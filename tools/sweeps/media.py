@@ -21,6 +21,8 @@ Column `one rank` and the columns of layouts on two ranks cover every kind of me
 """
 COLUMNS = ("plain", "one rank", "dp_shard 2", "tp 2", "pp 2")
 SECONDS = 300
+NEEDS = ("torchvision", "timm")
+"""Packages without which transformers lacks some processors and encoders, so that their types would be skipped."""
 LAUNCHES = ({"dp_shard 2": "dp_shard=2", "tp 2": "tp=2"}, {"pp 2": "pp=2"})
 """Layouts on two ranks by column, one mapping per launch. Pipeline stages have a separate launch, because one stage may
 refuse a pass for which the other waits."""

@@ -191,7 +191,7 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     if missing := [name for name in (*shape, *REQUIRED) if name not in columns]:
         raise RunsUnreadable(
             "the CSV file of runs lacks required columns", where=str(path), got=f"without {', '.join(missing)}",
-            allowed=", ".join((*SHAPE, *REQUIRED)),
+            allowed=", ".join((*SHAPE, *REQUIRED)), hint=f"add the columns {', '.join(missing)}",
         )  # fmt: skip
     return [name for name in columns if name], rows
 

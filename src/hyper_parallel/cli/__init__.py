@@ -41,7 +41,7 @@ def main() -> None:
     if sys.argv[1:] in (["--help"], ["-h"]):
         from hyper_parallel.cli.overview import overview
 
-        with suppress(OSError):  # `run` writes it again and reports the error
+        with suppress(OSError):  # `run` writes the text again and reports the error
             sys.stdout.write(overview((*_COMMANDS, *_GROUPS)))
             sys.stdout.flush()
             return

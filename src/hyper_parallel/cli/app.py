@@ -70,7 +70,7 @@ def build_app(
     for group in groups:
         app.add_typer(group, short_help=group.info.help)
     for info in (c for a in (app, *groups) for c in a.registered_commands):
-        # The whole first paragraph: by default the list of commands truncates summaries.
+        # The whole first paragraph, because typer's list of commands truncates summaries by default.
         info.short_help = " ".join((info.callback.__doc__ or "").partition("\n\n")[0].split())
     return app
 

@@ -229,7 +229,7 @@ def _print_steps(run_dir: Path, *, contents: bool) -> bool:
 
 
 def _extra_check(directory: Path) -> CheckExtra | None:
-    """Return the check of a checkpoint's values that are not tensors; None if no training run wrote it."""
+    """Return the check of a checkpoint's values that are not tensors; None if no training run wrote the checkpoint."""
     from hyper_parallel.trainer.checkpoints.extra_state import check_trainer_extra
 
     return check_trainer_extra if (directory.parent / "config.yaml").is_file() else None

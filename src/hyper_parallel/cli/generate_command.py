@@ -64,7 +64,7 @@ def generate(
     source = _ModelSource(run_dir, device, dtype, trust_remote_code, memory, topology)
     media = [("image", path) for path in image or ()] + [("audio", path) for path in audio or ()]
     if media and (prompt is None or prompts is not None):
-        problem = f"--{media[0][0]} belongs to the message of --prompt"
+        problem = f"--{media[0][0]} needs --prompt, the text of the message that contains it"
         raise BadValue(problem, got=media[0][1], hint='--prompt "What is this?"')
     if prompts is not None:
         if prompt is not None or as_json or (parallel and memory is not None):

@@ -51,7 +51,7 @@ Temperature = Annotated[
     float, typer.Option(help="Sampling temperature. 0: most likely token.", min=0.0)
 ]
 TopP = Annotated[
-    float, typer.Option(help="Sample from the most likely tokens up to this probability.")
+    float, typer.Option(help="Sample from the most likely tokens up to this total probability.")
 ]
 TopK = Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: all.", min=0)]
 Stop = Annotated[

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 WIDTH: Final = 80
-"""Columns of the panel, also on wider terminals."""
+"""Width of the panel in characters, also on wider terminals."""
 _NOT_REPEATED: Final = ("explain", "gantt", "dry_run", "top", "output", "launch")
 """Options omitted from the suggested next command."""
 
@@ -263,12 +263,12 @@ def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
     kinds = [tower.name for tower in towers]
     problems = {}
     if search.media and not kinds:
-        problems["--media"] = "the model has no encoder whose config states heads and patches"
+        problems["--media"] = "the model has no encoder whose config states heads and patch size"
     if search.image_size is not None:
         size = fixed_image_size(values)
         if "vision" not in kinds:
             problems["--image-size"] = (
-                "the model has no encoder of images whose config states heads and patches"
+                "the model has no image encoder whose config states heads and patch size"
             )
         elif size is not None and size != search.image_size:
             problems["--image-size"] = f"the encoder of the model reads images of {size} pixels"

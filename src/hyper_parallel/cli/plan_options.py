@@ -80,7 +80,7 @@ ImageSize = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="For multimodal models: pixels of a side of an image, if its encoder reads any size. Default: 896.",
+        help="For multimodal models: side of an image in pixels, if its encoder reads any size. Default: 896.",
     ),
 ]
 Recipe = Annotated[Path | None, typer.Option(help="Plan this recipe instead of a model.")]

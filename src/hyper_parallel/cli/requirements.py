@@ -22,7 +22,7 @@ class Requirement:
         minimum: Lowest version that works; empty: any.
         need: core (planning), training (plan, train, generate, report on a model), or optional.
         gives: Feature that the package provides.
-        below: Lowest newer version that is untested or slower; empty: none.
+        below: Version from which the package is untested or slower; empty: none.
     """
 
     name: str
@@ -55,7 +55,7 @@ REQUIREMENTS: Final = (
     Requirement("bokeh", "3.7", "core", "charts of the report page"),
     Requirement("jinja2", "3.1", "core", "the report page, chat templates"),
     Requirement("xxhash", "3.4", "core", "checksums of checkpoints"),
-    Requirement("filelock", "3.13", "training", "one process prepares the data"),
+    Requirement("filelock", "3.13", "training", "locks, so that one process prepares the data"),
     Requirement("greenlet", "3.1", "training", "layers that run on half-batches"),
     Requirement("tensorboard", "2.19", "training", "TensorBoard logs"),
     Requirement("peft", "0.18", "optional", "low-rank adapters (lora)"),

@@ -262,7 +262,7 @@ def _run(job: Job, loaded: LoadedRecipe, launcher: str, console: Console) -> Non
 
 
 def _pinned(loaded: LoadedRecipe, job: Job) -> list[str]:
-    """Return overrides that fix the commit of a hub model, so that all ranks use the one resolved by this process."""
+    """Return overrides that fix the commit of a hub model, so that all ranks use the commit found by this process."""
     from hyper_parallel.hub import name_of_snapshot
 
     path = job.recipe.model.path

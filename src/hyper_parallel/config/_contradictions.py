@@ -162,11 +162,11 @@ _TRAINING_RULES: Final[Rules] = (
          "set `training.compile=false`, or `overlap=none`"),
     (
         Rule("overlap.tp", lambda r: r.overlap.tp == "symmetric" and r.lora is not None,
-             "operators over symmetric memory multiply tokens by weights alone, without adapters",
+             "operators over symmetric memory multiply by base weights only and cannot apply adapters",
              "overlap.tp=symmetric, with the section lora",
              "set `overlap.tp=chunks`, or `lora=null`"),
         Rule("overlap.tp", lambda r: r.overlap.tp == "symmetric" and r.parallel.auto,
-             "a search of degrees does not price operators over symmetric memory",
+             "the planner cannot choose degrees for operators over symmetric memory: its search has no price",
              "overlap.tp=symmetric, parallel=auto",
              "set `overlap.tp=chunks`, or the degrees of `parallel`"),
     ),

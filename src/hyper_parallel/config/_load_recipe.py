@@ -289,7 +289,7 @@ def with_submodels(
         origin: Origin of the values.
 
     Raises:
-        Contradiction: HP104 if the recipe cannot run with them.
+        Contradiction: HP104 if the recipe cannot run with these values.
     """
     update = {"submodels": Submodels.model_validate(parts), "world_size": None}
     origins = {**loaded.origins, **{f"parallel.{key}": origin for key in update}}
@@ -435,7 +435,7 @@ def _override_value(path: Path, name: str, key: _Key, text: str) -> Any:
         value = parse_yaml(text)
         if spaced := _with_spaces(value, text):
             raise BadValue(
-                f"the value of `{name}` has a colon without a space behind it, so it is not a mapping",
+                f"the value of `{name}` has a colon without a space after it, so it is not a mapping",
                 where=_where(path, name, _COMMAND_LINE),
                 got=abbreviated(text),
                 hint=shlex.quote(f"{name}={spaced}"),

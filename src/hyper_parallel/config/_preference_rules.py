@@ -62,7 +62,7 @@ PREFERENCE_RULES: Final[Rules] = (
     Rule("grpo.exact_logprobs",
          lambda r: [{"name": name, "value": str(value).lower()} for name in ("environment", "partial_rollout")
                     if r.grpo.exact_logprobs and (value := getattr(r.grpo, name))],
-         "with `{name}` completions are not sampled in the batches that they are trained in",
+         "bitwise equal log-probabilities need the same batches in sampling and training, which `{name}` prevents",
          "exact_logprobs=true, {name}={value}", "set `grpo.exact_logprobs=false`"),
     Rule("grpo.reward_funcs", lambda r: "environment" in r.grpo.reward_funcs and not r.grpo.environment,
          "the reward `environment` needs an environment",

@@ -192,7 +192,7 @@ def _section_at(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseM
 
 
 def _without_member(model: type[BaseModel], path: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Return the path of a value without the union member's name that pydantic adds to the path of an error."""
+    """Return the path of a value, without the name of a union member that pydantic inserts in error paths."""
     field = field_at(model, path[:-1])
     if field is None or isinstance(path[-1], int) or field_at(model, path) is not None:
         return path
@@ -442,14 +442,14 @@ class _InvalidValues:
             corrected = {**rest, near: own} if near in words else None
         return BadValue(
             f"`{key}` has no entry `{shown}`: "
-            "write one of the allowed names before the colon, and the records' after it",
+            "write an allowed name before the colon, and the name used in your records after it",
             got=f"{shown}: {own!s:.80}",
             allowed=words,
             hint=None if corrected is None else self._item_hint(sections, corrected),
         )
 
     def _value_hint(self, path: Sequence[str | int], value: object) -> str | None:
-        """Return a hint that replaces an invalid value by a similar one, a list of it, another key, or the default."""
+        """Return a hint that corrects an invalid value: a similar value, a list, another key, or the default."""
         field, key = field_at(self.model, path), dotted(path)
         if field is None:
             return None

@@ -243,8 +243,8 @@ class Recipe(Section):
     preference between two answers. rm: a score per answer, learned from preferences, instead of next tokens. kto:
     answers labelled good or bad. grpo: rewards of the model's own answers to prompts."""
     backend: BackendName = "torch"
-    """Framework that computes the steps. torch: it runs the model. Others: steps of the torch model are captured as
-    programs of operators, and the framework runs these."""
+    """Framework that computes the steps. torch: PyTorch runs the model. Others: steps of the PyTorch model are captured
+    as programs of operators, which the framework runs."""
     data: Data = Field(default_factory=Data)
     """Training and evaluation data."""
     training: Training = Field(default_factory=Training)

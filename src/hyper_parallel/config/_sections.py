@@ -178,8 +178,8 @@ class Data(Section):
     media_dir: str | None = None
     """Folder of the images and recordings of records. None: the folder of the source. No file outside of it is read."""
     bad_media: Literal["error", "skip"] = "error"
-    """Conversations with an image or a recording that cannot be read, or without a place in the text. skip: leave them
-    out and count them."""
+    """Reaction to an image or recording that cannot be read or has no placeholder in the text: fail with an error, or
+    skip (omit and count) the conversation."""
     chat_template: str = "auto"
     """Template that turns conversations into text. auto: the tokenizer's template; without one, `prompt` and
     `completion` are concatenated as plain text. none: always concatenate. Otherwise: path of a template file."""
@@ -313,8 +313,8 @@ class Training(Section):
     recompute_layers: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
     """Number of layers per rank that `recompute` applies to, counted from the first layer of its stages. None: all."""
     compile: bool | Literal["graph-kernel"] = False
-    """Fusion of operators: of each decoder layer by torch.compile (true), or of whole step programs into generated
-    kernels (graph-kernel), by a `backend` that runs step programs."""
+    """Fusion of operators. true: torch.compile fuses each decoder layer. graph-kernel: a `backend` other than torch
+    fuses whole step programs into generated kernels."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out data. 0: only before the first step and after the last one."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
@@ -333,8 +333,8 @@ class Training(Section):
     profile: Profile | None = None
     """Steps to profile with torch.profiler. None: no profile."""
     timeout_s: float = Field(default=600.0, gt=0, le=MOST_SECONDS)
-    """Seconds a rank may spend in one phase of a step before the run ends with an error that names it. Also applies in
-    any phase to a process stopped by a signal."""
+    """Seconds a rank may spend in one phase of a step before the run ends with an error that names the rank. In every
+    phase, also the limit for a process that a signal has stopped."""
     first_step_timeout_s: float = Field(default=1800.0, gt=0, le=MOST_SECONDS)
     """Like `timeout_s`, for the first step of a process and outside steps: start, evaluation, checkpoint, export.
     Larger, because compilation and file I/O take long."""
@@ -362,8 +362,8 @@ class TowerDegrees(Section):
     ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(
         default=None, max_length=MOST_RANKS
     )
-    """Ranks of this part, in the order of its mesh. Parts may share ranks. None: as many ranks as its degrees multiply
-    to, the first ones for `language`, and the next ones that no other part has for an encoder."""
+    """Ranks of this part; its mesh has them in ascending order. Parts may share ranks. None: as many ranks as the
+    product of its degrees, from rank 0 for `language`, and for an encoder the next ones that no other part has."""
 
     @property
     def num_ranks(self) -> int:
@@ -380,12 +380,12 @@ class LanguageDegrees(TowerDegrees):
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_y`."""
     pp: int = Field(default=1, ge=1, le=MOST_STAGES)
-    """Like `parallel.pp`. The first stage reads the features. Ranks with stages may also have encoders that are not
-    sharded, if `language` has no data parallelism."""
+    """Like `parallel.pp`. The first stage reads the features of the encoders. Ranks with stages may also run an
+    unsharded encoder, if it is the only one and `language` has no data parallelism."""
 
 
 class Submodels(Section):
-    """Parts of a multimodal model on separate ranks: `language`, and `vision` or `audio`; or `auto`."""
+    """Parts of a multimodal model on separate ranks: `language`, and `vision`, `audio` or both; or `auto`."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("auto",)
 
@@ -412,14 +412,18 @@ class Submodels(Section):
     @property
     def towers(self) -> dict[str, TowerDegrees]:
         """Degrees of the encoders in this section, by name."""
-        given = {"vision": self.vision, "audio": self.audio}
-        return {name: degrees for name, degrees in given.items() if degrees is not None}
+        by_name = {"vision": self.vision, "audio": self.audio}
+        return {name: degrees for name, degrees in by_name.items() if degrees is not None}
 
     @property
     def members(self) -> dict[str, tuple[int, ...]]:
-        """Ranks of each part by name, the language part first."""
+        """Ranks of each part by name, in ascending order, the language part first."""
         parts = {"language": self.language, **self.towers}
-        members = {name: part.ranks for name, part in parts.items() if part.ranks is not None}
+        members = {
+            name: tuple(sorted(part.ranks))
+            for name, part in parts.items()
+            if part.ranks is not None
+        }
         for name, part in parts.items():
             used = {rank for ranks in members.values() for rank in ranks}
             free = count() if name == "language" else (r for r in count() if r not in used)
@@ -483,9 +487,9 @@ class Parallel(Section):
     """1: shard only the optimizer state (ZeRO-1). Parameters are then gathered and gradients reduced once per step, not
     once per microbatch. None: `reshard_after_forward` decides."""
     one_order: bool = True
-    """Data-parallel ranks run layers in the order of the first steps and equally often, except that a rank may skip
-    some. false: ranks agree on each gather of parameters, so order and calls may vary, at the cost of an exchange
-    between hosts."""
+    """Assume that data-parallel ranks call layers in the same order and number as in the first steps; a rank may skip
+    layers. false: order and number may vary, because ranks agree on each parameter gather, by a message between
+    hosts."""
     rules: dict[str, str] = {}
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     submodels: Submodels | None = None
@@ -498,6 +502,11 @@ class Parallel(Section):
     def is_planned(self) -> bool:
         """True if the planner chooses degrees."""
         return self.auto or (self.submodels is not None and self.submodels.auto)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Names of the encoders in `submodels`."""
+        return () if self.submodels is None else tuple(self.submodels.towers)
 
     @property
     def tower_ranks(self) -> int:

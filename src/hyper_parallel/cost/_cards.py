@@ -63,15 +63,17 @@ class DeviceCard:
     context_bytes: float  # memory of driver context, communicators and workspaces
     # memory reserved by the allocator but unusable, as a share of transient bytes
     fragmentation: float
-    latency: float = 1.0  # seconds of a collective with a tiny message against the topology's
+    latency: float = (
+        1.0  # seconds of a collective with a tiny message, relative to the topology's latency
+    )
     # share of the compute units that a collective occupies, so that it and computation slow each other down; 1 hides
     # nothing
     collective_share: float = 1.0
-    # share of `moe_month`, a stack's slowdown by the age of its release, that applies to this device; `moe_month` is
-    # fitted to runs on Blackwell, this share to device generations with runs of several releases
+    # share of the stack's `moe_month`, the slowdown of older releases, that applies to this device; `moe_month` is
+    # fitted to runs on Blackwell, the share to other device generations with runs of several releases
     maturing: float = 1.0
-    # speed of a rank by the share of running ranks, relative to all ranks running; for ranks that share cores, caches
-    # and memory
+    # speed of a rank relative to its speed while all ranks run, by the share of ranks that run; for ranks that share
+    # cores, caches and memory
     pace: Mapping[str, float] = field(default_factory=dict)
     # where each number comes from, by attribute (`matmul.bfloat16`)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class StackCard:
 
     name: str
     compute: float = 1.0  # time of all kernels relative to the device card
-    # how often a layer's saved bytes are moved by element-wise kernels, forward and backward
+    # passes of element-wise kernels over a layer's saved bytes, forward and backward
     passes: float = 5.0
     # bytes moved per matmul input or output gradient that is cast to 8 or 4 bits
     quantize_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class StackCard:
     dropout: float = 0.0  # 1 where dropout masks are kept
     # 1 if gathered inputs are kept for backward; 0 re-gathers them, overlapped with the backward matmul
     keep_gathered: float = 1.0
-    # 1 where every pipeline stage has as many layers; 0 where layers are cut by cost
+    # 1 where every pipeline stage has the same number of layers; 0 where layers are split by cost
     even_stages: float = 0.0
     selective_matmul: float = 0.0  # share of the matmuls that selective recomputation redoes
     selective_attention: float = 0.0  # share of attention that selective recomputation redoes
@@ -115,7 +117,7 @@ class StackCard:
     overlap_tp: float = 0.0  # share of tensor-parallel traffic that hides behind matmuls
     overlap_cp: float = 0.9  # share of the key-value ring that hides behind attention
     overlap_ep: float = 0.0  # share of expert exchanges that hides behind other work
-    # the same where interleaved chunks give it a forward and a backward at once to hide behind
+    # the same for interleaved chunks, where an exchange can hide behind a forward and a backward
     overlap_ep_chunks: float = 0.0
     # share of the weight gradients of token chunks that is computed while later collectives are in flight; no
     # collective is in flight during the rest
@@ -128,7 +130,7 @@ class StackCard:
     overlap_pp: float = 0.0  # share of pipeline sends that hides behind compute
     # 1 if a token is sent once to a rank, and once to a domain, with several of its experts
     ep_dedup: float = 0.0
-    # time of the experts' element-wise work (permutation, activation) against the formula
+    # time of the experts' element-wise work (permutation, activation), relative to the formula
     moe: float = 1.0
     # host seconds per expert layer, forward and backward together, that no kernel hides
     moe_host_s: float = 0.0
@@ -141,10 +143,10 @@ class StackCard:
     # rows at which an expert's matmul takes twice as long as that of many rows: ragged tiles and the ramp of many small
     # matmuls; in addition to the device's saturation
     expert_rows: float = 0.0
-    # how often an element of a bias is moved per token by kernels that add it, clamp and reduce its gradient apart from
-    # the matmul, forward and backward
+    # memory passes per token over the elements of a bias, forward and backward, in kernels separate from the matmul:
+    # addition, clamping and gradient reduction
     bias_passes: float = 0.0
-    imbalance: float = 1.0  # tokens of the busiest expert rank against the mean
+    imbalance: float = 1.0  # tokens of the busiest expert rank, relative to the mean
     kernels_forward: float = 30.0  # operators of a layer's forward
     kernels_backward: float = 55.0  # operators of a layer's backward
     # operators of one norm of query or key heads, forward and backward; a quarter of them forward
@@ -155,7 +157,7 @@ class StackCard:
     step_s: float = 0.0  # seconds per step not explained by other terms: data, logging, host
     straggle: float = 0.0  # slowdown per doubling of the devices
     logit_bytes: float = 10.0  # bytes per logit at the peak of the loss
-    kept: float = 1.0  # activations kept for backward against the formula
+    kept: float = 1.0  # activations kept for backward, relative to the formula
     # memory of workspaces and of the allocator's reserve, without the device's context
     reserve_bytes: float = 0.0
     # 1 where operators are not fused, so that norms, gates and attention keep copies for backward
@@ -163,7 +165,7 @@ class StackCard:
     # 1 if the peak of sharded training is its fullest phase; 0 if all terms are added
     phased: float = 0.0
     gradient_copy_bytes: float = 0.0  # bytes per parameter of a second copy of the gradients
-    # 2 where embedding and head are gathered apart from each other, 1 where together
+    # 2 where embedding and head are gathered separately, 1 where they are gathered together
     vocabulary_groups: float = 1.0
     # half width of a prediction interval in natural logarithm, by kind of model (dense, moe); with `_unknown_stack`
     # appended if the card substitutes for a stack without one
@@ -296,7 +298,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
 
 
 def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
-    """Return a dict from number of concurrent ranks, ascending, to the cards of a file for it.
+    """Return a dict from number of concurrent ranks, ascending, to the cards of a file for that number.
 
     Raises:
         CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.

@@ -422,12 +422,10 @@ class _Step:
         for block, recomputed in self.blocks:
             layers = block.count * self.parts
             yield layers, recomputed, norm_boundaries(self.part_cut, self.norms(block))
-            # Recomputation ends with the last tensor that backward needs, which is one of the last part. An operator
-            # that also scatters the tokens runs before it saves them.
-            ends = not self.strategy.overlap.tp_symmetric
-            for times, may_end in ((layers - block.count, False), (block.count, ends)):
-                table = self.layer(block, may_end)
-                yield times, recomputed, _in_chunks(table, self.token_chunks, *_TOKENS_MOVED)
+            # Recomputation ends with the last tensor of each part that backward needs. An operator that also scatters
+            # the tokens runs before it saves them.
+            table = self.layer(block, may_end=not self.strategy.overlap.tp_symmetric)
+            yield layers, recomputed, _in_chunks(table, self.token_chunks, *_TOKENS_MOVED)
         elements: dict[tuple[str, ...], int] = {}
         for block in self.model.blocks:
             for p in self.params(block):
@@ -590,7 +588,7 @@ def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> It
             continue
         calls = {n: getattr(b, n) * chunks for n in ("forward", "backward", "recomputed")}
         if b.forward and b.purpose is Purpose.SEQUENCE_SCATTER and not b.recomputed:
-            # Recomputation stops in the product of the last chunk, behind the scatters of the others.
+            # Recomputation stops in the matmul of the last chunk, after the scatters of the other chunks.
             calls["recomputed"] = chunks - 1
         sent = None if b.sent is None else Fraction(b.sent) / chunks
         yield replace(b, elements=b.elements / chunks, sent=sent, **calls)

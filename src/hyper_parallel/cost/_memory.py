@@ -158,14 +158,14 @@ def memory_terms(
             for a, b in zip(plain, recomputed, strict=True)
         ]
     _, phase = fullest_phase(total_bytes(parts, s), shape_of(c))
-    bytes_held = {name: select_phase([part[name] for part in parts], phase) for name in FORMULAS}
-    terms = [SpaceTerm(name, bytes_held[name], formula) for name, formula in FORMULAS.items()]
+    at_peak = {name: select_phase([part[name] for part in parts], phase) for name in FORMULAS}
+    terms = [SpaceTerm(name, at_peak[name], formula) for name, formula in FORMULAS.items()]
     context = np.full(phase.shape, card.context_bytes)
     return (
         *terms,
         SpaceTerm("device context", context, "driver context, communicators and workspaces"),
         SpaceTerm(
-            "fragmentation", card.fragmentation * transient_bytes(bytes_held),
+            "fragmentation", card.fragmentation * transient_bytes(at_peak),
             f"{card.fragmentation:.0%} of transient bytes: all except states and context",
         ),
     )  # fmt: skip
@@ -185,14 +185,14 @@ def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tu
     c, layers = s.c, s.layers
     kinds = (0, kind, FULL_EXCEPT_LAST) if kind > 1 else (0, kind)
     end = s.with_columns(recompute=np.array(kinds, dtype=np.float64)[:, None])
-    held_at = [np.broadcast_to(t, shape_of(end.c)) for t in total_bytes(memory_parts(end), end)]
-    plain, whole, *except_last = zip(*held_at, strict=True)
+    totals = [np.broadcast_to(t, shape_of(end.c)) for t in total_bytes(memory_parts(end), end)]
+    plain, whole, *except_last = zip(*totals, strict=True)
     needed, peak = layers, np.max(whole, axis=0)
     for alternative, limit in (
         (whole, layers - 1.0),
         *((o, layers - _NOT_RECOMPUTED * c.vpp) for o in except_last),
     ):
-        num_layers, bytes_held = np.ones(1), np.full(1, -np.inf)
+        num_layers, largest = np.ones(1), np.full(1, -np.inf)
         with np.errstate(divide="ignore", invalid="ignore"):
             for a, b in zip(plain, alternative, strict=True):
                 fit = np.where(
@@ -202,9 +202,9 @@ def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tu
             if kind > 1 and alternative is whole:
                 num_layers = np.maximum(num_layers, layers - _NOT_RECOMPUTED * c.vpp + 1.0)
             for a, b in zip(plain, alternative, strict=True):
-                bytes_held = np.fmax(bytes_held, a - num_layers / layers * (a - b))
+                largest = np.fmax(largest, a - num_layers / layers * (a - b))
         fits = num_layers <= limit
-        needed, peak = np.where(fits, num_layers, needed), np.where(fits, bytes_held, peak)
+        needed, peak = np.where(fits, num_layers, needed), np.where(fits, largest, peak)
     return needed, peak
 
 
@@ -276,10 +276,10 @@ def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
 
 
 def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Parts]:
-    """Return bytes by term at each moment that may be the peak: all causes at once, then the phases if `phased`.
+    """Return bytes by term for each moment that may be the peak.
 
-    The first entry is omitted if all candidates have phases. Phases are those of the first and the last stage, or with
-    `stages`, as in `memory_terms`, of every pipeline rank.
+    The first entry adds all causes up; it is omitted if all candidates have phases. If the stack is `phased`, the
+    phases follow: of the first and the last stage, or with `stages`, as in `memory_terms`, of every pipeline rank.
     """
     c, layer = s.c, _layer_memory(s)
     parts: list[Parts] = []
@@ -304,10 +304,10 @@ def _layer_memory(s: PricingCase) -> LayerMemory:
     exchange = combine = np.zeros(1)
     if n.experts:
         routed = n.experts_per_token / max(n.moe_share, 1e-9) * n.hidden * s.machine.width
-        bytes_held = 2.0 * s.tokens / c.tp * (routed * s.machine.stack.imbalance)
-        exchange = np.where(c.ep > 1, bytes_held, 0.0)
+        routed_bytes = 2.0 * s.tokens / c.tp * (routed * s.machine.stack.imbalance)
+        exchange = np.where(c.ep > 1, routed_bytes, 0.0)
         # Rows of one layer in float32, before and after weighting, plus the experts' outputs and their cast.
-        combine = bytes_held * (4.0 / s.machine.width + 1.0) * n.wide_combine
+        combine = routed_bytes * (4.0 / s.machine.width + 1.0) * n.wide_combine
     scale = s.tokens * s.machine.width / 2.0 * s.over_tp(n.whole_share)
     recomputed = np.where(
         (c.recompute > 1) & (c.recompute < FULL_EXCEPT_LAST),
@@ -323,13 +323,13 @@ def _layer_memory(s: PricingCase) -> LayerMemory:
 def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
     """Return the phases of every pipeline rank, each with the numbers of its own layers."""
     n, parts = s.n, list[Parts]()
-    for rank, bytes_held in enumerate(stages):
-        rank_case = replace(s, n=bytes_held.numbers)
-        outside = n.embedding_weights * bytes_held.first
-        outside += (n.head_params if bytes_held.first else n.head_weights) * bytes_held.last
+    for rank, stage in enumerate(stages):
+        rank_case = replace(s, n=stage.numbers)
+        outside = n.embedding_weights * stage.first
+        outside += (n.head_params if stage.first else n.head_weights) * stage.last
         num_in_flight = in_flight_of(s.c, rank)
-        logits = rank_case.logits if bytes_held.last else np.zeros(1)
-        layers = np.full(1, float(bytes_held.numbers.layers))
+        logits = rank_case.logits if stage.last else np.zeros(1)
+        layers = np.full(1, float(stage.numbers.layers))
         elements = np.full(1, float(outside))
         parts += phases(
             rank_case, _layer_memory(rank_case), layers, elements, num_in_flight, logits
@@ -371,7 +371,7 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
             vocabulary, max(n.embedding_weights, n.head_weights) / s.vocabulary_ranks
         )
     # Half-batches are in two layers while a third one is prefetched.
-    most_gathered = np.where((c.halves > 1) & (c.recompute == 0), 3.0, 2.0)
+    most_gathered = np.where(c.halves > 1, 3.0, 2.0)
     gathered_layers = np.where(c.zero > 2, np.minimum(most_gathered, s.layers), s.layers)
     reduced = np.where(s.sharded, s.reduce_width + width, width)
     reduced, trained = reduced * s.workload.trained, s.workload.trained

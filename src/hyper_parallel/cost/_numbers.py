@@ -26,7 +26,7 @@ _LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
 _NORM_BYTES = 8.0
 """Bytes per element of an unfused norm in bfloat16: its input in float32, the normalized input, and its output."""
 _CLAMPED = {"gpt_oss": 3.0}
-"""Model family to extra values that an expert's activation saves, in expert widths: clamped, shifted, sigmoid."""
+"""Extra values that an expert's activation saves, in expert widths, by model family: clamped, shifted, sigmoid."""
 _MEASURED = 1024
 """Sequence length at which saved activations were measured, with masks."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
@@ -79,7 +79,7 @@ class Uncut:
         layers = max(1, sum(b.count for b in decoders))
 
         def elements(part: str, among: frozenset[str] | None = None) -> float:
-            """Return matrix elements of a part in all layers, limited to the names in `among`; routers are excluded."""
+            """Return matrix elements of a part in all layers, without routers; `among` restricts them to some names."""
             return math.fsum(
                 p.num_elements * b.count
                 for b in decoders
@@ -336,7 +336,7 @@ class ModelNumbers:
         if self.measured is None:
             return 1.0
         share = self.measured.layer[0] / self.known_bytes
-        # Part of the routing activations is measured with the experts, so a ratio below 1 is not believed.
+        # Some routing activations are measured with the experts, so a ratio below 1 is raised to 1.
         return max(1.0, share) if self.experts else share
 
     @property

@@ -65,14 +65,12 @@ class BlockPrices:
     def take(self, shape: tuple[int, ...], index: Any) -> BlockPrices:
         """Return the prices at `index`; `shape` is the broadcast shape of the candidates."""
 
-        def taken_part(part: Any) -> Any:
+        def part_at(part: Any) -> Any:
             if isinstance(part, np.ndarray):
                 return np.broadcast_to(part, shape)[index]
-            return replace(
-                part, **{f.name: taken_part(getattr(part, f.name)) for f in fields(part)}
-            )
+            return replace(part, **{f.name: part_at(getattr(part, f.name)) for f in fields(part)})
 
-        return BlockPrices(taken_part(self.work), taken_part(self.comm), taken_part(self.head))
+        return BlockPrices(part_at(self.work), part_at(self.comm), part_at(self.head))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ _FORMULAS: Final = {
     "stragglers": "share per doubling of the devices * the rest",
     COPIES: FORMULA,
 }
-"""Name of each time term to its formula, in the order in which terms are listed."""
+"""Formula of each time term by name, in the order in which terms are listed."""
 
 Inputs = dict[str, Array | float]
 
@@ -420,8 +418,8 @@ class Scores:
 
     def memory_at(self, index: int) -> tuple[MemoryTerm, ...]:
         """Return the nonzero memory terms of one candidate."""
-        terms_held = tuple(t.term_of(index) for t in self.memory if t.bytes[index] > 0.0)
-        return move_to_host(terms_held, self.cost_at(index))
+        terms = tuple(t.term_of(index) for t in self.memory if t.bytes[index] > 0.0)
+        return move_to_host(terms, self.cost_at(index))
 
 
 def _is_copies(term: TimeTerm, index: int) -> bool:
@@ -434,5 +432,5 @@ def _is_copies(term: TimeTerm, index: int) -> bool:
 def score(s: PricingCase) -> Scores:
     """Return the predicted time and memory of candidates, whose columns may broadcast; legality is not checked."""
     time, memory = time_terms(s), memory_terms(s)
-    terms_held = resident_bytes(sum((t.bytes for t in memory), np.zeros(1)), s)
-    return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), terms_held)
+    resident = resident_bytes(sum((t.bytes for t in memory), np.zeros(1)), s)
+    return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), resident)

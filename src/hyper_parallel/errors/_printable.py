@@ -22,8 +22,7 @@ def printable(text: str) -> str:
     """Return a text with JSON escapes for all characters that move a cursor, or hide or reorder text.
 
     Tabs and line feeds are not escaped. Text from files passes through this function once before it reaches a terminal.
-    The
-    escapes keep the value of JSON output unchanged.
+    Escaped JSON output has the same value.
     """
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 

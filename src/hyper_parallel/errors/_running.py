@@ -234,9 +234,9 @@ class TrackerFailed(HyperParallelError, code="HP632"):
 
 
 class NotServed(HyperParallelError, code="HP633"):
-    """A LlamaFactory version after 0.9.5 requests names that this package does not provide.
+    """A LlamaFactory version after 0.9.5 imports names that this package does not provide.
 
-    Why: it would train with other settings than requested. Fix: use LlamaFactory 0.9.5, or pass the same YAML file to
+    Why: the run would use other settings than requested. Fix: use LlamaFactory 0.9.5, or pass the same YAML file to
     `hyper-parallel train`, which does not need LlamaFactory.
     """
 

@@ -21,6 +21,7 @@ from hyper_parallel.ir.boxes import (
     transfers,
     working_rows,
 )
+from hyper_parallel.ir.integers import divisors, round_up
 from hyper_parallel.ir.layout import (
     AXES,
     CollectiveStep,
@@ -173,6 +174,7 @@ __all__ = [
     "boxes",
     "choose_senders",
     "divided_dims",
+    "divisors",
     "equal_parts",
     "exchanged",
     "exchanged_rows",
@@ -187,6 +189,7 @@ __all__ = [
     "redistribute",
     "replay",
     "role_tasks",
+    "round_up",
     "runs_of_splits",
     "sees_all",
     "sees_some",

@@ -266,8 +266,8 @@ def _submodel_lines(s: SubmodelsPlan, *, lanes: bool = True) -> Iterator[str]:
             f"forward {format_seconds(part.forward_s)}, backward {format_seconds(part.backward_s)}"
         )
         memory = sum(t.bytes for t in part.memory)
-        held = f"; {format_bytes(memory)} per rank" if memory else ""
-        yield f"{part.name}: {part.degrees} on {ranks}; {times} per step{held}"
+        per_rank = f"; {format_bytes(memory)} per rank" if memory else ""
+        yield f"{part.name}: {part.degrees} on {ranks}; {times} per step{per_rank}"
     yield (
         f"together {format_seconds(s.step_s)}, bubble {s.bubble:.1%}, at least {format_seconds(s.lower_s)}, "
         f"{'joint schedule' if s.schedule else 'inside of the first stage' if s.inline else 'in rounds'}"

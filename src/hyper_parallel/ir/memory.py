@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from hyper_parallel.ir.integers import round_up
+
 MemoryTier = Literal["device", "dram", "flash"]
 StorageKind = Literal[
     "weight", "expert", "gradient", "optimizer", "activation", "kv", "input", "output", "scratch"
@@ -142,18 +144,18 @@ class MemoryProgram:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of every storage, rounded up to `alignment_bytes`."""
-        return tuple(_round_up(s.num_bytes, self.alignment_bytes) for s in self.storages)
+        return tuple(round_up(s.num_bytes, self.alignment_bytes) for s in self.storages)
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
         """Bytes of every storage in the arena: `sizes`, rounded up to `address_bytes`."""
-        return tuple(_round_up(size, self.address_bytes) for size in self.sizes)
+        return tuple(round_up(size, self.address_bytes) for size in self.sizes)
 
     @cached_property
     def staging_bytes(self) -> int:
         """Maximum over operators of the bytes of staging allocations, which are outside the arena."""
         sizes = (
-            sum(_round_up(n, self.alignment_bytes) for n in op.scratch_bytes)
+            sum(round_up(n, self.alignment_bytes) for n in op.scratch_bytes)
             for op in self.operators
         )
         return max(sizes, default=0)
@@ -189,10 +191,6 @@ class MemoryProgram:
     def comm_seconds(self) -> float:
         """Seconds of the step on the communication lane."""
         return sum(op.comm_s for op in self.operators)
-
-
-def _round_up(num_bytes: int, unit: int) -> int:
-    return -(-num_bytes // unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,14 +265,14 @@ class HostBuffers:
         self._reserved = Counter(reserved or {})
         self._fitting: dict[tuple[int, int], bool] = {}  # cleared when `most` grows
 
-    def take(self, size: int) -> None:
+    def allocate(self, size: int) -> None:
         """Count one more buffer of `size` bytes as in use."""
         self._now[size] += 1
         if self._now[size] > self.most[size]:
             self.most[size] += 1
             self._fitting.clear()
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Count one buffer of `size` bytes as free again."""
         self._now[size] -= 1
 
@@ -313,7 +311,7 @@ class Residency:
         self.peaks: dict[MemoryTier, int] = dict.fromkeys(MEMORY_TIERS, 0)
         self.buffers = HostBuffers(reserved)
 
-    def take(self, s: int, tier: MemoryTier) -> None:
+    def allocate(self, s: int, tier: MemoryTier) -> None:
         """Allocate a storage in a tier, unless it already is, and mark the content there as the newest."""
         tiers = self.valid[s]
         if tier not in tiers:
@@ -322,7 +320,7 @@ class Residency:
             if live > self.peaks[tier]:
                 self.peaks[tier] = live
             if tier == "dram":
-                self.buffers.take(size)
+                self.buffers.allocate(size)
         tiers[tier] = True
 
     def drop(self, s: int, tier: MemoryTier) -> None:
@@ -330,20 +328,20 @@ class Residency:
         del self.valid[s][tier]
         self.live[tier] -= self._sizes[s]
         if tier == "dram":
-            self.buffers.give(self._sizes[s])
+            self.buffers.release(self._sizes[s])
 
     def apply(self, action: MemoryAction) -> None:
         """Update the residency by one action."""
         kind, target = action.kind, action.target
         if kind in ("run", "recompute"):
             for s in self._operators[target].allocs:
-                self.take(s, "device")
+                self.allocate(s, "device")
             for s in self._operators[target].writes:
                 tiers = self.valid[s]
                 for tier in tiers:
                     tiers[tier] = tier == "device"
         elif kind in COPIES:
-            self.take(target, COPIES[kind][1])
+            self.allocate(target, COPIES[kind][1])
         elif kind == "detach":
             self.drop(target, action.tier)
         elif kind == "free":

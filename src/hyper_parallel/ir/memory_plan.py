@@ -66,10 +66,10 @@ class _Walk(Residency):
         self.stays: list[Extent] = []
         self.communicating: dict[int, None] = {}  # operators begun and not joined
 
-    def take(self, s: int, tier: MemoryTier) -> None:
+    def allocate(self, s: int, tier: MemoryTier) -> None:
         if tier == "device":
             self.since.setdefault(s, self.at)
-        super().take(s, tier)
+        super().allocate(s, tier)
 
     def drop(self, s: int, tier: MemoryTier) -> None:
         super().drop(s, tier)
@@ -205,7 +205,7 @@ def replay(
     walk = _Walk(program)
     for index, storage in enumerate(program.storages):
         if storage.at_start:
-            walk.take(index, homes[index] if storage.persistent else "device")
+            walk.allocate(index, homes[index] if storage.persistent else "device")
     steps = {
         **dict.fromkeys(("run", "recompute"), walk.run),
         **dict.fromkeys(COPIES, walk.copy),

@@ -19,6 +19,7 @@ from itertools import zip_longest
 from typing import Final, Literal
 
 from hyper_parallel.errors import BadValue, BatchMismatch
+from hyper_parallel.ir.integers import divisors, round_up
 from hyper_parallel.ir.layout import AXES, Layout, Mesh
 
 BlockShape = Literal["1d", "2d", "weight"]
@@ -335,7 +336,7 @@ class SequenceCut:
     @property
     def padded(self) -> int:
         """Tokens of a sequence, padding included."""
-        return -(-self.seq_len // self.unit) * self.unit
+        return round_up(self.seq_len, self.unit)
 
     @property
     def local(self) -> int:
@@ -446,18 +447,18 @@ class Workload:
         if steps is None:
             steps = per_rank // micro if micro else 0
         if micro < 1 or steps < 1 or micro * steps != per_rank:
-            divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+            fitting = divisors(per_rank)
             if self.microbatch and self.accumulation_steps:
                 name = "tokens_per_step"
                 value = self.microbatch * self.accumulation_steps * unit
             else:
                 name = "microbatch" if self.microbatch else "accumulation_steps"
                 requested = self.microbatch or self.accumulation_steps or 1
-                value = min(divisors, key=lambda d: abs(d - requested))
+                value = min(fitting, key=lambda d: abs(d - requested))
             raise BatchMismatch(
                 "tokens_per_step, microbatch and accumulation_steps do not agree",
                 got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
-                allowed=[f"microbatch={m}" for m in divisors],
+                allowed=[f"microbatch={m}" for m in fitting],
                 changes={f"training.{name}": value},
             )
         return replace(self, tokens_per_step=tokens, microbatch=micro, accumulation_steps=steps)

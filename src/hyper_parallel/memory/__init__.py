@@ -16,7 +16,11 @@ from hyper_parallel.memory.def_use import (
     working_set_bytes,
 )
 from hyper_parallel.memory.memory_machine import Channel, MemoryMachine, Roofline, with_seconds
-from hyper_parallel.memory.memory_planner import plan_memory, plan_memory_cached
+from hyper_parallel.memory.memory_planner import (
+    paused_garbage_collection,
+    plan_memory,
+    plan_memory_cached,
+)
 from hyper_parallel.memory.timeline import (
     Copied,
     ProgramClock,
@@ -41,6 +45,7 @@ __all__ = [
     "order_peak",
     "order_seconds",
     "overlapped",
+    "paused_garbage_collection",
     "peak_by_kind",
     "plan_memory",
     "plan_memory_cached",

@@ -82,7 +82,7 @@ class Emitter:
         self.num_host_tiers = 1 if machine.copy_out is None else 2
         for s, storage in enumerate(program.storages):
             if storage.at_start:
-                self.ledger.take(s, self.copies.homes[s])
+                self.ledger.allocate(s, self.copies.homes[s])
         self.evictions = {(g.storage, g.first): g for g in gaps if g.first >= 0}
         self.evictions_of: dict[int, list[int]] = {}
         for g in gaps:

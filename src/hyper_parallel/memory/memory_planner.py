@@ -97,7 +97,8 @@ def plan_memory(
     if margin < 0:
         raise BadValue("`bandwidth_margin` must not be negative", got=margin, allowed="0 or more")
     goal = _Goal(budget_bytes, max_slowdown, move, recompute, margin)
-    with _paused_garbage_collection():
+    # Collections of cycles take a quarter of the planning time.
+    with paused_garbage_collection():
         orders, statement = _orders(program, reorder)
         if not program.communicates:
             return _plan_in_order(program, machine, goal, orders[0], statement)
@@ -105,8 +106,8 @@ def plan_memory(
 
 
 @contextmanager
-def _paused_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection of cycles, which takes a quarter of the planning time."""
+def paused_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection of cycles inside the context."""
     enabled = gc.isenabled()
     gc.disable()
     try:

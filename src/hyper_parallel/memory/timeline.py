@@ -34,7 +34,7 @@ def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
     program, residency = plan.program, Residency(plan.program)
     for s, storage in enumerate(program.storages):
         if storage.at_start:
-            residency.take(s, plan.homes[s])
+            residency.allocate(s, plan.homes[s])
     spans = list[Span]()
     counters = [Counter(tier, 0.0, live) for tier, live in residency.live.items()]
     clock = ProgramClock(program, machine)

@@ -181,12 +181,12 @@ class KeptActivations:
     """Measured bytes per token of the activations that a bfloat16 forward keeps for backward on one device.
 
     Attributes:
-        layer: Pair (a, b): a mean decoder layer without its routed experts keeps a + b T bytes per token of a sequence
-            of T tokens.
+        layer: Pair (a, b): in a sequence of T tokens, the average decoder layer without its routed experts keeps
+            a + b T bytes per token.
         outside: Bytes per token kept outside the layers.
         fullest: `a` of the layer that keeps the most; None: as the mean layer.
         last: `a` of the last layer; None: as the mean layer.
-        modules: Bytes of the mean `a` that each module keeps, experts included, by name such as `model.layers.*.mixer`.
+        modules: Contribution of each module to `a` in bytes, experts included, by name such as `model.layers.*.mixer`.
         expert_rows: Rows per token that reach the routed experts of a layer; 0 without experts.
     """
 

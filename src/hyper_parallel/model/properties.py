@@ -75,12 +75,12 @@ class ModelProperties:
 QUESTIONS: dict[str, str] = {
     "causal": "a token does not see later ones",
     "documents_independent": "packed documents do not see each other",
-    "padding_inert": "padding behind a text does not change it",
+    "padding_inert": "padding after a text does not change its output",
     "rows_independent": "rows of a batch do not see each other",
-    "half_batches": "layers that run on half-batches give the same",
+    "half_batches": "layers that run on half-batches give the same output",
     "history_independent": "earlier batches do not change the output",
-    "growing_cache": "decoding with the model's own cache equals the whole text",
-    "fixed_cache": "decoding with a cache of fixed length equals the whole text",
-    "slot_cache": "decoding several texts in one cache equals each whole text",
+    "growing_cache": "decoding with the model's own cache gives the logits of the full text",
+    "fixed_cache": "decoding with a cache of fixed length gives the logits of the full text",
+    "slot_cache": "decoding several texts in one cache gives the logits of each full text",
 }
 """Meaning of each property, as printed by `doctor --model`."""

@@ -89,11 +89,11 @@ class SubModel:
                 seconds * factor,
                 seconds * factor * self.input_grad,
                 seconds * factor * self.weight_grad,
-                activation_bytes=round(held * share),
-                weight_grad_input_bytes=round(held * share),
+                activation_bytes=round(activation * share),
+                weight_grad_input_bytes=round(activation * share),
                 reduce_grad_s=reduce_s,
             )
-            for seconds, held in zip(self.forward_s, self.activation_bytes, strict=True)
+            for seconds, activation in zip(self.forward_s, self.activation_bytes, strict=True)
         ]
 
 
@@ -528,11 +528,11 @@ class _Plan:
         }
 
     def _order(self, order: str) -> list[int]:
-        given = list(range(len(self._language.forward_s)))
-        light = sorted(given, key=lambda i: sum(e.forward_s[i] for e in self._encoders))
+        microbatches = list(range(len(self._language.forward_s)))
+        light = sorted(microbatches, key=lambda i: sum(e.forward_s[i] for e in self._encoders))
         few = len(light) // 4
         mixed = light[:few] + light[few:][::-1]
-        return {"given": given, "light": light, "heavy": light[::-1], "mixed": mixed}[order]
+        return {"given": microbatches, "light": light, "heavy": light[::-1], "mixed": mixed}[order]
 
     def _problem(self, split: bool) -> ListProblem:
         graph, homes, costs, _ = self._graph

@@ -12,14 +12,14 @@ from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes, format_seconds
 
 MAX_FACTOR: Final = 2.0
-"""Largest error of a hardware constant, as a factor, for which a change of the choice is reported."""
+"""Largest factor on a hardware constant at which a change of the chosen plan is reported."""
 
 _CONSTANTS: Final = {
     "matmul": "speed of matmuls",
     "attention": "speed of attention",
     "element-wise": "memory bandwidth of element-wise kernels",
     "head and loss": "speed of head and loss",
-    "recompute": "speed of what is recomputed",
+    "recompute": "speed of recomputation",
     "kernel launches": "kernel launches per second",
     "tp communication": "speed of exposed tensor-parallel communication",
     "cp communication": "speed of exposed context-parallel communication",
@@ -36,7 +36,7 @@ def half_width(plan: Plan) -> float | None:
     """Return h such that 80 % of measured step times are between `step_s / e**h` and `step_s * e**h`.
 
     None on the topology `local` without measurements by `calibrate`. Device cards of accelerators are fitted to runs of
-    other training frameworks, so the interval is the one for frameworks excluded from the fit.
+    other training frameworks, so h is the width measured for frameworks excluded from the fit.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH
@@ -56,7 +56,7 @@ def slower_reason(
     share = loser_s / best_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
-        return "as fast, but not simpler (smaller tp, cp, pp, ep) or smaller in memory"
+        return "equally fast, but neither simpler (smaller tp, cp, pp, ep) nor smaller in memory"
     winner = {t.name: t.seconds for t in cheapest}
     term = max(loser, key=lambda t: t.seconds - winner.get(t.name, 0.0))
     winner_s = winner.get(term.name, 0.0)
@@ -81,7 +81,7 @@ def memory_reason(
         microbatch: Sequences of a microbatch.
         fitting: Smaller microbatch at which the same degrees fit; None: no microbatch fits.
     """
-    least = f" ({format_bytes(least_bytes)} at its leanest)" if least_bytes < memory_bytes else ""
+    least = f" (at least {format_bytes(least_bytes)})" if least_bytes < memory_bytes else ""
     reason = (
         f"does not fit at microbatch {microbatch}: {format_bytes(memory_bytes)}{least} of "
         f"{format_bytes(capacity_bytes)}"

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from hyper_parallel.cost import Candidates, PricingCase
 from hyper_parallel.cost.generation_passes import LayerKind, cache_bytes, pass_bytes
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.ir import GenerateWorkload, Strategy
+from hyper_parallel.ir import GenerateWorkload, Strategy, divisors
 from hyper_parallel.planner.pricing import partition
 from hyper_parallel.planner.request import PlanRequest
-from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.units import DTYPE_BYTES
 
 LAYOUT_AXES: Final = ("pp", "dp_replicate", "dp_shard", "tp_x", "ep")
@@ -28,7 +27,7 @@ class StagedLayout:
     """Generation layout split into pipeline stages, with the weight and cache bytes of each stage."""
 
     strategy: Strategy
-    needed: int  # prompts of one data-parallel rank: with as many slots, none waits
+    needed: int  # prompts of one data-parallel rank; with at least as many slots, no prompt waits
     weights: NDArray[np.int64]  # [pp] bytes of the weights on a rank
     cache: NDArray[np.int64]  # [pp] bytes of the keys and values of one sequence on a rank
 
@@ -54,7 +53,7 @@ def local_bytes(r: PlanRequest, s: Strategy) -> dict[str, int] | str:
     except HyperParallelError as error:
         return error.what
     if shards.whole_stream:
-        return "tensor parallelism leaves its attention whole"
+        return "tensor parallelism cannot shard its attention"
     sizes, width = {}, DTYPE_BYTES[r.workload.param_dtype]
     for p in (p for b in r.model.blocks for p in b.params):
         layout = shards.layouts[p.name]

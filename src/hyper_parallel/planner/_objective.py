@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy, abbreviated
-from hyper_parallel.ir import Plan, Strategy, Workload
+from hyper_parallel.ir import Plan, Strategy, Workload, divisors
 from hyper_parallel.model import ModelSpec, Tower
 from hyper_parallel.planner.pins import check_exclusions, check_pins
 from hyper_parallel.planner.plan_builder import evaluate, require_fit, search, to_plan
 from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.request import LOCAL, HostMemory, PlanRequest, resolve
-from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.planner.submodels import MEDIA, plan_with_towers
 from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_seconds
@@ -154,7 +153,7 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
         )
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
-            "the objective fewest-devices needs a deadline, memory accepts one, and others have none",
+            "the objective fewest-devices needs a deadline, memory may have one, and other objectives have none",
             got=f"objective={objective}, deadline={deadline_s}",
             hint="--objective fewest-devices --deadline 10",
             where="--deadline",

@@ -51,12 +51,12 @@ def plan_recipe(
 
     Args:
         recipe: The run.
-        world_size: Number of started ranks that train; with `grpo.rollout_ranks: auto`, of all started ranks. None: the
-            product of explicit degrees. With `parallel: auto`, None means `parallel.world_size`, else every accelerator
-            of the topology, or 4 on a machine without one.
+        world_size: Number of started ranks that train, or with `grpo.rollout_ranks: auto` of all started ranks. None:
+            the product of explicit degrees. With `parallel: auto`, None means `parallel.world_size`, else every
+            accelerator of the topology, or 4 on a machine without one.
         where: Function from a recipe key to the origin of its value, for errors: `LoadedRecipe.where`.
         model: The recipe's model, if already read; None: it is read from `model.path`.
-        trained: Elements with a gradient divided by all parameters; None: estimated from the specification.
+        trained: Fraction of the parameters that have a gradient; None: estimated from the specification.
         half_batches: Whether `overlap: auto` may choose half-batches.
 
     Raises:
@@ -187,7 +187,7 @@ def _request(
         note = f"tokens per step assumed: {unit} per rank, {tokens}"
         request = replace(request, workload=workload, notes=(*request.notes, note))
     if t.optimizer not in ("adamw", "adam"):
-        note = f"optimizer states and time of {t.optimizer} are predicted as those of adamw: two per parameter"
+        note = f"optimizer states and time of {t.optimizer} are predicted as for adamw: two states per parameter"
         request = replace(request, notes=(*request.notes, note))
     if not offload.on:
         return request
@@ -209,7 +209,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     pp.
 
     Raises:
-        Contradiction: HP104 for choices that are illegal with all degrees.
+        Contradiction: HP104 for choices that no combination of degrees allows.
         UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
     """
     p, explicit = recipe.parallel, recipe.parallel.model_fields_set
@@ -354,7 +354,7 @@ def parse_strategy(text: str) -> Strategy:
     )
     if words.auto or words.world_size is not None:
         raise BadValue(
-            "a strategy needs explicit degrees: no search runs",
+            "a strategy needs explicit degrees, because no search runs",
             where=_WHERE,
             got=text,
             allowed="degrees, whose product is the number of ranks",

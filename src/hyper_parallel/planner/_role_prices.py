@@ -390,18 +390,18 @@ class Roles:
     def notes(self, split: Split) -> Iterator[str]:
         """Yield notes about the limits of the prediction for a split."""
         yield (
-            f"sampling is priced for prompts of {self.prompt_len} tokens and completions of {self.new_tokens}, the "
-            "most there can be: an upper bound"
+            f"sampling is priced for the longest prompts ({self.prompt_len} tokens) and completions "
+            f"({self.new_tokens} tokens): an upper bound"
         )
         omitted = ["rewards"] + ["environments"] * bool(self.grpo.environment)
-        omitted += ["the files between the roles"] * bool(split.ranks)
+        omitted += ["file exchange between the roles"] * bool(split.ranks)
         yield f"not in the predicted step: {', '.join(omitted)}"
 
     def plan_of(self, best: Split, splits: Sequence[Split]) -> RolesPlan:
         """Return the plan section of the best split, with the splits that lost.
 
-        A mode is a staleness with separate, or with shared, ranks for the two roles. The plan lists the runners-up in
-        the mode of the best split, and the best split of every other mode.
+        Splits are grouped by mode: their staleness, and whether the two roles share ranks. The plan lists the
+        runners-up in the mode of the best split, and the best split of every other mode.
         """
         candidates = [
             replace(split, staleness=staleness)

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding, overrides
-from hyper_parallel.ir import Plan
+from hyper_parallel.ir import Plan, divisors
 from hyper_parallel.planner._role_prices import Learner, Roles, Split, rows_of
 from hyper_parallel.planner.plan_builder import require_fit, search, to_plan
 from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.refusals import check_legal
 from hyper_parallel.planner.request import PlanRequest
-from hyper_parallel.planner.strategy_space import divisors
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import format_bytes, format_seconds
 
@@ -49,7 +48,9 @@ def with_roles(
     learner = Learner(plan.strategy, plan.workload, plan.step_s, plan.stages, plan.memory)
     split = roles.split(ranks, tp, learner)
     if isinstance(split, str):
-        return replace(plan, notes=(*plan.notes, f"the step is that of learning alone: {split}"))
+        return replace(
+            plan, notes=(*plan.notes, f"the predicted step covers learning only: {split}")
+        )
     if ranks and not split.fits(roles.capacity_bytes):
         raise _memory_error(roles, split, learner, where)
     notes = [*plan.notes, *roles.notes(split)]
@@ -152,7 +153,7 @@ def _plan_without_split(
     prices: _SplitPrices,
     where: Callable[[str], str],
 ) -> Plan:
-    """Return the plan of learning alone if the only split cannot be priced.
+    """Return a plan that covers learning only, if the only split cannot be priced.
 
     Raises:
         DoesNotFit: HP401 if a split exceeds memory, or no layout fits.
@@ -172,7 +173,7 @@ def _plan_without_split(
             hint="grpo.rollout_ranks=0 grpo.rollout_tp=1",
         )
     plan = search(request)
-    note = f"the step is that of learning alone: {prices.reason}"
+    note = f"the predicted step covers learning only: {prices.reason}"
     return replace(plan, notes=(*plan.notes, note))
 
 

@@ -102,7 +102,7 @@ class RelaxedMachine(Machine):
     The tier is at least as fast as the real tiers for every placement of a process group.
 
     A ring sends at the lowest rate of the tiers that it crosses, so the fastest tier bounds it. An all-to-all uses the
-    links of several tiers at once, and may send a token once for several copies of it to another domain.
+    links of several tiers at once, and may send a token once to a domain that has several of its receivers.
     """
 
     exchange_gain: float = 1.0  # total bandwidth of all sets of links over the fastest set
@@ -156,7 +156,7 @@ class RelaxedMachine(Machine):
         tier = self.tiers[0]
         inside = share / (tier.bytes_s.value * self.link_share(tier) * self.exchange_gain)
         if np.isfinite(self.outside_bytes_s):
-            # Tokens for receivers outside the domain leave it, at best once for all copies to another domain.
+            # A token with receivers outside the domain leaves it, at best once per receiving domain.
             leaving = np.maximum(size - self.domain_size, 0.0) / size / copies
             piece = self.card.exchange / (1.0 + self.card.message_bytes / message)
             inside = np.maximum(inside, leaving / (self.outside_bytes_s * piece))

@@ -249,7 +249,7 @@ def _request(
             f"for the family `{spec.family}`, it is not known whether several sequences can be decoded at a time",
             got=spec.name,
             allowed=FAMILIES_READ,
-            hint="hyper-parallel generate RUN_DIR --prompts FILE.jsonl says whether it has",
+            hint="run `hyper-parallel generate RUN_DIR --prompts FILE.jsonl`, which reports whether they can",
         )
     if spec.quantised and work.dtype is None:
         raise UnsupportedSharding(
@@ -321,7 +321,7 @@ def _layouts(
         if s.pp > 1 and "pp" in unsplit:
             ruled_out[unsplit["pp"]] += 1
         elif s.dp > work.prompts:
-            ruled_out["more data shares than prompts"] += 1
+            ruled_out["more data-parallel ranks than prompts"] += 1
         elif isinstance(sizes, str):
             ruled_out[sizes] += 1
         else:
@@ -364,8 +364,8 @@ def _memory_error(
         hint = next((f"--devices {q.num_devices}" for q in fitting_requests), hint)
     least = min(int(np.max(x.weights)) for x in layouts)
     return DoesNotFit(
-        f"{r.model.name} does not generate on {r.num_devices} devices of {r.supernode.name}",
-        got=f"{format_bytes(least)} of weights on the fullest device at best, with {work.prompts} prompts",
+        f"{r.model.name} does not fit on {r.num_devices} devices of {r.supernode.name} for generation",
+        got=f"at least {format_bytes(least)} of weights on the fullest device, with {work.prompts} prompts",
         allowed=f"up to {format_bytes(r.machine.memory_bytes)}",
         hint=hint,
     )

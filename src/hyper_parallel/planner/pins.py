@@ -44,7 +44,7 @@ _COLUMNS: Final = {
     "gathered_inputs": "regather",
     "cp_kind": "cp_gather",
 }
-"""Recipe key to column of `cost.Candidates`, where the names differ."""
+"""Column of `cost.Candidates` by recipe key, where the names differ."""
 _SEARCH_VALUES: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
 """Choices with more values in a search than in a recipe."""
 OVERLAPS: Final = (
@@ -134,6 +134,7 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
                 f"`{key.name}` cannot be pinned to this value",
                 got=f"{name}={value}",
                 allowed=shown,
+                hint=f"--pin {name}={key.values[0] if key.values else 1}",
                 where="--pin",
             )
     return checked
@@ -160,7 +161,11 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
             continue
         if axis not in (*DEGREES, "tp", "dp"):
             allowed = (*DEGREES, "tp", *EXCLUDABLE)
-            raise BadValue(f"unknown axis `{axis}`", got=axis, allowed=allowed, where="--exclude")
+            near = get_close_matches(axis, allowed, 1)
+            hint = f"--exclude {near[0]}" if near else f"leave out --exclude {axis}"
+            raise BadValue(
+                f"unknown axis `{axis}`", got=axis, allowed=allowed, hint=hint, where="--exclude"
+            )
         for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
             if pins.get(name, 1) != 1:
                 raise BadValue(

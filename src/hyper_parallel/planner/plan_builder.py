@@ -261,7 +261,7 @@ def _pareto(
 def _layouts(
     request: PlanRequest, strategy: Strategy, where: str | None
 ) -> tuple[dict[str, Layout], tuple[str, ...]]:
-    """Return (dict from parameter name to layout, notes); without layouts if this version can only price the strategy.
+    """Return (dict from parameter name to layout, notes); no layouts if this version can only price the strategy.
 
     A plan must run if `where` is given or the machine is this one; then an unsupported strategy raises its error.
     """
@@ -320,8 +320,8 @@ def _build_plan(
 _DEFAULT_CHUNKS: Final = 4
 """Value of `overlap.chunks` in a recipe that does not set it."""
 _SYMMETRIC_NOTE: Final = (
-    "`overlap.tp=symmetric` is priced as one chunk per tensor-parallel rank whose weight gradients hide nothing; "
-    "it has not run on CUDA devices"
+    "`overlap.tp=symmetric` is priced as one chunk of tokens per tensor-parallel rank, without communication "
+    "behind weight gradients; it has not run on CUDA devices"
 )
 
 

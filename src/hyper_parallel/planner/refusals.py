@@ -17,18 +17,18 @@ from hyper_parallel.errors import (
     NoLegalStrategy,
     NotDivisible,
 )
-from hyper_parallel.ir import Strategy, Workload
+from hyper_parallel.ir import Strategy, Workload, divisors
 from hyper_parallel.mpmd import check_pipeline
 from hyper_parallel.planner.bounds import count, tuples
 from hyper_parallel.planner.pins import PINNABLE, shown_pin
 from hyper_parallel.planner.request import LOCAL, PlanRequest
 from hyper_parallel.planner.search import BranchAndBound
-from hyper_parallel.planner.strategy_space import Space, divisors
+from hyper_parallel.planner.strategy_space import Space
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import format_bytes
 
 MAX_DOUBLINGS: Final = 7
-"""Doublings of the number of devices that are tried for a hint."""
+"""Maximum number of doublings of the number of devices that are tried for a hint."""
 MAX_REFUSALS: Final = 12
 """Maximum number of successive suggested changes that are tried to make a strategy legal."""
 
@@ -222,7 +222,7 @@ def _changes_together(request: PlanRequest) -> str:
     if request.supernode.name == LOCAL:
         return f"a smaller model, or {topology_hint(request.hint('--topology ', 'topology', ''))}"
     pins = ", no pins" if request.pins else ""
-    return f"a smaller model, or together: a shorter sequence, more devices{pins}"
+    return f"a smaller model, or several changes at once: a shorter sequence, more devices{pins}"
 
 
 def _fitting_changes(request: PlanRequest) -> Iterator[str]:

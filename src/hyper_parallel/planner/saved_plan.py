@@ -39,6 +39,7 @@ def launch_settings(plan: Plan, stack: str) -> str:
             "there are no launch settings for this stack",
             got=stack,
             allowed=STACKS,
+            hint="--launch ours",
             where="--launch",
         )
     settings = _recipe(plan) if stack == "ours" else _megatron(plan)

@@ -434,7 +434,7 @@ class BranchAndBound:
                 np.where(plain, (expanded["pp"] - 1.0) / expanded["vpp"], 0.0)
                 / expanded["accumulation"]
             )
-            # Memory grows with the padding of sequences, which is least if all of cp exchanges heads.
+            # Memory grows with the padding of sequences, which is least if all ranks of cp exchange heads.
             expanded |= {"dp_shard": expanded["dp"], "cp_ulysses": expanded["cp"]}
             _, fits = self.completer.fit(_drop_columns(expanded, "kind"))
             table = np.column_stack([*(expanded[n] for n in _PIPELINE_COLUMNS), 1.0 + idle, fits])
@@ -472,7 +472,7 @@ class BranchAndBound:
         if self._is_plain:
             self._complete(expanded | dict.fromkeys(OVERLAP_COLUMNS, np.ones(count(expanded))))
         if self.space.overlaps != (Overlap(),):
-            # No overlap, priced first, has lowered the threshold, which prunes most rows by their bound.
+            # Rows without overlap were priced first; the threshold they have set prunes most rows by their bound.
             fast = self.completer.promising(expanded)
             overlaps = self._expand(
                 fast, OVERLAP_COLUMNS, self._overlaps_of, *(fast[n] for n in OVERLAP_KEY)
@@ -494,7 +494,7 @@ class BranchAndBound:
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
     def is_executable(self, rows: Columns, position: int) -> bool:
-        """Return whether this version can run a strategy; count it if it cannot."""
+        """Return whether this version can run a strategy; count strategies that it cannot run."""
         reason = self.refusal(rows, position)
         if reason is not None:
             self.space.rule_out(reason)

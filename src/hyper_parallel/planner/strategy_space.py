@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
-from hyper_parallel.ir import AXES, Overlap, Strategy, Workload
+from hyper_parallel.ir import AXES, Overlap, Strategy, Workload, divisors
 from hyper_parallel.planner.pins import AUTO_OVERLAP, OVERLAPS, PINNABLE
 from hyper_parallel.planner.request import PlanRequest, unimplemented
 from hyper_parallel.shard import check_overlap, legal_tp
@@ -81,12 +81,6 @@ _ONE, _TWO, _MOVED = (SHAPES.index(shape) for shape in ("1d", "2d", "weight"))
 
 Columns: TypeAlias = dict[str, NDArray[np.float64]]
 """Rows of a level as columns of equal length, named as in `cost.Candidates`."""
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 class Space:
@@ -358,7 +352,7 @@ class Space:
         return self._refusals[key]
 
     def open_overlap(self, columns: Columns) -> Columns:
-        """Return `OVERLAP_COLUMNS` of rows without a chosen overlap, for a lower bound over all allowed ones."""
+        """Return `OVERLAP_COLUMNS` of rows without a chosen overlap, for a lower bound over all allowed overlaps."""
         if self.overlaps == (Overlap(),):
             return {}
         chunks = max(o.ep_chunks for o in self.overlaps)

@@ -13,8 +13,8 @@ from hyper_parallel.model import ModelSpec, ParamSpec
 def trained_share(model: ModelSpec, recipe: Recipe) -> float:
     """Return the number of elements with a gradient, adapters included, divided by all parameters of the model.
 
-    It is an estimate, because a specification has no module classes: with `all-linear`, every matrix of a layer that is
-    no routed expert counts as a linear module. If the module itself is available, count its parameters instead.
+    The number is an estimate, because a specification has no module classes: with `all-linear`, every matrix of a layer
+    except routed experts counts as a linear module. If the module itself is available, count its parameters instead.
 
     Args:
         model: The recipe's model.

@@ -82,6 +82,14 @@ def read_parts(
     return tuple(parts)
 
 
+def unreadable(
+    path: Path, error: object, problem: str = "a file of the run cannot be read"
+) -> RunUnreadable:
+    """Return the error for a file of a run that is missing or damaged."""
+    hint = "restore the file from a copy of the run"
+    return RunUnreadable(problem, where=str(path), got=f"{error!s:.200}", hint=hint)
+
+
 def _read_part(
     step: int, path: Path, plan: Plan | None, rows: Sequence[dict[str, Any]]
 ) -> PartRecord:
@@ -90,12 +98,7 @@ def _read_part(
         facts = read_json(path / "part.json", _LIMITS)
         text = "" if plan is not None else read_text(plan_path, _LIMITS)
     except (OSError, ValueError) as error:
-        raise RunUnreadable(
-            "a file of the run cannot be read",
-            where=str(path),
-            got=str(error),
-            hint="restore the file from a copy of the run",
-        ) from error
+        raise unreadable(path, error) from error
     changed = facts.get("changed") if isinstance(facts, dict) else None
     part_plan = plan if plan is not None else Plan.from_json(text, str(plan_path))
     return PartRecord(step, part_plan, tuple(rows), changed if isinstance(changed, dict) else {})

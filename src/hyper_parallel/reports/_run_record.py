@@ -14,7 +14,7 @@ from hyper_parallel.config import read_mapping, run_hint
 from hyper_parallel.errors import RunUnreadable
 from hyper_parallel.ir import Plan, Timeline, joined
 from hyper_parallel.received import Limits, parse_json, read_text
-from hyper_parallel.reports._run_parts import PartRecord, read_parts
+from hyper_parallel.reports._run_parts import PartRecord, read_parts, unreadable
 from hyper_parallel.reports.data_section import read_answers, read_data_facts
 from hyper_parallel.reports.stage_terms import StageTerms, stage_terms
 from hyper_parallel.serde import DecodeError, read
@@ -114,7 +114,7 @@ _ABOUT: Final[TypeAdapter[_About]] = TypeAdapter(_About)
 _READ: Final = tuple(_Row.__annotations__)
 _FILE: Final = Limits(64 * MiB, num_elements=4_000_000)
 _LINES: Final = Limits(256 * MiB)
-"""Limits for the metrics of about half a million steps."""
+"""Limits of metrics.jsonl, sufficient for about half a million steps."""
 _LINE: Final = Limits(MiB, num_elements=100_000)
 
 
@@ -265,12 +265,7 @@ def _text(path: Path) -> str:
     try:
         return read_text(path, _FILE) if path.is_file() else ""
     except (OSError, ValueError) as error:
-        raise RunUnreadable(
-            "a file of the run cannot be read",
-            where=str(path),
-            got=str(error),
-            hint="restore the file from a copy of the run",
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -297,12 +292,8 @@ def _about(path: Path) -> dict[str, Any]:
         value = parse_json(_text(path), _FILE)
         _ABOUT.validate_python(value)
     except ValueError as error:
-        raise RunUnreadable(
-            "the recorded settings of the run cannot be read",
-            where=str(path),
-            got=f"{error!s:.200}",
-            hint="restore the file from a copy of the run",
-        ) from error
+        problem = "the recorded settings of the run cannot be read"
+        raise unreadable(path, error, problem) from error
     facts: dict[str, Any] = value
     return facts
 
@@ -324,6 +315,7 @@ def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
                 where=f"{path}:{number}",
                 got=line[:80],
                 allowed=f"{error!s:.200}",
+                hint="restore the file from a copy of the run, or remove this line",
             ) from error
     return tuple(rows[step] for step in sorted(rows))
 
@@ -332,12 +324,7 @@ def _lines(path: Path) -> list[str]:
     try:
         return read_text(path, _LINES).splitlines() if path.is_file() else []
     except (OSError, ValueError) as error:
-        raise RunUnreadable(
-            "a file of the run cannot be read",
-            where=str(path),
-            got=str(error),
-            hint="restore the file from a copy of the run",
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _timeline(path: Path) -> Timeline | None:

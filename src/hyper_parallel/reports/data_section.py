@@ -8,8 +8,9 @@ from typing import Annotated, Any, Final, NotRequired
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from hyper_parallel.errors import RunUnreadable, printable
+from hyper_parallel.errors import printable
 from hyper_parallel.received import Limits, read_json
+from hyper_parallel.reports._run_parts import unreadable
 from hyper_parallel.units import MiB
 
 _STRICT: Final = ConfigDict(strict=True, extra="allow")
@@ -106,9 +107,9 @@ def _read(path: Path, schema: TypeAdapter[Any], name: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         got = f"{'.'.join(map(str, first['loc']))}: {first['msg']:.200}"
-        raise RunUnreadable(problem, where=str(path), got=got) from error
+        raise unreadable(path, got, problem) from error
     except (OSError, ValueError) as error:
-        raise RunUnreadable(problem, where=str(path), got=f"{error!s:.200}") from error
+        raise unreadable(path, error, problem) from error
     return value
 
 

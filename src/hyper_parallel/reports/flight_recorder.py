@@ -89,7 +89,7 @@ class Divergence:
             "operation": "calls another operation than the others at",
             "shape": "has other shapes than the others at",
             "dtype": "has another dtype than the others at",
-            "state": "has not done",
+            "state": "has not completed",
         }[self.kind]
         head = f"rank {ranks} {verb} collective {self.number} of group {self.group}"
         return "\n".join([head, *(f"  rank {rank}: {call}" for rank, call in self.calls.items())])
@@ -278,4 +278,4 @@ def _last(dump: Mapping[str, Any]) -> str:
         return "nothing"
     entry = entries[-1]
     group = entry["process_group"][1] or entry["process_group"][0]
-    return f"nothing; its last is {entry['collective_seq_id']} of {group}, {_call(entry)}"
+    return f"no call; its last is {entry['collective_seq_id']} of {group}, {_call(entry)}"

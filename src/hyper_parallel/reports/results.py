@@ -138,10 +138,10 @@ def _speed(run: RunRecord) -> Iterator[Result]:
     if (step_s := part.steady("step_s")) is not None:
         note = _predicted_note(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
         if run.rewards and plan.roles is None:
-            note = f"of them {format_seconds(plan.step_s)} predicted for learning"
+            note = f"of which {format_seconds(plan.step_s)} predicted for learning"
         yield Result("step time (median)", format_seconds(step_s), step_s, note)
     for name, share in run.busy.items():
-        yield Result(f"busy, {name}", f"{share * 100:.0f} %", share, "of the seconds of steps")
+        yield Result(f"busy, {name}", f"{share * 100:.0f} %", share, "of the step time")
     if (tps := part.steady("tps")) is not None:
         note = f"all ranks {tps * plan.num_ranks:,.0f}"
         yield Result("tokens/s per rank", f"{tps:,.0f}", tps, note)

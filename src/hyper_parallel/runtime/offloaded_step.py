@@ -418,7 +418,7 @@ class OffloadedStep:
         if self._device is None:
             yield
         else:
-            with self._device[1].materialized():
+            with self._device[1].materialize_state():
                 yield
 
     def lent(self) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from hyper_parallel.shard._boundary import (
     ring_bytes,
 )
 from hyper_parallel.shard._derive import derived_rules
+from hyper_parallel.shard._fit import module_of
 from hyper_parallel.shard._plan import ShardPlan, covers, plan_layouts, replicated_matrices
 from hyper_parallel.shard._rules import (
     FAMILIES,
@@ -59,6 +60,7 @@ __all__ = [
     "head_norm_boundaries",
     "legal_tp",
     "match",
+    "module_of",
     "norm_boundaries",
     "normalise_plan",
     "packed_boundaries",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from hyper_parallel.ir import Rule
-from hyper_parallel.shard._fit import starred
+from hyper_parallel.shard._fit import module_of, starred
 from hyper_parallel.shard._rules import WHOLE
 
 _FEED_FORWARD: Final = (
@@ -96,7 +96,7 @@ def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str
         *into, out = names
         hidden, width = inside[f"{out}.weight"]
         rows = 2 * width if leaves[0] in _PACKED_HALVES else width
-        siblings = {n: s for n, s in inside.items() if n.rpartition(".")[0] not in names}
+        siblings = {n: s for n, s in inside.items() if module_of(n) not in names}
         # A layer has other modules too; one with the width of the pair may scale its hidden activations.
         layer = base.rpartition(".")[2].isdecimal() or leaves[0] == "intermediate.dense"
         alone = width not in {s[0] for s in siblings.values() if s} if layer else not siblings
@@ -127,7 +127,7 @@ def _attention(
         ok = ok and all(inside[f"{n}.weight"][0] == num_kv_heads * head for n in keys)
         styles = {**dict.fromkeys(into, "colwise"), out: "rowwise"}
         for name, shape in inside.items():
-            owner = name.rpartition(".")[0]
+            owner = module_of(name)
             leaf = owner.removeprefix(f"{base}.")
             if owner in styles or leaf.startswith("output."):
                 continue

@@ -80,6 +80,7 @@ class Sizes:
 
 
 def module_of(name: str) -> str:
+    """Return the name of the module that contains a parameter or module."""
     return name.rpartition(".")[0]
 
 
@@ -90,10 +91,6 @@ def starred(name: str) -> str:
 
 def rule_hint(rules: Mapping[str, str]) -> str:
     return f"'parallel.rules={{{', '.join(f'{p}: {s}' for p, s in rules.items())}}}'"
-
-
-def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def is_covered(params: list[Param]) -> bool:

@@ -20,12 +20,13 @@ from hyper_parallel.ir import (
     Part,
     Strategy,
     Workload,
+    divisors,
     equal_parts,
     gate_up_parts,
     qkv_parts,
 )
 from hyper_parallel.shard._boundary import TokenCut
-from hyper_parallel.shard._fit import Param, Sizes, divisors, rule_hint
+from hyper_parallel.shard._fit import Param, Sizes, rule_hint
 from hyper_parallel.shard._grid import block_shape, exchanges_rows
 
 PACKED = ("qkv", "gate_up")

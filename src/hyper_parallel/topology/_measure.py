@@ -1,8 +1,7 @@
 """Measurement of matrix-multiply rate and memory bandwidth of the CPU with every core busy, in under 0.3 s.
 
 Runs as a script in a separate process, because the number of BLAS threads is fixed when numpy loads. One thread per
-core
-runs single-threaded multiplications, as the ranks of a run do. Prints one JSON object. Imports numpy only.
+core runs single-threaded multiplications, as the ranks of a run do. Prints one JSON object. Imports numpy only.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Supernode:
 
     Attributes:
         name: Preset name.
-        description: One sentence for people.
+        description: Description of the machine in one sentence.
         num_devices: Devices of one supernode (the default number to plan for).
         device: The device card.
         tiers: Interconnect levels, inner to outer; the last may be unlimited.
@@ -142,9 +142,8 @@ class Supernode:
     def peak_flops(self, dtype: str) -> float:
         """Return the dense peak FLOP/s of one device for a dtype name.
 
-        A dtype without an entry is refused, because a guess would silently decide a plan: float64 runs at 1/1 to 1/64
-        of
-        float32, depending on the device.
+        A dtype without an entry is refused, because a guess would silently decide a plan: depending on the device,
+        float64 runs at 1/1 to 1/64 of the rate of float32.
 
         Raises:
             UnknownPeak: HP310 when the device card has no entry for the format.

@@ -159,7 +159,7 @@ def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelera
         return devices
     parts = [part.strip() for part in selection.split(",")]
     if not all(part.lstrip("-").isdigit() for part in parts if part):
-        return devices[: len(parts)]  # ids by UUID: all devices of a machine are alike
+        return devices[: len(parts)]  # devices named by UUID; all devices of a machine are equal
     valid = takewhile(lambda part: part and 0 <= int(part) < len(devices), parts)
     return [devices[int(part)] for part in valid]
 
@@ -194,7 +194,12 @@ def detect_local(
         UnknownDevice: HP312 when no preset describes the accelerator.
     """
     if num_devices is not None and num_devices < 1:
-        raise BadValue("the number of devices is below one", got=num_devices, allowed=">= 1")
+        raise BadValue(
+            "the number of devices is below one",
+            got=num_devices,
+            allowed=">= 1",
+            hint="--devices 1, or parallel.world_size=1",
+        )
     if accelerators is None:
         accelerators = find_accelerators()
     if not accelerators and (num_devices or 1) > MOST_CPU_RANKS:

@@ -70,7 +70,7 @@ _WINDOW_S: Final = 0.12
 _SHORT_WINDOW_S: Final = 0.06
 _NARROW: Final = 64
 _WIDE: Final = 256
-"""Hidden sizes of the probed models: kernel launches dominate a narrow model's step, matrix products a wide one's. A
+"""Hidden sizes of the probed models: launches dominate the step of a narrow model, matmuls that of a wide model. A
 factor of 4 separates both."""
 _MANY_RANKS: Final = 4
 """Number of ranks above which probes have fewer layers, as ranks that share cores are slower."""
@@ -78,7 +78,7 @@ _AT_ONCE: Final = 5
 """Number of probes that run at once: dozens of resident models and process groups slow a rank by up to a factor of
 3."""
 _MIN_ROUNDS: Final = 3
-"""Rounds of every start: a warm-up that does not count, and two to take a minimum or a median of."""
+"""Minimum rounds per measurement: one warm-up, which does not count, and two whose minimum or median is taken."""
 _MAX_ROUNDS: Final = 15
 _BUDGET_S: Final = 2.0
 """Seconds after which only the minimum number of rounds runs: dozens of probes then end in minutes. A fast machine
@@ -275,7 +275,7 @@ def calibrate_local(
     yield f"measured {supernode.description}"
     kind = supernode.device.kind
     if len(by_ranks) > 1:
-        yield f"  the numbers are for {', '.join(map(str, by_ranks))} ranks at work"
+        yield f"  the numbers are for {', '.join(map(str, by_ranks))} concurrent ranks"
     measured = [_printed_numbers(*cards) for cards in by_ranks.values()]
     for name, shipped in _printed_numbers(*_shipped(supernode)).items():
         yield f"  {name}: {shipped:.4g} -> {'  '.join(f'{m[name]:.4g}' for m in measured)}"

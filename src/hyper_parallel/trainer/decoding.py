@@ -31,7 +31,7 @@ SLOTS: Final = 32
 """Default number of concurrent sequences."""
 
 _REFILL: Final = 4
-"""Prefill when at least one of this many slots is free, as a pass of a few rows costs as much as one row."""
+"""Prefill when at least one in this many slots is free, because a pass over several rows costs little more than one."""
 
 
 _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {

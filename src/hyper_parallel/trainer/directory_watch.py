@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _SAFE_LR: Final = 3e-4  # the default of `training.lr`
 _REMOVAL_S: Final = 2.0
 """Maximum wait for a removal to reach the directory: its files are removed first, one by one."""
-_POLL_S: Final = 0.02  # short compared to that
+_POLL_S: Final = 0.02  # short compared with `_REMOVAL_S`
 
 
 def nonfinite_hint(job: Job) -> str:

@@ -90,7 +90,11 @@ def pick_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise BadValue(
-            "unknown device", got=device, allowed="auto, cpu, cuda", where="--device"
+            "unknown device",
+            got=device,
+            allowed="auto, cpu, cuda",
+            where="--device",
+            hint="--device auto",
         ) from error
     present = accelerator is not None and accelerator.type == chosen.type
     if chosen.type != "cpu" and (
@@ -227,7 +231,11 @@ def check_dtype(dtype: str | None) -> None:
     kinds = ("float64", "float32", "bfloat16", "float16")
     if dtype is not None and dtype not in kinds:
         raise BadValue(
-            "unknown number format for weights", got=dtype, allowed=kinds, where="--dtype"
+            "unknown number format for weights",
+            got=dtype,
+            allowed=kinds,
+            where="--dtype",
+            hint="--dtype float32",
         )
 
 

@@ -152,6 +152,11 @@ class Job:
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
+    @property
+    def _balances(self) -> bool:
+        """True if ranks are balanced by the cost of their images and audio; not with encoders on different ranks."""
+        return self.recipe.data.balance != "none" and len(self.recipe.parallel.towers) < 2
+
     def train_batches(self) -> Batches | StreamBatches:
         """Return the training batches, which define the sequences of every step."""
         work, train, grpo = self.plan.workload, self.packed.train, self.recipe.grpo
@@ -165,9 +170,7 @@ class Job:
                 self.recipe.training.seed,
                 self.recipe.data.shuffle,
                 self.packed.weights,
-                costs=self.media_costs
-                if self.recipe.data.balance != "none" and train.has_media
-                else None,
+                costs=self.media_costs if self._balances and train.has_media else None,
             ),
             rows=StepRows(
                 repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
@@ -337,8 +340,8 @@ def prepare_job(
         trained,
         router_loss=router_loss,
         programs=_capture(loaded, plan, router_loss),
-        media_costs=_media_costs(packed, model),
     )
+    job = _with_media_costs(job, model)
     resolved = _resolve_epochs(loaded, job)
     job = _with_notes(replace(job, recipe=resolved.recipe), model, proof)
     _check_newest(job, resolved)
@@ -359,7 +362,7 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
     recipe, model = loaded.recipe, build_model(loaded.recipe)
     check_submodels(loaded, plan, model)
     packed = _prepare_data(loaded, plan, model, progress=False)
-    job = replace(_bare_job(recipe, plan, packed), media_costs=_media_costs(packed, model))
+    job = _with_media_costs(_bare_job(recipe, plan, packed), model)
     return _with_notes(job, model).plan
 
 
@@ -434,13 +437,17 @@ def _with_submodels(job: Job, model: Any) -> Plan:
     return plan_submodels(job.recipe, job.plan, model, batches)
 
 
-def _media_costs(packed: PackedData, model: Any) -> tuple[int, int]:
-    """Return `Job.media_costs` for prepared data."""
-    if isinstance(packed.train, Stream) or not packed.train.has_media:
-        return 0, 1
+def _with_media_costs(job: Job, model: Any) -> Job:
+    """Return a job with `Job.media_costs` of its data; a note of its plan states if they are estimates."""
+    train = job.packed.train
+    balanced = job.recipe.data.balance != "none"
+    if isinstance(train, Stream) or not train.has_media or not balanced:
+        return job
     from hyper_parallel.trainer.engine.cost_balance import media_costs
 
-    return media_costs(model, packed.train)
+    costs, note = media_costs(model, train)
+    notes = job.plan.notes if note is None else (*job.plan.notes, note)
+    return replace(job, plan=replace(job.plan, notes=notes), media_costs=costs)
 
 
 def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
@@ -453,6 +460,9 @@ def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
     """
     plan = with_proof(_with_submodels(job, model), proof)
     job, batches = replace(job, plan=plan), job.train_batches()
+    if len(job.recipe.parallel.towers) > 1 and job.recipe.data.balance != "none":
+        kept = "data.balance: several encoders have ranks of their own, so records keep the order of the data"
+        return replace(job, plan=replace(plan, notes=(*plan.notes, kept)))
     if not isinstance(batches, Batches) or batches.order.costs is None:
         return job
     from hyper_parallel.trainer.engine.cost_balance import balance_note
@@ -635,7 +645,7 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
         check_media_inputs(model, plan, packed.train, recipe)
     elif recipe.data.balance == "cost":
         raise Contradiction(
-            "records are balanced by their images and audio, and these have none",
+            "`data.balance: cost` balances images and audio, but the records have none",
             where=loaded.where("data.balance"),
             got="data.balance=cost",
             allowed="records with images or audio: all others cost the same, since each row has data.seq_len tokens",

@@ -133,7 +133,10 @@ def objective_loss(
             value = sum_forward(value, attached.tp.group, Purpose.LOSS)
     else:
         raise BadValue(
-            "unknown value of `over`, the first argument of an objective", got=over, allowed=OVER
+            "unknown value of `over`, the first argument of an objective",
+            got=over,
+            allowed=OVER,
+            hint='over="logprobs"',
         )
     # All ranks that hold parts of the same sequences compute the value; one reports it.
     repeats = attached.context is not None and attached.context.group.rank() > 0
@@ -156,6 +159,7 @@ def _value(objective: Objective, first: Any, batch: Mapping[str, Any]) -> Tensor
             where=getattr(objective, "__qualname__", type(objective).__name__),
             got=got,
             allowed="a scalar tensor that requires grad, computed from the first argument",
+            hint="return the tensor itself, without `.item()`, `.detach()` or `torch.no_grad()`",
         )
     return value.reshape(())
 
@@ -267,6 +271,7 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             where=type(model).__name__,
             got=sorted(batch),
             allowed="shift_labels, labels or input_ids",
+            hint='batch["labels"] = ids, with -100 where no loss is wanted',
         )
     return shifted(labels, _IGNORED)
 
@@ -372,9 +377,9 @@ def _run(
     """Run all microbatches, with backward if `train`, and return the loss or this rank's summand of it."""
     attached = handle(model)
     submodels = attached.submodels
-    given = (num_tokens, span, objective, over, train, scale)
+    arguments = (num_tokens, span, objective, over, train, scale)
     if submodels is None:
-        return _run_losses(model, attached, [p for p in microbatches if p is not None], *given)
+        return _run_losses(model, attached, [p for p in microbatches if p is not None], *arguments)
     own, served = submodels.divided(microbatches)
     towers: Rounds | Joint
     if submodels.joint is None:
@@ -387,7 +392,7 @@ def _run(
         inputs = [p for p in own if p is not None]
         step = StepActions(towers.actions, towers.begin, towers.run, reader.send)
         with reader.step(towers.owner):
-            total = _run_losses(part, handle(part), inputs, *given, step=step)
+            total = _run_losses(part, handle(part), inputs, *arguments, step=step)
             towers.end()
     else:
         towers.end()

@@ -7,13 +7,15 @@ sequence length is a prime number that divides no size of a model, so that its s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 
 TOKENS = 67
 """Sequence length of the trace: a prime of which no size of a model is a multiple."""
@@ -92,7 +94,7 @@ class FlowTracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs, packet = dict(kwargs or {}), func.overloadpacket
-        tensors = [*_tensors((args, kwargs))]
+        tensors = tensors_in(args, kwargs)
         marks = self._union(tensors)
         if any(id(t) in self._parts for t in tensors):
             marks |= TOKEN_DEPENDENT
@@ -113,7 +115,7 @@ class FlowTracer(TorchDispatchMode):
         out = self._run_cached(func, args, kwargs) if on_meta else func(*args, **kwargs)
         if packet is _aten.rand:
             out.fill_(self._draw)
-        for leaf in _tensors(out):
+        for leaf in tensors_in(out):
             result_marks = self._result_marks(packet, args, tensors, leaf, marks)
             self.mark(leaf, result_marks | self._union([leaf]))
         return out
@@ -124,8 +126,8 @@ class FlowTracer(TorchDispatchMode):
         if (known := self._results.get(key)) is not None:
             return tree_map_only(Tensor, _like, known)
         out = func(*args, **kwargs)
-        inputs = [*_tensors((args, kwargs))]
-        if not (func._schema.is_mutable or any(self._views(x, inputs) for x in _tensors(out))):
+        inputs = tensors_in(args, kwargs)
+        if not (func._schema.is_mutable or any(self._views(x, inputs) for x in tensors_in(out))):
             self._results[key] = out
         return out
 
@@ -206,17 +208,6 @@ class FlowTracer(TorchDispatchMode):
     def _views(self, out: Tensor, inputs: list[Tensor]) -> bool:
         storage = out.untyped_storage()._cdata
         return any(t.untyped_storage()._cdata == storage for t in inputs)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the arguments or results of an operator."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors([*value.values()])
 
 
 def _like(tensor: Tensor) -> Tensor:

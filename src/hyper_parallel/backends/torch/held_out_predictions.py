@@ -83,8 +83,12 @@ class HeldOutPredictions:
         right, tokens, right_answers, answers = sums.tolist()
         if tokens != num_tokens or not tokens:
             return {}
-        found = {"token_accuracy": right / tokens}
-        return found | {"answer_accuracy": right_answers / answers} if self.whole_rows else found
+        accuracies = {"token_accuracy": right / tokens}
+        return (
+            accuracies | {"answer_accuracy": right_answers / answers}
+            if self.whole_rows
+            else accuracies
+        )
 
 
 def _most_likely_tokens(tp: TpState | None, logits: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class _Texts:
         whole, forwards = self.run(batch), [layer.forward for layer in layers]
         halves = HalfBatch(Overlap(half_batch=True), None, joins_layers=False)
         try:
-            halves.install(layers)
+            halves.install(layers, {})
             difference = _difference(self.run(batch), whole)
         finally:
             for layer, forward in zip(layers, forwards, strict=True):

@@ -18,6 +18,7 @@ from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
+from hyper_parallel.shard import module_of
 
 _TEXT_INPUTS: Final = {"inputs_embeds", "attention_mask", "position_ids"}
 """Inputs of a language model that may be floating-point tensors."""
@@ -81,7 +82,7 @@ def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
         return
     lowest, highest = (_modules_run(model, draw) for draw in (0.0, 1.0))
     chosen = lowest ^ highest
-    if differing := sorted(n for n in chosen if n.rpartition(".")[0] not in chosen):
+    if differing := sorted(n for n in chosen if module_of(n) not in chosen):
         names = {k for m in model.modules() for k in vars(m) if "layerdrop" in k}
         raise UnsupportedSharding(
             "modules are skipped at random in training, and ranks with the same data would skip different ones",

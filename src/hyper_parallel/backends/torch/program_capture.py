@@ -147,9 +147,9 @@ def capture_gradients(
     trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
     axes = _partial_gradients(model)
 
-    def step(values: list[Tensor], sums: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+    def step(values: list[Tensor], sums: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         named = _gather_parameters(model, leaves, values, shards)
-        own = dict(zip(batch, given, strict=True))
+        own = dict(zip(batch, inputs, strict=True))
         own |= {name: own[name].detach().requires_grad_() for name in differentiated}
         value = _call_with(model, loss, named, own)
         sources = [*(named[name] for name in trained), *(own[name] for name in differentiated)]
@@ -180,10 +180,10 @@ def capture_loss(
     """Return the program of the loss alone, with inputs `param.NAME` and `batch.NAME` and one output."""
     leaves = _leaves(model)
 
-    def step(values: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+    def step(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             named = _gather_parameters(model, leaves, values, shards)
-            return [_call_with(model, loss, named, dict(zip(batch, given, strict=True)))]
+            return [_call_with(model, loss, named, dict(zip(batch, inputs, strict=True)))]
 
     graph = _trace(step, [*_parts(model, leaves, shards).values()], [*batch.values()])
     inputs = [*(f"param.{name}" for name in leaves), *(f"batch.{name}" for name in batch)]

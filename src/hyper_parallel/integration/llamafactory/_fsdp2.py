@@ -126,7 +126,10 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
     """
     if float(norm_type) != 2.0:
         raise BadValue(
-            "gradient clipping supports only the L2 norm", got=f"norm_type={norm_type}", allowed="2"
+            "gradient clipping supports only the L2 norm",
+            got=f"norm_type={norm_type}",
+            allowed="2",
+            hint="norm_type=2.0",
         )
     return hp.clip_grad_norm_(model_of(parameters), max_norm)
 

@@ -50,7 +50,7 @@ _SERVED: Final = {"activation_mode": ("none", "recompute"), "reduce_dtype": (Non
 """Supported values of `hyper_parallel_args` keys without a recipe key; the hint shows the last one."""
 
 Layer = tuple[str, dict[str, Any]]
-"""Origin of the values, and values by dotted key."""
+"""(origin of the values, values by dotted key)."""
 
 
 def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
@@ -76,7 +76,7 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         _check(key, value, f"{path}: {key}")
     defaults = {key: default for key, (_, default) in {**SAME, **TOGETHER}.items()}
     if missing := [k for k, d in defaults.items() if d == NEEDED and k not in values]:
-        raise BadValue(f"`{missing[0]}` is missing", where=str(path), allowed=f"{missing[0]}: ...")
+        raise BadValue(f"`{missing[0]}` is missing", where=str(path), hint=f"{missing[0]}: VALUE")
     backend = [o.partition("=")[2] for o in recipe_overrides if o.startswith("backend=")]
     keeps = backend[-1:] not in ([], [_RECOMPUTES]) and _CHECKPOINTING not in values
     if keeps:

@@ -37,9 +37,8 @@ def get_cp_group(hp_args: Any) -> Any:
 def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
     """Make a model report `cp_size` times its rank's loss, and return it.
 
-    The trainer logs the mean over ranks, but the losses of the ranks' tokens add up, so the factor makes the logged
-    mean
-    the loss. Gradients are unchanged. `fsdp2_prepare_model` later lets the model split sequences.
+    The trainer logs the mean over ranks, but the loss is the sum of the ranks' losses. The factor makes the logged mean
+    equal to that sum. Gradients are unchanged. `fsdp2_prepare_model` later lets the model split sequences.
     """
     del accelerator
     if hp_args.cp_size <= 1:
@@ -56,7 +55,7 @@ def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
 
 
 def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> dict[str, Any]:
-    """Return the inputs without a trailing padding mask and not split, because the model splits sequences itself.
+    """Return the inputs unsplit, because the model splits sequences itself, and without a mask of trailing padding.
 
     Unless the caller provides the number of tokens of the step, the loss is the mean over the tokens of these
     sequences.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +52,11 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     listed = Path(directory) / "dataset_info.json"
     known = read_mapping(listed, RecipeUnreadable, "list of datasets")
     if name not in known:
-        raise UnknownKey(f"unknown dataset `{name}`", where=str(listed), allowed=sorted(known))
+        near = get_close_matches(name, known, 1)
+        hint = f"dataset: {near[0]}" if near else f"add `{name}` to {listed}"
+        raise UnknownKey(
+            f"unknown dataset `{name}`", where=str(listed), allowed=sorted(known), hint=hint
+        )
     info: dict[str, Any] = known[name]
 
     def refuse(key: str, got: object, allowed: object) -> Contradiction:
@@ -88,8 +93,8 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
         keys |= record.keys()
         for key in _SAID if stage != "pt" else ():
             if record.get(key) and key not in columns.values():
-                what = f"a record with `{key}`, and no column for it"
-                raise refuse(what, f"record {number}", columns)
+                problem = f"a record with `{key}`, and no column for it"
+                raise refuse(problem, f"record {number}", columns)
     for key, value in columns.items():
         if value not in keys and key not in _OPTIONAL:
             raise refuse(f"columns.{key}", value, sorted(keys))

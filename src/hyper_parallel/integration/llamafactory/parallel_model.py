@@ -51,9 +51,8 @@ def adopt_checkpointing(
 ) -> HyperParallelArguments:
     """Disable a model's own gradient checkpointing, and return arguments that recompute activations instead.
 
-    Both keep the inputs of a layer and recompute its activations. `activation_mode: swap` remains, because it keeps
-    other
-    tensors.
+    Both keep the inputs of a layer and recompute its activations. `activation_mode: swap` is unchanged, because it
+    keeps other tensors.
 
     Args:
         model: Model of transformers, before it is parallelized.
@@ -73,9 +72,8 @@ def adopt_checkpointing(
 def without_padding_mask(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs without a mask of trailing padding; raise an error for another mask.
 
-    Under context parallelism, masks are not supported. Trailing padding needs none, because attention is causal and
-    padding
-    has no labels.
+    Under context parallelism, masks are not supported. Trailing padding needs no mask, because attention is causal and
+    padding has no labels.
     """
     mask: Tensor | None = inputs.get("attention_mask")
     if mask is None:

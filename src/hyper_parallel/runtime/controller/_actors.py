@@ -153,7 +153,7 @@ class ActorRanks:
                 f"a rank of role `{spec.name}` was lost at its start\n{error}"
             ) from error
 
-    def give(self, number: int, method: str, arguments: str) -> None:
+    def start_call(self, number: int, method: str, arguments: str) -> None:
         """Start a call on every rank."""
         self.running = {
             actor.answer.remote(number, method, arguments): rank

@@ -56,7 +56,12 @@ class Controller:
         timeout_s: float = 600.0,
     ) -> None:
         if engine not in _ENGINES:
-            raise BadValue("unknown engine", got=engine, allowed=list(_ENGINES))
+            raise BadValue(
+                "unknown engine",
+                got=engine,
+                allowed=list(_ENGINES),
+                hint='Controller(engine="processes")',
+            )
         module, cls = _ENGINES[engine]
         self.engine = getattr(import_module(f"{__package__}.{module}"), cls)()
         try:

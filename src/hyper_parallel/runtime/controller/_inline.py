@@ -34,7 +34,7 @@ class RoleSpec:
 class RoleRanks(Protocol):
     """Interface of the running ranks of one role. All ranks run the same call, one call at a time."""
 
-    def give(self, number: int, method: str, arguments: str) -> None:
+    def start_call(self, number: int, method: str, arguments: str) -> None:
         """Start a call on every rank without waiting for it."""
 
     def answers(self) -> dict[int, dict[str, Any]]:
@@ -94,7 +94,7 @@ class InlineRanks:
         self._host = RoleHost(spec, 0)
         self._answer: dict[int, dict[str, Any]] = {}
 
-    def give(self, number: int, method: str, arguments: str) -> None:
+    def start_call(self, number: int, method: str, arguments: str) -> None:
         """Run a call and keep its answer."""
         self._answer = {0: json.loads(self._host.answer(number, method, arguments))}
 

@@ -113,7 +113,7 @@ class ProcessRanks:
         """Return pipes and process sentinels that become ready when a rank answers or ends."""
         return [*self._pipes, *(process.sentinel for process in self.processes)]
 
-    def give(self, number: int, method: str, arguments: str) -> None:
+    def start_call(self, number: int, method: str, arguments: str) -> None:
         """Start a call on every rank."""
         call = {"number": number, "method": method, "arguments": arguments}
         with written(self._folder):

@@ -203,7 +203,7 @@ class Role:
     def _run(self, call: RoleCall) -> None:
         self._running, self._answers, self._raised_s = call, {}, None
         self._silent_s, self._polled_at = 0.0, time.monotonic()
-        self._ranks.give(call.number, call.method, call.arguments)
+        self._ranks.start_call(call.number, call.method, call.arguments)
 
     def _take(self, call: RoleCall) -> None:
         """Mark the running call as answered, once all ranks have answered it."""

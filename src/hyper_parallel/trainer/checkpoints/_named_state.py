@@ -1,8 +1,8 @@
 """State of a model and its optimizer as named tensors and numbers.
 
 Tensors are named `model.NAME` and `optimizer.state.NAME.KEY`, where NAME is the parameter, so that names do not depend
-on the layout. Numbers in the optimizer's state are named alike. Numbers of a parameter group, such as its learning
-rate, are stored with the names of the group's parameters.
+on the layout. Numbers in the optimizer's state are named in the same way. Numbers of a parameter group, such as its
+learning rate, are stored with the names of the group's parameters.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"`{name}` cannot be saved: it is not a tensor",
                 got=type(value).__name__,
                 allowed="tensors, as parameters and buffers",
+                hint="store it in a buffer: `module.register_buffer(name, tensor)`",
             )
     return tensors
 
@@ -109,6 +110,7 @@ def groups_of(
             raise BadValue(
                 "the optimizer has a parameter that does not belong to the model",
                 allowed="parameters of the model that is saved or loaded",
+                hint="create the optimizer from `model.parameters()`, after `hp.parallelize`",
             )
         if group["params"]:
             groups.append((group, {names[id(p)]: p for p in group["params"]}))

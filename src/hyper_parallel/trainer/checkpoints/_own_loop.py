@@ -137,4 +137,5 @@ def _check_json(name: str, value: Any) -> None:
             f"`{name}` cannot be saved with a checkpoint: it is not a JSON value",
             got=type(value).__name__,
             allowed="numbers, strings, True, False, None, and lists and dicts of them",
+            hint="pass `value.tolist()` of a tensor or an array",
         ) from cause

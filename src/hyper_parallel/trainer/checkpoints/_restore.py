@@ -33,6 +33,12 @@ WITHOUT_OPTIMIZER: Final = type(None).__name__.lower()
 """Optimizer in the fingerprint of a checkpoint that contains only weights."""
 
 _DECAY: Final = "weight_decay"
+_OTHER_MODEL: Final = (
+    "load a checkpoint of this model, or start over with `checkpoint.resume=never`"
+)
+_OTHER_RUN: Final = (
+    "use the settings of the saved run, or start over with `checkpoint.resume=never`"
+)
 
 
 def compare_fingerprints(
@@ -51,6 +57,7 @@ def compare_fingerprints(
                 where=str(path / files.MANIFEST),
                 got=expected.get(key),
                 allowed=saved.get(key),
+                hint=_OTHER_RUN,
             )
 
 
@@ -62,14 +69,14 @@ def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
             raise CheckpointMismatch(
                 f"the checkpoint has no `{key}`",
                 where=str(path),
-                hint="load a checkpoint of this model, or start over with `checkpoint.resume=never`",
+                hint=_OTHER_MODEL,
             )
     for key, stored in saved.items():
         if key not in expected:
             raise CheckpointMismatch(
                 f"the checkpoint holds `{key}`, which this run does not have",
                 where=str(path),
-                hint="load a checkpoint of this model, or start over with `checkpoint.resume=never`",
+                hint=_OTHER_MODEL,
             )
         if expected[key] != stored:
             raise CheckpointMismatch(
@@ -77,6 +84,7 @@ def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
                 where=str(path),
                 got=f"{expected[key][0]} {expected[key][1]}",
                 allowed=f"{stored[0]} {stored[1]}",
+                hint=_OTHER_MODEL,
             )
 
 
@@ -88,6 +96,7 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
             "the checkpoint contains no optimizer state",
             where=str(path),
             allowed=f"the state of {name}",
+            hint="load another step, or start over with `checkpoint.resume=never`",
         )
 
 
@@ -116,7 +125,9 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
             what = f"`optimizer.{name}`" if keys is None else f"`optimizer.{key}` of `{name}`"
             if key not in _SCHEDULER_KEYS:
                 raise CheckpointMismatch(
-                    f"the checkpoint holds {what}, which this run does not have", where=str(path)
+                    f"the checkpoint holds {what}, which this run does not have",
+                    where=str(path),
+                    hint=_OTHER_RUN,
                 )
 
 
@@ -147,6 +158,7 @@ def restore_optimizer(
             raise CheckpointMismatch(
                 f"`optimizer.{mismatched}` differs in the checkpoint from the other parameters of its group",
                 where=str(path),
+                hint=_OTHER_RUN,
             )
         for key, value in values.items():
             old = group.get(key)
@@ -156,6 +168,7 @@ def restore_optimizer(
                     where=str(path),
                     got=f"{value!r:.80}",
                     allowed=f"as {old!r:.80}",
+                    hint=_OTHER_RUN,
                 )
             if isinstance(old, Tensor):
                 old.fill_(value)
@@ -207,6 +220,7 @@ def _slot(
             f"`{name}` has another shape than its parameter, which is sharded",
             got=stored.shape,
             allowed=tuple(parameter.shape),
+            hint=_OTHER_RUN,
         )
     return torch.empty(stored.shape, dtype=dtype, device=parameter.device)
 

@@ -63,7 +63,13 @@ def export_checkpoint(
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: See `Checkpointer.load` and `export_hf`.
     """
     if dtype is not None and dtype not in _DTYPES:
-        raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+        raise BadValue(
+            "unknown dtype",
+            where="--dtype",
+            got=dtype,
+            allowed=list(_DTYPES),
+            hint="--dtype float32",
+        )
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
     model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)

@@ -42,7 +42,13 @@ def import_checkpoint(
         ModelUnreadable, WeightsUnreadable, OutputNotWritable: See `build_model`, `load_pretrained`, `Checkpointer`.
     """
     if dtype not in _DTYPES:
-        raise BadValue("unknown dtype", where="--dtype", got=dtype, allowed=list(_DTYPES))
+        raise BadValue(
+            "unknown dtype",
+            where="--dtype",
+            got=dtype,
+            allowed=list(_DTYPES),
+            hint="--dtype float32",
+        )
     _check_empty(directory)
     model_dir = model_dir.expanduser()
     path, is_adapter = str(model_dir), (model_dir / ADAPTER_CONFIG).is_file()

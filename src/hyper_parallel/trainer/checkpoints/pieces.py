@@ -76,6 +76,7 @@ def parts_of(
                 f"`{name}` cannot be saved: its dtype is not supported",
                 got=dtype_name(tensor),
                 allowed=", ".join(DTYPES),
+                hint="convert the tensor: `tensor.to(torch.float32)`",
             )
         for part in local_boxes(tensor, name):
             read = partial(_read, resident, local(tensor), part.index)

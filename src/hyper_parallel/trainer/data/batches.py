@@ -61,7 +61,7 @@ def check_cut(
     size = dp_size * microbatch * accumulation
     if size != sequences_per_step or not 0 <= dp_rank < dp_size:
         raise BatchMismatch(
-            "data ranks x microbatch x accumulation must equal the sequences per step",
+            "data-parallel ranks x microbatch x accumulation must equal the sequences per step",
             got=f"{dp_size} x {microbatch} x {accumulation} = {size}, rank {dp_rank}",
             allowed=sequences_per_step,
         )

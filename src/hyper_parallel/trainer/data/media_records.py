@@ -29,11 +29,11 @@ from hyper_parallel.units import MiB
 _LIMITS: Final = Limits(num_bytes=64 * MiB)
 _MOST_PIXELS: Final = 2**26
 _MOST_SAMPLES: Final = 2**26
-"""Most samples of a recording, over all channels: 23 minutes of 48 kHz."""
+"""Maximum number of samples of a recording, over all channels: 23 minutes of 48 kHz."""
 _HIGHEST_RATE: Final = 384_000
 """Highest sampling rate of audio hardware in Hz; the filter that changes the rate grows with it."""
 _SMALL: Final = (96, 96)
-"""Largest size of a copy for reports, in pixels."""
+"""Maximum width and height of a thumbnail for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Image formats that Pillow decodes itself; some others start programs."""
 _SKIP: Final = "data.bad_media=skip"
@@ -64,9 +64,9 @@ def take_media(
         num_marks = sum(turn["content"].count(kind.mark) for turn in turns)
         if num_marks != len(references[kind.name]) or (in_parts and (listed or not all(own))):
             raise BadMedia(
-                f"the {kind.argument} of a record and the places for them in its turns differ in number",
+                f"a record has a different number of {kind.argument} than its turns have placeholders for them",
                 where=where,
-                got=f"{len(listed) or sum(map(bool, own))} {kind.argument}, {num_marks} places",
+                got=f"{len(listed) or sum(map(bool, own))} {kind.argument}, {num_marks} placeholders",
                 allowed=f"one `{kind.text_mark}` in the texts, or one part of type {kind.name}, for each",
                 hint=_SKIP,
             )

@@ -38,13 +38,13 @@ _HEAD: Final = 4096
 """Characters at the beginning of a file within which the array must begin."""
 _PLAIN_VALUE: Final = r'"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[-+.\w]+)\s*'
 _AROUND: Final = re.compile(rf'\s*\{{\s*(?:{_PLAIN_VALUE},\s*)*"[^"\\]*"\s*:\s*(?=\[)')
-"""Beginning of an object around an array."""
+"""Pattern of the beginning of an object around an array."""
 _OBJECT_END: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
-"""End of an object around an array."""
+"""Pattern of the end of an object around an array."""
 _SECOND_ARRAY: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
-"""Beginning of a second array in the same object."""
+"""Pattern of the beginning of a second array in the same object."""
 _LONGEST_LITERAL: Final = 16
-"""Largest distance from the end of a chunk at which the decoder reports a word or number cut by it."""
+"""Maximum distance from the end of a chunk at which the decoder reports a word or number that the chunk cuts off."""
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -200,9 +200,9 @@ _FILE_KEYS: Final = frozenset(
 )  # fmt: skip
 """Metadata keys of an object around a list of records."""
 _UNCOUNTED: Final = 2**22
-"""Characters of a line that is parsed without counting its values first: it needs little memory in any case."""
+"""Maximum characters of a line that is parsed without counting its values first: it needs little memory."""
 _MOST_VALUES: Final = 8_000_000
-"""Values of a record; each takes up to a hundred bytes of memory."""
+"""Maximum number of values of a record; each takes up to a hundred bytes of memory."""
 
 
 def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record]]:
@@ -238,7 +238,10 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
         kind = "JSON" if KINDS.get(suffix, "json") == "json" else suffix[1:].upper()
         line = _undecodable_line(path)
         raise NoData(
-            f"a {kind} file is not UTF-8 text", where=f"{path}:{line}", got=error.reason
+            f"a {kind} file is not UTF-8 text",
+            where=f"{path}:{line}",
+            got=error.reason,
+            hint=line_command(path, line),
         ) from error
     except OSError as error:
         raise NoData(
@@ -392,6 +395,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
             "a JSON record has too many values",
             where=f"{path}:{number}",
             allowed=f"at most {_MOST_VALUES:,} values",
+            hint=line_command(path, number),
         )
     try:
         return _DECODER.decode(text)
@@ -488,7 +492,10 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
                 yield where, row
         except csv.Error as error:
             where = f"{path}:{rows.reader.line_num}"
-            raise NoData("a line of a table cannot be read", where=where, got=str(error)) from error
+            hint = line_command(path, rows.reader.line_num)
+            raise NoData(
+                "a line of a table cannot be read", where=where, got=str(error), hint=hint
+            ) from error
 
 
 def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:

@@ -589,6 +589,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
             where=f"data.source: {root}",
             got=suffixes,
             allowed=sorted(suffix for suffix, kind in KINDS.items() if kind in kinds),
+            hint="data.format=auto",
         )
     return chosen
 

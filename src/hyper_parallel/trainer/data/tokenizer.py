@@ -44,7 +44,7 @@ TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabulary
 _TEMPLATE_BYTES: Final = 512 * 1024
-"""Largest size of a chat template file; a character may have four bytes."""
+"""Maximum bytes of a chat template file; a character may have four bytes."""
 _VERSION = 1
 _SETTLED: Final = "class that reads the tokenizer, 2"
 _SAMPLES: Final = 32
@@ -281,7 +281,9 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
         return str(read_json(older, Limits(num_bytes=_TEMPLATE_BYTES))["chat_template"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = "the chat template of the processor cannot be read"
-        raise NoData(problem, where=str(older), got=str(error)[:120]) from error
+        raise NoData(
+            problem, where=str(older), got=str(error)[:120], hint="data.chat_template=FILE"
+        ) from error
 
 
 def _read_template(path: Path) -> str:

@@ -7,6 +7,7 @@ encoder's cost differs between sequences. It runs on every data-parallel rank, o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hyper_parallel.backends.torch.submodels.exchange import Border
-from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, tower_flops
+from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, divide, tower_flops
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Schedule, StageCost
@@ -35,46 +36,62 @@ from hyper_parallel.trainer.data import (
 )
 from hyper_parallel.trainer.engine.recipe_model import joint_schedule, submodel_layouts
 
+logger = logging.getLogger(__name__)
+
 Int64 = NDArray[np.int64]
 _NUM_NOTED_STEPS: Final = 16
 """Number of steps over which the note of a plan averages the imbalance; reading their costs takes milliseconds."""
 
 _MEASURED: Final = 6
-"""Number of rows, from the fewest to the most tokens, whose encoder FLOPs are counted; takes seconds if it is large."""
+"""Number of rows whose encoder FLOPs are counted, from the fewest to the most tokens; each row takes time."""
 _PARTS: Final = 64
 """Resolution of the fitted share, coarse enough that rounding differences between machines do not change it."""
 _MOST_SIMULATED: Final = 512
-"""Most microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
+"""Maximum microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
 
 
-def media_costs(model: nn.Module, sequences: PackedSequences | JoinedSequences) -> tuple[int, int]:
-    """Return the encoder's cost per image or recording, and its cost per token, as integers in the same unit.
+def media_costs(
+    model: nn.Module, sequences: PackedSequences | JoinedSequences
+) -> tuple[tuple[int, int], str | None]:
+    """Return the encoder's cost per image or recording and its cost per token, as integers in one unit, and a note.
 
     Encoders with fixed windows compute as much for a short recording as for a long one. For most others the cost grows
     with the number of tokens. The costs are fitted to the FLOPs of the encoder's forward on meta tensors. If the
     forward depends on values, they are fitted to the number of elements of its inputs, which are padded to windows or
-    tiles.
+    tiles. Without a single encoder, costs are numbers of tokens. In both cases a note names the cause, also in the log.
 
     Args:
         model: Model of the recipe on the meta device, not changed.
         sequences: Training sequences with media.
 
     Returns:
-        (cost per item, cost per token); (0, 1) for a model without an encoder, or with several.
+        (cost per item, cost per token), and the note of the plan; None if FLOPs have been counted.
     """
     rows = media_rows(sequences)
     if not len(rows):
-        return 0, 1
+        return (0, 1), None
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, _MEASURED).round().astype(int))]
     inputs = [media_inputs(sequences, row[None]) for row in rows]
     try:
-        work = tower_flops(model, inputs)
-    except UnsupportedSharding:
-        return 0, 1
-    except TowerNotTraced:
+        if len(divide(model).towers) > 1:
+            return (0, 1), _log_estimate("numbers of tokens", "the model has several encoders")
+        (work,) = tower_flops(model, inputs).values()
+    except UnsupportedSharding as error:
+        return (0, 1), _log_estimate("numbers of tokens", f"{error.what}; {error.got}")
+    except TowerNotTraced as error:
         kinds = [[a for a in one.values() if a.dtype.kind == "f"] for one in inputs]
         work = [float(sum(array.size for array in arrays)) for arrays in kinds]
-    return fitted_costs(sequences.media_costs(rows), work)
+        cause = f"the encoder of {type(model).__name__} does not run on meta tensors ({error})"
+        note = _log_estimate("numbers of input elements", cause)
+        return fitted_costs(sequences.media_costs(rows), work), note
+    return fitted_costs(sequences.media_costs(rows), work), None
+
+
+def _log_estimate(basis: str, cause: str) -> str:
+    """Log and return the note that costs of media are `basis` instead of counted FLOPs."""
+    note = f"data.balance: work on images and audio is estimated by {basis}, because {cause}"
+    logger.warning("%s", note)
+    return note
 
 
 def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:

@@ -370,7 +370,7 @@ class PlannedSteps:
         Raises:
             BudgetImpossible: HP402 when the budget does not suffice.
         """
-        with self._device.materialized(self._spill), self._spill:
+        with self._device.materialize_state(self._spill), self._spill:
             yield
             self._reshard()  # parameters gathered by an evaluation
         self._spill.restore_all()
@@ -503,7 +503,7 @@ def drift_line(step: int, record: OffloadRecord) -> str:
 def excess_line(step: int, record: OffloadRecord, measured_bytes: int) -> str:
     """Return a log line for a step that used more device memory than planned."""
     return (
-        f"offload: step {step} took {format_bytes(measured_bytes)} of the device instead of the predicted "
+        f"offload: step {step} used {format_bytes(measured_bytes)} of device memory instead of the predicted "
         f"{format_bytes(record.pred_memory_bytes)}: memory is allocated outside of the plan"
     )
 

@@ -199,7 +199,7 @@ class ProgramEngine(TorchEngine):
     """Engine of a back end that executes step programs."""
 
     _make_loop: Callable[..., Loop] = ProgramLoop
-    _executes_plans = False  # its programs do
+    _executes_plans = False  # its step programs follow the memory plans
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -310,7 +310,7 @@ class Trainer:
             if evaluates and not run.stopped:
                 run.last_eval_loss = last = self._evaluate(step)
                 metrics = {"loss": last} if math.isfinite(last) else {}
-                run.stopping.take(last)
+                run.stopping.update(last)
                 if run.stopping.over:
                     self._display.line(f"ended after step {step}: {run.stopping.why}")
                 final = final or self._stops() or run.stopping.over

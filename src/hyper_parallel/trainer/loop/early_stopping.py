@@ -35,7 +35,7 @@ class EarlyStopping:
             f"{self.waited} evaluations in a row were no better than a held-out loss of {self.best}"
         )
 
-    def take(self, loss: float) -> None:
+    def update(self, loss: float) -> None:
         """Update the counter with the loss of an evaluation; a non-finite loss is no improvement."""
         if self.patience is None:  # a run that is resumed with a patience starts to count then
             return

@@ -37,7 +37,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
         raise Contradiction(
             f"every data-parallel rank needs whole {what}",
             where=loaded.where("training.tokens_per_step"),
-            got=f"{rows} sequences, {dp} data ranks, {size} in each",
+            got=f"{rows} sequences, {dp} data-parallel ranks, {what} of {size} sequences",
             allowed=f"a multiple of {size * dp} sequences",
             hint=f"training.tokens_per_step={better}",
         )

@@ -193,7 +193,7 @@ class GrpoStage(LearningStage):
         if self.publisher is None:
             return self.sampler.complete(microbatches, step, first, size, Weights(step - 1))
         self.publisher.publish(step - 1, self._batches.state_dict(step - 1))
-        return self.publisher.take(step, first, count, microbatches[0]["input_ids"].device)
+        return self.publisher.collect(step, first, count, microbatches[0]["input_ids"].device)
 
     def _record_rollout(
         self, completions: Completions, groups: Tensor, sums: list[Tensor], step: int

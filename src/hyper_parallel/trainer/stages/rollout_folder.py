@@ -21,7 +21,7 @@ from hyper_parallel.trainer.stages.sampling import Completions
 from hyper_parallel.units import MiB
 
 _POLL_S: Final = 0.005
-"""Short compared to steps of the smallest models; listing a folder takes microseconds."""
+"""Seconds between polls, short compared with steps of the smallest models; listing a folder takes microseconds."""
 _SHARE: Final = re.compile(r"step_\d{8,}\.\d+\.safetensors")
 _T = TypeVar("_T")
 

@@ -186,7 +186,7 @@ class Publisher:
             saved = steps(self._job.checkpoint_dir)
             self._folder.trim(saved[-1] // self._settings.num_iterations if saved else version)
 
-    def take(self, step: int, first: int, count: int, device: torch.device) -> Completions:
+    def collect(self, step: int, first: int, count: int, device: torch.device) -> Completions:
         """Wait for sequences `first` to `first + count - 1` of a step, and return their completions."""
         begin = time.perf_counter()
         parts = self._settings.shares

@@ -28,12 +28,12 @@ from hyper_parallel.backends.torch.memory._captured import (
     Captured,
     Named,
     as_view,
+    device_and_host_storages,
     refuse_layouts,
     refuse_leaks,
     resize_error,
     storages_in,
     views_in,
-    where_it_runs,
 )
 from hyper_parallel.backends.torch.memory._collectives import (
     SYNCHRONISATION_OPS,
@@ -382,7 +382,7 @@ class StepCapture:
             entry.at_end = True
             if not entry.at_start:
                 entry.kind = "output"
-        device, on_host = where_it_runs(self._entries)
+        device, on_host = device_and_host_storages(self._entries)
         self._untracked.refuse_state_changes(self._operators, self._state, self._make_resident)
         refuse_leaks(self._entries, self._find, self._named, self._make_resident)
         for key, (tensor, _) in self._named.items():

@@ -140,8 +140,8 @@ def refuse_leaks(
             )
 
 
-def where_it_runs(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
-    """Return the device of a recorded step, and its storages in host memory; those never move.
+def device_and_host_storages(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
+    """Return the device of a recorded step, and its storages in host memory, marked as inputs or outputs: those stay.
 
     Raises:
         CaptureUnsupported: HP511 for a step on several accelerators.

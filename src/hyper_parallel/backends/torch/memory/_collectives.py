@@ -21,8 +21,8 @@ from hyper_parallel.backends.torch.memory.operators import (
     COMMUNICATION,
     Call,
     MessageBatch,
-    tensors_in,
 )
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
 from hyper_parallel.ir import Mesh, Operator, Phase
 from hyper_parallel.shard import ring_bytes

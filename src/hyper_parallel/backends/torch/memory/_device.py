@@ -103,9 +103,9 @@ class PlannedDevice:
         if self.hardware.timed is None:
             self._clock = clocked(plan.program, machine, plan.actions)
 
-    def materialized(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
-        """Return a context in which the state tensors contain their values; see `ArenaState.materialized`."""
-        return self.state.materialized(spill)
+    def materialize_state(self, spill: LruSpillMode | None = None) -> AbstractContextManager[None]:
+        """Return a context in which the state tensors contain their values; see `ArenaState.materialize`."""
+        return self.state.materialize(spill)
 
     def read_state(self, name: str) -> torch.Tensor:
         """Return a copy of a named persistent tensor, from its home tier."""
@@ -148,7 +148,7 @@ class PlannedDevice:
         self.state.owners.check()
         self._check_inputs(inputs)
         if self._check and self._expected is None:
-            with self.materialized():
+            with self.materialize_state():
                 self._expected = ReferenceStep.from_eager_run(self.captured, inputs)
         self._write_inputs(inputs)
         hardware, timed, clock = self.hardware, self.hardware.timed, self._clock
@@ -233,6 +233,7 @@ class PlannedDevice:
                 "the names of the inputs differ from those of the captured step",
                 got=sorted(inputs),
                 allowed=sorted(expected),
+                hint="pass the inputs under the names of the captured step, or capture and plan again",
             )
         for name, value in inputs.items():
             view = expected[name]

@@ -31,6 +31,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.ir import round_up
+
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """Function that returns the workspace bytes of a kernel: operator, arguments, keyword arguments."""
 _KNOWN_BYTES = 1 << 27
@@ -102,7 +104,7 @@ def grouped_products(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         shape = (len(left) if left.dim() == 3 else len(parts), *shape)
     # Rows begin at multiples of 16 bytes, as in the kernels.
     unit = 16 // left.element_size()
-    row = -(-shape[-1] // unit) * unit
+    row = round_up(shape[-1], unit)
     strides = (row, 1) if len(shape) == 2 else (shape[-2] * row, row, 1)
     return torch.empty_strided(shape, strides, dtype=left.dtype, device=left.device)
 

@@ -31,10 +31,10 @@ from hyper_parallel.backends.torch.memory.operators import (
     VIEWS,
     is_message,
     split_lists,
-    tensors_in,
     without_work,
     written_leaves,
 )
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 
 
 class StorageResizes:

@@ -40,7 +40,7 @@ class _StubMixin:
                 raise StepChanged(
                     "a memory plan manages this tensor, so it is empty outside of the planned step",
                     where=f"`{getattr(func, '__name__', func)}`",
-                    hint="use it inside `with device.materialized():`, or read a copy with `device.read_state(name)`",
+                    hint="use it inside `with step.materialized():`",
                 )
             out = func(*args, **(kwargs or {}))
             if _has_no_bytes(out):  # the result is the stub's own storage, as of `.data`
@@ -126,7 +126,7 @@ class Owners:
             raise StepChanged(
                 f"`{self._name(self._captured.owners[changed][0])}` no longer has the storage "
                 "that it had in the recorded step",
-                hint="change its values in place (`tensor.copy_(...)`), inside `with device.materialized():`",
+                hint="change its values in place (`tensor.copy_(...)`), inside `with step.materialized():`",
             )
 
     def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
@@ -181,7 +181,7 @@ class Owners:
             if s in self._written:
                 raise StepChanged(
                     f"`{self._name(s)}` was modified between two steps, but the step modifies it too",
-                    hint="change it with `device.write_state`, or inside `with device.materialized():`",
+                    hint="change it inside `with step.materialized():`",
                 )
             yield s, tensor
             self._input_state[index] = s, tensor, tensor._version

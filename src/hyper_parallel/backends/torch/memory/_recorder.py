@@ -34,9 +34,9 @@ from hyper_parallel.backends.torch.memory.operators import (
     Entry,
     Storages,
     count_flops,
-    tensors_in,
     written_leaves,
 )
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.ir import (
     Collective,
     Extent,
@@ -47,6 +47,7 @@ from hyper_parallel.ir import (
     Purpose,
     StorageKind,
     replay,
+    round_up,
 )
 
 
@@ -367,7 +368,7 @@ def peak_of(recording: Recording) -> Peak:
     for position, action in enumerate(actions):
         if action.kind == "run":
             scratch_bytes = program.operators[action.target].scratch_bytes
-            workspace[position] = sum(-(-n // unit) * unit for n in scratch_bytes)
+            workspace[position] = sum(round_up(n, unit) for n in scratch_bytes)
     totals = [a + b for a, b in zip(replayed.profile, workspace, strict=True)]
     most = max(totals)
     position = totals.index(most)

@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 
 from hyper_parallel.errors import TierFull, TransferFailed
+from hyper_parallel.ir import round_up
 from hyper_parallel.owned_folder import Marker, read_marker, remove_unfinished, write_marker
 
 _HOST_TIERS: Final = ("dram", "flash")
@@ -53,7 +54,7 @@ class Meter:
 
     def rounded(self, num_bytes: int) -> int:
         """Return `num_bytes` rounded up to the alignment: the bytes that an allocation takes."""
-        return -(-num_bytes // self._alignment) * self._alignment
+        return round_up(num_bytes, self._alignment)
 
     def adopt(self, base: torch.UntypedStorage) -> None:
         """Count a storage until it is destroyed; do nothing if it is counted already."""
@@ -144,7 +145,7 @@ class AllocatorGauge:
 
     def rounded(self, num_bytes: int) -> int:
         """Return the bytes that the allocator reserves for `num_bytes`."""
-        return -(-num_bytes // 512) * 512
+        return round_up(num_bytes, 512)
 
 
 class FileTier:
@@ -210,7 +211,7 @@ class FileTier:
         if data:
             _bytes_of(target)[:] = data
 
-    def take(self, storage: int, num_bytes: int) -> None:
+    def reserve(self, storage: int, num_bytes: int) -> None:
         """Add a storage's file to the tier and count its bytes; call it when the copy into the file is issued."""
         if storage not in self._sizes:
             self._sizes[storage] = self._meter.rounded(num_bytes)

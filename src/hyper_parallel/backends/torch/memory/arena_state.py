@@ -12,7 +12,7 @@ import torch
 from hyper_parallel.backends.torch.memory._captured import Captured, as_view
 from hyper_parallel.backends.torch.memory._lru_spill import LruSpillMode
 from hyper_parallel.backends.torch.memory._owners import Owners
-from hyper_parallel.backends.torch.memory.bound_actions import Act, BoundActions
+from hyper_parallel.backends.torch.memory.action_binder import Act, ActionBinder
 from hyper_parallel.backends.torch.memory.hardware import Hardware, has_room
 from hyper_parallel.backends.torch.memory.operators import View
 from hyper_parallel.backends.torch.memory.prepared_plan import Addresses, StorageBytes
@@ -127,8 +127,8 @@ class ArenaState:
         """Allocate the arena, and bind the actions of the plan to its addresses."""
         self.arena = self.hardware.arena(self.plan.arena_bytes)
         addresses = Addresses(self.captured, self.plan, self.arena)
-        bound = BoundActions(self).bound
-        self.actions = list(map(bound, self.plan.actions, addresses.actions))
+        bind = ActionBinder(self).bind
+        self.actions = list(map(bind, self.plan.actions, addresses.actions))
         return addresses
 
     def _acquire(self) -> None:
@@ -221,7 +221,7 @@ class ArenaState:
         if home == "device":
             staged[s] = _copy(source, staging) if source is base else source
         else:
-            self.files.take(s, size)
+            self.files.reserve(s, size)
             self.files.write(s, _copy(source, _HOST) if source is base else source)
 
     def _restore_partial_move(self, staged: StorageBytes, spill: LruSpillMode | None) -> None:
@@ -279,7 +279,7 @@ class ArenaState:
         )
 
     @contextmanager
-    def materialized(self, spill: LruSpillMode | None = None) -> Iterator[None]:
+    def materialize(self, spill: LruSpillMode | None = None) -> Iterator[None]:
         """Give the tensors of model and optimizer their bytes while this context is active, between two steps.
 
         Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Its memory is
@@ -364,7 +364,8 @@ class ArenaState:
         """Raise `StepChanged` if the planned device was closed or a step on it failed."""
         if self.closed or self.failed:
             raise StepChanged(
-                "the planned device was closed, or a step on it failed; capture and plan again"
+                "the planned device was closed, or a step on it failed",
+                hint="capture and plan the step again",
             )
 
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:

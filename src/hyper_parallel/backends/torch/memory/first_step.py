@@ -22,7 +22,8 @@ from hyper_parallel.backends.torch.memory._lru_spill import within_device
 from hyper_parallel.backends.torch.memory._operator_mode import OperatorMode
 from hyper_parallel.backends.torch.memory._untracked_effects import RawAccessMode
 from hyper_parallel.backends.torch.memory.hardware import has_room
-from hyper_parallel.backends.torch.memory.operators import numbers_read, tensors_in
+from hyper_parallel.backends.torch.memory.operators import numbers_read
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import StepChanged
 
 _SAMPLED: Final = 4096

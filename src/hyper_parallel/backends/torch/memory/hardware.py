@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.backends.torch.memory._tiers import AllocatorGauge, FileTier, Meter
-from hyper_parallel.backends.torch.memory.operators import tensors_in
 from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory.tier_copies import Copies, CopyLanes
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import TierFull
-from hyper_parallel.ir import MemoryPlan, slab_bytes, slabs
+from hyper_parallel.ir import MemoryPlan, round_up, slab_bytes, slabs
 from hyper_parallel.memory import MemoryMachine
 
 
@@ -57,13 +57,13 @@ class HostPool:
                 self._free.setdefault(size, []).extend((slab, begin) for begin in ends)
                 offset += size * count
 
-    def take(self, num_bytes: int) -> torch.UntypedStorage:
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Return a buffer, which becomes free again when its last reference is dropped.
 
         Raises:
             TierFull: HP403 when no buffer is free and another one would exceed the capacity.
         """
-        size = self._rounded(num_bytes)
+        size = round_up(num_bytes, self._alignment)
         free = self._free.setdefault(size, [])
         if not free:
             self.reserve({size: self.buffers[size] + 1})
@@ -78,9 +78,6 @@ class HostPool:
 
         self._watch[key] = weakref.ref(base, release)
         return base
-
-    def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._alignment) * self._alignment
 
     def _check_capacity(self, more_bytes: int) -> None:
         wanted = self.reserved_bytes + more_bytes
@@ -230,7 +227,7 @@ class Hardware:
             TierFull: HP403 when the capacity is exceeded.
         """
         try:
-            base = self.pool.take(num_bytes)
+            base = self.pool.allocate(num_bytes)
         except TierFull:
             if isinstance(self.lanes, CopyLanes):
                 self.lanes.refuse_failed()

@@ -10,11 +10,9 @@ summed in the order of the rows, so columns that are computed separately have th
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,6 +23,7 @@ from hyper_parallel.backends.torch.memory.operators import COMMUNICATION, Call, 
 from hyper_parallel.backends.torch.memory.out_variants import out_variant
 from hyper_parallel.backends.torch.memory.streams import DeviceApi
 from hyper_parallel.ir import GRADIENT_PIECES, Operator
+from hyper_parallel.memory import paused_garbage_collection
 from hyper_parallel.units import KiB
 
 _MIN_PIECE_BYTES: Final = 64 * KiB  # smaller pieces cost more in launches than they save
@@ -84,7 +83,8 @@ def run_measured(
         return func(*args, **kwargs), (workspace,) if workspace else (), None
     event, stream = DeviceApi.of(device).event, module.current_stream(device)
     begin, end = event(enable_timing=True), event(enable_timing=True)
-    with _without_garbage_collection():
+    # Memory that a collection frees would distort the measured workspace.
+    with paused_garbage_collection():
         module.reset_peak_memory_stats(device)
         begin.record(stream)
         start = time.perf_counter()
@@ -123,18 +123,6 @@ def kernel_seconds(
             share = operators[index].access_bytes / access_bytes if access_bytes else 1 / len(parts)
             seconds[index] = max(kernel, min_s) * share
     return tuple(seconds)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, because memory that it frees would distort the measured workspace."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def piece_workspace(

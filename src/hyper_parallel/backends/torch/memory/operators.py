@@ -24,8 +24,9 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.ir import Phase, Storage, StorageKind
+from hyper_parallel.ir import Phase, Storage, StorageKind, round_up
 
 _CPU = torch.device("cpu")
 
@@ -123,13 +124,13 @@ class Storages:
             self._watched[key] = (self._refs[key], entry.num_bytes)
         number = self._numbers[key] = len(self.entries)
         self.entries.append(entry)
-        self._live += self._rounded(entry.num_bytes)
+        self._live += round_up(entry.num_bytes, self._alignment)
         self.peak_bytes = max(self.peak_bytes, self._live)
         return number
 
     def _end(self, key: int) -> None:
         number = self._numbers.pop(key)
-        self._live -= self._rounded(self.entries[number].num_bytes)
+        self._live -= round_up(self.entries[number].num_bytes, self._alignment)
         if self._ended is not None:
             self._ended(number)
 
@@ -182,9 +183,6 @@ class Storages:
         self.entries = [replace(self.entries[old], at_start=True) for old in renumbered]
         self._numbers = {key: renumbered[old] for key, old in self._numbers.items()}
         self.peak_bytes = self._live
-
-    def _rounded(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._alignment) * self._alignment
 
 
 COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -336,19 +334,6 @@ def wait_finished(out: Any) -> list[Any]:
         elif _is_work(value):
             dist.Work.unbox(value).wait()
     return flat
-
-
-def tensors_in(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors in arguments or outputs of an operator, in order."""
-    tensors: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, (tuple, list)):
-            tensors += tensors_in(*value)
-        elif isinstance(value, dict):
-            tensors += tensors_in(*value.values())
-    return tensors
 
 
 def written_leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

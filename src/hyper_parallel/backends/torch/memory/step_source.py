@@ -209,5 +209,5 @@ class _IdentityStamp:
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise StepChanged(
         "a memory plan manages this model and its optimizer, so their tensors are empty outside of the planned step",
-        hint="use them inside `with device.materialized():`, or close the device",
+        hint="use them inside `with step.materialized():`, or call `step.close()`",
     )

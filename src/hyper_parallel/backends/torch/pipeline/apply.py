@@ -396,8 +396,8 @@ class _PipelinePass:
         inputs, roots, grads, slopes = self._pop_backward(stage, i, message)
         if not roots[0].requires_grad:  # the first stage, with frozen weights only
             return
-        found, self._weight_steps[stage, i] = input_gradients(roots, grads, inputs)
-        self._pass_back(stage, i, found, slopes)
+        input_grads, self._weight_steps[stage, i] = input_gradients(roots, grads, inputs)
+        self._pass_back(stage, i, input_grads, slopes)
 
     def _pass_back(
         self, stage: int, i: int, grads: Sequence[Tensor | None], slopes: Sequence[Tensor]

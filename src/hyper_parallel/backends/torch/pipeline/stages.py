@@ -264,6 +264,7 @@ class StageModules:
                     "a model split into pipeline stages cannot be called directly",
                     where=type(module).__name__,
                     allowed="forward_backward(model, microbatches, num_tokens), forward_loss",
+                    hint="hp.forward_backward(model, microbatches, num_tokens)",
                 )
             reads_media = self.running.stage in self.running.media_stages
             return args, kwargs if reads_media else without_media(kwargs)

@@ -61,7 +61,7 @@ from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.cost import LINEAR_ENTRY
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Purpose, Strategy
-from hyper_parallel.shard import block_program
+from hyper_parallel.shard import block_program, module_of
 
 Forward = Callable[..., Any]
 
@@ -174,13 +174,13 @@ class TensorParallel:
         present = {n for n, m in self.modules.items() if any(True for _ in m.parameters())}
         self.styles = {name: style for name, style in styles.items() if name in present}
         # A rule may name a parameter of a module, such as the sinks of attention.
-        owners = {n: _parent(n) for n in styles if n not in self.modules}
+        owners = {n: module_of(n) for n in styles if n not in self.modules}
         self.own_parameters = {n: styles[n] for n, owner in owners.items() if owner in present}
         config = getattr(model, "config", None)
         self.config = None if config is None else config.get_text_config()
         self.regions: dict[str, Region] = {}
         if self.config is not None and not state.replicated_activations:
-            inside = [_parent(n) for n, s in self.styles.items() if s in COLUMN_STYLES]
+            inside = [module_of(n) for n, s in self.styles.items() if s in COLUMN_STYLES]
             self.regions = {n: self._make_region(n) for n in dict.fromkeys(inside)}
 
     def _make_region(self, name: str) -> Region:
@@ -204,7 +204,7 @@ class TensorParallel:
 
     def _region_of(self, name: str) -> Region:
         """Return the region of a projection; with replicated activations, a region without collectives."""
-        return self.regions.setdefault(_parent(name), Region(self.state))
+        return self.regions.setdefault(module_of(name), Region(self.state))
 
     def _key_value_rows(self, module: nn.Module) -> slice:
         """Return the weight rows of the key head that this rank's queries use, for fewer key heads than ranks."""
@@ -225,7 +225,7 @@ class TensorParallel:
             elif style in COLUMN_STYLES:
                 colwise(module, name, self._region_of(name), rows)
                 if style in ("qkv", "gate_up"):
-                    owner = self.modules[_parent(name)]
+                    owner = self.modules[module_of(name)]
                     exchange_packed(module, owner, style, self.config, self.state)
             elif style == "rowwise":
                 rowwise(module, name, self._region_of(name))
@@ -234,7 +234,7 @@ class TensorParallel:
                 self._embedding(module, None if defer_reduce else sum_both)
             elif style != "experts" and module not in (embedding, head):
                 self._replicated(module, name)
-        for name in dict.fromkeys(_parent(n) for n in self.own_parameters):
+        for name in dict.fromkeys(module_of(n) for n in self.own_parameters):
             self._replicated(self.modules[name], name)
         for name, region in self.regions.items():
             wrap(self.modules[name], region.forward)
@@ -260,7 +260,7 @@ class TensorParallel:
         state, config = self.state, self.config
         split = {n: s for n, s in self.styles.items() if s in SPLIT_STYLES}
         split |= dict.fromkeys(tied_heads(self.modules, split), "head")
-        for name in dict.fromkeys(_parent(n) for n, s in split.items() if s in COLUMN_STYLES):
+        for name in dict.fromkeys(module_of(n) for n, s in split.items() if s in COLUMN_STYLES):
             owner = self.modules[name]
             if config is not None and (hasattr(owner, "q_proj") or hasattr(owner, "query")):
                 set_local_head_counts(owner, config, state.degree)
@@ -290,7 +290,7 @@ class TensorParallel:
         rows = self._key_value_rows(module) if style == "kv_replicate" else None
         colwise(module, name, region, rows)
         if style in ("qkv", "gate_up"):
-            owner = module if self.config is None else self.modules[_parent(name)]
+            owner = module if self.config is None else self.modules[module_of(name)]
             exchange_packed(module, owner, style, self.config, state)
         shared = None if style == "head" else region
         wrap(module, partial(call_with_summed_input_grad, state.group, shared))
@@ -370,7 +370,7 @@ class TensorParallel:
         A norm on a residual stream sharded over y computes its statistics over all features.
         """
         params = list(module.parameters(recurse=False))
-        styles = {s for n, s in self.own_parameters.items() if _parent(n) == name}
+        styles = {s for n, s in self.own_parameters.items() if module_of(n) == name}
         if len(styles) > 1:
             raise UnsupportedSharding(
                 "the parameters of one module have different sharding styles",
@@ -441,7 +441,3 @@ class TensorParallel:
 
         self.model.register_forward_pre_hook(before, with_kwargs=True)
         self.model.register_forward_hook(after, with_kwargs=True)
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -35,6 +35,7 @@ from hyper_parallel.backends.torch.tensor._replicated_activations import tied_he
 from hyper_parallel.backends.torch.vocab_parallel_loss import has_causal_loss
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Layout, Strategy
+from hyper_parallel.shard import module_of
 
 COLUMN_STYLES: Final = ("colwise", "kv_replicate", "qkv", "gate_up")
 """Styles of column-parallel projections; their parent modules are regions."""
@@ -74,7 +75,7 @@ def summand_owners(
         axes: Axes of tensor parallelism.
     """
     sharded = {
-        n.rpartition(".")[0]
+        module_of(n)
         for n, layout in layouts.items()
         if not set(axes).isdisjoint(layout.sharding_axes)
     }
@@ -103,10 +104,10 @@ def try_forward(
     axes = ("tp_x", "tp_y")
     replicated = [n for n, layout in layouts.items() if set(axes).isdisjoint(layout.sharding_axes)]
     owners = summand_owners(layouts, styles, axes)
-    known = {n for n in replicated if n.rpartition(".")[0] in owners}
+    known = {n for n in replicated if module_of(n) in owners}
     # The bias of a row-wise projection is excluded, because it is added after the sum over ranks.
-    known -= {n for n in known if n.endswith(".bias") and styles.get(_module(n)) == "rowwise"}
-    unknown = [n for n in replicated if _module(n) not in owners]
+    known -= {n for n in known if n.endswith(".bias") and styles.get(module_of(n)) == "rowwise"}
+    unknown = [n for n in replicated if module_of(n) not in owners]
     if not hasattr(model, "config"):
         return TensorTrial(frozenset(known))
     try:
@@ -218,7 +219,3 @@ class _SummandTrial:
                     )
 
         return after
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]

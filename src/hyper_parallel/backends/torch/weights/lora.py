@@ -34,7 +34,7 @@ from hyper_parallel.backends.torch.weights.initialization import (
 from hyper_parallel.backends.torch.weights.linear_map import OUT_IN, weight_order
 from hyper_parallel.backends.torch.weights.shard_ranges import copy_full
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
-from hyper_parallel.ir import Layout, Strategy
+from hyper_parallel.ir import Layout, Strategy, round_up
 
 _TENSOR_AXES: Final = ("tp_x", "tp_y")
 
@@ -142,7 +142,7 @@ def adapter_layouts(
                 f"{shards} data-parallel ranks do not divide the rank of the adapter",
                 where=name,
                 got=f"lora.r={rank}",
-                changes={"lora.r": -(-rank // shards) * shards},
+                changes={"lora.r": round_up(rank, shards)},
             )
         whole = Layout.replicated(2)
         result[f"{name}.{LORA_A}"] = whole.split(1, *columns).split(0, *strategy.fsdp_axes)

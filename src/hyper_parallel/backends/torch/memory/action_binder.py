@@ -26,7 +26,7 @@ Act = Callable[[], Any]
 """Call that executes one action of a plan."""
 
 
-class BoundActions:
+class ActionBinder:
     """Factory of calls that execute the actions of one memory plan.
 
     Args:
@@ -43,7 +43,7 @@ class BoundActions:
         self._elsewhere |= {s for s, home in enumerate(self._plan.homes) if home != "device"}
         self._in_flight: dict[int, Any] = {}  # operator index -> work handle of its collective
 
-    def bound(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> Act:
+    def bind(self, action: MemoryAction, ready: Prepared | torch.UntypedStorage | None) -> Act:
         """Return a call that executes one action.
 
         Args:
@@ -113,7 +113,7 @@ class BoundActions:
         self._lanes.start(s, "copy_in", move, size)
 
     def _write(self, s: int, size: int) -> None:
-        self._files.take(s, size)
+        self._files.reserve(s, size)
         self._lanes.start(s, "copy_out", partial(self._files.write, s, self._dram[s]), size)
 
     def _in_dram(self, s: int, size: int) -> torch.UntypedStorage:
