@@ -110,7 +110,7 @@ class PendingCollective:
         Another half-batch, if any, computes while the collective is in flight.
 
         Args:
-            leads_to_start: The next collective starts after little computation, see `offer_turn`.
+            leads_to_start: Whether the next collective starts after little computation, see `offer_turn`.
         """
         if (half := _running_half()) is not None:
             half.turns.suspend(half.index, leads_to_start)
