@@ -163,7 +163,7 @@ class _Rank:
 
 
 class _Arrangement:
-    """One run of list scheduling, by the rules in the module docstring."""
+    """Run of list scheduling, by the rules in the module docstring."""
 
     def __init__(
         self,
