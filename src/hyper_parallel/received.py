@@ -24,7 +24,7 @@ _MIB: Final = 1024**2
 _MOST_OPENED: Final = 1_000_000
 """Bracket count above which a text is not parsed, unless `num_elements` is larger; strings may contain brackets too."""
 _MOST_LINKS: Final = 40
-"""Number of links that are followed, as in Linux."""
+"""Maximum number of links that are followed, as in Linux."""
 _CACHED_REPOSITORY: Final = ("models--", "datasets--", "spaces--")
 """First part of the name of a repository's folder in the cache of the Hugging Face hub."""
 

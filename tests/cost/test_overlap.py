@@ -195,18 +195,21 @@ def planned_halves(seq_len, **values):
     return [plan("llama-3-8b", "dgx-h100", workload, strategy=s) for s in (strategy, halved)]
 
 
-def test_halves_go_on_through_layers_of_fsdp_and_meet_after_recomputed_ones():
+def test_halves_go_on_through_recomputed_layers_of_fsdp():
     """Selective recomputation adds no time here: it keeps the products of attention."""
-    steps = [[p.step_s for p in planned_halves(8192, recompute=r)] for r in ("none", "selective")]
-    assert steps[0][0] == steps[1][0]
-    assert steps[0][1] < 0.98 * steps[1][1]
+    none, selective, full = (
+        [p.step_s for p in planned_halves(8192, recompute=r)] for r in ("none", "selective", "full")
+    )
+    assert none == selective
+    # The repeated forward gains too, but less than half of the other two passes: a layer that runs alone has ends.
+    assert none[0] - none[1] < full[0] - full[1] < 3 / 2 * (none[0] - none[1])
 
 
 def test_halves_between_two_layers_gather_a_third_one():
     layer = 218_112_000 * 2 // 4
     for values, more in (
         ({}, layer),
-        ({"recompute": "selective"}, 0),
+        ({"recompute": "selective"}, layer),
         ({"reshard_after_forward": False}, 0),
     ):
         plain, halved = (

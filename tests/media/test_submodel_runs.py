@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, LlavaForConditionalGeneration, LlavaModel
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    LlavaForConditionalGeneration,
+    LlavaModel,
+)
 from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
 
 from hyper_parallel.config import LoadedRecipe, load_recipe
@@ -30,7 +35,8 @@ from hyper_parallel.trainer.engine.recipe_model import joint_schedule, read_reci
 from hyper_parallel.trainer.engine.submodel_search import layouts
 from hyper_parallel.trainer.job import plan_with_submodels, prepare_job, resolve_submodels
 from tests.e2e.runs import CONFIG, assert_same_curve, curve, rows, train
-from tests.media.records import write_place
+from tests.media.records import write_data, write_place
+from tests.media.tiny_models import needs_torchvision
 
 pytestmark = [
     pytest.mark.e2e,
@@ -53,8 +59,8 @@ AUTO = (
 )
 
 
-def _weights(run: Path) -> dict[str, torch.Tensor]:
-    model = AutoModelForImageTextToText.from_pretrained(run / "export", dtype=torch.float64)
+def _weights(run: Path, model_type: Any = AutoModelForImageTextToText) -> dict[str, torch.Tensor]:
+    model = model_type.from_pretrained(run / "export", dtype=torch.float64)
     return dict(model.named_parameters())
 
 
@@ -106,6 +112,32 @@ def test_a_language_part_with_pipeline_stages_continues_a_run_of_one_rank(place:
     stages = "parallel.submodels={vision: {dp_shard: 1}, language: {pp: 2}}"
     train(place, place / "staged", stages, report=True)
     assert_same_curve(curve(place / "staged"), curve(place / "whole"))
+
+
+@pytest.mark.slow
+def test_encoders_of_images_and_of_audio_on_ranks_of_their_own_repeat_one_rank(
+    tmp_path: Path,
+) -> None:
+    needs_torchvision("qwen2_5_omni_thinker")
+    training = "steps: 3, microbatch: 1, accumulation_steps: 4"
+    write_place(tmp_path, training, family="qwen2_5_omni_thinker", repeats=2)
+    lines = (tmp_path / "train.jsonl").read_text()
+    lines += write_data(tmp_path, repeats=2, kind="audio").read_text()
+    (tmp_path / "train.jsonl").write_text(lines)
+    train(tmp_path, tmp_path / "one", "parallel.dp_shard=1", "checkpoint.export=true")
+    split = (
+        "parallel.submodels={vision: {ranks: [0]}, audio: {ranks: [1]}, language: {tp_x: 2}}",
+        "data.balance=none",
+    )
+    train(tmp_path, tmp_path / "split", *split, "training.steps=1", "checkpoint.every=1")
+    train(tmp_path, tmp_path / "split", *split, "checkpoint.export=true", report=True)
+    assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "one"))
+    weights, expected = (
+        _weights(tmp_path / run, AutoModelForMultimodalLM) for run in ("split", "one")
+    )
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.torch

@@ -438,21 +438,3 @@ def test_weights_are_read_saved_and_exported_as_those_of_one_model(tmp_path: Pat
     hp.load(single, None, tmp_path / "saved")
     for name, parameter in single.named_parameters():
         torch.testing.assert_close(exported.get_parameter(name), parameter, rtol=0, atol=0)
-
-
-@pytest.mark.torch
-def test_a_model_with_two_towers_is_refused_by_name() -> None:
-    from transformers import (
-        Qwen2_5OmniThinkerConfig,
-        Qwen2_5OmniThinkerForConditionalGeneration,
-    )
-
-    config = Qwen2_5OmniThinkerConfig(
-        text_config={"num_hidden_layers": 1},
-        vision_config={"depth": 1},
-        audio_config={"encoder_layers": 1},
-    )
-    with torch.device("meta"):
-        model = Qwen2_5OmniThinkerForConditionalGeneration(config)
-    with pytest.raises(UnsupportedSharding, match=r"media of one kind[\s\S]*image[\s\S]*audio"):
-        submodel_strategies(model, {"vision": "", "audio": "", "language": ""}, 3)

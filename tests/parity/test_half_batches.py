@@ -116,14 +116,12 @@ def record(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Recorder, Record
     return forward, backward
 
 
-@slow_cells("qwen3_moe-strategy2-<lambda>-<lambda>", "llama-strategy0-<lambda>-<lambda>")
+@slow_cells("llama-strategy0-<lambda>-<lambda>")
 @pytest.mark.parametrize(
     ("family", "strategy", "issued", "exposed"),
     [
         # Forward: the entry of both halves, the first gather, the last scatter and the last gather.
         ("llama", HALVES, lambda layers: 8 * layers + 4, lambda layers: 5),
-        # One dispatch and one combination per layer.
-        ("qwen3_moe", EXPERT_CHUNKS, lambda layers: 6 * layers, lambda layers: 2 * layers),
         # The last combination; the halves do not meet at the end of a layer, of which FSDP frees the parameters.
         ("qwen3_moe", EXPERT_HALVES, lambda layers: 4 * layers, lambda layers: 1),
     ],
@@ -150,6 +148,79 @@ def test_layers_compute_while_their_collectives_are_in_flight(
     for layers, names, number in ranks[0]:
         assert len(names) == issued(layers)
         assert number == exposed(layers)
+
+
+def test_halves_do_not_meet_at_the_end_of_recomputed_layers() -> None:
+    """Forward exposes the ends of the model alone. Recomputation exposes its first exchange and, with tp, its last."""
+    layers = 3
+    cases = {
+        "llama": (HALVES, (8 * layers + 4, 5), (14 * layers + 4, 2 * layers + 5)),
+        "qwen3_moe": (EXPERT_HALVES, (4 * layers, 1), (8 * layers, layers + 1)),
+    }
+
+    def rank(_: int) -> dict[str, list[tuple[int, int]]]:
+        counts = {}
+        with World.join("cpu") as world:
+            for family, (halves, *_) in cases.items():
+                strategy = replace(halves, recompute="full")
+                setup = Setup(
+                    family, sequences=4 * strategy.dp, config=(("num_hidden_layers", layers),)
+                )
+                model = parallelize(setup.build(), setup.plan(strategy), world)
+                batch = {k: v[:4] for k, v in setup.batch().items()}
+                counts[family] = [(len(d.issued), d.exposed()) for d in record(model, batch)]
+        return counts
+
+    ranks = launch(rank, 2, timeout_s=100)
+    assert ranks[0] == ranks[1] == {family: [*counts] for family, (_, *counts) in cases.items()}
+
+
+@pytest.mark.parametrize("problem", ["change_input", "save_less"])
+def test_layers_that_cannot_be_recomputed_are_refused(problem: str) -> None:
+    """A change of the input between forward and backward, and a layer that computes less when it runs again."""
+    setup = Setup("llama", sequences=4)
+
+    def rank(_: int) -> None:
+        with World.join("cpu") as world:
+            strategy = replace(HALVES, recompute="full")
+            model = parallelize(setup.build(), setup.plan(strategy), world)
+            layer = model.model.layers[1]
+            runs, inputs = [], []
+            norm, inner = layer.input_layernorm, layer.mlp.forward
+            norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+
+            def forward(x: Tensor) -> Tensor:
+                runs.append(x)
+                return x * 1.0 if problem == "save_less" and len(runs) > 2 else inner(x)
+
+            layer.mlp.forward = forward
+            batch = setup.batch()
+            loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
+            if problem == "change_input":
+                with torch.no_grad():
+                    inputs[0].mul_(2.0)
+            with pytest.raises(UnsupportedSharding, match="recomputed") as caught:
+                loss.backward()
+            assert caught.value.code == "HP205"
+            assert "training.recompute=none" in str(caught.value)
+
+    launch(rank, 2, timeout_s=100)
+
+
+def test_weight_gradients_of_experts_hide_the_last_exchange_of_backward() -> None:
+    """Forward exposes the first dispatch and the last combination of a layer, backward only the first exchange."""
+    layers = 2
+
+    def rank(_: int) -> list[tuple[int, int]]:
+        with World.join("cpu") as world:
+            setup = Setup("qwen3_moe", sequences=8, config=(("num_hidden_layers", layers),))
+            model = parallelize(setup.build(), setup.plan(EXPERT_CHUNKS), world)
+            batch = {k: v[:4] for k, v in setup.batch().items()}
+            return [(len(d.issued), d.exposed()) for d in record(model, batch)]
+
+    forward, backward = launch(rank, 2, timeout_s=100)[0]
+    assert forward == (6 * layers, 2 * layers)
+    assert backward == (6 * layers, layers)
 
 
 def test_weight_gradients_of_token_chunks_hide_collectives_of_backward() -> None:

@@ -43,11 +43,11 @@ _SATURATIONS: Final = (1e-3, 8.0)
 _HEADS: Final = (1e-3, 128.0)
 """Allowed range of `DeviceCard.attention_head`, the head width with half of the attention rate."""
 _PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
-"""Constant to the weight of its micro-benchmark value, where the relative error of one step has weight 1."""
+"""Weight of each constant's micro-benchmark value in the fit; the relative error of one step has weight 1."""
 _HOST_PULL: Final = 0.01
 """Weight of the prior value 0 of host work, which micro-benchmarks do not measure."""
 _UNITS: Final = {"kernel_s": 1e-5, "step_s": 1e-2, "moe_host_s": 1e-3}
-"""Constant to its unit in seconds, so that all unknowns are near 1; host work of axes has that of `moe_host_s`."""
+"""Unit of each constant in seconds, so that all unknowns are near 1; host work of axes has that of `moe_host_s`."""
 _ON_DEVICE: Final = ("kernel_s", "latency", "link")
 """Constants on the device card; the others are on the stack card."""
 _ROUNDS: Final = 2

@@ -44,7 +44,7 @@ It is above 1, because published runs use options that save memory and are not p
 _FIRST: Final = {
     "predicted_step_s": 6, "predicted_tok_s_dev": 6, "predicted_mem_gib": 4, "interval_low_s": 6, "interval_high_s": 6,
 }  # fmt: skip
-"""Output column to its significant digits, for the columns before those of the cost terms."""
+"""Significant digits of each output column, for the columns before those of the cost terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Cards:
         return device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
-        """Return the stack card with a name."""
+        """Return the stack card named `name`."""
         return self.stack.get(name) or stack_card(name)
 
 

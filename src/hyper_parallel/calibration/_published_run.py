@@ -21,7 +21,7 @@ from hyper_parallel.topology import Quantity, Supernode, load_topology, preset_n
 from hyper_parallel.units import TFLOP, GiB
 
 _TOO_MANY_SEQUENCES: Final = 100_000
-"""Value of column `gbs` from which it is taken as tokens: no run has this many sequences per step."""
+"""Value of column `gbs` from which it counts tokens, not sequences: no run has this many sequences per step."""
 
 _PRECISIONS: Final = (
     (r"fp4", "nvfp4"), (r"mx-?fp8|fp8[-_ ]?mx", "mxfp8"), (r"fp8|float8|e4m3", "float8_e4m3fn"),
@@ -44,9 +44,9 @@ _NAMED: Final = "A100, H100, H200, H800, B200, B300, GB200, GB300, 910B, 910C, 9
 """Known device names, for an error message."""
 
 _PEAK_RATIO: Final = {"float8_e4m3fn": 2.0, "mxfp8": 2.0, "nvfp4": 4.0, "float32": 0.5}
-"""Dtype to its dense peak relative to bfloat16, for topologies without an entry for the dtype."""
+"""Dense peak of each dtype relative to bfloat16, for topologies without an entry for the dtype."""
 _FP4_RATIO: Final = {"gb300-nvl72": 6.0, "dgx-b300": 6.0}
-"""Topology to the ratio of its dense fp4 peak to bfloat16: the published peaks are 14.7 and 13.5 PFLOP/s."""
+"""Ratio of the dense fp4 peak to bfloat16, by topology: the published peaks are 14.7 and 13.5 PFLOP/s."""
 
 _STACKS: Final = (
     (r"nanotron", "nanotron"), (r"torchtitan.*\beager\b", "torchtitan-eager"), (r"torchtitan", "torchtitan"),
@@ -317,8 +317,8 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
     kv_heads = row.kv_heads or row.heads
     width = row.head_dim or row.hidden // row.heads
     if not width or row.heads % kv_heads:
-        wrong = f"hidden = {row.hidden}" if not width else f"kv_heads = {kv_heads}"
-        raise RowError(f"{wrong} does not fit heads = {row.heads}")
+        wrong = f"kv_heads = {kv_heads} must divide" if width else f"hidden = {row.hidden} is below"
+        raise RowError(f"{wrong} heads = {row.heads}")
     if row.topk and row.topk > experts > 0:
         raise RowError(f"topk = {row.topk} is more than the {experts} experts")
     ffn = row.ffn or ((row.moe_ffn or 0) if experts else 4 * row.hidden)

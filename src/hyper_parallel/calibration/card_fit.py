@@ -45,7 +45,7 @@ _STEP: Final = 1e-3
 """Step of a log factor in numerical derivatives."""
 _ROUNDS: Final = 6
 _SETTLED: Final = 0.02
-"""Maximum number of Gauss-Newton steps, and the largest change, in standard deviations of the prior, that ends them."""
+"""Maximum number of Gauss-Newton steps, and the change, in standard deviations of the prior, at which they end."""
 _RESERVE_STEP: Final = 1e7
 """Unit of `StackCard.reserve_bytes` in a fit: published memory is rounded to 0.01 GiB."""
 _FITTED: Final = "fitted to published runs; believed: "
@@ -58,7 +58,7 @@ FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
     # Dense runs are kept, to evaluate predictions for a mixture of experts without its own runs.
     "moe_model": lambda run: run.row.model if run.kind == "moe" else "",
 }
-"""Name of a kind of fold to a function from run to fold, for cross-validation; the fold "" is never left out."""
+"""Functions from run to fold for cross-validation, by kind of fold; the fold "" is never left out."""
 
 
 def read_runs(path: str | Path) -> list[PublishedRun]:
@@ -295,7 +295,7 @@ def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds
     knee = np.concatenate([np.full(len(weights), HUBER**2), np.full(len(prior_stds), np.inf)])
 
     def loss(squares: Array) -> Any:
-        """Return Huber's loss of squared residuals, with first and second derivatives by the square."""
+        """Return Huber's loss of squared residuals, with first and second derivatives with respect to the square."""
         squares = np.maximum(squares, 1e-24)
         inside, reach = squares <= knee, HUBER / np.sqrt(squares)
         value = np.where(inside, squares, 2.0 * HUBER * np.sqrt(squares) - HUBER**2)

@@ -1,4 +1,4 @@
-"""`hyper-parallel doctor`: report which features work on this machine, and the command that enables each other one.
+"""`hyper-parallel doctor`: report which features work on this machine, and how to enable the others.
 
 Given dumps of torch's flight recorder, it reports where the ranks of a hung run diverged. Versions are read from
 package metadata, without importing the packages.

@@ -41,8 +41,8 @@ class Grpo(Section):
     """Weight of the KL divergence from the initial model. Above 0, the initial weights are kept in memory as the
     reference."""
     rollout_ranks: Annotated[int, Field(ge=0, le=MOST_RANKS)] | Literal["auto"] = 0
-    """Extra ranks that only sample, each group of them with its own model replica. 0: the training ranks sample. auto:
-    with `parallel: auto` the planner divides all ranks between sampling and training."""
+    """Extra ranks that only sample, in groups that each hold a model replica. 0: the training ranks sample. auto: with
+    `parallel: auto` the planner divides all ranks between sampling and training."""
     rollout_tp: Annotated[int, Field(ge=1, le=MOST_RANKS)] | Literal["auto"] = 1
     """Tensor-parallel degree of a sampling replica; its ranks sample the same sequences. auto: chosen by the
     planner."""
@@ -150,7 +150,7 @@ class Kto(Section):
     beta: float = Field(default=0.1, gt=0)
     """Scale of the log-ratio between the model and the reference."""
     desirable_weight: float = Field(default=1.0, ge=0)
-    """Loss weight of good answers. The paper recommends (weight x count) of good answers at 1 to 4/3 times that of bad
-    ones."""
+    """Loss weight of good answers. The paper recommends that weight times count of the good answers be 1 to 4/3 times
+    the same product for the bad answers."""
     undesirable_weight: float = Field(default=1.0, ge=0)
     """Loss weight of bad answers."""

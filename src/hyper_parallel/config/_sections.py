@@ -362,8 +362,8 @@ class TowerDegrees(Section):
     ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(
         default=None, max_length=MOST_RANKS
     )
-    """Ranks of this part, in the order of its mesh. Parts may share ranks. None: as many ranks as the product of its
-    degrees, from rank 0 for `language`, and from the first unused rank for an encoder."""
+    """Ranks of this part; its mesh has them in ascending order. Parts may share ranks. None: as many ranks as the
+    product of its degrees, from rank 0 for `language`, and for an encoder the next ones that no other part has."""
 
     @property
     def num_ranks(self) -> int:
@@ -380,12 +380,12 @@ class LanguageDegrees(TowerDegrees):
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_y`."""
     pp: int = Field(default=1, ge=1, le=MOST_STAGES)
-    """Like `parallel.pp`. The first stage reads the encoder's features. Ranks with stages may also run an unsharded
-    encoder, if `language` has no data parallelism."""
+    """Like `parallel.pp`. The first stage reads the features of the encoders. Ranks with stages may also run an
+    unsharded encoder, if it is the only one and `language` has no data parallelism."""
 
 
 class Submodels(Section):
-    """Parts of a multimodal model on separate ranks: `language`, and `vision` or `audio`; or `auto`."""
+    """Parts of a multimodal model on separate ranks: `language`, and `vision`, `audio` or both; or `auto`."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("auto",)
 
@@ -417,9 +417,13 @@ class Submodels(Section):
 
     @property
     def members(self) -> dict[str, tuple[int, ...]]:
-        """Ranks of each part by name, the language part first."""
+        """Ranks of each part by name, in ascending order, the language part first."""
         parts = {"language": self.language, **self.towers}
-        members = {name: part.ranks for name, part in parts.items() if part.ranks is not None}
+        members = {
+            name: tuple(sorted(part.ranks))
+            for name, part in parts.items()
+            if part.ranks is not None
+        }
         for name, part in parts.items():
             used = {rank for ranks in members.values() for rank in ranks}
             free = count() if name == "language" else (r for r in count() if r not in used)
@@ -498,6 +502,11 @@ class Parallel(Section):
     def is_planned(self) -> bool:
         """True if the planner chooses degrees."""
         return self.auto or (self.submodels is not None and self.submodels.auto)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Names of the encoders in `submodels`."""
+        return () if self.submodels is None else tuple(self.submodels.towers)
 
     @property
     def tower_ranks(self) -> int:

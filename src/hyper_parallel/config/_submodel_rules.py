@@ -16,11 +16,9 @@ def _submodels(recipe: Recipe) -> Submodels:
     return recipe.parallel.submodels
 
 
-def _wrong_towers(recipe: Recipe) -> dict[str, str] | None:
+def _no_tower(recipe: Recipe) -> dict[str, str] | None:
     parts = _submodels(recipe)
-    if parts.auto or len(parts.towers) == 1:
-        return None
-    return {"parts": ", ".join(("language", *parts.towers))}
+    return None if parts.auto or parts.towers else {"parts": "language"}
 
 
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
@@ -43,8 +41,9 @@ def _stages_beside_shards(recipe: Recipe) -> dict[str, Any] | None:
     parts, used = _submodels(recipe), _used_ranks(recipe)
     language = parts.language
     alone = [language.dp_replicate, *(p.dp_shard for p in (language, *parts.towers.values()))]
-    shared = used and len(used) < sum(map(len, parts.members.values()))
-    if language.pp == 1 or not shared or max(alone) == 1:
+    towers = {rank for name in parts.towers for rank in parts.members[name]}
+    shared = used and not towers.isdisjoint(parts.members["language"])
+    if language.pp == 1 or not shared or (max(alone) == 1 and len(parts.towers) == 1):
         return None
     return {"pp": language.pp, "members": parts.members}
 
@@ -89,18 +88,18 @@ def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
 
 
 SUBMODEL_RULES: Final[Rules] = (
-    Rule("parallel.submodels", _wrong_towers,
-         "`parallel.submodels` must name the language part and one encoder", "{parts}",
+    Rule("parallel.submodels", _no_tower,
+         "`parallel.submodels` must name the language part and an encoder", "{parts}",
          "set `parallel.submodels.vision.dp_shard=1`, or `parallel.submodels=null`",
-         "language and vision, or language and audio"),
+         "language with vision, audio or both"),
     Rule("parallel.submodels.{name}.ranks", _wrong_number_of_ranks,
          "the degrees of `{name}` do not multiply to its number of ranks",
          "{count} ranks, {name}.ranks={ranks}",
          "set `parallel.submodels.{name}.ranks=null`", "{count} different ranks"),
     Rule("parallel.submodels.language.pp", _stages_beside_shards,
-         "with shared ranks, pipeline stages need an encoder that is not sharded, and no data parallelism",
+         "with shared ranks, pipeline stages need one encoder that is not sharded, and no data parallelism",
          "pp={pp}, {members}", "set `parallel.submodels.language.pp=1`",
-         "dp_shard=1 of the encoder, dp_replicate=1 and dp_shard=1 of `language`"),
+         "one encoder with dp_shard=1, dp_replicate=1 and dp_shard=1 of `language`"),
     Rule("parallel.submodels", _idle_ranks,
          "a rank has no part of the model", "rank {first} of {count}", "{hint}",
          "ranks from 0, each with at least one part"),

@@ -109,7 +109,7 @@ class StackCard:
     dropout: float = 0.0  # 1 where dropout masks are kept
     # 1 if gathered inputs are kept for backward; 0 re-gathers them, overlapped with the backward matmul
     keep_gathered: float = 1.0
-    # 1 where every pipeline stage has as many layers; 0 where layers are cut by cost
+    # 1 where every pipeline stage has the same number of layers; 0 where layers are split by cost
     even_stages: float = 0.0
     selective_matmul: float = 0.0  # share of the matmuls that selective recomputation redoes
     selective_attention: float = 0.0  # share of attention that selective recomputation redoes

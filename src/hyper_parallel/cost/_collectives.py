@@ -422,12 +422,10 @@ class _Step:
         for block, recomputed in self.blocks:
             layers = block.count * self.parts
             yield layers, recomputed, norm_boundaries(self.part_cut, self.norms(block))
-            # Recomputation stops at the last tensor that backward needs, which belongs to the last part. An operator
-            # that also scatters the tokens has then already run.
-            ends = not self.strategy.overlap.tp_symmetric
-            for times, may_end in ((layers - block.count, False), (block.count, ends)):
-                table = self.layer(block, may_end)
-                yield times, recomputed, _in_chunks(table, self.token_chunks, *_TOKENS_MOVED)
+            # Recomputation ends with the last tensor of each part that backward needs. An operator that also scatters
+            # the tokens runs before it saves them.
+            table = self.layer(block, may_end=not self.strategy.overlap.tp_symmetric)
+            yield layers, recomputed, _in_chunks(table, self.token_chunks, *_TOKENS_MOVED)
         elements: dict[tuple[str, ...], int] = {}
         for block in self.model.blocks:
             for p in self.params(block):

@@ -29,7 +29,7 @@ from hyper_parallel.shard import (
 )
 
 _MIRROR = {"reduce_scatter": "all_gather"}
-"""Kind of collective to another kind with the same duration."""
+"""Kinds of collectives, each with another kind of the same duration."""
 _PARAMETERS = (Purpose.FSDP_PARAMETERS, Purpose.EXPERT_PARAMETERS)
 
 

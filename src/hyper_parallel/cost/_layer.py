@@ -160,7 +160,8 @@ def matmuls(
             continue
         shape = x[m.part]
         is_1d, is_2d = flat | (shape == SHAPES.index("1d")), shape == SHAPES.index("2d")
-        # Rows, outputs and inputs of the local matmul: 1-D divides one width by P, 2-D both, weight-moving tokens by y.
+        # Rows, outputs and inputs of the local matmul: 1-D divides one width by P, 2-D divides one by x and one by y,
+        # weight-moving divides one by x and the tokens by y.
         rows = np.where(is_1d | is_2d, tokens, tokens / c.tp_y)
         narrow = np.where(is_1d, c.tp, c.tp_x)
         second_width = np.where(~is_1d & is_2d, c.tp_y, 1.0)

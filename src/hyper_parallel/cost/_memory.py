@@ -276,10 +276,10 @@ def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
 
 
 def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Parts]:
-    """Return bytes by term at each moment that may be the peak: all causes at once, then the phases if `phased`.
+    """Return bytes by term for each moment that may be the peak.
 
-    The first entry is omitted if all candidates have phases. Phases are those of the first and the last stage, or with
-    `stages`, as in `memory_terms`, of every pipeline rank.
+    The first entry adds all causes up; it is omitted if all candidates have phases. If the stack is `phased`, the
+    phases follow: of the first and the last stage, or with `stages`, as in `memory_terms`, of every pipeline rank.
     """
     c, layer = s.c, _layer_memory(s)
     parts: list[Parts] = []
@@ -371,7 +371,7 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
             vocabulary, max(n.embedding_weights, n.head_weights) / s.vocabulary_ranks
         )
     # Half-batches are in two layers while a third one is prefetched.
-    most_gathered = np.where((c.halves > 1) & (c.recompute == 0), 3.0, 2.0)
+    most_gathered = np.where(c.halves > 1, 3.0, 2.0)
     gathered_layers = np.where(c.zero > 2, np.minimum(most_gathered, s.layers), s.layers)
     reduced = np.where(s.sharded, s.reduce_width + width, width)
     reduced, trained = reduced * s.workload.trained, s.workload.trained

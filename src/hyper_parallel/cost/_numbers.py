@@ -26,7 +26,7 @@ _LATENT_VALUES = re.compile(r"\bkv_b_proj\.weight$")
 _NORM_BYTES = 8.0
 """Bytes per element of an unfused norm in bfloat16: its input in float32, the normalized input, and its output."""
 _CLAMPED = {"gpt_oss": 3.0}
-"""Model family to extra values that an expert's activation saves, in expert widths: clamped, shifted, sigmoid."""
+"""Extra values that an expert's activation saves, in expert widths, by model family: clamped, shifted, sigmoid."""
 _MEASURED = 1024
 """Sequence length at which saved activations were measured, with masks."""
 _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")

@@ -41,7 +41,7 @@ TERM_OF_KIND: Final = {
     "gradients": "gradients",
     "activations": "activations",
 }
-"""Kind of offloaded bytes to the memory term that contains them."""
+"""Memory term that contains each kind of offloaded bytes."""
 
 HIDDEN_FIRST, STATES_FIRST, ACTIVATIONS_FIRST = range(3)
 """Orders of choosing bytes to offload: fully overlapped ones first, optimizer states first, activations first.

@@ -36,7 +36,7 @@ FORMULAS: Final = {
     "exchange buffers": "dispatched tokens of one expert layer, sent and received",
     "logits": "T V / P: the logits, float32 probabilities and their gradient",
 }
-"""Name of a memory term to its formula."""
+"""Formula of each memory term by name."""
 _STATES: Final = ("parameters", "gradients", "optimizer states")
 Parts = dict[str, Array]
 """Dict from memory term to bytes, over candidates."""
@@ -246,7 +246,7 @@ def _gathered_parameters(stage: _Stage) -> _Columns:
     following = np.where(
         separate_experts, copies * np.minimum(2.0, num_gathered) * stage.dense, two
     )
-    spans_layers = (c.zero > 2) & (c.halves > 1) & (c.recompute == 0)
+    spans_layers = (c.zero > 2) & (c.halves > 1)
     third = np.clip(stage.layers - 2.0, 0.0, 1.0) * stage.layer_elements
     following = following + np.where(spans_layers, copies * third, 0.0)
     end = np.where(stage.piped, root, 0.0)
@@ -311,7 +311,7 @@ def _gradient_buffers(stage: _Stage) -> _Columns:
 
 
 def _end_buffers(stage: _Stage) -> Array:
-    """Return bytes of embedding and head gradients at the end of a step without pipeline, reduced and unreduced."""
+    """Return bytes of embedding and head gradients, reduced and unreduced, at the end of a step without pipeline."""
     s, wide, vocabulary = stage.s, stage.wide, stage.vocabulary
     trained_width = s.machine.width * s.workload.trained
     single = np.where(s.copies, np.where(s.sharded, stage.reduction_width, 3.0 * wide), 0.0)

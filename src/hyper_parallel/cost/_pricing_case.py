@@ -229,7 +229,8 @@ class Machine:
     def latency(self, *axes: Axis) -> Array:
         """Return seconds of a collective with a tiny message: the sum over tiers of steps times latency.
 
-        The steps are 1 on a full mesh, a tree over a switch, half a ring on a torus, and a ring inside a host.
+        A group of n ranks takes 1 step on a full mesh, log2 n over a switch (a tree), n / 2 on a torus, and n - 1 in a
+        host.
         """
         return self._delay(list(self._hops(axes)))
 
@@ -259,7 +260,7 @@ class Machine:
             if tier.size == 0 or index == len(self.tiers) - 1:
                 reached = size
             else:
-                # Members of the group in one domain multiply over its axes.
+                # The number of the group's ranks in one domain is a product over its axes.
                 reached = _product(
                     [
                         (np.minimum(degree, np.maximum(1.0, np.floor(tier.size / stride))), stride)
@@ -307,7 +308,7 @@ _IS_INSIDE: Final = {
     for a in AXES
     for b in AXES
 }
-"""(a, b) to a mask over `ORDERS`: whether axis a is inside axis b."""
+"""Per pair of axes (a, b), a mask over `ORDERS`: whether axis a is inside axis b."""
 
 
 class Places:

@@ -167,7 +167,7 @@ _FORMULAS: Final = {
     "stragglers": "share per doubling of the devices * the rest",
     COPIES: FORMULA,
 }
-"""Name of each time term to its formula, in the order in which terms are listed."""
+"""Formula of each time term by name, in the order in which terms are listed."""
 
 Inputs = dict[str, Array | float]
 

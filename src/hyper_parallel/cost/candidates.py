@@ -71,7 +71,7 @@ class Candidates:
     dp_replicate: Array
     dp_shard: Array  # data-parallel ranks that shard states according to `zero`
     cp: Array  # context-parallel ranks
-    # ranks inside cp that exchange heads for sequence; a key-value ring runs over the other cp / cp_ulysses
+    # Ulysses ranks inside cp, which exchange heads; the key-value ring has cp / cp_ulysses positions
     cp_ulysses: Array
     tp_x: Array  # tensor-parallel ranks on x; alone it is 1-D with sequence parallelism
     tp_y: Array  # tensor-parallel ranks on y

@@ -8,8 +8,8 @@ Backward is the same program in reverse, so its length is that of the forward pr
 Chunks of tokens divide the collectives of a block, its first products and its last products; see `block_program`.
 Their weight gradients are tasks of backward alone, at the place in the program where forward reads the weights.
 
-    synchronized   halves wait for each other after every layer that is recomputed: a layer costs its span
-    else           a layer costs the time that one more layer adds to the span, and its share of the ends of the model
+    recomputation   runs one layer at a time: a layer costs the span of its program
+    halves          else, a layer costs the time that one more layer adds to the span, and its share of the model's ends
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLLECTIVES: Final = (*_SCATTERS, 5)
 _NORM: Final = 8
 """Row of `PassSeconds.durations` of the norm between two blocks."""
 _COUNTS, _SPLITS = 9, 10
-"""Rows of `PassSeconds.durations` of the exchange of numbers of rows before a dispatch, and of its use by the host."""
+"""Rows of `PassSeconds.durations`: exchange of row counts before a dispatch, and reading of the counts by the host."""
 _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel products."""
 _STEADY: Final = 3
@@ -64,7 +64,7 @@ class PassSeconds:
     mlp_column: Array = field(
         default_factory=_no_work
     )  # column-parallel products of the feed-forward part
-    # True if ranks exchange the numbers of rows before a dispatch: both halves wait for them
+    # True if ranks exchange the numbers of rows before a dispatch: both halves wait for this exchange
     counts_rows: bool = field(default=False, kw_only=True)
 
     def durations(self) -> tuple[Array, ...]:
@@ -173,7 +173,7 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
 
 
 def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the tasks of one half as (index of the duration, indices of tasks in the chain to wait for)."""
+    """Return the tasks of one half, each as (row of its duration, indices of the earlier tasks that it waits for)."""
     chain: list[tuple[int, tuple[int, ...]]] = []
 
     def add(row: int, after: tuple[int, ...]) -> tuple[int, ...]:
@@ -354,12 +354,13 @@ def _exposed_halves(
     s: PricingCase, compute_s: Array, halves: int, chunks: int
 ) -> tuple[Array, Array]:
     """Return the exposed seconds of tensor-parallel and of expert collectives with half-batches."""
-    c, demand = s.c, s.machine.card.collective_share
-    meets = np.where(c.recompute > 0, 1.0, 0.0)
-    layers = float(s.n.layers)
+    demand, layers = s.machine.card.collective_share, float(s.n.layers)
+    flows, repeats = np.zeros(1), _repeats_forward(s)
     forward, backward = _passes(s, halves, chunks)
-    span = pass_span(forward, halves, chunks, meets, demand, layers) * (1.0 + _repeats_forward(s))
-    span = span + pass_span(backward, halves, chunks, meets, demand, layers)
+    span = pass_span(forward, halves, chunks, flows, demand, layers)
+    span = span + pass_span(backward, halves, chunks, flows, demand, layers)
+    if np.any(repeats > 0.0):
+        span = span + repeats * pass_span(forward, halves, chunks, np.ones(1), demand)
     exposed = np.maximum(span - compute_s, 0.0)
     tp = forward.attention_collective + forward.mlp_collective
     return _split(exposed, tp, chunks * forward.exchange)

@@ -8,9 +8,9 @@ from typing import ClassVar, Final
 from hyper_parallel.errors._printable import plain, printable
 
 _MOST_CHARACTERS: Final = 20_000
-"""Limit of one part of a message; tracebacks of a rank are the longest."""
+"""Maximum characters of one part of a message; tracebacks of a rank are the longest."""
 _MOST_OTHERS: Final = 50
-"""Limit of further problems that are printed, each on a line."""
+"""Maximum number of further problems that are printed, each on a line."""
 
 
 class HyperParallelError(Exception):

@@ -237,7 +237,7 @@ class Choice:
         what: The decision.
         first: Position of the use before the gap; -1 for a storage that starts the step off the device (`stream`).
         last: Position of the use after the gap.
-        tier: Memory that holds the storage meanwhile; `device` for `recompute`.
+        tier: Memory that holds the storage between these uses; `device` for `recompute`.
         reason: Sentence for the report of the plan.
     """
 

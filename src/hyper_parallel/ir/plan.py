@@ -1,4 +1,4 @@
-"""Plan: the one artefact between planning and running, a JSON file that people can read, compare and edit.
+"""Plan: the result of planning and the input of a run, a JSON file that people can read, compare and edit.
 
 A plan may have a `RolesPlan`, the division of devices into samplers and learners, and a `SubmodelsPlan`, the ranks of
 the parts of a multimodal model. A loaded plan is refused if a number is out of its range (`range_problem`).

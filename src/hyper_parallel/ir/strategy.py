@@ -102,7 +102,7 @@ class Strategy:
         tp_y: Tensor-parallel ranks on y, the second direction of 2-D tensor parallelism.
         ep: Expert-parallel ranks, folded over dp_shard x cp x tp; does not multiply the world size.
         attention_shape: Shape of attention blocks on two tensor-parallel axes; no effect when tp_y is 1.
-        mlp_shape: Shape of MLP blocks, likewise.
+        mlp_shape: Shape of MLP blocks on two tensor-parallel axes; no effect when tp_y is 1.
         attention_scatter: Whether 2-D attention shards heads over y, or tokens as context parallelism does.
         gathered_inputs: Whether gathered inputs of matmuls are kept for backward or re-gathered in backward.
         cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.

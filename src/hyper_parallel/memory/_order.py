@@ -1,8 +1,8 @@
 """Execution order: move operators without changing their results.
 
-Every pass proposes an order that respects all dependencies, and replay decides whether it is taken. Optimizer updates
-move into the backward pass, right behind their gradient and the last reader of their weight. Weight gradients move to
-their consumer, and results without an early use to their first use.
+Every pass proposes an order that respects all dependencies. It is accepted if the peak does not rise and the mean of
+device bytes falls. Optimizer updates move into the backward pass, right behind their gradient and the last reader of
+their weight. Weight gradients move to their consumer, and results without an early use to their first use.
 
 With several ranks, communication is then moved to overlap computation. Collectives keep their recorded order on every
 rank, whatever its memory plan is (`def_use`); only the computation around them moves. Operators without FLOPs that

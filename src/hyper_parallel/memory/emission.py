@@ -78,7 +78,7 @@ class Emitter:
         self.copies = InFlightCopies(program, self.ledger, gaps, self.reloads)
         self.copies.on_arrival = lambda s: self._await_arrival(s, self.copies.position)
         self.comms = CommsInFlight(program)
-        # Tiers that a storage may be evicted to.
+        # Number of tiers that a storage may be evicted to.
         self.num_host_tiers = 1 if machine.copy_out is None else 2
         for s, storage in enumerate(program.storages):
             if storage.at_start:

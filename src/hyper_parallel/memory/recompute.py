@@ -123,7 +123,7 @@ class ChainFinder:
         if producer < 0:
             return None
         op = program.operators[producer]
-        # A dead input with sibling results would restore those too, whatever their state is by then.
+        # Recomputing a dead input also recomputes the other results of its operator, which may be in any state by then.
         sole_result = len(op.allocs) == 1 or depth == MAX_CHAIN
         if not op.repeatable or op.writes or not sole_result:
             return None

@@ -191,7 +191,7 @@ class ResidencyLP:
         self._absent, self._leave, self._final, self._due, self._longer, self._dram = (
             [dict[int, float]() for _ in range(count)] for _ in range(6)
         )
-        # Likewise: bytes being prefetched if every copy starts as late as possible, and bytes whose prefetch has begun.
+        # The same for bytes being prefetched if every copy starts as late as possible, and bytes of begun prefetches.
         self._coming, self._started = ([dict[int, float]() for _ in range(count)] for _ in range(2))
         self._longest_s = 0.0  # longest prefetch in seconds
         # Per direction of flash copies, seconds by fraction variable; and size to the variable of its DRAM buffer.

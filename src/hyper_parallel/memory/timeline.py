@@ -29,7 +29,7 @@ from hyper_parallel.sim import Schedule
 def predicted_timeline(plan: MemoryPlan, machine: MemoryMachine) -> Timeline:
     """Return the timeline of a plan's step: spans on all lanes, waits of the compute lane, and bytes in every tier.
 
-    Bytes change where an action is issued. The end includes copies that outlast the compute lane.
+    Bytes change when an action is issued. The end includes copies that outlast the compute lane.
     """
     program, residency = plan.program, Residency(plan.program)
     for s, storage in enumerate(program.storages):

@@ -28,6 +28,7 @@ from hyper_parallel.model.towers import (
     Tower,
     fixed_image_size,
     language_of,
+    tower_kind,
     tower_kinds,
     towers_of,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "read_generation_config",
     "read_preset",
     "spec_from_config",
+    "tower_kind",
     "tower_kinds",
     "towers_of",
 ]

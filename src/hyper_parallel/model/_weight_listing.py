@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _FORMATS: Final = ((SINGLE, INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
-"""Single file and index of the supported formats, in the search order of transformers."""
+"""(single file, index file) of each supported format, in the search order of transformers."""
 
 _HEAD: Final = re.compile(
     r"(^|\.)(lm_head(\.decoder|\.out_proj)?|cls\.predictions\.decoder|generator_lm_head|output_projection"
@@ -187,7 +187,7 @@ def _warn_once(directory: str, head: str, embedding: str) -> None:
 
 
 _Place = tuple[str, int, int, int]
-"""File, modification time, first byte and end."""
+"""(file, modification time in ns, first byte, end byte)."""
 
 
 def _place(path: Path, info: TensorInfo) -> _Place:

@@ -14,7 +14,7 @@ from hyper_parallel.errors import ModelUnreadable, abbreviated
 from hyper_parallel.received import Limits
 
 CONFIG_LIMITS: Final = Limits(num_bytes=8 * 1024**2, num_elements=300_000, depth=30)
-"""The longest published configs contain about twenty thousand labels, twice."""
+"""Limits of a config file; the longest published configs contain about twenty thousand labels, twice."""
 
 
 class _Count(NamedTuple):

@@ -89,7 +89,7 @@ _LOCAL = MappingProxyType({"num_experts": "num_local_experts"})
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
-"""Llama, also used for an unknown Llama-like decoder."""
+"""Entry of Llama, also used for an unknown Llama-like decoder."""
 
 _GLM = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
 _GEMMA = {"tie_word_embeddings": True, "vocab_size": 256000, "head_dim": 256}

@@ -330,7 +330,7 @@ def _model_type(values: Mapping[str, Any], where: str) -> str:
         return "unknown"
     if not isinstance(model_type, str):
         raise ModelUnreadable(
-            "`model_type` is not a word",
+            "`model_type` is not a string",
             where=where,
             got=abbreviated(model_type),
             hint='write for example `"model_type": "llama"`',

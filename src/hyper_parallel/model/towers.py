@@ -54,7 +54,7 @@ class Tower:
 
     @property
     def layer_flops(self) -> float:
-        """Forward FLOPs of the layers for one item, if their attention were causal, as the planner prices decoders."""
+        """Forward FLOPs of the layers for one item, counted with causal attention, as the planner prices decoders."""
         per_token = 2.0 * self.spec.num_matmul_params
         per_token += sum(
             b.attention.forward_flops_per_token(self.positions, causal=True) * b.count
@@ -112,12 +112,14 @@ def towers_of(
     return tuple(towers)
 
 
+def tower_kind(name: str) -> str | None:
+    """Return the kind of tower that a parameter's name names, `vision` or `audio`; None without one."""
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), None)
+
+
 def _kind(name: str) -> str | None:
     """Return the tower's name for a parameter name, or `projector`; None for the language part."""
-    for kind, pattern in _KINDS.items():
-        if pattern.search(name):
-            return kind
-    return "projector" if _PROJECTOR.search(name) else None
+    return tower_kind(name) or ("projector" if _PROJECTOR.search(name) else None)
 
 
 def _tower(

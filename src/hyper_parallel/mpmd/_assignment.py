@@ -119,7 +119,7 @@ class Choice:
     Attributes:
         width: Devices of each language rank.
         own: Number of devices that run only encoders; each is a rank.
-        copies: Language ranks with copies of the encoders, counted from the first.
+        copies: Number of language ranks, counted from the first, that have copies of the encoders.
         stages_per_rank: Language stages of a rank: 1 for a chain, 2 for a V-shaped schedule.
         split: Whether backwards are split into I and W.
         order: Order of microbatches: `given`, `light` or `heavy` encoder costs first, or `mixed`: the lightest quarter,

@@ -12,7 +12,7 @@ from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes, format_seconds
 
 MAX_FACTOR: Final = 2.0
-"""Largest error of a hardware constant, as a factor, for which a change of the choice is reported."""
+"""Largest factor on a hardware constant at which a change of the chosen plan is reported."""
 
 _CONSTANTS: Final = {
     "matmul": "speed of matmuls",

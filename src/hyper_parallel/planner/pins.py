@@ -44,7 +44,7 @@ _COLUMNS: Final = {
     "gathered_inputs": "regather",
     "cp_kind": "cp_gather",
 }
-"""Recipe key to column of `cost.Candidates`, where the names differ."""
+"""Column of `cost.Candidates` by recipe key, where the names differ."""
 _SEARCH_VALUES: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
 """Choices with more values in a search than in a recipe."""
 OVERLAPS: Final = (

@@ -32,9 +32,9 @@ from hyper_parallel.planner.request import PlanRequest
 STEP_TAIL: Final = ("gradient norm", "optimizer", COPIES, "every step", "stragglers")
 """Terms that occur once per step, after the gradient reduction."""
 MAX_ACTIONS: Final = 20_000
-"""Computations of one simulation; longer steps are simulated for fewer microbatches and extrapolated."""
+"""Maximum computations of one simulation; longer steps are simulated for fewer microbatches and extrapolated."""
 MAX_SIMULATED_S: Final = 1e8
-"""Seconds of a step, three years, beyond which its schedule is not simulated: nanoseconds would exceed 64 bits."""
+"""Step time in seconds (three years) above which no schedule is simulated: nanoseconds would exceed 64 bits."""
 MIN_SCHEDULE_SHARE: Final = 1e-4
 """Share of the step below which a simulation agrees with the closed form: rounding and links explain the difference."""
 

@@ -28,7 +28,7 @@ from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import divisors, format_bytes
 
 MAX_DOUBLINGS: Final = 7
-"""Doublings of the number of devices that are tried for a hint."""
+"""Maximum number of doublings of the number of devices that are tried for a hint."""
 MAX_REFUSALS: Final = 12
 """Maximum number of successive suggested changes that are tried to make a strategy legal."""
 

@@ -141,8 +141,13 @@ class DividedStep:
 
     @cached_property
     def costs(self) -> list[StageCost]:
-        """Costs of one microbatch: of all towers, then of each pipeline rank of the language part."""
-        prices = [tower.cost for tower in self.towers.values()]
+        """Costs of one microbatch: of the towers on their busiest rank, then of each pipeline rank of `language`."""
+        ranks = {rank for name in self.towers for rank in self.members[name]}
+        by_rank = [
+            [tower.cost for name, tower in self.towers.items() if rank in self.members[name]]
+            for rank in sorted(ranks)
+        ]
+        prices = max(by_rank, key=lambda costs: sum(c.microbatch_s for c in costs))
         forward_s = sum(c.forward_s for c in prices)
         towers = StageCost(forward_s, 0.0, sum(c.weight_grad_s for c in prices))
         s, stages = self.plan.strategy, [stage.cost for stage in self.plan.stages]
@@ -234,13 +239,17 @@ class DividedStep:
         step_s = timeline.end_s
         # Seconds of ranks: all ranks of a lane work together.
         stage_ranks = len(parts[0].ranks) / self.lanes.stages
-        tower_ranks = 1 if self.joint else len(parts[1].ranks)
+        towers = [
+            (tower.cost, 1 if self.joint else len(self.members[name]))
+            for name, tower in self.towers.items()
+        ]
         busy_s = 0.0
         for _, _, action in schedule.compute_only().leaves():
-            c = self.costs[action.stage]
-            seconds = {"F": c.forward_s, "I": c.input_grad_s, "W": c.weight_grad_s}
-            seconds["B"] = c.input_grad_s + c.weight_grad_s
-            busy_s += seconds[action.kind] * (stage_ranks if action.stage else tower_ranks)
+            costs = [(self.costs[action.stage], stage_ranks)] if action.stage else towers
+            for c, count in costs:
+                seconds = {"F": c.forward_s, "I": c.input_grad_s, "W": c.weight_grad_s}
+                seconds["B"] = c.input_grad_s + c.weight_grad_s
+                busy_s += seconds[action.kind] * count
         ranks = len({rank for part in parts for rank in part.ranks})
         lanes = [f"lane {lane}" for lane in range(self.lanes.count)]
         names = ("+".join(self.towers), *[LANGUAGE] * self.lanes.stages)
@@ -331,12 +340,14 @@ def choose_step(
 def is_joint(strategies: Mapping[str, Strategy]) -> bool:
     """Return whether one schedule orders the tower's microbatches and the pipeline stages of the language part.
 
-    Sharded towers compute in rounds instead, because each pass has collectives over all of their ranks.
+    Sharded towers compute in rounds instead, because each pass has collectives over all of their ranks, and so do
+    several towers.
     """
     language = strategies[LANGUAGE]
     one_f_one_b = language.schedule == "1f1b" and not language.schedule_file
     sharded = any(s.dp_shard > 1 for name, s in strategies.items() if name != LANGUAGE)
-    return language.pp > 1 and language.dp == 1 and one_f_one_b and not sharded
+    one_tower = len(strategies) == 2
+    return language.pp > 1 and language.dp == 1 and one_f_one_b and one_tower and not sharded
 
 
 def joint_lanes(
@@ -362,8 +373,8 @@ def submodel_lanes(
 ) -> tuple[TowerLanes, bool]:
     """Return the lanes of a step, and whether one schedule orders both parts.
 
-    Without a joint schedule the tower computes in rounds, all of its ranks together. It then has one lane of its own,
-    or with shared ranks the lane of a language part without pipeline stages.
+    Without a joint schedule all ranks of the tower compute together, in rounds. The tower then has one lane of its own.
+    If it shares the ranks of a language part without pipeline stages, both have one lane.
 
     Args:
         strategies: Strategies of `submodel_strategies`.

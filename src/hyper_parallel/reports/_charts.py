@@ -38,7 +38,7 @@ THEME: Final = Theme(
         }
     }
 )
-"""Transparent backgrounds, so that the background of the page is visible; its script colours text and grid."""
+"""Transparent, so that the background of the page is visible; the script of the page colours text and grid."""
 
 
 class Unit(NamedTuple):

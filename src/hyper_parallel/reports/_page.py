@@ -86,7 +86,7 @@ _OF_PREFERENCES: Final = {
 
 
 _Named = Sequence[tuple[RunRecord, str, str]]
-"""Runs with their names and colours."""
+"""(run, name, colour) of each run."""
 _Label = Callable[[str, str], str]
 """Function that names a curve, from the names of its run and of its series."""
 

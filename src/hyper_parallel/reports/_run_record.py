@@ -114,7 +114,7 @@ _ABOUT: Final[TypeAdapter[_About]] = TypeAdapter(_About)
 _READ: Final = tuple(_Row.__annotations__)
 _FILE: Final = Limits(64 * MiB, num_elements=4_000_000)
 _LINES: Final = Limits(256 * MiB)
-"""Limits for the metrics of about half a million steps."""
+"""Limits of metrics.jsonl, sufficient for about half a million steps."""
 _LINE: Final = Limits(MiB, num_elements=100_000)
 
 

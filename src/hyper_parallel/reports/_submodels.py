@@ -36,7 +36,10 @@ def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list
     for part in plan.parts:
         where = f"{part.degrees}, ranks {', '.join(map(str, part.ranks))}"
         of_tower = part.name != "language"
-        measured = None if timeline is None else _part_s(timeline, part.ranks, of_tower)
+        # Spans do not name the tower: on a rank with several, its times cannot be told apart.
+        others = {r for p in plan.parts if p.name not in (part.name, "language") for r in p.ranks}
+        mixed = of_tower and others.intersection(part.ranks)
+        measured = None if timeline is None or mixed else _part_s(timeline, part.ranks, of_tower)
         rows.append(PartRow(part.name, where, (part.forward_s, part.backward_s), measured))
     step = None if timeline is None else _step_s(timeline)
     where = "joint schedule" if plan.schedule else "in rounds"

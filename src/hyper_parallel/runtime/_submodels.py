@@ -1,4 +1,4 @@
-"""parallelize_submodels: place the encoder (tower) and the language part of a multimodal model on separate ranks."""
+"""parallelize_submodels: place the encoders (towers) and the language part of a multimodal model on separate ranks."""
 
 from __future__ import annotations
 
@@ -54,46 +54,45 @@ def parallelize_submodels(
     routing: Routing | None = None,
     schedule: Schedule | None = None,
 ) -> nn.Module:
-    """Parallelize the encoder (tower) and the language part of a multimodal model, each with a layout on its own ranks.
+    """Parallelize the towers (encoders) and the language part of a multimodal model, each with a layout on its ranks.
 
-    The tower's ranks run the model's own `get_image_features`, `get_video_features` or `get_audio_features`, and send
+    A tower's ranks run the model's own `get_image_features`, `get_video_features` or `get_audio_features`, and send
     the results to the ranks of the language part. These send gradients back unless the tower is frozen. Afterwards,
     every rank calls `forward_backward`, `forward_loss` and `clip_grad_norm_`, with the microbatches of
     `microbatch_sources`.
 
     Args:
         model: Hugging Face model of text and images, videos or audio, unmodified, with equal values on every rank or on
-            the meta device. It loses the parameters of the other part.
-        layouts: `plan_of` strategies of the tower, `vision` or `audio`, and of `language`.
+            the meta device. It loses the parameters of the parts of other ranks.
+        layouts: `plan_of` strategies of all towers, `vision`, `audio` or both, and of `language`.
         world: Ranks to use.
-        workload: Workload of the plans of both parts; None: see `plan_of`.
-        ranks: Ranks of each part, in the order of its mesh; parts may share ranks. None: the first part has the first
-            ranks, and no rank has two parts.
+        workload: Workload of the plans of all parts; None: see `plan_of`.
+        ranks: Ranks of each part; parts may share ranks. Meshes have them in ascending order. None: the first part has
+            the first ranks, and no rank has several parts.
         routing: Options of expert routing in the language part; None: the model's own behavior.
-        schedule: Schedule of steps with its number of microbatches, for a language part with pipeline stages and 1F1B:
-            stage 0 is the tower, and lane k runs stage k + 1; see `mpmd.submodel_schedule`. None: one from equal costs.
+        schedule: Schedule of steps with its number of microbatches, for one tower and a language part with pipeline
+            stages and 1F1B: stage 0 is the tower, and lane k runs stage k + 1; see `mpmd.submodel_schedule`. None: one
+            from equal costs.
 
     Returns:
-        The part of this rank, or a module with both parts. Its parameters have the names of the model.
+        The part of this rank, or a module with its parts. Its parameters have the names of the model.
 
     Raises:
         BadValue: HP102 for other names of sub-models, and for ranks that do not fit.
         DegreesMismatch: HP301 when the degrees do not add up to the number of ranks.
         UnsupportedSharding: HP205 for a model without a tower of its own, and for axes that a sub-model does not
             support.
-        ScheduleError: HP320 for a schedule that does not fit, or without a joint schedule of both parts.
+        ScheduleError: HP320 for a schedule that does not fit, or without a joint schedule of the parts.
     """
     strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
     lanes = joint_lanes(strategies, members)
-    frozen = not any(model.get_parameter(name).requires_grad for name in division.tower)
+    frozen = not any(model.get_parameter(name).requires_grad for name in division.parameters)
     _check_schedule(schedule, strategies, lanes, frozen)
     sides = _exchange_sides(strategies, members, division, world)
-    twin = twin_of(model) if len(sides) > 1 else model
     roles = []
-    for name, side in sides.items():
+    for (name, side), part in zip(sides.items(), _parts(model, division, sides), strict=True):
         is_tower = isinstance(side, Tower)
-        part = TowerModel(model, division) if is_tower else keep_language(twin, division, side)
         plan = plan_of(part, strategies[name])
         # `workload` is that of the language part; its batch need not be divisible by the tower's ranks.
         plan = replace(plan, workload=workload or plan.workload)
@@ -103,7 +102,21 @@ def parallelize_submodels(
         roles.append(_role(part, side, world))
     stages = stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
     joint = lanes and _joint_steps(lanes, roles, stages, world, frozen, schedule)
-    return _rank_module(roles, division, joint)
+    return _rank_module(roles, joint)
+
+
+def _parts(
+    model: nn.Module, division: Division, sides: Mapping[str, Tower | Reader]
+) -> list[nn.Module]:
+    """Return the sub-models of this rank, in the order of `sides`; `model` becomes the last one."""
+    towers = {tower.kind: tower for tower in division.towers}
+    models = [*(twin_of(model) for _ in range(len(sides) - 1)), model]
+    return [
+        TowerModel(own, division, towers[name])
+        if isinstance(side, Tower)
+        else keep_language(own, division, side)
+        for (name, side), own in zip(sides.items(), models, strict=True)
+    ]
 
 
 def _options(is_tower: bool, copied: bool, routing: Routing | None) -> dict[str, Any]:
@@ -144,14 +157,14 @@ def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
     return Role(part, side, world.rank == _first_rank(side))
 
 
-def _rank_module(roles: Sequence[Role], division: Division, joint: JointSteps | None) -> nn.Module:
+def _rank_module(roles: Sequence[Role], joint: JointSteps | None) -> nn.Module:
     """Return the module of this rank: its only sub-model, or a module that joins the sub-models of `roles`."""
     group = dist.group.WORLD
     assert group is not None
     attached, whole = handle(roles[0].part), roles[0].part
     for role in roles[1:]:
         assert isinstance(role.part, TowerModel)
-        tower, whole = handle(role.part), join_parts(whole, role.part, division)
+        tower, whole = handle(role.part), join_parts(whole, role.part)
         attach_save_pretrained(whole)
         layouts, shapes = attached.layouts | tower.layouts, attached.shapes | tower.shapes
         attached = replace(attached, layouts=layouts, shapes=shapes)
@@ -164,7 +177,8 @@ def _members(
 ) -> dict[str, tuple[int, ...]]:
     """Return the world's ranks of each sub-model, by name; without `ranks`, sub-models use consecutive ranks."""
     if ranks is not None:
-        return {name: tuple(ranks[name]) for name in strategies}
+        # Process groups sort their ranks, and shards follow the order of the process group.
+        return {name: tuple(sorted(ranks[name])) for name in strategies}
     members: dict[str, tuple[int, ...]] = {}
     for name, strategy in strategies.items():
         start = sum(map(len, members.values()))
@@ -182,7 +196,7 @@ def _joint_steps(
 ) -> JointSteps:
     """Return the steps of this rank that interleave tower and pipeline stages, following a joint schedule."""
     side = roles[-1].side
-    tower = side.border.tower
+    tower = (side.border if isinstance(side, Tower) else side.borders[0]).tower
     attached = handle(roles[-1].part)
     own = isinstance(side, Tower)
     lane = stages[world.rank] if world.rank in stages else lanes.towers[tower.index(world.rank)]
@@ -199,7 +213,7 @@ def _joint_steps(
 
 
 def _first_rank(side: Tower | Reader) -> int:
-    return side.border.tower[0] if isinstance(side, Tower) else side.border.readers[0][0]
+    return side.border.tower[0] if isinstance(side, Tower) else side.borders[0].readers[0][0]
 
 
 def _exchange_sides(
@@ -212,7 +226,7 @@ def _exchange_sides(
 
     Creates process groups, so all ranks must call it.
     """
-    for name, strategy in strategies.items():  # every rank creates the groups of both
+    for name, strategy in strategies.items():  # every rank creates the groups of all parts
         world.mesh(strategy, members[name])
     # One process group per direction: messages of both directions may wait for each other.
     everyone = list(range(world.world_size))
@@ -227,13 +241,17 @@ def _exchange_sides(
             readers[shares[rank]].append(rank)
     known = language.schedule == "1f1b" and not language.schedule_file
     ahead = language.pp if known else _ALL
-    border = Border(members[division.kind], tuple(map(tuple, readers)), ahead)
+    borders = [
+        Border(members[kind], tuple(map(tuple, readers)), ahead, (number, len(division.towers)))
+        for number, kind in enumerate(division.kinds)
+    ]
     sides: dict[str, Tower | Reader] = {}
     if world.rank in shares:
-        sides[LANGUAGE] = Reader(border, shares[world.rank], world.rank, features, gradients)
-    if world.rank in border.tower:
-        tower_rank = border.tower.index(world.rank)
-        sides[division.kind] = Tower(border, tower_rank, features, gradients)
+        sides[LANGUAGE] = Reader(borders, shares[world.rank], world.rank, features, gradients)
+    for kind, border in zip(division.kinds, borders, strict=True):
+        if world.rank in border.tower:
+            tower_rank = border.tower.index(world.rank)
+            sides[kind] = Tower(border, tower_rank, features, gradients)
     return sides
 
 
@@ -258,7 +276,7 @@ def _validated_strategies(
     ranks: Mapping[str, Sequence[int]] | None,
 ) -> dict[str, Strategy]:
     """Return the validated strategy of each sub-model; arguments and errors as for `submodel_strategies`."""
-    names = {division.kind, LANGUAGE}
+    names = {*division.kinds, LANGUAGE}
     unknown, missing = sorted(layouts.keys() - names), sorted(names - layouts.keys())
     if unknown or missing:
         key, changes = "parallel.submodels", [f"{name}=null" for name in unknown]
@@ -332,13 +350,14 @@ def _check_ranks(
                 hint=f"parallel.submodels.{name}.ranks=[{first}]",
             )
     used = {rank for name in strategies for rank in ranks[name]}
-    shared = len(used) < sum(s.world_size for s in strategies.values())
+    towers = {rank for name in strategies if name != LANGUAGE for rank in ranks[name]}
+    shared = not towers.isdisjoint(ranks[LANGUAGE])
     if strategies[LANGUAGE].pp > 1 and shared and not is_joint(strategies):
         raise UnsupportedSharding(
-            "a sub-model with pipeline stages cannot share ranks with a sharded tower",
+            "a sub-model with pipeline stages cannot share ranks with a sharded tower or with several towers",
             where="parallel.submodels.language.pp",
             got=f"{strategies} and shared ranks",
-            allowed="pp with dp_replicate=1, dp_shard=1 and schedule=1f1b, and dp_shard=1 of the tower",
+            allowed="pp with dp_replicate=1, dp_shard=1 and schedule=1f1b, and one tower with dp_shard=1",
             hint="parallel.submodels.language.pp=1",
         )
     if used != {*range(world_size)}:

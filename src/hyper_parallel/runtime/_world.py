@@ -48,7 +48,7 @@ _POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
 
 
 class Hosts:
-    """Liveness flag of each machine, in the store of the process group.
+    """Liveness flags of the machines, in the store of the process group.
 
     Args:
         store: The store.

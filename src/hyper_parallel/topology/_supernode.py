@@ -103,7 +103,7 @@ class Supernode:
 
     Attributes:
         name: Preset name.
-        description: One sentence for people.
+        description: Description of the machine in one sentence.
         num_devices: Devices of one supernode (the default number to plan for).
         device: The device card.
         tiers: Interconnect levels, inner to outer; the last may be unlimited.

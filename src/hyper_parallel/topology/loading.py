@@ -159,7 +159,7 @@ def _visible(devices: list[Accelerator], selection: str | None) -> list[Accelera
         return devices
     parts = [part.strip() for part in selection.split(",")]
     if not all(part.lstrip("-").isdigit() for part in parts if part):
-        return devices[: len(parts)]  # ids by UUID: all devices of a machine are alike
+        return devices[: len(parts)]  # devices named by UUID; all devices of a machine are equal
     valid = takewhile(lambda part: part and 0 <= int(part) < len(devices), parts)
     return [devices[int(part)] for part in valid]
 

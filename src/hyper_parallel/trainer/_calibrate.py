@@ -70,7 +70,7 @@ _WINDOW_S: Final = 0.12
 _SHORT_WINDOW_S: Final = 0.06
 _NARROW: Final = 64
 _WIDE: Final = 256
-"""Hidden sizes of the probed models: kernel launches dominate a narrow model's step, matrix products a wide one's. A
+"""Hidden sizes of the probed models: launches dominate the step of a narrow model, matmuls that of a wide model. A
 factor of 4 separates both."""
 _MANY_RANKS: Final = 4
 """Number of ranks above which probes have fewer layers, as ranks that share cores are slower."""

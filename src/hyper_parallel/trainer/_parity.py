@@ -45,9 +45,9 @@ _FLOOR: Final = 1e-6
 _MAX_RANKS: Final = 8  # three axes of degree 2: covers every pair of axes and fits a laptop
 _AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
 _DROPPABLE_AXES: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
-"""Axes to drop when there are too many ranks, the most common axes first."""
+"""Axes that are dropped if there are too many ranks, in this order: the most common axes first."""
 _MAX_FULL_WIDTH_PARAMETERS: Final = 50_000_000
-"""Maximum parameters of a model with fewer layers of full width, used if the narrow model fails."""
+"""Maximum parameters of the model with few layers of full width that is used if the narrow model fails."""
 _SEQ_LEN: Final = {
     "pt": 64,
     "sft": 512,

@@ -40,9 +40,9 @@ from hyper_parallel.units import MiB
 MAX_BYTES: Final = 16 * MiB
 """Maximum bytes of tokenized text over all sources."""
 _BATCH: Final = 256
-"""Records of a tokenization batch."""
+"""Number of records of a tokenization batch."""
 _OWN_RECORDS: Final = 2 * _BATCH
-"""Records encoded before additional processes start."""
+"""Number of records that are encoded before additional processes start."""
 _MAX_PROCESSES: Final = 4
 _SUMS: Final = ("used", "cut", "tokens", "target_tokens")
 

@@ -152,6 +152,11 @@ class Job:
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
+    @property
+    def _balances(self) -> bool:
+        """True if ranks are balanced by the cost of their images and audio; not with encoders on different ranks."""
+        return self.recipe.data.balance != "none" and len(self.recipe.parallel.towers) < 2
+
     def train_batches(self) -> Batches | StreamBatches:
         """Return the training batches, which define the sequences of every step."""
         work, train, grpo = self.plan.workload, self.packed.train, self.recipe.grpo
@@ -165,9 +170,7 @@ class Job:
                 self.recipe.training.seed,
                 self.recipe.data.shuffle,
                 self.packed.weights,
-                costs=self.media_costs
-                if self.recipe.data.balance != "none" and train.has_media
-                else None,
+                costs=self.media_costs if self._balances and train.has_media else None,
             ),
             rows=StepRows(
                 repeats=grpo.num_generations if self.recipe.stage == "grpo" else 1,
@@ -457,6 +460,9 @@ def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
     """
     plan = with_proof(_with_submodels(job, model), proof)
     job, batches = replace(job, plan=plan), job.train_batches()
+    if len(job.recipe.parallel.towers) > 1 and job.recipe.data.balance != "none":
+        kept = "data.balance: several encoders have ranks of their own, so records keep the order of the data"
+        return replace(job, plan=replace(plan, notes=(*plan.notes, kept)))
     if not isinstance(batches, Batches) or batches.order.costs is None:
         return job
     from hyper_parallel.trainer.engine.cost_balance import balance_note

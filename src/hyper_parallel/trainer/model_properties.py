@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MAX_LAYERS: Final = 40
 _TIMEOUT_S: Final = 60.0
 _NOTHING: Final = "nothing"
-"""`measured_on` if no copy of the model was measured."""
+"""Value of `measured_on` if no copy of the model was measured."""
 
 
 def properties_of(

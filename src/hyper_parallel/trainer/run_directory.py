@@ -333,7 +333,7 @@ def _check_checkpoints(folder: Path) -> None:
         name = checkpoints.step_name(step)
         if foreign := checkpoints.foreign(folder / name):
             raise OutputNotWritable(
-                "the run starts over, and a checkpoint folder has files that are not part of a checkpoint",
+                "the run cannot start over: a checkpoint folder to remove has files that are not part of a checkpoint",
                 where=str(folder / name),
                 got=foreign[:3],
                 hint=shlex.join(["mv", str(folder / name), str(folder.parent / f"{name}.moved")]),

@@ -147,7 +147,7 @@ def join(
 
 
 def _kernel_folder(rank: int, ranks: int, agree: Callable[[str | None], str]) -> KernelFolder:
-    """Return the folder of generated kernels that the ranks of this job share; rank 0 deletes it in the end."""
+    """Return the folder of generated kernels that the ranks of this job share; rank 0 deletes it at the end."""
     own = tempfile.mkdtemp(prefix="hyper_parallel_kernels_") if rank == 0 else None
     shared = agree(own) if ranks > 1 else str(own)
     folder = KernelFolder(Path(shared), owned=rank == 0)

@@ -26,7 +26,7 @@ class ForwardTrials:
     Attributes:
         flow: Data flow between the layers, for pipeline stages; None without them.
         attention_calls: Number of calls of the attention interface in each layer, for context parallelism.
-        tensor: Result of the tensor-parallel trial for replicated activations; None otherwise.
+        tensor: Result of the tensor-parallel trial; None unless activations are replicated.
     """
 
     flow: LayerFlow | None

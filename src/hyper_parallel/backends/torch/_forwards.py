@@ -103,13 +103,14 @@ def replace_forwards(
     halves = None
     if strategy.overlap.half_batch:
         # Wrappers around a layer's forward must not return before the layer is done.
-        halves = HalfBatch(strategy.overlap, tp, per_module or strategy.recompute != "none")
-        halves.install(layers)
+        halves = HalfBatch(strategy.overlap, tp, joins_layers=per_module)
         halves.watch(model)
     if tp is not None and per_module:
         apply_tensor_parallel(model, view, shard_plan.styles, tp, strategy, trials.tensor)
     watch_padding(model, tokens)
-    recompute_layers(by_stage, strategy, tp, exact, running)
+    recomputed = recompute_layers(by_stage, strategy, tp, exact, running)
+    if halves is not None:
+        halves.install(layers, recomputed)
     if exact:
         keep_float64(model)
     loop_over_experts(model, compute)

@@ -503,7 +503,7 @@ def passes_of(model: Any, slots: int, length: int) -> Passes:
             "beyond the original training length, this model's results depend on the longest sequence of the batch",
             got=f"{length} tokens",
             allowed=f"at most {max_length} tokens of prompt and continuation",
-            hint="fewer new tokens, or one prompt at a time",
+            hint="use fewer new tokens, or one prompt at a time",
         )
     if slot_cache_refusal(model):
         properties = known_properties(model)

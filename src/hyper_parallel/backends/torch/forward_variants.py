@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel.backends.torch.host_saved_activations import HOST_SAVED, HostSavedActivations
 from hyper_parallel.backends.torch.pass_context import RunningPass
+from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.ir import Strategy
@@ -109,7 +111,7 @@ def recompute_layers(
     tp: TpState | None,
     exact: bool,
     running: RunningPass,
-) -> None:
+) -> dict[nn.Module, Callable[[], RecomputedHalves]]:
     """Enable recomputation for the layers of each stage that the strategy selects.
 
     Args:
@@ -118,11 +120,16 @@ def recompute_layers(
         tp: Tensor-parallel state, or None.
         exact: Recompute in float64 throughout, see `keep_float64`.
         running: The running pass; a recomputed layer gets the pass context that its forward had.
+
+    Returns:
+        Dict from each of these layers to a function that begins a pass of two half-batches through it.
     """
     layers = [layer for stage in stages for layer in stage]
-    indices = iter(range(len(layers)))
+    indices, halves = iter(range(len(layers))), dict[nn.Module, Callable[[], RecomputedHalves]]()
     for i in strategy.recomputed([[next(indices) for _ in stage] for stage in stages]):
+        halves[layers[i]] = partial(RecomputedHalves, layers[i].forward, running, _precision(exact))
         recompute(layers[i], tp, exact, running)
+    return halves
 
 
 def recompute(
@@ -130,7 +137,7 @@ def recompute(
 ) -> None:
     """Enable recomputation for one layer; see `recompute_layers`."""
     current = RunningPass() if running is None else running
-    precision = _KeepFloat64() if exact else nullcontext()
+    precision = _precision(exact)
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = current.recomputed()
@@ -152,6 +159,10 @@ def recompute(
             return checkpoint(run, *args, use_reentrant=False, context_fn=saved.contexts, **kwargs)
 
     wrap(layer, forward)
+
+
+def _precision(exact: bool) -> AbstractContextManager[Any]:
+    return _KeepFloat64() if exact else nullcontext()
 
 
 def cache_argument(call: Callable[..., Any]) -> str:

@@ -7,9 +7,9 @@ The layer's code is not changed: its forward is called once per half.
     layer k + 1           half 0 | half 1       layer k returns when half 0 is done: half 1 ends in layer k + 1
 
 A layer returns stand-ins, see `HalvedTensor`: any use except by the next layer completes the second half first. Both
-halves are completed at the end of a layer if a hook follows or if the layer is recomputed, and at the end of the model.
-FSDP gathers and frees the parameters of a layer for both halves, see `HalvedUnit`. A pass whose sequences cannot be
-halved runs whole, which `HalfBatch.whole_layers` counts.
+halves are completed at the end of a layer if a hook follows, and at the end of the model. FSDP gathers and frees the
+parameters of a layer for both halves, see `HalvedUnit`. Recomputation runs both halves of a layer, see
+`RecomputedHalves`. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from hyper_parallel.backends.torch.data.halved_units import HalvedUnit, UnitPass
 from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.in_flight import Turns
+from hyper_parallel.backends.torch.recomputed_halves import RecomputedHalves
 from hyper_parallel.backends.torch.stand_in import StandIn
 from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.errors import UnsupportedSharding
@@ -124,7 +125,7 @@ class HalfBatch:
         Args:
             overlap: Overlap options of the strategy; they decide which batches are halved.
             tp: Tensor-parallel state, or None.
-            joins_layers: Join the halves at the end of every layer.
+            joins_layers: Whether the halves are joined at the end of every layer.
         """
         self._overlap, self._joins_layers = overlap, joins_layers
         self._tp = None if tp is None or tp.replicated_activations else tp
@@ -133,12 +134,23 @@ class HalfBatch:
         self._turns = Turns()
         self._layers: list[nn.Module] = []
         self._units: dict[nn.Module, HalvedUnit] = {}
+        self._recomputed: dict[nn.Module, Callable[[], RecomputedHalves]] = {}
         self._unit_pass: UnitPass | None = None
         self.halved_layers = self.whole_layers = 0
 
-    def install(self, layers: Sequence[nn.Module]) -> None:
-        """Wrap the forwards of decoder layers, so that they run on half-batches."""
+    def install(
+        self,
+        layers: Sequence[nn.Module],
+        recomputed: Mapping[nn.Module, Callable[[], RecomputedHalves]],
+    ) -> None:
+        """Wrap the forwards of decoder layers, so that they run on half-batches.
+
+        Args:
+            layers: The layers. Their forwards run whole batches.
+            recomputed: Dict from each layer that backward recomputes to a function that begins a pass of two halves.
+        """
         self._layers += layers
+        self._recomputed.update(recomputed)
         for layer, following in zip(layers, [*layers[1:], None], strict=True):
             run = partial(self._forward, layer, following, layer.forward)
             layer.forward = functools.wraps(layer.forward)(run)
@@ -189,7 +201,7 @@ class HalfBatch:
         return 1 if _halves(*_without_hidden(args, kwargs), batch[0]) is None else parts
 
     def take_counts(self) -> dict[str, int]:
-        """Return `halved_layers` and `whole_layers` by name and reset them; recomputed layers count again."""
+        """Return `halved_layers` and `whole_layers` by name and reset them."""
         counts = {"halved_layers": self.halved_layers, "whole_layers": self.whole_layers}
         self.halved_layers = self.whole_layers = 0
         return counts
@@ -231,32 +243,38 @@ class HalfBatch:
                 got=", ".join(kwargs),
                 hint="overlap=none",
             )
-        run = self._in_unit(layer, inner, parts=1 if halves is None else 2)
+        run = self._in_unit(layer, parts=1 if halves is None else 2)
         if halves is None:
             self.whole_layers += 1
             args, kwargs = tree_map_only(StandIn, StandIn.whole, (args, kwargs))
-            return run(*args, **kwargs)
+            return run(inner, *args, **kwargs)
         self.halved_layers += 1
         dim = 0 if self._tp is None else 1
-        half = _half_of(hidden, dim)
+        half, forwards = _half_of(hidden, dim), self._forwards(layer, inner)
 
         def call(index: int) -> Any:
             own_args, own_kwargs = halves[index]
+            forward = forwards[index]
             if by_keyword:
-                return run(*own_args, **own_kwargs, hidden_states=half(index))
-            return run(half(index), *own_args[1:], **own_kwargs)
+                return run(forward, *own_args, **own_kwargs, hidden_states=half(index))
+            return run(forward, half(index), *own_args[1:], **own_kwargs)
 
         joins = self._joins_layers or self._is_watched(layer, following)
         return self._run([partial(call, index) for index in range(2)], dim, joins)
 
-    def _in_unit(
-        self, layer: nn.Module, forward: Callable[..., Any], parts: int
-    ) -> Callable[..., Any]:
-        """Gather the parameters of a layer if FSDP shards it; return its forward, to be called `parts` times."""
+    def _forwards(self, layer: nn.Module, inner: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """Return the forward of a layer for each half."""
+        if layer not in self._recomputed or not torch.is_grad_enabled():
+            return [inner, inner]
+        halves = self._recomputed[layer]()
+        return [partial(halves.run, index) for index in range(2)]
+
+    def _in_unit(self, layer: nn.Module, parts: int) -> Callable[..., Any]:
+        """Gather the parameters of a layer if FSDP shards it; return a function that calls a forward of `parts`."""
         if layer not in self._units:
-            return forward
+            return lambda forward, *args, **kwargs: forward(*args, **kwargs)
         self._unit_pass = self._units[layer].begin(parts, self._unit_pass)
-        return partial(self._unit_pass.run, forward)
+        return self._unit_pass.run
 
     def _is_watched(self, layer: nn.Module, following: nn.Module | None) -> bool:
         """Return whether code other than the next layer, such as a hook, gets the output of a layer."""

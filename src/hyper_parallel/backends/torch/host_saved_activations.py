@@ -52,7 +52,7 @@ class HostSavedActivations:
 
 
 def save_activations_on_host(layers: list[nn.Module], inputs: bool = True) -> None:
-    """Offload matrix products of recomputed layers, and with `inputs` also the inputs of the layers, to host memory."""
+    """Offload results of matrix products in recomputed layers to host memory, with `inputs` also the layers' inputs."""
     for layer in layers:
         setattr(layer, HOST_SAVED, HostSavedActivations(inputs))
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import contextvars
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from hyper_parallel.backends.torch.collectives import launch_all_reduce, paired
@@ -202,6 +204,7 @@ class Turns:
         self._calls: tuple[deque[Any], ...] = (deque(), deque())
         self._scheduler = self._greenlet.getcurrent()
         self._soon_starting: set[int] = set()
+        self._hooks: tuple[list[saved_tensors_hooks], ...] = ([], [])
 
     def add(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Add one call per half, and return when the call of the first half has returned.
@@ -247,10 +250,27 @@ class Turns:
         """
         if leads_to_start:
             self._soon_starting.add(index)
-        grad = torch.is_grad_enabled()
-        self._scheduler.switch()
+        grad, hooks = torch.is_grad_enabled(), self._hooks[index]
+        for applied in reversed(hooks):
+            applied.__exit__(None, None, None)
+        try:
+            self._scheduler.switch()
+        finally:  # also if `close` ends the call
+            for applied in hooks:
+                applied.__enter__()
         torch.set_grad_enabled(grad)
         self._soon_starting.discard(index)
+
+    @contextmanager
+    def apply(self, index: int, hooks: saved_tensors_hooks) -> Iterator[None]:
+        """Apply hooks to the tensors that half `index` saves, and not to those of the other half in its turns."""
+        applied = self._hooks[index]
+        with hooks:
+            applied.append(hooks)
+            try:
+                yield
+            finally:
+                applied.pop()
 
     def offer(self, index: int) -> None:
         """Suspend the running call, which belongs to half `index`, if the other half soon starts a collective."""
@@ -305,6 +325,13 @@ _half: ContextVar[Half | None] = ContextVar("half", default=None)
 def _running_half() -> Half | None:
     """Return the half-batch that computes now; None outside of half-batches, and in compiled code, which has none."""
     return None if torch.compiler.is_compiling() else _half.get()
+
+
+def apply_hooks(hooks: saved_tensors_hooks) -> AbstractContextManager[None]:
+    """Return a context that applies hooks to the tensors that the half-batch which computes now saves for backward."""
+    half = _half.get()
+    assert half is not None
+    return half.turns.apply(half.index, hooks)
 
 
 def half_index() -> int:

@@ -162,7 +162,7 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 class _Run:
     """Forward pass of a model on meta tensors, with its measurements.
 
-    Measured are the bytes saved for backward, the number of operators, and the input rows of a layer's experts.
+    The pass measures the bytes saved for backward, the number of operators, and the input rows of a layer's experts.
     """
 
     def __init__(

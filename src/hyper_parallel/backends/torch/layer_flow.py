@@ -119,7 +119,7 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
 
 
 def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Module) -> int:
-    """Return how often a forward pass of the model calls a norm outside its layers.
+    """Return how often a forward pass of the model calls a norm that is outside the layers.
 
     Only the first layer runs; the other layers return its result. If the forward fails on meta tensors, the calls
     before the failure are counted.
@@ -174,7 +174,7 @@ class _LayerTrace(SlotList):
         return flow
 
     def _mark_parameters(self) -> None:
-        """Mark all parameters and add a hook to every module outside the list that owns parameters."""
+        """Mark all parameters and add a hook to every module outside the layer list that owns parameters."""
         model, flow, tracer = self.model, self.flow, self.tracer
         inside: dict[int, set[int]] = {}
         for i, layer in enumerate(self._modules.values()):

@@ -196,7 +196,7 @@ class _Texts:
         whole, forwards = self.run(batch), [layer.forward for layer in layers]
         halves = HalfBatch(Overlap(half_batch=True), None, joins_layers=False)
         try:
-            halves.install(layers)
+            halves.install(layers, {})
             difference = _difference(self.run(batch), whole)
         finally:
             for layer, forward in zip(layers, forwards, strict=True):
@@ -208,7 +208,8 @@ class _Texts:
     def documents(self) -> float:
         """Pack another document in front; return the largest change of either document's logits.
 
-        The logits are compared with those of the unpacked documents, and with another document in front.
+        The logits are compared with those of the documents alone. Those of the second document are also compared with
+        those behind a different first document.
         """
         positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [

@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     if name in _LATER:
         raise NotServed(
-            f"this version of LlamaFactory is newer than the supported ones and imports `{name}`, which does not exist",
+            f"this version of LlamaFactory is not supported: it imports `{name}`, which this package lacks",
             where=__name__,
             allowed=list(_EXPORTS),
             hint="pip install llamafactory==0.9.5, or hyper-parallel train FILE.yaml without LlamaFactory",

@@ -60,7 +60,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         self._same_data = self._strategy.cp * self._strategy.tp
         self._parallel = False
         self._refuse()
-        # Patched on this object only: the model is not prepared, and ranks that share sequences read the same ones.
+        # Patched on this object only: models are not prepared; ranks of one tp and cp group read the same sequences.
         self._prepare = self.accelerator.prepare
         self.accelerator.prepare = self._prepare_but_the_model
 

@@ -50,7 +50,7 @@ _SERVED: Final = {"activation_mode": ("none", "recompute"), "reduce_dtype": (Non
 """Supported values of `hyper_parallel_args` keys without a recipe key; the hint shows the last one."""
 
 Layer = tuple[str, dict[str, Any]]
-"""Origin of the values, and values by dotted key."""
+"""(origin of the values, values by dotted key)."""
 
 
 def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:

@@ -55,7 +55,7 @@ def cp_prepare_model(model: Any, accelerator: Any, hp_args: Any) -> Any:
 
 
 def shard_inputs_for_cp(inputs: dict[str, Any], cp_rank: int, cp_size: int) -> dict[str, Any]:
-    """Return the inputs without a trailing padding mask and not split, because the model splits sequences itself.
+    """Return the inputs unsplit, because the model splits sequences itself, and without a mask of trailing padding.
 
     Unless the caller provides the number of tokens of the step, the loss is the mean over the tokens of these
     sequences.

@@ -1,8 +1,8 @@
 """State of a model and its optimizer as named tensors and numbers.
 
 Tensors are named `model.NAME` and `optimizer.state.NAME.KEY`, where NAME is the parameter, so that names do not depend
-on the layout. Numbers in the optimizer's state are named alike. Numbers of a parameter group, such as its learning
-rate, are stored with the names of the group's parameters.
+on the layout. Numbers in the optimizer's state are named in the same way. Numbers of a parameter group, such as its
+learning rate, are stored with the names of the group's parameters.
 """
 
 from __future__ import annotations

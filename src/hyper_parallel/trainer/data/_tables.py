@@ -31,8 +31,8 @@ from hyper_parallel.units import MiB, format_bytes
 _BATCH_BYTES: Final = 16 * MiB
 _MOST_ROWS: Final = 1024
 _HEAP_RECORDS: Final = 8
-"""Memory limit for decoding a batch, as a multiple of the record size limit: a page, its text, and its rows as
-objects."""
+"""Memory limit for decoding a batch, as a multiple of the record size limit: room for a page, its text, and its rows
+as objects."""
 _LEAST_HEAP: Final = 256 * MiB
 """Smallest memory limit; it leaves space for libraries and threads that start during a read."""
 

@@ -36,7 +36,7 @@ from hyper_parallel.trainer.data._template_work import (
 )
 
 _MOST_SOURCE: Final = 128 * 1024
-"""Characters of a template; the longest published templates have about ten thousand."""
+"""Maximum characters of a template; the longest published templates have about ten thousand."""
 _DROPPED: Final = (
     "lipsum",
     "cycler",

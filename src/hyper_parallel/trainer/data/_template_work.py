@@ -15,24 +15,24 @@ from typing import Any, Final
 from jinja2.sandbox import SecurityError
 
 _BUDGET: Final = 64 * 1024**2
-"""Bytes of work of every conversation: half a million steps, or 64 MiB of text."""
+"""Work budget of every conversation in bytes: half a million steps, or 64 MiB of text."""
 _BUDGET_PER_TURN: Final = 16 * 1024
-"""Additional bytes of work per turn, for at most `_MOST_TURNS` turns: 128 steps."""
+"""Additional budget per turn in bytes, for at most `_MOST_TURNS` turns: 128 steps."""
 _MOST_TURNS: Final = 8192
 _BUDGET_PER_BYTE: Final = 8
-"""Additional bytes of work per byte of the conversation."""
+"""Additional budget in bytes per byte of the conversation."""
 STEP: Final = 128
-"""Bytes of work of a step, in addition to its operands."""
+"""Bytes of work charged for a step, in addition to its operands."""
 READ: Final = 8
-"""Bytes of text that are read per byte of work."""
+"""Number of text bytes that can be read for one byte of work."""
 ITEM: Final = 4
-"""Bytes of work for reading an item of a list."""
+"""Bytes of work charged for reading an item of a list."""
 _MOST_INTEGER: Final = 1_000_000
 """Largest integer argument of a filter or method, such as a width."""
 MOST_BITS: Final = 1024
 """Largest size of an integer in bits."""
 _WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d{4,}|\*|\d*\.(?:\d{4,}|\*))")
-"""Conversion with a width of four or more digits, or with a width from an argument."""
+"""Pattern of a %-format conversion with a width of four or more digits, or a width from an argument."""
 _LONG_COUNT: Final = re.compile(r"\d{4,}|\{")
 """Equivalent of `_WIDTH` in the format specification of a field in braces."""
 _LINE_ENDS: Final = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"

@@ -34,9 +34,9 @@ _ANSWER_WORDS: Final = (
 """Parts of names of keys with an answer."""
 _BETTER: Final = re.compile("chosen|win$|winner$|winning$|good|better|prefer|accept|positive|best")
 _WORSE: Final = re.compile("reject|lose|bad$|worse|dispref|negative|worst")
-"""Words, or their beginnings, in names of the better and the worse answer of a pair."""
+"""Patterns of words in the names of the better and the worse answer of a pair."""
 _CHOICES: Final = ("better", "prefer", "winner", "choice", "label", "safer", "rank")
-"""Parts of names of a number that says which of two answers is the better one."""
+"""Parts of the name of a key whose number says which of two answers is better."""
 _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "function_call": ("function_call", "tool_call", "action"),
     "tool": ("tool", "function", "observation", "environment", "result"),
@@ -87,8 +87,8 @@ def guess_turn_columns(turn: Record) -> dict[str, str]:
 def guess_texts(values: Record) -> dict[str, str]:
     """Guess the keys of a record that hold its prompt, completion and system text.
 
-    Return a dict from `prompt`, `completion` and `system` to the guessed keys, {} without a guess. Keys that are known
-    synonyms are left out.
+    Return a dict from `prompt`, `completion` and `system` to the guessed keys, {} without a guess. Keys
+    that already are known synonyms are left out.
     """
     systems = [key for key in values if key.lower() in SYSTEMS]
     texts = [k for k, v in values.items() if isinstance(v, str) and k not in (*systems, *TOOLS)]

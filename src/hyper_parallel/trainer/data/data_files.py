@@ -27,7 +27,7 @@ KINDS: Final = {
     ".csv": "csv",
     ".tsv": "csv",
 }
-"""Content of a file by its suffix in lower case; every other file is text."""
+"""Kind of content by file suffix in lower case; files with other suffixes are text."""
 _COMPRESSED: Final = (".gz", ".zst")
 _PACKED: Final[Mapping[str, str]] = {
     ".zip": "unzip",
@@ -66,13 +66,13 @@ _SPLITS: Final = frozenset(
 )
 """Words in names of files that are held out from training; `datasets` reads the same words."""
 _LONGEST_FIRST_LINE: Final = 2**20
-"""Bytes of the first line of a text file that are searched for a record."""
+"""Maximum bytes of the first line of a text file that are searched for a record."""
 _MOST_NAMES: Final = 5000
-"""Entries of a folder that are compared with a missing name; bounds the time of a hint."""
+"""Maximum number of folder entries that are compared with a missing name, to bound the time of a hint."""
 _MOST_LISTED: Final = 20
 """Largest number of files of a pattern that a hint lists."""
 _MOST_TRIED: Final = 5
-"""Largest number of similar names per folder."""
+"""Maximum number of similar names that are tried per folder."""
 _MISSPELT: Final = 0.75
 """Similarity above which a name counts as a misspelling of another."""
 _WINDOW_BYTES: Final = 2**27

@@ -29,11 +29,11 @@ from hyper_parallel.units import MiB
 _LIMITS: Final = Limits(num_bytes=64 * MiB)
 _MOST_PIXELS: Final = 2**26
 _MOST_SAMPLES: Final = 2**26
-"""Most samples of a recording, over all channels: 23 minutes of 48 kHz."""
+"""Maximum number of samples of a recording, over all channels: 23 minutes of 48 kHz."""
 _HIGHEST_RATE: Final = 384_000
 """Highest sampling rate of audio hardware in Hz; the filter that changes the rate grows with it."""
 _SMALL: Final = (96, 96)
-"""Largest size of a copy for reports, in pixels."""
+"""Maximum width and height of a thumbnail for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Image formats that Pillow decodes itself; some others start programs."""
 _SKIP: Final = "data.bad_media=skip"

@@ -37,7 +37,7 @@ _WITHOUT_INFLUENCE = (
     ".ends.npy",
     ".keys.json",
 )
-"""Endings of files that change no token and no order, so they are not part of the data's fingerprint."""
+"""Endings of the names of files that affect no token and no order; the fingerprint of the data excludes them."""
 
 
 @dataclass(frozen=True)

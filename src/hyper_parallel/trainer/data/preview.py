@@ -27,10 +27,10 @@ _EXAMPLES: Final = 3
 _CONTEXT: Final = 8
 """Tokens decoded before a segment as context: some tokenizers drop the space at the beginning of a text."""
 _MOST_CHARACTERS: Final = 1200
-"""Characters of a segment in the run's file; the middle of a longer segment is left out."""
+"""Maximum characters of a segment in data.json; the middle of a longer segment is left out."""
 _MOST_SEGMENTS: Final = 40
 _IMAGES: Final = 4
-"""Images that an example shows, at most: one row of a report."""
+"""Maximum number of images that an example shows: one row of a report."""
 _MOST_BUCKETS: Final = 16
 _PAIR: Final = ("chosen", "rejected")
 

@@ -71,7 +71,7 @@ ROLES: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),
 }
-"""Roles by the names that data sets use for them."""
+"""Canonical role by each name that data sets use for it."""
 _OF_TURNS: Final = ("role", "content")
 
 

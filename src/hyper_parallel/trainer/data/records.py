@@ -38,13 +38,13 @@ _HEAD: Final = 4096
 """Characters at the beginning of a file within which the array must begin."""
 _PLAIN_VALUE: Final = r'"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[-+.\w]+)\s*'
 _AROUND: Final = re.compile(rf'\s*\{{\s*(?:{_PLAIN_VALUE},\s*)*"[^"\\]*"\s*:\s*(?=\[)')
-"""Beginning of an object around an array."""
+"""Pattern of the beginning of an object around an array."""
 _OBJECT_END: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
-"""End of an object around an array."""
+"""Pattern of the end of an object around an array."""
 _SECOND_ARRAY: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
-"""Beginning of a second array in the same object."""
+"""Pattern of the beginning of a second array in the same object."""
 _LONGEST_LITERAL: Final = 16
-"""Largest distance from the end of a chunk at which the decoder reports a word or number cut by it."""
+"""Maximum distance from the end of a chunk at which the decoder reports a word or number that the chunk cuts off."""
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -200,9 +200,9 @@ _FILE_KEYS: Final = frozenset(
 )  # fmt: skip
 """Metadata keys of an object around a list of records."""
 _UNCOUNTED: Final = 2**22
-"""Characters of a line that is parsed without counting its values first: it needs little memory in any case."""
+"""Maximum characters of a line that is parsed without counting its values first: it needs little memory."""
 _MOST_VALUES: Final = 8_000_000
-"""Values of a record; each takes up to a hundred bytes of memory."""
+"""Maximum number of values of a record; each takes up to a hundred bytes of memory."""
 
 
 def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record]]:

@@ -462,7 +462,7 @@ _MODEL: Final = (
     "unk_token", "byte_fallback", "ignore_merges", "fuse_unk", "dropout", "continuing_subword_prefix",
     "end_of_word_suffix", "max_input_chars_per_word",
 )  # fmt: skip
-"""Options of models in the library `tokenizers`."""
+"""Names of the options of a tokenizer model in the library `tokenizers`."""
 _ENTRIES: Final = 512
 """Number of vocabulary entries that remain in a shortened file."""
 

@@ -18,7 +18,7 @@ from hyper_parallel.errors import BadValue, abbreviated
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _ANCHORS: Final = ("\n", "a", ".", "0")
-"""Texts that precede a part if the tokenizer inserts a space before the first word of a text."""
+"""Texts to tokenize before a part, for tokenizers that insert a space before the first word of a text."""
 _MOST_STEPS: Final = 64
 """Number of tokens at the end of a prompt that `_restart` searches."""
 _FAR_WORDS: Final = 8
@@ -40,7 +40,7 @@ _PAIRS: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc
 
 Offsets = Sequence[tuple[int, int]]
 Tokens = tuple[list[int], Offsets]
-"""Ids, and the [start, end) characters of each."""
+"""Token ids, and the [start, end) characters of each token."""
 
 
 class _LazyOffsets(Sequence[tuple[int, int]]):

@@ -29,7 +29,7 @@ from hyper_parallel.trainer.data.media_kinds import KINDS, MEDIA_MARK
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _QUESTION, _ANSWER, _FOLLOW_UP, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
-"""Words of the probes."""
+"""Unique words of the probe conversations."""
 _KEY: Final = "city"
 _TOOLS: Final[tuple[dict[str, Any], ...]] = (
     {

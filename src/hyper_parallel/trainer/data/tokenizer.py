@@ -44,7 +44,7 @@ TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabulary
 _TEMPLATE_BYTES: Final = 512 * 1024
-"""Largest size of a chat template file; a character may have four bytes."""
+"""Maximum bytes of a chat template file; a character may have four bytes."""
 _VERSION = 1
 _SETTLED: Final = "class that reads the tokenizer, 2"
 _SAMPLES: Final = 32

@@ -21,21 +21,21 @@ from hyper_parallel.received import foreign_target
 from hyper_parallel.units import MiB
 
 _MOST_FILE: Final = 64 * MiB
-"""Bytes of a file; the largest published file has about 35 million."""
+"""Maximum bytes of a file; the largest published file has about 35 million."""
 _MOST_GROWTH: Final = 256
-"""Characters that a normalizer may produce from one; NFKC produces up to 18."""
+"""Maximum characters that a normalizer may produce from one character; NFKC produces up to 18."""
 _MOST_TEXT: Final = 256
-"""Characters that a part may insert at one position."""
+"""Maximum characters that a component may insert at one position."""
 _MOST_WORD: Final = 40 * _MOST_TEXT
-"""Characters of a word that a model splits by itself; published WordPiece models have 100."""
+"""Maximum characters of a word that a model splits by itself; published WordPiece models have 100."""
 _MOST_PATTERN: Final = 20_000
-"""Characters of a regular expression; the longest published ones have a few hundred."""
+"""Maximum characters of a regular expression; the longest published ones have a few hundred."""
 _MOST_REPEAT: Final = 1000
 """Largest count of a repetition in a regular expression."""
 _FEW: Final = 3
-"""Repetitions of a group with alternatives, and consecutive unbounded repetitions."""
+"""Maximum repetitions of a group with alternatives, and maximum consecutive unbounded repetitions."""
 _MOST_PARTS: Final = 256
-"""Parts of a sequence, such as one of normalizers."""
+"""Maximum number of components in a sequence, for example of normalizers."""
 PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 

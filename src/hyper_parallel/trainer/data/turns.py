@@ -27,15 +27,15 @@ _FLAGS: Final = {
     **dict.fromkeys(("weight", "train", "training", "trainable", "loss", "train_on_turn"), True),
     "masked": False,
 }
-"""Flags of turns, and the value that means training on the turn."""
+"""Flags of turns, each with the value that means that the turn is trained on."""
 _CALLS: Final = ("tool_calls", "function_call", "tool_call_id", "name")
 _KEYS: Final = frozenset((*_ROLE, *_CONTENT, *_REASONING, *_FLAGS, *_CALLS))
 _KEYS_OF_CALLS: Final = frozenset(("id", "type", "index", "function", "name", "arguments"))
 _KEYS_OF_TOOLS: Final = ("type", "function")
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 REFERENCES: Final = "\0references"
-"""Temporary key of messages: kind and reference of each part that is an image or a recording, None for the next item
-of the record's column."""
+"""Temporary key of messages for (kind, reference) of each image or recording in the content; reference None: the next
+item of the record's media column."""
 _JSON_LIMITS: Final = Limits(depth=100)
 """Limits of JSON texts in records: tools, arguments, variables of templates."""
 _UNTRAINED: Final = "\0untrained"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hyper_parallel.backends.torch.submodels.exchange import Border
-from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, tower_flops
+from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, divide, tower_flops
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Schedule, StageCost
@@ -43,11 +43,11 @@ _NUM_NOTED_STEPS: Final = 16
 """Number of steps over which the note of a plan averages the imbalance; reading their costs takes milliseconds."""
 
 _MEASURED: Final = 6
-"""Number of rows, from the fewest to the most tokens, whose encoder FLOPs are counted; takes seconds if it is large."""
+"""Number of rows whose encoder FLOPs are counted, from the fewest to the most tokens; each row takes time."""
 _PARTS: Final = 64
 """Resolution of the fitted share, coarse enough that rounding differences between machines do not change it."""
 _MOST_SIMULATED: Final = 512
-"""Most microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
+"""Maximum microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
 
 
 def media_costs(
@@ -73,7 +73,9 @@ def media_costs(
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, _MEASURED).round().astype(int))]
     inputs = [media_inputs(sequences, row[None]) for row in rows]
     try:
-        work = tower_flops(model, inputs)
+        if len(divide(model).towers) > 1:
+            return (0, 1), _log_estimate("numbers of tokens", "the model has several encoders")
+        (work,) = tower_flops(model, inputs).values()
     except UnsupportedSharding as error:
         return (0, 1), _log_estimate("numbers of tokens", f"{error.what}; {error.got}")
     except TowerNotTraced as error:

@@ -240,7 +240,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
 
 
 def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
-    """Raise for sequences longer than the model's position embeddings; warn beyond the trained range of rotary ones.
+    """Raise for sequences longer than the position embeddings; warn beyond the trained range of rotary embeddings.
 
     Raises:
         BadValue: HP102 for sequences that are too long.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -49,40 +50,43 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
 
 
 def divided_step(
-    recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: float
+    recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: Mapping[str, float]
 ) -> DividedStep:
-    """Predict the step of a model whose encoder (tower) and language model run on the ranks that the recipe assigns.
+    """Predict the step of a model whose encoders (towers) and language model run on the ranks that the recipe assigns.
 
-    Seconds and memory of the tower are predicted with the same machine card as the language model's. If the config does
+    Seconds and memory of a tower are predicted with the same machine card as the language model's. If the config does
     not give the tower's sizes, its seconds follow from the language model's FLOP/s. Sending features costs no time.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
         plan: Plan of the language model.
         model: The model on the meta device, not changed.
-        sequence_flops: FLOPs of the tower's forward per sequence; see `sampled_tower_flops`.
+        sequence_flops: FLOPs of each tower's forward per sequence; see `sampled_tower_flops`.
     """
     assert recipe.parallel.submodels is not None
     strategies, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
     lanes, joint = submodel_lanes(strategies, members)
-    (name,) = recipe.parallel.submodels.towers
-    names = divide(model).tower
-    frozen = not any(p.requires_grad for n, p in model.named_parameters() if n in names)
-    # Ranks of a sharded tower work together on the microbatches of all language ranks.
-    share = 1.0 if joint else plan.strategy.dp / len(members[name])
     request = planning_request(recipe, model, plan)
     towers = {t.name: t for t in towers_of(request.model, read_config(recipe.model.path).values)}
-    flops = sequence_flops * (plan.workload.microbatch or 1) * share
-    if name in towers:
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    count = plan.workload.accumulation_steps or 1
+    prices, frozen = dict[str, TowerPrice](), True
+    parts = {part.kind: part for part in divide(model).towers}
+    for name in recipe.parallel.submodels.towers:
+        is_frozen = trained.isdisjoint(parts[name].parameters)
+        frozen = frozen and is_frozen
+        # Ranks of a tower in rounds work together on the microbatches of all language ranks.
+        share = 1.0 if joint else plan.strategy.dp / len(members[name])
+        flops = sequence_flops[name] * (plan.workload.microbatch or 1) * share
+        if name not in towers:
+            prices[name] = _at_language_rate(plan, flops, is_frozen)
+            continue
         items = flops / towers[name].forward_flops
-        count = plan.workload.accumulation_steps or 1
-        price = price_tower(
-            request, towers[name], strategies[name], items, microbatches=count, frozen=frozen
-        )
-        memory = language_memory(request, plan, [name])
-    else:
-        price, memory = _at_language_rate(plan, flops, frozen), ()
-    return DividedStep(plan, strategies, members, lanes, joint, {name: price}, frozen, memory)
+        options: dict[str, Any] = {"microbatches": count, "frozen": is_frozen}
+        prices[name] = price_tower(request, towers[name], strategies[name], items, **options)
+    known = towers.keys() >= prices.keys()
+    memory = language_memory(request, plan, [*prices]) if known else ()
+    return DividedStep(plan, strategies, members, lanes, joint, prices, frozen, memory)
 
 
 def _at_language_rate(plan: Plan, flops: float, frozen: bool) -> TowerPrice:
@@ -125,19 +129,20 @@ def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batche
     plan = step.planned()
     if step.language_memory:
         return plan
-    (name,) = step.towers
-    note = (
+    notes = (
         f"{name}: its config states no number of heads or size of patches, so its time is priced at the rate of "
         "the language part, and its memory is not predicted"
+        for name, tower in step.towers.items()
+        if not tower.memory
     )
-    return replace(plan, notes=(*plan.notes, note))
+    return replace(plan, notes=(*plan.notes, *notes))
 
 
-def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float:
-    """Return the mean FLOPs of the tower's forward per sequence, over at most `_SAMPLED` microbatches of step 0.
+def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> dict[str, float]:
+    """Return the mean FLOPs of each tower's forward per sequence, over at most `_SAMPLED` microbatches of step 0.
 
     Raises:
-        TowerNotTraced: The encoder does not run on meta tensors; see `tower_flops`.
+        TowerNotTraced: An encoder does not run on meta tensors; see `tower_flops`.
     """
     work, strategy = plan.workload, plan.strategy
     rows, count = work.microbatch or 1, work.accumulation_steps or 1
@@ -147,4 +152,4 @@ def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> float
         _SAMPLED,
     )
     counts = tower_flops(model, [{"input_ids": b.input_ids, **b.media} for b in sampled])
-    return sum(counts) / (len(counts) * rows)
+    return {kind: sum(flops) / (len(flops) * rows) for kind, flops in counts.items()}

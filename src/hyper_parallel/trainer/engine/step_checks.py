@@ -32,8 +32,8 @@ def check_ranks(
     """Check that all data-parallel ranks compute the same bits; every rank calls this with the same microbatches.
 
     Raises:
-        RanksDisagree: HP625 on all ranks, naming the ranks in the minority. Without a majority it names ranks whose own
-            repeat differs, or else all of them.
+        RanksDisagree: HP625 on all ranks, naming the ranks in the minority. Without a majority it names ranks whose
+            repeated computation differs, or else all ranks.
     """
     first = _checksums(model, microbatches, tokens, step)
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)

@@ -47,7 +47,7 @@ from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
 
 VALID_TOKENS: Final = "valid_tokens"
-"""Name of the batch's value by which the loss is divided."""
+"""Name of the value in the batch by which the loss is divided."""
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "edp")
 """Mesh axes by which a program's collectives name their group; collectives of a parallelized model name ranks of the
@@ -60,7 +60,7 @@ _STATES: Final[dict[type, tuple[str, ...]]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
-"""Optimizer to its tensors per parameter, in torch's names."""
+"""State tensors per parameter of each optimizer, by torch's names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ def choose_submodels(
         batches_of: Returns the training batches of such a recipe, given its plan.
 
     Raises:
-        UnsupportedSharding: HP205 for a model without an encoder, or whose encoder's time cannot be predicted.
+        UnsupportedSharding: HP205 for a model without an encoder or with several, or whose encoder's time cannot be
+            predicted.
         DoesNotFit: HP401 if no layout fits in memory.
         HyperParallelError: Error of the first layout, if no layout can run.
     """
@@ -61,8 +62,8 @@ def choose_submodels(
     steps: list[DividedStep] = []
     refusals: Counter[str] = Counter()
     first: HyperParallelError | None = None
-    flops: float | None = None
-    for parts in layouts(divide(model).kind, ranks):
+    flops: dict[str, float] | None = None
+    for parts in layouts(_only_kind(loaded, model, ranks), ranks):
         try:
             candidate = with_submodels(loaded, parts, _ORIGIN)
             plan = plan_of(candidate)
@@ -100,6 +101,30 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> Unsu
         "the time of the encoder cannot be predicted",
         where=loaded.where("parallel.submodels"),
         got=f"an encoder that does not run on meta tensors ({cause})",
+        hint=f"'parallel.submodels={hint}'",
+    )
+
+
+def _only_kind(loaded: LoadedRecipe, model: nn.Module, ranks: int) -> str:
+    """Return the kind of a model's only encoder.
+
+    Raises:
+        UnsupportedSharding: HP205 for several encoders, with a layout to paste as its hint: each encoder has a rank of
+            its own, or shares all ranks if there are too few.
+    """
+    kinds = divide(model).kinds
+    if len(kinds) == 1:
+        return kinds[0]
+    alone = ranks > len(kinds)
+    language = {"dp_shard": ranks - len(kinds) if alone else ranks}
+    shared = {**language, "ranks": [*range(ranks)]}
+    parts = {LANGUAGE: language, **dict.fromkeys(kinds, {"dp_shard": 1} if alone else shared)}
+    hint = json.dumps(parts).replace('"', "")
+    raise UnsupportedSharding(
+        "the layout of several encoders cannot be searched",
+        where=loaded.where("parallel.submodels"),
+        got=f"auto, encoders: {', '.join(kinds)}",
+        allowed="degrees of every part, or `auto` for a model with one encoder",
         hint=f"'parallel.submodels={hint}'",
     )
 

@@ -139,7 +139,7 @@ _DECAY_SHAPES: Final[Mapping[str, Callable[[float], float]]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""Decay shapes: factor from 1 to 0 as a function of progress from 0 to 1."""
+"""Decay shapes: functions from progress, 0 to 1, to a factor from 1 to 0."""
 
 
 def _warmup_stable_decay(s: LrSchedule, step: int) -> float:
@@ -171,4 +171,4 @@ _TRANSFORMERS: Final = MappingProxyType(
         "warmup_stable_decay": _warmup_stable_decay,
     }
 )
-"""Factor as a function of the number of finished steps, by the transformers name of the schedule."""
+"""Functions from the number of finished steps to the factor, by the transformers name of the schedule."""

@@ -159,7 +159,7 @@ def _environment() -> dict[str, str | None]:
 _ADAPTER_SCALE: Final = tuple(
     f"lora.{key}" for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 )
-"""Keys of the scale of an adapter's product: with a different scale the same adapter weights are a different model."""
+"""Keys that scale the output of an adapter: with a different scale, the same adapter weights are a different model."""
 _FIXED: Final = (
     *_ADAPTER_SCALE, MODEL_CONFIG, "moe", "stage", "data.mask_documents", "training.dtype", "training.optimizer",
     "training.seed",
@@ -192,7 +192,7 @@ _CONTENT_WORDS: Final = {
 _VERSION: Final = f"{ENVIRONMENT}.transformers"
 
 Changes = dict[str, tuple[Any, Any]]
-"""Dotted key to the checkpoint's value and this run's."""
+"""Dict from dotted key to (value in the checkpoint, value of this run)."""
 
 
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:

@@ -59,7 +59,7 @@ class KtoStage(LearningStage):
         return self._microbatch_inputs(microbatches, rows, all_rows, sequences, self.reference)
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return the same inputs for held-out rows, with z of the held-out answers."""
+        """Return the inputs of `inputs` for held-out rows, with z of the held-out answers."""
         all_rows, sequences = batches.step_batch(0), batches.sequences
         reference = self.reference.held_out(sequences)
         return self._microbatch_inputs(microbatches, rows, all_rows, sequences, reference)

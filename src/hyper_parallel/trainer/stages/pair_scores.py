@@ -92,7 +92,7 @@ class PairStage(LearningStage):
         return self._with_row_values(microbatches, rows, None), None
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return the same inputs for held-out rows."""
+        """Return the inputs of `inputs` for held-out rows."""
         self.scores.begin(batches)
         return self._with_row_values(microbatches, rows, batches.sequences), None
 

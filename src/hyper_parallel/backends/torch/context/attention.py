@@ -1,7 +1,7 @@
 """Attention over context-parallel ranks: ring exchange of keys and values, Ulysses, or one all-gather.
 
-Ring. A ring position is a group of `ulysses` ranks. In round d, every position sends its keys and values to the one d
-after it and receives those of the one d before it, while it computes on the blocks of the previous round. Keys go
+Ring. A ring position is a group of `ulysses` ranks. In round d, every position sends its keys and values d positions
+ahead and receives those from d positions behind, while it computes on the blocks of the previous round. Keys go
 directly to the position that needs them, not from neighbour to neighbour. The bytes per round are the same, and rounds
 outside of a sliding window are skipped. Backward exchanges keys and values again. The gradients of a block are sent
 directly to its owner, which accumulates them in float32 or wider, so no gradient is rounded more than once.
@@ -347,7 +347,7 @@ def _key_value_blocks(
 def _exchange(
     context: ContextState, flat: Tensor, distance: int, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send `flat` to the ring position `distance` after this one, and receive from the one `distance` before it.
+    """Send `flat` to the ring position `distance` ahead of this one, and receive from the position `distance` behind.
 
     Returns:
         Received tensor, and a function that waits for the exchange.

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hyper_parallel.backends.torch.collectives import all_to_all, launch_all_to_all, paired
+from hyper_parallel.backends.torch.experts.deferred_weights import DeferredWeights
 from hyper_parallel.backends.torch.experts.routing import (
     LayerRouting,
     count_rows,
@@ -261,6 +263,18 @@ def _assign_capacity(rows: _SortedRows, capacity: Capacity, degree: int) -> _Ass
     return _Assignment(rows.slots(sorted_slot), num_slots, splits, splits, local_expert, num_kept)
 
 
+class ExpertWork(NamedTuple):
+    """Computation of the experts of a rank.
+
+    Attributes:
+        compute: Function of rows [R, D] and their experts [R], counted from this rank's first one; returns [R, D].
+        weights: Function that returns the local tensors of the parameters that `compute` reads.
+    """
+
+    compute: Callable[[Tensor, Tensor], Tensor]
+    weights: Callable[[], Iterable[Tensor]]
+
+
 def dispatch(
     hidden: Tensor,
     index: Tensor,
@@ -268,7 +282,7 @@ def dispatch(
     group: dist.ProcessGroup | None,
     capacity: Capacity | None,
     routing: LayerRouting,
-    work: Callable[[Tensor, Tensor], Tensor],
+    work: ExpertWork,
     computed: Tensor | None = None,
     load: Tensor | None = None,
     chunks: int = 1,
@@ -282,7 +296,7 @@ def dispatch(
         group: Expert-parallel ranks; None: all experts are on this rank.
         capacity: Maximum number of rows per expert and rank; None: unlimited.
         routing: Statistics to which the rows of this pass are added.
-        work: Function of rows [R, D] and their experts [R], counted from this rank's first one; returns [R, D].
+        work: Computation of the experts.
         computed: Mask [N] of the tokens to compute; None: all.
         load: Number of rows of each expert for the statistics; None: all computed rows.
         chunks: Number of chunks of tokens; rows of one are in flight while another is computed. 1 with a capacity.
@@ -325,15 +339,16 @@ def _exchange_and_work(
     sends: Iterator[Callable[[], Tensor]],
     assigned: Sequence[_Assignment],
     group: dist.ProcessGroup | None,
-    work: Callable[[Tensor, Tensor], Tensor],
+    work: ExpertWork,
 ) -> list[Tensor]:
     """Return the results of each chunk, in the slots of its send buffer.
 
-    With several chunks, the rows of the next ones and the results of the previous ones are in flight during `work`.
+    With several chunks, the rows of the next ones and the results of the previous ones are in flight during `work`. In
+    backward, the weight gradients of the first chunk overlap with the last exchange.
     """
     if len(assigned) == 1:
         (send,), (a,) = sends, assigned
-        results = work(_exchange(send(), a.send, a.receive, group), a.local_expert)
+        results = work.compute(_exchange(send(), a.send, a.receive, group), a.local_expert)
         return [_exchange(results, a.receive, a.send, group)]
     assert group is not None
     # Send all rows before any results, so that a link that is the bottleneck is never idle before the last results.
@@ -341,8 +356,11 @@ def _exchange_and_work(
         start(*_exchange_pair(a.send, a.receive, group), send())
         for send, a in zip(sends, assigned, strict=True)
     ]
+    deferred = DeferredWeights(work.weights())
     returning = []
-    for pending, a in zip(arriving, assigned, strict=True):
-        results = work(pending.finish(), a.local_expert)
+    for index, (pending, a) in enumerate(zip(arriving, assigned, strict=True)):
+        rows = pending.finish()
+        with nullcontext() if index else deferred:
+            results = work.compute(rows, a.local_expert)
         returning.append(start(*_exchange_pair(a.receive, a.send, group), results))
     return [pending.finish() for pending in returning]

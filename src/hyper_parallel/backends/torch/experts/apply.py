@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.experts._dispatch import (
     Capacity,
+    ExpertWork,
     attach_zero_gradients,
     dispatch,
     scatter_rows,
@@ -34,7 +35,7 @@ from hyper_parallel.backends.torch.experts.routing import (
     count_rows,
     is_first_forward,
 )
-from hyper_parallel.backends.torch.tensor.gradients import use_local_parameters
+from hyper_parallel.backends.torch.tensor.gradients import to_local, use_local_parameters
 from hyper_parallel.backends.torch.token_rows import Tokens
 from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.errors import UnsupportedSharding
@@ -220,10 +221,23 @@ class _Forward:
             finally:
                 self.module.num_experts = num_experts
 
+        def local_weights() -> list[Tensor]:
+            tp = self.state.tokens.tp
+            return [to_local(p, tp and tp.gradients) for p in self.module.parameters()]
+
         layer = self.state.layers[self.name]
         chunks = 1 if capacity is not None else self.state.chunks
         results = dispatch(
-            hidden, index, num_experts, group, capacity, layer, work, computed, load, chunks
+            hidden,
+            index,
+            num_experts,
+            group,
+            capacity,
+            layer,
+            ExpertWork(work, local_weights),
+            computed,
+            load,
+            chunks,
         )
         results = results.view(*index.shape, hidden.shape[1])
         return (results * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.experts._dispatch import (
+    ExpertWork,
     attach_zero_gradients,
     dispatch,
     scatter_rows,
@@ -190,7 +191,7 @@ class ListBlock:
             self.state.group,
             None,
             layer,
-            work,
+            ExpertWork(work, self.experts.parameters),
             chunks=self.state.chunks,
         )
         parts = results.split(sizes) if sizes else ()

@@ -104,7 +104,7 @@ class Storages:
         Args:
             tensor: A tensor on the storage.
             entry: Properties of the storage; this method sets bytes and device.
-            watch: The owner may resize the storage, so `end_resized` compares its size.
+            watch: Whether the owner may resize the storage, so that `end_resized` compares its size.
         """
         base = tensor.untyped_storage()
         key = base._cdata
@@ -381,7 +381,7 @@ def draws(
         args: Positional arguments of the operator.
         kwargs: Keyword arguments of the operator.
         phase: Phase of the call.
-        drew: The call was observed to draw random numbers.
+        drew: Whether the call was observed to draw random numbers.
 
     Raises:
         CaptureUnsupported: HP511 in a backward pass: recomputation resets the generator between two operators, which a

@@ -62,7 +62,7 @@ def input_gradients(
         for hook in hooks:
             hook.remove()
     groups = _groups([fork for fork in forks if fork.grads])
-    # A group of forks with shared weights may run through nodes of other groups: largest first, before these are freed.
+    # A group of forks may run through nodes of other groups, so the largest group runs first, before these are freed.
     groups.sort(key=len)
 
     def weight_gradients() -> None:
@@ -77,7 +77,7 @@ def input_gradients(
 
 
 def _trunk(roots: list[Any], inputs: Sequence[Tensor]) -> tuple[set[Any], list[_Fork]]:
-    """Return the nodes of the trunk, and those of them with branches to weights."""
+    """Return the trunk, the graph nodes on paths from `inputs` to `roots`, and its nodes with branches to weights."""
     starts = {id(tensor) for tensor in inputs}
     trunk, forks = set[Any](), list[_Fork]()
     branch: dict[Any, dict[Any, None]] = {}

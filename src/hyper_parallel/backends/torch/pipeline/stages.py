@@ -97,7 +97,7 @@ class MediaTrace(TorchDispatchMode):
 
 
 def layers_with_media(model: nn.Module) -> set[int]:
-    """Return the indices of the decoder layers that get media features besides their activations, by the config."""
+    """Return the indices of the decoder layers that, by the config, read media features in addition to activations."""
     config: Any = getattr(model, "config", None)
     parts = [config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))]
     layers: set[int] = set()

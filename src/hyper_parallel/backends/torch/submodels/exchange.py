@@ -1,11 +1,13 @@
-"""Exchange between a tower and the language part: the ranks that compute features, and the ranks that read them.
+"""Exchange between towers and the language part: the ranks that compute features, and the ranks that read them.
 
     tower      features of microbatches, in rounds    send ->    backward with the gradients received
     language   forward with the features received     <- send    gradients of the features
 
-Every microbatch of the language part has one message of features, empty without media, and one message of gradients if
-its features require them. A rank may be on both sides. All ranks derive the same order of all passes of a step, and
-each rank runs its own passes in this order. Every pass follows those whose results it needs, so ranks cannot deadlock.
+Every microbatch of the language part has one message of features from each tower, empty without media, and one message
+of gradients to each tower whose features require them. A rank may have several parts of the model. All ranks derive the
+same order of all passes of a step, and each rank runs its own passes in this order: before each microbatch of the
+language part, those of the first tower, then those of the next one. Every pass follows those whose results it needs, so
+ranks cannot deadlock.
 
 Alternatively, a tower and a pipeline of the language part run under one schedule, with one list of actions per rank.
 Stage 0 of the schedule is the tower. Its copies on several ranks use no collectives during the step and sum their
@@ -150,8 +152,6 @@ def sum_gradients(model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype
 Span = Callable[[str, str], AbstractContextManager[Any]]
 _T = TypeVar("_T")
 Pass = Literal["forward", "language", "backward"]
-FEATURES, GRADIENTS = (0, 1), (1, 0)
-"""Edges from the tower, stage 0, to the first language stage, and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +166,19 @@ class Border:
         readers: World ranks that read the features of each share, on its first pipeline stage. The first of them sends
             the gradients.
         ahead: Number of microbatches of each share by which the tower's forward passes run ahead.
+        edge: Edge of the features: from the number of the tower to the number of towers, which is the first language
+            stage.
     """
 
     tower: tuple[int, ...]
     readers: tuple[tuple[int, ...], ...]
     ahead: int = 1
+    edge: tuple[int, int] = (0, 1)
+
+    @property
+    def gradients_edge(self) -> tuple[int, int]:
+        """Edge of the gradients of the features."""
+        return self.edge[1], self.edge[0]
 
     def owner(self, share: int, index: int) -> int:
         """Return the world rank of the tower rank that computes the features of a microbatch of a share."""
@@ -306,7 +314,7 @@ class Tower:
             structure, tensors, start = model(**(batch or {}))
         if source is not None:
             for reader in self.border.readers[source[0]]:
-                self._features.send((FEATURES, *source), structure, tensors, reader)
+                self._features.send((self.border.edge, *source), structure, tensors, reader)
         if trained:
             self._running[number] = source, tensors, start
 
@@ -319,7 +327,7 @@ class Tower:
             assert source is not None
             with span("gradients of features", "communication"):
                 reader = self.border.readers[source[0]][0]
-                grads = self._gradients.receive((GRADIENTS, *source), reader)
+                grads = self._gradients.receive((self.border.gradients_edge, *source), reader)
         used = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
         # `start` makes FSDP begin its backward pass even on ranks without features.
         with span("tower backward", "compute"):
@@ -334,33 +342,37 @@ def is_trained(model: nn.Module) -> bool:
 
 
 class Reader:
-    """Receiver of features on a rank of the language part, which sends their gradients back to the tower.
+    """Receiver of features on a rank of the language part, which sends their gradients back to the towers.
 
     Args:
-        border: Ranks of both sides.
+        borders: Ranks on both sides of the border to each tower; the readers of all towers are equal.
         share: Data-parallel rank in the language part.
         rank: Rank of this process in the world.
-        features: Channel from the tower.
-        gradients: Channel to the tower.
+        features: Channel from the towers.
+        gradients: Channel to the towers.
     """
 
     def __init__(
         self,
-        border: Border,
+        borders: Sequence[Border],
         share: int,
         rank: int,
         features: Channel,
         gradients: Channel,
     ) -> None:
-        self.border, self.share = border, share
-        self._reads = rank in border.readers[share]
-        self._sends = border.readers[share][0] == rank
+        self.borders, self.share = tuple(borders), share
+        readers = self.borders[0].readers[share]
+        self._reads, self._sends = rank in readers, readers[0] == rank
         self._features, self._gradients = features, gradients
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
-        self._owner = border.owner
-        self._received: deque[tuple[str, Any]] | None = None
-        self._leaves: list[Tensor] = []
+        self._owner: Callable[[int, int], int] | None = None
+        # Of the running forward pass, by number of the tower: messages, and their tensors that need gradients.
+        self._received: dict[int, deque[tuple[str, Any]]] = {}
+        self._leaves: dict[int, list[Tensor]] = {}
+        self._counts: dict[
+            int, list[int]
+        ] = {}  # index of a microbatch -> number of gradients per tower
         self._stages: StageLayers | None = None
 
     def watch(
@@ -389,7 +401,8 @@ class Reader:
         Args:
             owner: Function from share and index to the world rank that computes the features; None: `Border.owner`.
         """
-        self._owner = owner or self.border.owner
+        self._owner = owner
+        self._counts.clear()
         try:
             yield
         finally:
@@ -403,39 +416,53 @@ class Reader:
         """Wait until every message is sent."""
         self._gradients.flush()
 
-    def receive(self, label: str) -> Any:
-        """Return the tower's result of the call named `label`, which crosses the border."""
-        received = self._message()
+    def receive(self, label: str, number: int) -> Any:
+        """Return the result of the call named `label`, which crosses the border to a tower.
+
+        Args:
+            label: Name of the call.
+            number: Number of the tower, in the order of `borders`.
+        """
+        received = self._message(number)
         found, output = received.popleft() if received else ("no further features", None)
         if found != label:
             raise mismatch(f"the model calls `{label}`, the tower sent {found}")
         return output
 
-    def _message(self) -> deque[tuple[str, Any]]:
-        if self._received is None:
+    def _tower_rank(self, number: int, index: int) -> int:
+        """Return the world rank of the tower that computes the features of a microbatch of this share."""
+        return (self._owner or self.borders[number].owner)(self.share, index)
+
+    def _message(self, number: int) -> deque[tuple[str, Any]]:
+        if number not in self._received:
             if self._index is None:
                 raise mismatch("a forward pass outside of a step")
-            key = (FEATURES, self.share, self._index)
-            message = self._features.receive(key, self._owner(self.share, self._index))
+            key = (self.borders[number].edge, self.share, self._index)
+            message = self._features.receive(key, self._tower_rank(number, self._index))
             tensors = _tensors(message)
-            self._leaves = [t for t in tensors if t.requires_grad]
+            self._leaves[number] = [t for t in tensors if t.requires_grad]
             if self._stages is not None and self._stages.trace is not None:
                 self._stages.trace.mark(tensors)
-            if self._stages is not None:
-                self._stages.features = self._leaves
-            self._received = deque(message)
-        return self._received
+            self._received[number] = deque(message)
+        return self._received[number]
 
     def _begin(self, *_: Any) -> None:
-        self._received = None
+        self._received.clear()
+        self._leaves.clear()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        if rest := self._message():
-            raise mismatch(f"the tower sent `{rest[0][0]}`, which the model does not call")
+        numbers = range(len(self.borders))
+        for number in numbers:
+            if rest := self._message(number):
+                raise mismatch(f"the tower sent `{rest[0][0]}`, which the model does not call")
         assert self._index is not None
-        index, leaves = self._index, self._leaves
+        index, leaves = self._index, [leaf for n in numbers for leaf in self._leaves[n]]
+        self._counts[index] = [len(self._leaves[n]) for n in numbers]
         self._index = None
-        if not leaves or self._stages is not None:  # a pipeline calls `send`
+        if self._stages is not None:  # a pipeline calls `send`
+            self._stages.features = leaves
+            return
+        if not leaves:
             return
         queued: list[bool] = []
 
@@ -455,16 +482,22 @@ class Reader:
                 leaf.register_hook(begin_backward)
 
     def send(self, index: int, grads: Sequence[Tensor | None]) -> None:
-        """Send the gradients of the features of one microbatch to the tower rank that computed the features."""
+        """Send the gradients of the features of one microbatch to the tower ranks that computed the features."""
         if (group := self._summed_over) is not None:
             # Sum copies, because the weight gradients of a pipeline stage may still read these tensors.
             grads = [
                 None if g is None else all_reduce(g.clone(), group, Purpose.WHOLE_PARAMETERS)
                 for g in grads
             ]
-        if self._sends:
-            key, target = (GRADIENTS, self.share, index), self._owner(self.share, index)
-            self._gradients.send(key, *pack(grads), target)
+        if not self._sends:
+            return
+        start = 0
+        for number, count in enumerate(self._counts.pop(index)):
+            if count:
+                key = (self.borders[number].gradients_edge, self.share, index)
+                message = pack(grads[start : start + count])
+                self._gradients.send(key, *message, self._tower_rank(number, index))
+            start += count
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,6 +540,13 @@ class Submodels:
         """(`TowerModel`, `Tower`) of each tower on this rank."""
         return [(role.part, role.side) for role in self.roles if isinstance(role.side, Tower)]
 
+    @property
+    def borders(self) -> tuple[Border, ...]:
+        """Borders to the towers that this rank knows: to all of them if it has the language part, else to its own."""
+        if self.language is not None:
+            return self.language[1].borders
+        return tuple(tower.border for _, tower in self.towers)
+
     def sources(self, count: int) -> list[Source]:
         """Return the microbatches of this rank in a step: those of the language part, then those of each tower.
 
@@ -522,13 +562,13 @@ class Submodels:
         return [*own, *(source for sources in served for source in sources)]
 
     def owners(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each tower rank, the numbers of the microbatches whose features it computes, in order.
+        """Return, for each rank of the only tower, the numbers of the microbatches that it encodes, in order.
 
         Args:
             count: Number of microbatches of each data-parallel rank of the language part. All microbatches are numbered
                 consecutively: first those of rank 0, then those of rank 1, and so on.
         """
-        border = self.roles[0].side.border
+        border, *_ = self.borders
         sources = None if self.joint is None else self.joint.sources
         return border.owners(count, sources)
 

@@ -1,14 +1,15 @@
-"""Division of a multimodal model into its language part and its tower (encoder and projector), in place.
+"""Division of a multimodal model into its language part and its towers (encoders with projectors), in place.
 
 A pass of text alone on meta tensors measures the parameters of the language part; all other parameters belong to the
-tower. The model's code does not change: a rank drops the parameters of the other part, and calls that cross the border
-are replaced on the instance. These calls are the model's own `get_image_features`, `get_video_features` and
-`get_audio_features`, else the calls of the tower's modules.
+towers, by their names if there are several. The model's code does not change: a rank drops the parameters of other
+parts, and calls that cross a border are replaced on the instance. These calls are the model's own `get_image_features`,
+`get_video_features` and `get_audio_features`, else the calls of a tower's modules.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
 from hyper_parallel.backends.torch.weights.huggingface import COMPLETE, model_of_part
 from hyper_parallel.errors import UnsupportedSharding
+from hyper_parallel.model import tower_kind
 
 LANGUAGE: Final = "language"
 _KINDS: Final = {"image": "vision", "video": "vision", "audio": "audio"}
@@ -51,20 +53,49 @@ _CAUSE_CHARS: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """Division of a model into its tower and its language part.
+class TowerPart:
+    """Tower of a model.
 
     Attributes:
         kind: Kind of the tower: vision or audio.
-        tower: Names of the tower's parameters.
-        modules: Names of the tower's outermost modules.
-        layers_with_features: Decoder layers after the first one to which features are added.
+        parameters: Names of its parameters.
+        modules: Names of its outermost modules.
+        media: Arguments of the model's forward with its images, videos or audio; empty for the only tower of a model,
+            which gets all arguments.
     """
 
     kind: str
-    tower: frozenset[str]
+    parameters: frozenset[str]
     modules: tuple[str, ...]
+    media: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Division of a model into its towers and its language part.
+
+    Attributes:
+        towers: The towers, sorted by kind.
+        layers_with_features: Decoder layers after the first one to which features are added.
+    """
+
+    towers: tuple[TowerPart, ...]
     layers_with_features: frozenset[int] = frozenset()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the towers, sorted."""
+        return tuple(tower.kind for tower in self.towers)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of the parameters of all towers."""
+        return frozenset().union(*(tower.parameters for tower in self.towers))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the outermost modules of all towers."""
+        return tuple(name for tower in self.towers for name in tower.modules)
 
 
 class _ParameterUses(FlowTracer):
@@ -86,16 +117,15 @@ def divide(model: nn.Module) -> Division:
     """Return the division of a model whose parameters may have values or be on the meta device.
 
     Raises:
-        UnsupportedSharding: HP205 for a model of text alone, with several towers, or whose forward cannot be traced.
+        UnsupportedSharding: HP205 for a model of text alone, whose towers cannot be told apart, or whose forward cannot
+            be traced.
     """
     modalities = getattr(model, "input_modalities", "text")
     modalities = (modalities,) if isinstance(modalities, str) else modalities
     kinds = sorted({_KINDS[m] for m in modalities if m in _KINDS})
-    if len(kinds) != 1 or view_of(model).base is None:
+    if not kinds or view_of(model).base is None:
         raise _refusal(
-            model,
-            "its inputs are not text and media of one kind",
-            f"inputs: {', '.join(modalities)}",
+            model, "its inputs are not text and media", f"inputs: {', '.join(modalities)}"
         )
     tracer = _ParameterUses()
     try:
@@ -105,17 +135,80 @@ def divide(model: nn.Module) -> Division:
         raise _refusal(
             model, "a forward pass with text only cannot be traced", error.what
         ) from error
-    tower = {name: p for name, p in model.named_parameters() if id(p) not in tracer.read}
-    if not tower:
+    names = {name: id(p) in tracer.read for name, p in model.named_parameters()}
+    if all(names.values()):
         raise _refusal(model, "a forward pass with text only uses every parameter", "no tower")
-    owned, modules = {id(p) for p in tower.values()}, list[str]()
+    outside = [name for name, is_language in names.items() if not is_language]
+    if len(kinds) == 1:
+        towers = [_tower_part(model, kinds[0], outside, frozenset())]
+    else:
+        _check_kinds(model, kinds, names)
+        own = {kind: [name for name in outside if tower_kind(name) == kind] for kind in kinds}
+        towers = [_tower_part(model, kind, own[kind], _media_of(model, kind)) for kind in kinds]
+        _check_modules(model, towers)
+    return Division(tuple(towers), frozenset(layers_with_media(model)))
+
+
+def _check_kinds(model: nn.Module, kinds: Sequence[str], names: Mapping[str, bool]) -> None:
+    """Raise HP205 if parameters of a model with several towers cannot be assigned to one part each.
+
+    Args:
+        model: Model to divide.
+        kinds: Kinds of its towers.
+        names: Names of all parameters, with True for those that a forward pass with text only uses.
+    """
+    for name, is_language in names.items():
+        kind = tower_kind(name)
+        if is_language and kind in kinds:
+            raise _refusal(model, f"text also uses parameters of its encoder `{kind}`", name)
+        if not is_language and kind not in kinds:
+            raise _refusal(model, "the name of a parameter names none of its encoders", name)
+    if missing := {*kinds} - {tower_kind(name) for name in names}:
+        raise _refusal(model, "an encoder has no parameters", ", ".join(sorted(missing)))
+
+
+def _check_modules(model: nn.Module, towers: Sequence[TowerPart]) -> None:
+    """Raise HP205 if a parameter of one of several towers is outside of the tower's modules."""
+    for tower in towers:
+        for name in sorted(tower.parameters):
+            if not any(name.startswith(f"{module}.") for module in tower.modules):
+                raise _refusal(model, "a module has parameters of several parts", name)
+
+
+def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
+    """Return the arguments of a model's forward that its feature methods of a kind read as images, videos or audio.
+
+    Raises:
+        UnsupportedSharding: HP205 for a model without such methods, or whose forward has no such argument.
+    """
+    accepted, media = inspect.signature(model.forward).parameters, set[str]()
+    for modality, method in _feature_methods(kind):
+        owner = next((m for m in model.modules() if hasattr(type(m), method)), None)
+        if owner is not None:
+            media.add(next(iter(inspect.signature(getattr(owner, method)).parameters)))
+        elif modality in getattr(model, "input_modalities", ()):
+            raise _refusal(model, f"it has several encoders, and no `{method}`", modality)
+    if unknown := sorted(media - accepted.keys()):
+        raise _refusal(model, "its forward has no argument of its feature method", unknown[0])
+    return frozenset(media)
+
+
+def _feature_methods(kind: str) -> list[tuple[str, str]]:
+    """Return the modalities of a kind of tower, each with the name of the model's method that returns its features."""
+    return [(m, f"get_{m}_features") for m, own in _KINDS.items() if own == kind]
+
+
+def _tower_part(
+    model: nn.Module, kind: str, names: Sequence[str], media: frozenset[str]
+) -> TowerPart:
+    """Return the tower with the parameters `names` of a model."""
+    owned, modules = {id(model.get_parameter(name)) for name in names}, list[str]()
     for name, module in model.named_modules():
         parameters = [id(p) for p in module.parameters()]
         inside = any(name.startswith(f"{outer}.") for outer in modules)
         if parameters and not inside and owned.issuperset(parameters):
             modules.append(name)
-    layers = frozenset(layers_with_media(model))
-    return Division(kinds[0], frozenset(tower), tuple(modules), layers)
+    return TowerPart(kind, frozenset(names), tuple(modules), media)
 
 
 def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
@@ -123,7 +216,7 @@ def _refusal(model: nn.Module, why: str, got: str) -> UnsupportedSharding:
         f"{type(model).__name__} has no encoder that can run on separate ranks: {why}",
         where="parallel.submodels",
         got=got,
-        allowed="a text decoder with one encoder, either for images and videos or for audio",
+        allowed="a text decoder with an encoder for images and videos, one for audio, or both",
         hint="parallel.submodels=null",
     )
 
@@ -145,30 +238,42 @@ def _remove_children(module: nn.Module, kept: set[nn.Module]) -> None:
             del module._modules[name]
 
 
-def _crossings(model: nn.Module, division: Division) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield (module, name of its method, label) for every call that may cross the border."""
+def _crossings(model: nn.Module, tower: TowerPart) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield (module, name of its method, label) for every call that may cross the border to a tower."""
+    methods = [method for _, method in _feature_methods(tower.kind)]
     for name, module in model.named_modules():
-        if name in division.modules:
+        if name in tower.modules:
             yield module, "forward", name
-        for modality in _KINDS:
-            method = f"get_{modality}_features"
+        for method in methods:
             if hasattr(type(module), method):
                 yield module, method, f"{name}.{method}".lstrip(".")
 
 
 def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Module:
-    """Drop the tower's parameters and make calls that cross the border return received results.
+    """Drop the parameters of all towers and make calls that cross their borders return received results.
 
     Return the same model, changed in place.
     """
-    for owner, attribute, label in _crossings(model, division):
-        setattr(owner, attribute, lambda *_, label=label, **__: reader.receive(label))
-    for name in division.modules:  # keep the methods and plain attributes of the tower's modules
+    for number, tower in enumerate(division.towers):
+        for owner, attribute, label in [*_crossings(model, tower)]:
+            setattr(owner, attribute, _receive(reader, number, label))
+    _empty_modules(model, division.modules)
+    dropped = division.parameters
+    _drop_parameters(model, {id(p) for n, p in model.named_parameters() if n in dropped})
+    return model
+
+
+def _receive(reader: Reader, number: int, label: str) -> Callable[..., Any]:
+    """Return a function that receives the result of a call from a tower, for any arguments."""
+    return lambda *_, **__: reader.receive(label, number)
+
+
+def _empty_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """Remove parameters, buffers and children of modules; their methods and plain attributes stay."""
+    for name in names:
         module = model.get_submodule(name)
         module._modules, module._parameters, module._buffers = {}, {}, {}
         _answer_for(module, model)
-    _drop_parameters(model, {id(p) for n, p in model.named_parameters() if n in division.tower})
-    return model
 
 
 def _answer_for(module: nn.Module, model: nn.Module) -> None:
@@ -182,21 +287,25 @@ def _answer_for(module: nn.Module, model: nn.Module) -> None:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters and buffers, for a rank with both parts."""
+    """Return a copy of a model that shares its parameters and buffers, for a rank with several parts."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def join_parts(language: nn.Module, tower: TowerModel, division: Division) -> nn.Module:
-    """Return one module with the parameters of both parts of this rank, for optimizers and checkpoints.
+def join_parts(whole: nn.Module, tower: TowerModel) -> nn.Module:
+    """Return one module with the parameters of several parts of this rank, for optimizers and checkpoints.
 
-    Modules that contain both parts are copies, so that FSDP of one part does not find the other part.
+    Modules that contain several parts are copies, so that FSDP of one part does not find another part.
+
+    Args:
+        whole: Language part, another tower, or several joined parts.
+        tower: Tower to join to them.
     """
-    joined = _join_modules(language, tower, "", division)
+    joined = _join_modules(whole, tower, "", tower.part.modules)
 
     def train(mode: bool = True) -> nn.Module:
         joined.training = mode
-        language.train(mode)
+        whole.train(mode)
         tower.train(mode)
         return joined
 
@@ -205,21 +314,21 @@ def join_parts(language: nn.Module, tower: TowerModel, division: Division) -> nn
 
 
 def _join_modules(
-    language: nn.Module, tower: nn.Module, name: str, division: Division
+    whole: nn.Module, tower: nn.Module, name: str, modules: Sequence[str]
 ) -> nn.Module:
-    if name in division.modules:
+    if name in modules:
         return tower
     # `FSDPModule.__new__` would run the constructor.
-    joined: nn.Module = object.__new__(type(language))
-    joined.__dict__.update(language.__dict__)
-    joined._modules = {**language._modules}
-    tower._buffers = language._buffers  # both use one dict, whose entries may be replaced later
+    joined: nn.Module = object.__new__(type(whole))
+    joined.__dict__.update(whole.__dict__)
+    joined._modules = {**whole._modules}
+    tower._buffers = whole._buffers  # both use one dict, whose entries may be replaced later
     if any(parameter is not None for parameter in tower._parameters.values()):
         joined._parameters = tower._parameters
     for key, child in tower._modules.items():
         inner = f"{name}.{key}".lstrip(".")
-        if any(f"{module}.".startswith(f"{inner}.") for module in division.modules):
-            joined._modules[key] = _join_modules(language._modules[key], child, inner, division)
+        if any(f"{module}.".startswith(f"{inner}.") for module in modules):
+            joined._modules[key] = _join_modules(whole._modules[key], child, inner, modules)
     return joined
 
 
@@ -234,32 +343,41 @@ class TowerModel(nn.Module):
     border, see `forward`.
 
     Args:
-        model: The complete model; loses the parameters of its language part.
+        model: The complete model; loses the parameters of all other parts.
         division: Parts of the model.
+        part: The tower.
+
+    Attributes:
+        part: The tower.
     """
 
-    def __init__(self, model: nn.Module, division: Division) -> None:
+    def __init__(self, model: nn.Module, division: Division, part: TowerPart) -> None:
         super().__init__()
+        self.part = part
         self._crossed: list[tuple[str, Any]] = []
         self._running = False
-        for owner, attribute, label in _crossings(model, division):
+        others = [tower for tower in division.towers if tower != part]
+        self._unused = frozenset(_TARGETS).union(*(tower.media for tower in others))
+        for owner, attribute, label in _crossings(model, part):
             setattr(owner, attribute, self._record_results(label, getattr(owner, attribute)))
         decoder, embedding = view_of(model).base, model.get_input_embeddings()  # type: ignore[operator]
         width = embedding.weight.shape[-1]
-        dtype = model.get_parameter(min(division.tower)).dtype
+        dtype = model.get_parameter(min(part.parameters)).dtype
         embedding.forward = lambda ids: torch.zeros(
             *ids.shape, width, dtype=dtype, device=ids.device
         )
         decoder.forward = _stop
-        kept = {decoder, embedding}
-        for name in division.modules:
+        kept = {decoder, embedding, *map(model.get_submodule, division.modules)}
+        for name in part.modules:
             kept.update(model.get_submodule(name).modules())
         outer = {m for m in model.modules() if not kept.isdisjoint(m.modules())}
         _remove_children(model, kept | outer)
         for module in (decoder, embedding):
             module._buffers = {}
-        language = {id(p) for n, p in model.named_parameters() if n not in division.tower}
-        _drop_parameters(model, language)
+        _drop_parameters(
+            model, {id(p) for n, p in model.named_parameters() if n not in part.parameters}
+        )
+        _empty_modules(model, [name for tower in others for name in tower.modules])
         object.__setattr__(self, COMPLETE, model)  # keep the model itself out of the children
         self._modules, self._parameters = model._modules, model._parameters
 
@@ -292,7 +410,7 @@ class TowerModel(nn.Module):
         """
         self._crossed.clear()
         if batch:
-            inputs = {name: value for name, value in batch.items() if name not in _TARGETS}
+            inputs = {name: value for name, value in batch.items() if name not in self._unused}
             with suppress(_DecoderReached):
                 model_of_part(self)(**inputs, use_cache=False)
         structure, tensors = pack([(label, _features(output)) for label, output in self._crossed])
@@ -317,22 +435,33 @@ class TowerNotTraced(Exception):
     """Forward of a tower that does not run on meta tensors; the message names the cause."""
 
 
-def tower_flops(model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]) -> list[float]:
-    """Return the FLOPs of the tower's forward on each batch.
+def tower_flops(
+    model: nn.Module, batches: Sequence[Mapping[str, NDArray[Any]]]
+) -> dict[str, list[float]]:
+    """Return the FLOPs of each tower's forward on each batch, by kind of tower.
 
     Args:
         model: Model of `parallelize_submodels`, on the meta device; not changed.
         batches: Arguments of its forward as arrays.
 
     Raises:
-        TowerNotTraced: The tower's forward fails on meta tensors.
+        TowerNotTraced: A tower's forward fails on meta tensors.
     """
-    tower = TowerModel(copy.deepcopy(model), divide(model))
+    division = divide(model)
+    return {
+        part.kind: _flops(TowerModel(copy.deepcopy(model), division, part), batches)
+        for part in division.towers
+    }
+
+
+def _flops(tower: TowerModel, batches: Sequence[Mapping[str, NDArray[Any]]]) -> list[float]:
+    """Return the FLOPs of a tower's forward on each batch; see `tower_flops`."""
     dtype = next(tower.parameters()).dtype
-    counts = []
+    media, counts = tower.part.media, list[float]()
     for batch in batches:
         inputs = {name: _meta(array, dtype) for name, array in batch.items()}
-        if not any(t.is_floating_point() for t in inputs.values()):
+        read = [t for n, t in inputs.items() if n in media] if media else [*inputs.values()]
+        if not any(t.is_floating_point() for t in read):
             counts.append(0.0)
             continue
         with FlopCounterMode(display=False) as counter, torch.no_grad():

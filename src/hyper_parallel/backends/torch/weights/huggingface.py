@@ -209,7 +209,7 @@ def map_names(
 
 
 _Sources = dict[str, list[tuple[int | None, str]]]
-"""Stored names by the matching pattern of a converter, each with the number that matches its star."""
+"""Stored names by the matching pattern of a converter, each with the number at the `*` of the pattern."""
 
 
 def _number_of(pattern: str, name: str) -> int | None:

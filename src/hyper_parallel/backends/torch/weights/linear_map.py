@@ -25,7 +25,8 @@ def is_linear_class(module: nn.Module) -> bool:
 def weight_order(module: nn.Module) -> str | None:
     """Return the order of dims of a linear module's weight, `OUT_IN` or `IN_OUT`; None for other modules.
 
-    A module with a custom forward is run on random inputs and parameters; its own may be on the meta device.
+    A module with a custom forward is run on random inputs with random parameters, so its own parameters may be on the
+    meta device.
     """
     if type(module).forward is nn.Linear.forward:
         return OUT_IN

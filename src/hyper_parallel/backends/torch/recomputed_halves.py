@@ -1,0 +1,133 @@
+"""Recomputation of a layer that runs on half-batches: forward keeps its inputs, backward recomputes both halves.
+
+    forward     a half may leave the layer while the other one is still inside; saved tensors are replaced by numbers
+    backward    the first number that is unpacked recomputes both halves in turns, up to the last saved tensor of each
+
+`torch.utils.checkpoint` would wrap the call of both halves, so both would have to meet at the end of the layer. Around
+the call of one half, the collectives of its recomputation would be exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+
+from hyper_parallel.backends.torch.in_flight import Turns, apply_hooks
+from hyper_parallel.backends.torch.pass_context import RunningPass
+from hyper_parallel.errors import UnsupportedSharding
+
+
+class _AllRecomputed(Exception):
+    """All tensors that a half saved in forward have been recomputed."""
+
+
+class _Input:
+    """Tensor that a layer gets, without its history."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x, self._version, self._is_trained = x.detach(), x._version, x.requires_grad
+
+    def restore(self) -> Tensor:
+        """Return the tensor; raise HP205 if its values have changed since."""
+        if self._x._version != self._version:
+            raise UnsupportedSharding(
+                "the input of a recomputed layer was changed in place before backward",
+                where="overlap",
+                hint="training.recompute=none",
+            )
+        return self._x.detach().requires_grad_(self._is_trained)
+
+
+class _SavedTensors:
+    """Tensors that one half saves for backward: counted in forward, recomputed in backward."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.values: dict[int, Tensor] = {}
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+
+    def pack(self, _: Tensor) -> int:
+        """Return the number of a tensor saved in forward."""
+        self.count += 1
+        return self.count - 1
+
+    def hooks_of_recomputation(self) -> saved_tensors_hooks:
+        """Return hooks that store the recomputed tensors by number and raise `_AllRecomputed` behind the last one."""
+        number = 0
+
+        def pack(x: Tensor) -> Tensor:
+            nonlocal number
+            x = x.detach() if x.requires_grad else x
+            self.values[number] = x
+            number += 1
+            if number == self.count:
+                raise _AllRecomputed
+            return x
+
+        return saved_tensors_hooks(pack, lambda x: x)
+
+
+class RecomputedHalves:
+    """Pass of two halves through a layer that backward recomputes."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        running: RunningPass,
+        precision: AbstractContextManager[Any],
+    ) -> None:
+        """Begin a pass.
+
+        Args:
+            forward: Forward of the layer.
+            running: The running pass; recomputation gets the context that it has now.
+            precision: Context in which the layer is recomputed.
+        """
+        self._forward, self._running, self._precision = forward, running, precision
+        self._context = running.recomputed()
+        self._saved = _SavedTensors(), _SavedTensors()
+
+    def run(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward for half `index`, whose turn it is."""
+        saved = self._saved[index]
+        saved.arguments = tree_map_only(Tensor, _Input, (args, kwargs))
+        with apply_hooks(saved_tensors_hooks(saved.pack, partial(self._unpack, saved))):
+            return self._forward(*args, **kwargs)
+
+    def _unpack(self, saved: _SavedTensors, number: int) -> Tensor:
+        """Return a saved tensor once; another request for it recomputes the layer again."""
+        if number not in saved.values:
+            self._recompute()
+        return saved.values.pop(number)
+
+    def _recompute(self) -> None:
+        running, turns = self._running, Turns()
+        now, running.context = running.context, self._context
+        try:
+            with torch.enable_grad(), self._precision:
+                turns.add([partial(self._recompute_half, saved) for saved in self._saved])
+                turns.finish()
+        finally:
+            running.context = now
+
+    def _recompute_half(self, saved: _SavedTensors) -> None:
+        args, kwargs = tree_map_only(_Input, _Input.restore, saved.arguments)
+        try:
+            with apply_hooks(saved.hooks_of_recomputation()):
+                self._forward(*args, **kwargs)
+        except _AllRecomputed:
+            return
+        if len(saved.values) < saved.count:
+            raise UnsupportedSharding(
+                "a layer saves fewer tensors when it is recomputed than in forward",
+                where="overlap",
+                got=f"{len(saved.values)} of {saved.count}",
+                hint="training.recompute=none",
+            )
