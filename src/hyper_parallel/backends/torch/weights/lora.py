@@ -34,7 +34,8 @@ from hyper_parallel.backends.torch.weights.initialization import (
 from hyper_parallel.backends.torch.weights.linear_map import OUT_IN, weight_order
 from hyper_parallel.backends.torch.weights.shard_ranges import copy_full
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
-from hyper_parallel.ir import Layout, Strategy, round_up
+from hyper_parallel.ir import Layout, Strategy
+from hyper_parallel.units import round_up
 
 _TENSOR_AXES: Final = ("tp_x", "tp_y")
 
