@@ -135,6 +135,7 @@ class EventSequence:
 
 _POST_BACKWARD: Final = "POST_BACKWARD"
 _PRE_BACKWARD: Final = "PRE_BACKWARD"
+_IDLE: Final = "IDLE"
 
 
 @dataclass(slots=True, eq=False)
@@ -236,6 +237,10 @@ class UnitOrder:
             self._forward.finish(self._fill_forward)
             self._forward = None
             self._passes += torch.is_grad_enabled()
+        if (
+            unit.state == _IDLE
+        ):  # another half-batch has left it before; FSDP would free parameters that are kept
+            return output
         return unit.methods["post_forward"](module, inputs, output)
 
     def _fill_forward(self, number: int) -> None:
