@@ -19,10 +19,12 @@ from greenlet import greenlet
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import OPTConfig, OPTForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hyper_parallel.backends.torch import collectives
 from hyper_parallel.backends.torch.data.unit_order import groups_of
+from hyper_parallel.backends.torch.half_batch import check_half_batches
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
 from hyper_parallel.runtime import World, forward_backward, handle, launch, parallelize
@@ -422,6 +424,19 @@ def test_what_layers_record_is_whole_or_refused_and_compiled_layers_are_refused(
                 model(input_ids=ids)
 
     launch(rank, 2, timeout_s=100)
+
+
+def test_layers_skipped_at_random_are_refused_by_name() -> None:
+    config = OPTConfig(
+        vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, dropout=0.0,
+        word_embed_proj_dim=32, layerdrop=0.5,
+    )  # fmt: skip
+    model = OPTForCausalLM(config)
+    with pytest.raises(UnsupportedSharding, match="skipped at random") as caught:
+        check_half_batches(model, HALVES, has_balance_loss=False)
+    assert "layerdrop=0.5" in str(caught.value)
+    model.model.decoder.layerdrop = config.layerdrop = 0.0
+    check_half_batches(model, HALVES, has_balance_loss=False)
 
 
 class Double(torch.autograd.Function):
