@@ -237,9 +237,8 @@ class UnitOrder:
             self._forward.finish(self._fill_forward)
             self._forward = None
             self._passes += torch.is_grad_enabled()
-        if (
-            unit.state == _IDLE
-        ):  # another half-batch has left it before; FSDP would free parameters that are kept
+        if unit.state == _IDLE:
+            # The first half has left before this one. FSDP would free parameters that are kept until backward.
             return output
         return unit.methods["post_forward"](module, inputs, output)
 
