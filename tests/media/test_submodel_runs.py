@@ -18,6 +18,7 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 from hyper_parallel.config import LoadedRecipe, load_recipe
 from hyper_parallel.errors import (
     BadValue,
+    BatchMismatch,
     Contradiction,
     HyperParallelError,
     UnknownKey,
@@ -281,9 +282,17 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
             "HP104[\\s\\S]*rank 2 of 4",
         ),
         (
-            ("parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}",),
-            Contradiction,
-            "HP104[\\s\\S]*language.pp=1",
+            (
+                "parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}",
+                "training.accumulation_steps=3",
+            ),
+            BatchMismatch,
+            "HP308[\\s\\S]*accumulation_steps=4",
+        ),
+        (
+            ("parallel.submodels={vision: {ranks: [3]}, language: {pp: 2, dp_shard: 2}}",),
+            UnsupportedSharding,
+            "HP205[\\s\\S]*language.pp=1",
         ),
         ((*AUTO, "lora.r=2"), Contradiction, "HP104[\\s\\S]*lora=null"),
         (("parallel.submodels={auto: true, vision: {dp_shard: 1}}",), HyperParallelError, "HP10"),

@@ -31,15 +31,20 @@ from hyper_parallel.backends.torch.submodels.parts import (
 )
 from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
 from hyper_parallel.ir import Schedule, Strategy, Workload
-from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
+from hyper_parallel.mpmd import JointLayout, check_submodel_schedule
 from hyper_parallel.planner import parse_strategy
-from hyper_parallel.planner.submodels import is_joint, joint_lanes, stage_of_rank
+from hyper_parallel.planner.submodels import feature_stages, joint_layout, places_of_ranks
 from hyper_parallel.runtime._parallelize import attach_save_pretrained, parallelize, plan_of
 from hyper_parallel.runtime._world import World
 
 _ALL: Final = 2**31
 """Number of microbatches in flight for schedules that may run all forward passes first: no limit."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
+_JOINT: Final = (
+    "pp with schedule=1f1b; a tower on the same pipeline stages of each data-parallel rank of `language`; at most one "
+    "rank of a sharded tower per pipeline stage and data-parallel rank"
+)
+"""Layouts with a joint schedule."""
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 
@@ -71,7 +76,8 @@ def parallelize_submodels(
             ranks, and no rank has two parts.
         routing: Options of expert routing in the language part; None: the model's own behavior.
         schedule: Schedule of steps with its number of microbatches, for a language part with pipeline stages and 1F1B:
-            stage 0 is the tower, and lane k runs stage k + 1; see `mpmd.submodel_schedule`. None: one from equal costs.
+            stage 0 is the tower, and lane k runs stage k + 1; see `mpmd.submodel_schedule`. Each data-parallel rank of
+            the language part runs it. None: one from equal costs.
 
     Returns:
         The part of this rank, or a module with both parts. Its parameters have the names of the model.
@@ -85,9 +91,10 @@ def parallelize_submodels(
     """
     strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
-    lanes = joint_lanes(strategies, members)
+    strategies[LANGUAGE] = _with_stage_layers(model, strategies[LANGUAGE], division)
+    layout = joint_layout(strategies, members, division.layers_with_features)
     frozen = not any(model.get_parameter(name).requires_grad for name in division.tower)
-    _check_schedule(schedule, strategies, lanes, frozen)
+    _check_schedule(schedule, strategies, layout, frozen)
     sides = _exchange_sides(strategies, members, division, world)
     twin = twin_of(model) if len(sides) > 1 else model
     roles = []
@@ -97,13 +104,20 @@ def parallelize_submodels(
         plan = plan_of(part, strategies[name])
         # `workload` is that of the language part; its batch need not be divisible by the tower's ranks.
         plan = replace(plan, workload=workload or plan.workload)
-        copied = is_tower and lanes is not None and strategies[name].dp > 1
-        options = _options(is_tower, copied, routing)
+        copied = is_tower and layout is not None and strategies[name].dp > 1
+        options = _options(is_tower, copied and strategies[name].dp_shard == 1, routing)
         parallelize(part, plan, world, members[name], **options)
         roles.append(_role(part, side, world))
-    stages = stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
-    joint = lanes and _joint_steps(lanes, roles, stages, world, frozen, schedule)
+    places = places_of_ranks(strategies[LANGUAGE], members[LANGUAGE])
+    joint = layout and _joint_steps(layout, roles, places, world, frozen, schedule)
     return _rank_module(roles, division, joint)
+
+
+def _with_stage_layers(model: nn.Module, language: Strategy, division: Division) -> Strategy:
+    """Return the strategy of the language part; with layers of each stage if later stages may read features."""
+    if language.pp == 1 or language.stage_layers or not division.layers_with_features:
+        return language
+    return replace(language, stage_layers=plan_of(model, language).strategy.stage_layers)
 
 
 def _options(is_tower: bool, copied: bool, routing: Routing | None) -> dict[str, Any]:
@@ -118,20 +132,20 @@ def _options(is_tower: bool, copied: bool, routing: Routing | None) -> dict[str,
 def _check_schedule(
     schedule: Schedule | None,
     strategies: Mapping[str, Strategy],
-    lanes: TowerLanes | None,
+    layout: JointLayout | None,
     frozen: bool,
 ) -> None:
     """Raise ScheduleError (HP320) for a schedule that the parts cannot run."""
     if schedule is None:
         return
-    if lanes is None:
+    if layout is None:
         raise ScheduleError(
             "tower and language part have no joint schedule",
             got=f"{strategies}",
-            allowed="a language part with pp, one data-parallel rank and schedule=1f1b; a tower with dp_shard=1",
+            allowed=_JOINT,
             hint="schedule=None",
         )
-    check_submodel_schedule(schedule, lanes, frozen)
+    check_submodel_schedule(schedule, layout.lanes, frozen)
 
 
 def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
@@ -173,25 +187,28 @@ def _members(
 
 
 def _joint_steps(
-    lanes: TowerLanes,
+    layout: JointLayout,
     roles: Sequence[Role],
-    stages: Mapping[int, int],
+    places: Mapping[int, tuple[int, int]],
     world: World,
     frozen: bool,
     schedule: Schedule | None,
 ) -> JointSteps:
-    """Return the steps of this rank that interleave tower and pipeline stages, following a joint schedule."""
+    """Return the steps of this rank that interleave tower and pipeline stages, following a joint schedule.
+
+    `places` has the data-parallel rank and the pipeline stage of each rank of the language part.
+    """
     side = roles[-1].side
     tower = side.border.tower
     attached = handle(roles[-1].part)
     own = isinstance(side, Tower)
-    lane = stages[world.rank] if world.rank in stages else lanes.towers[tower.index(world.rank)]
+    copied = own and attached.plan.strategy.dp_shard == 1
     return JointSteps(
-        lanes,
+        layout,
         tower,
-        attached.ranks.world_group if own else None,
+        attached.ranks.world_group if copied else None,
         getattr(torch, attached.plan.workload.reduce_dtype),
-        lane,
+        places.get(world.rank) or layout.place(tower.index(world.rank)),
         tower.index(world.rank) if own else None,
         frozen,
         schedule,
@@ -199,7 +216,7 @@ def _joint_steps(
 
 
 def _first_rank(side: Tower | Reader) -> int:
-    return side.border.tower[0] if isinstance(side, Tower) else side.border.readers[0][0]
+    return side.border.tower[0] if isinstance(side, Tower) else side.border.readers[0][0][0]
 
 
 def _exchange_sides(
@@ -218,19 +235,18 @@ def _exchange_sides(
     everyone = list(range(world.world_size))
     features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))
     language = strategies[LANGUAGE]
-    readers: list[list[int]] = [[] for _ in range(language.dp)]
-    shares: dict[int, int] = {}
-    for position, rank in enumerate(members[LANGUAGE]):
-        coordinate = language.mesh().coordinate(position)
-        shares[rank] = coordinate["dp_replicate"] * language.dp_shard + coordinate["dp_shard"]
-        if coordinate["pp"] == 0:
-            readers[shares[rank]].append(rank)
+    places = places_of_ranks(language, members[LANGUAGE])
+    stages = feature_stages(language, division.layers_with_features)
+    readers = tuple(
+        tuple(tuple(r for r, place in places.items() if place == (share, s)) for s in stages)
+        for share in range(language.dp)
+    )
     known = language.schedule == "1f1b" and not language.schedule_file
     ahead = language.pp if known else _ALL
-    border = Border(members[division.kind], tuple(map(tuple, readers)), ahead)
+    border = Border(members[division.kind], readers, ahead)
     sides: dict[str, Tower | Reader] = {}
-    if world.rank in shares:
-        sides[LANGUAGE] = Reader(border, shares[world.rank], world.rank, features, gradients)
+    if world.rank in places:
+        sides[LANGUAGE] = Reader(border, places[world.rank][0], world.rank, features, gradients)
     if world.rank in border.tower:
         tower_rank = border.tower.index(world.rank)
         sides[division.kind] = Tower(border, tower_rank, features, gradients)
@@ -287,7 +303,7 @@ def _validated_strategies(
                     allowed=", ".join(allowed),
                     hint=f"leave out `{axis}` of `{name}`",
                 )
-    _check_stages(strategies[LANGUAGE], division)
+    _check_stages(strategies[LANGUAGE])
     if ranks is not None:
         _check_ranks(strategies, ranks, world_size)
         return strategies
@@ -303,16 +319,14 @@ def _validated_strategies(
     return strategies
 
 
-def _check_stages(language: Strategy, division: Division) -> None:
-    """Raise UnsupportedSharding (HP205) if a later pipeline stage reads features, or a rank has several stages."""
-    if language.pp > 1 and (division.layers_with_features or language.virtual_stages > 1):
+def _check_stages(language: Strategy) -> None:
+    """Raise UnsupportedSharding (HP205) if a rank has several pipeline stages."""
+    if language.pp > 1 and language.virtual_stages > 1:
         raise UnsupportedSharding(
-            "encoder features enter layers after the first pipeline stage"
-            if division.layers_with_features
-            else "a rank has several pipeline stages of the language part",
+            "a rank has several pipeline stages of the language part",
             where="parallel.submodels.language.pp",
             got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
-            allowed="pp=1, or one stage per rank and a model that reads features in its first layer",
+            allowed="pp=1, or one stage per rank",
             hint="parallel.submodels.language.pp=1",
         )
 
@@ -333,12 +347,13 @@ def _check_ranks(
             )
     used = {rank for name in strategies for rank in ranks[name]}
     shared = len(used) < sum(s.world_size for s in strategies.values())
-    if strategies[LANGUAGE].pp > 1 and shared and not is_joint(strategies):
+    if strategies[LANGUAGE].pp > 1 and shared and joint_layout(strategies, ranks) is None:
+        texts = (f"{name} {s} on ranks {[*ranks[name]]}" for name, s in strategies.items())
         raise UnsupportedSharding(
-            "a sub-model with pipeline stages cannot share ranks with a sharded tower",
+            "a language part with pipeline stages cannot share ranks with this tower without a joint schedule",
             where="parallel.submodels.language.pp",
-            got=f"{strategies} and shared ranks",
-            allowed="pp with dp_replicate=1, dp_shard=1 and schedule=1f1b, and dp_shard=1 of the tower",
+            got="; ".join(texts),
+            allowed=_JOINT,
             hint="parallel.submodels.language.pp=1",
         )
     if used != {*range(world_size)}:
