@@ -255,6 +255,20 @@ def test_towers_on_the_ranks_of_pipeline_stages_repeat_one_rank(place: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_sharded_towers_and_data_parallel_stages_on_shared_ranks_repeat_one_rank(
+    place: Path,
+) -> None:
+    train(place, place / "alone3", "parallel.dp_shard=1")
+    sharded = "parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}"
+    train(place, place / "rounds", sharded)
+    assert_same_curve(curve(place / "rounds"), curve(place / "alone3"))
+    four = "parallel.submodels={vision: {dp_shard: 4, ranks: [0, 1, 2, 3]}, language: {pp: 2, dp_shard: 2}}"
+    train(place, place / "four", four, "training.accumulation_steps=2")
+    assert_same_curve(curve(place / "four"), curve(place / "alone3"))
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
     frozen = "training.freeze=['model.vision_tower.*', 'model.multi_modal_projector.*']"
     shared = "parallel.submodels={vision: {dp_shard: 2}, language: {dp_shard: 2}}"

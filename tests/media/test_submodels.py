@@ -239,7 +239,7 @@ def test_pipeline_stages_share_ranks_with_towers(tmp_path: Path, number: int, fr
     hp.launch(rank, len({r for members in ranks.values() for r in members}), timeout_s=200)
 
 
-@slow_cells(True, 0, 1, 3, 4)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(REPLICATED)))
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_towers_share_ranks_with_stages_of_every_data_parallel_rank(

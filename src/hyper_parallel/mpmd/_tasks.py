@@ -303,12 +303,12 @@ class _Builder:
         """
         if actions[0].kind in PEERS:
             return
-        effects = (_of(self.costs, a) for a in actions)
-        seconds, exposed, at_start, at_end = map(sum, zip(*effects, strict=True))
+        effects = [_of(self.costs, a) for a in actions]
         together = self.rounds.get(actions[0], ())
         if together:
-            seconds = max(_of(self.costs, a)[0] for a, _ in together)
-            exposed = max(_of(self.costs, a)[1] for a, _ in together)
+            times = [_of(self.costs, a)[:2] for a, _ in together]
+            effects = [(max(s for s, _ in times), max(s for _, s in times), *effects[0][2:])]
+        seconds, exposed, at_start, at_end = map(sum, zip(*effects, strict=True))
         name = str(actions[0] if len(actions) == 1 else Action(-1, "OVERLAP_F_B", None, actions))
         if actions[0].kind not in COMPUTE:
             self._move(rank, actions[0], seconds, at_start, at_end)

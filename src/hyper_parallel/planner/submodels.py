@@ -447,15 +447,12 @@ def layouts(kind: str, ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
                     yield {LANGUAGE: language, kind: {axis: own}}
                     continue
                 stage = tp * dp  # ranks of a pipeline stage
-                stages = [(0, size), (0, stage), (size - stage, size)] if pp > 1 else [(0, size)]
-                for axis, (start, end) in product(("dp_replicate", "dp_shard"), stages):
+                places = [(0, size), (0, stage), (size - stage, size)] if pp > 1 else [(0, size)]
+                axes = ["dp_replicate"] * (pp > 1) + ["dp_shard"] * (pp == 1 or tp == 1)
+                for axis, (start, end) in product(axes, places):
                     count = end - start
-                    if (
-                        axis == "dp_replicate"
-                        if pp == 1
-                        else axis == "dp_shard" and (tp > 1 or count == 1)
-                    ):
-                        continue
+                    if pp > 1 and axis == "dp_shard" and count == 1:
+                        continue  # equals dp_replicate=1
                     shared = {axis: count, "ranks": [*range(start, end)]}
                     yield {LANGUAGE: {**language, "ranks": [*range(size)]}, kind: shared}
 

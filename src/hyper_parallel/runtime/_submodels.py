@@ -76,8 +76,7 @@ def parallelize_submodels(
             ranks, and no rank has two parts.
         routing: Options of expert routing in the language part; None: the model's own behavior.
         schedule: Schedule of steps with its number of microbatches, for a language part with pipeline stages and 1F1B:
-            stage 0 is the tower, and lane k runs stage k + 1; see `mpmd.submodel_schedule`. Each data-parallel rank of
-            the language part runs it. None: one from equal costs.
+            stage 0 is the tower, and lane k runs stage k + 1; see `mpmd.submodel_schedule`. None: one from equal costs.
 
     Returns:
         The part of this rank, or a module with both parts. Its parameters have the names of the model.
@@ -104,8 +103,7 @@ def parallelize_submodels(
         plan = plan_of(part, strategies[name])
         # `workload` is that of the language part; its batch need not be divisible by the tower's ranks.
         plan = replace(plan, workload=workload or plan.workload)
-        copied = is_tower and layout is not None and strategies[name].dp > 1
-        options = _options(is_tower, copied and strategies[name].dp_shard == 1, routing)
+        options = _options(is_tower, layout is not None, plan.strategy, routing)
         parallelize(part, plan, world, members[name], **options)
         roles.append(_role(part, side, world))
     places = places_of_ranks(strategies[LANGUAGE], members[LANGUAGE])
@@ -120,13 +118,18 @@ def _with_stage_layers(model: nn.Module, language: Strategy, division: Division)
     return replace(language, stage_layers=plan_of(model, language).strategy.stage_layers)
 
 
-def _options(is_tower: bool, copied: bool, routing: Routing | None) -> dict[str, Any]:
+def _options(
+    is_tower: bool, joint: bool, strategy: Strategy, routing: Routing | None
+) -> dict[str, Any]:
     """Return the keyword arguments of `parallelize` for one sub-model.
 
-    A tower runs once for each microbatch with media, so the number of its calls differs from step to step.
+    A tower runs once for each microbatch with media, so the number of its calls differs from step to step. Copies of a
+    tower under a joint schedule sum their gradients at the end of a step.
     """
-    own = None if is_tower else routing
-    return {"routing": own, "sync_replicas": not copied, "one_order": not is_tower}
+    if not is_tower:
+        return {"routing": routing}
+    copied = joint and strategy.dp_shard == 1 and strategy.dp > 1
+    return {"sync_replicas": not copied, "one_order": False}
 
 
 def _check_schedule(
