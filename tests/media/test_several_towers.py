@@ -134,7 +134,8 @@ def _run(model: Any, batches: list[list[dict[str, Tensor]]], shares: int = 1) ->
             n: None if p.grad is None else getattr(p.grad, "full_tensor", p.grad.clone)()
             for n, p in model.named_parameters()
         }
-        assert float(hp.forward_loss(model, parts)) == pytest.approx(loss, rel=1e-10)
+        if rows is batches[0]:
+            assert float(hp.forward_loss(model, parts)) == pytest.approx(loss, rel=1e-10)
         model.zero_grad()
         results.append((loss, norm, grads))
     return results
