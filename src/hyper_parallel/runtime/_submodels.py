@@ -192,9 +192,8 @@ def _rank_module(roles: Sequence[Role], joint: JointSteps | None) -> nn.Module:
 def _members(
     strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the world's ranks of each sub-model, by name; without `ranks`, sub-models use consecutive ranks."""
+    """Return the world's ranks of each sub-model, by name, as in its mesh: ascending; without `ranks`, consecutive."""
     if ranks is not None:
-        # Process groups sort their ranks, and shards follow the order of the process group.
         return {name: tuple(sorted(ranks[name])) for name in strategies}
     members: dict[str, tuple[int, ...]] = {}
     for name, strategy in strategies.items():
