@@ -111,9 +111,9 @@ def media_batches(model: Any, kind: str) -> tuple[list[Batch] | None, str]:
 
 
 def _is_large(draw: Draw) -> bool:
-    """Return whether media have more than `MOST_ELEMENTS` elements: those of a processor whose sizes are fixed.
+    """Return whether media have more than `MOST_ELEMENTS` elements, as from a processor with a fixed size of images.
 
-    Their encoder takes minutes in the shrunk model, for which smaller media usually suffice.
+    The encoder of a shrunk model takes minutes on such media, and usually accepts smaller media too.
     """
     return sum(v.numel() for v in draw(1).values() if isinstance(v, Tensor)) > MOST_ELEMENTS
 

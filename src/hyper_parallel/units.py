@@ -1,4 +1,4 @@
-"""Constants of units, and conversion of bytes, seconds and counts to and from text.
+"""Constants of units, and conversion of bytes, seconds and counts to and from text; integer arithmetic.
 
 Sizes are bytes, times are seconds, rates are per second; a name carries its unit (`_bytes`, `_s`, `_bytes_s`,
 `_flops`). Memory is printed in GiB (2**30 bytes); vendors quote link rates in GB (10**9 bytes).
@@ -6,6 +6,7 @@ Sizes are bytes, times are seconds, rates are per second; a name carries its uni
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
@@ -81,3 +82,14 @@ def format_count(number: float) -> str:
 def plural(number: int, noun: str) -> str:
     """Return a number with its noun, in the singular or plural: `1 rank`, `2 ranks`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def round_up(number: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least `number`."""
+    return -(-number // unit) * unit

@@ -46,7 +46,7 @@ def test_the_rule_is_that_of_transformers():
             state.best_metric = loss if loss < best else best
             mine.update(loss)
             assert mine.waited == theirs.early_stopping_patience_counter, losses
-            assert mine.over == control.should_training_stop
+            assert mine.should_stop == control.should_training_stop
             mine = EarlyStopping(patience, threshold, **mine.state_dict())
 
 

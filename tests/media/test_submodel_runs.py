@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
@@ -138,6 +140,32 @@ def test_encoders_of_images_and_of_audio_on_ranks_of_their_own_repeat_one_rank(
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["both", "language"])
+def test_adapters_on_parts_repeat_and_continue_one_rank(
+    place: Path, tmp_path: Path, parts: str
+) -> None:
+    """With adapters of the language part alone, the tower's rank has nothing to save."""
+    lora = ["lora.r=2"]
+    if parts == "language":
+        lora += ["lora.target_modules='.*language_model.*\\.(q|v)_proj'"]
+    run, one = tmp_path / "run", tmp_path / "one"
+    train(place, one, "parallel.dp_shard=1", *lora, "checkpoint.export=true")
+    train(place, run, SPLIT, *lora, "training.steps=1", "checkpoint.every=1")
+    shutil.copytree(run, joined := tmp_path / "joined")
+    train(place, joined, "parallel.dp_shard=1", *lora)
+    train(place, run, SPLIT, *lora, "checkpoint.export=true", report=True)
+    for each in (run, joined):
+        assert_same_curve(curve(each), curve(one))
+    norms = [[row["grad_norm"] for row in rows(each / "metrics.jsonl")] for each in (run, one)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-10)
+    adapters = [load_file(each / "export" / "adapter_model.safetensors") for each in (run, one)]
+    assert any("vision_tower" in name for name in adapters[1]) == (parts == "both")
+    torch.testing.assert_close(*adapters, rtol=1e-9, atol=1e-11)
+    stated = [(each / "export" / "adapter_config.json").read_text() for each in (run, one)]
+    assert stated[0] == stated[1]
 
 
 @pytest.mark.torch
@@ -323,7 +351,7 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "code", "match"),
     [
-        ((SPLIT, "lora.r=2"), Contradiction, "HP104[\\s\\S]*lora=null"),
+        ((SPLIT, "training.compile=true"), Contradiction, "HP104[\\s\\S]*compile=false"),
         ((SPLIT, "parallel.dp_shard=2"), Contradiction, "HP104[\\s\\S]*parallel.dp_shard=1"),
         (("parallel.submodels={language: {tp_x: 2}}",), Contradiction, "HP104[\\s\\S]*vision"),
         (
@@ -341,7 +369,7 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
             Contradiction,
             "HP104[\\s\\S]*language.pp=1",
         ),
-        ((*AUTO, "lora.r=2"), Contradiction, "HP104[\\s\\S]*lora=null"),
+        ((*AUTO, "training.compile=true"), Contradiction, "HP104[\\s\\S]*compile=false"),
         (("parallel.submodels={auto: true, vision: {dp_shard: 1}}",), HyperParallelError, "HP10"),
         (
             (*AUTO, "model.path=TEXT", "data.tokenizer=MODEL"),

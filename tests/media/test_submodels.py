@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch.peft_adapters import add_adapters
 from hyper_parallel.backends.torch.submodels.channel import Channel, pack
+from hyper_parallel.backends.torch.weights.initialization import is_adapter
+from hyper_parallel.backends.torch.weights.lora import has_adapters
 from hyper_parallel.config import Data
 from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
 from hyper_parallel.ir import Action, Schedule, StageCost
@@ -178,6 +181,56 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
         assert set.union(*owned) == every
         both = {*ranks["vision"]} & {*ranks["language"]}
         assert all(owned[r] == every for r in both)
+
+
+_ALL_PARTS, _LANGUAGE = r".*\.(q|v)_proj", r".*language_model.*\.(q|v|down)_proj"
+_SECOND_STAGE = r".*language_model\.layers\.1\..*(q|v)_proj"
+_STAGES = {"vision": "", "language": "pp=2"}
+ADAPTED: dict[str, tuple[str, tuple[Layouts, Placement]]] = {
+    "apart": (
+        _ALL_PARTS,
+        ({"vision": "", "language": "tp=2"}, {"vision": (2,), "language": (0, 1)}),
+    ),
+    "shared": (_ALL_PARTS, OVERLAPPING[0]),
+    "language": (_LANGUAGE, OVERLAPPING[1]),
+    "joint": (_ALL_PARTS, (_STAGES, {"vision": (1,), "language": (0, 1)})),
+    "one-stage": (_SECOND_STAGE, (_STAGES, {"vision": (2,), "language": (0, 1)})),
+}
+"""Modules with adapters, layouts and ranks."""
+
+
+@slow_cells("shared", "language", "joint", "one-stage")
+@pytest.mark.parametrize("adapters", ADAPTED)
+def test_adapters_on_parts_get_the_gradients_of_one_rank(tmp_path: Path, adapters: str) -> None:
+    """Every rank knows that the model has adapters, also if they are all on other ranks."""
+    peft = pytest.importorskip("peft")
+    targets, (layouts, ranks) = ADAPTED[adapters]
+    batches = _batches(tmp_path, "llava")
+
+    def model() -> Any:
+        built = _model(tmp_path, frozen=False)
+        add_adapters(built, peft.LoraConfig(target_modules=targets, r=2, lora_alpha=8))
+        torch.manual_seed(3)
+        for name, parameter in built.named_parameters():
+            if is_adapter(name):
+                parameter.data.normal_(std=0.2)
+        return built
+
+    single = model()
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    expected = _run(single, batches, 1)
+    assert sum(g is not None and bool(g.any()) for g in expected[0][2].values()) >= 4
+
+    def rank(_: int) -> set[str]:
+        with hp.World.join("cpu") as world:
+            part = hp.parallelize_submodels(model(), layouts, world, ranks=ranks)
+            _assert_equal(_run(part, batches, 1), expected)
+            assert has_adapters(part)  # checkpoints then save only adapters
+            return {name for name, _ in part.named_parameters() if is_adapter(name)}
+
+    size = len({r for members in ranks.values() for r in members})
+    owned = hp.launch(rank, size, timeout_s=200)
+    assert set.union(*owned) == {name for name in expected[0][2] if is_adapter(name)}
 
 
 JOINT: tuple[tuple[Layouts, Placement], ...] = (

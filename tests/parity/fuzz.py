@@ -50,10 +50,11 @@ def _short(value: Any) -> str:
 
 @dataclass
 class Tally:
-    """Counts of a run of the fuzz: cases that ran by number of ranks, their axes, and refusals by sentence."""
+    """Counts of a run of the fuzz: cases that ran by number of ranks, their axes and overlaps, refusals by sentence."""
 
     cases: Counter[int] = field(default_factory=Counter)
     ran: Counter[str] = field(default_factory=Counter)
+    overlaps: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -62,7 +63,25 @@ class Tally:
         reasons = "".join(
             f"\n  {count:4d} {reason}" for reason, count in self.refused.most_common()
         )
-        return f"ran: {ran} ({axes}); refused: {self.refused.total()}{reasons}"
+        overlaps = ", ".join(f"{name} {count}" for name, count in self.overlaps.most_common())
+        return f"ran: {ran} ({axes}; overlap {overlaps}); refused: {self.refused.total()}{reasons}"
+
+
+def _overlap(draw: st.DrawFn, size: dict[str, int]) -> Overlap:
+    """An overlap of axes that are there, as recipes give it: one number of chunks, and half-batches for both axes.
+
+    `tp: symmetric` needs CUDA, and `auto` is one of the others.
+    """
+    values = ("none", "chunks", "half-batch")
+    tp, ep = (
+        draw(st.sampled_from(values)) if size[axis] > 1 else "none" for axis in ("tp_x", "ep")
+    )
+    chunks = draw(st.sampled_from((2, 3, 4))) if "chunks" in (tp, ep) else 1
+    return Overlap(
+        half_batch="half-batch" in (tp, ep),
+        ep_chunks=chunks if ep == "chunks" else 1,
+        tp_chunks=chunks if tp == "chunks" else 1,
+    )
 
 
 @st.composite
@@ -108,11 +127,7 @@ def cases(draw: st.DrawFn, twos: int = 3, grid: bool = False) -> Case:
         recompute_layers=draw(st.sampled_from((None, 1, 2))) if again == "full" else None,
         reshard_after_forward=zero != 2,
         zero=1 if zero == 1 else None,
-        overlap=Overlap(
-            half_batch=draw(st.sampled_from((False, False, True))),
-            ep_chunks=draw(st.sampled_from((1, 3))) if size["ep"] > 1 else 1,
-            tp_chunks=draw(st.sampled_from((1, 1, 2))) if size["tp_x"] > 1 else 1,
-        ),
+        overlap=_overlap(draw, size),
     )
     layers = size["pp"] * virtual + draw(st.integers(0, 1))
     rounds = 2 if schedule == "dualpipev" else 1
@@ -120,7 +135,10 @@ def cases(draw: st.DrawFn, twos: int = 3, grid: bool = False) -> Case:
     setup = Setup(
         family,
         tied=draw(st.booleans()),
-        sequences=strategy.dp * accumulation * draw(st.integers(1, 2)),
+        sequences=strategy.dp
+        * accumulation
+        * draw(st.integers(1, 2))
+        * (1 + strategy.overlap.half_batch),
         seq_len=draw(st.sampled_from((16, 13, 24))),
         accumulation=accumulation,
         packed=draw(st.booleans()),
@@ -172,4 +190,5 @@ def run_case(case: Case, tally: Tally, bytes_too: bool = True) -> None:
     except HyperParallelError as failure:
         raise AssertionError(f"{case}\n{failure}") from failure
     tally.cases[case.strategy.world_size] += 1
+    tally.overlaps[str(case.strategy.overlap)] += 1
     tally.ran.update(axis for axis, degree in case.strategy.degrees().items() if degree > 1)

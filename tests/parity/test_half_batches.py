@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,10 +19,12 @@ from greenlet import greenlet
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import OPTConfig, OPTForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hyper_parallel.backends.torch import collectives
 from hyper_parallel.backends.torch.data.unit_order import groups_of
+from hyper_parallel.backends.torch.half_batch import check_half_batches
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Overlap, Strategy
 from hyper_parallel.runtime import World, forward_backward, handle, launch, parallelize
@@ -424,6 +426,19 @@ def test_what_layers_record_is_whole_or_refused_and_compiled_layers_are_refused(
     launch(rank, 2, timeout_s=100)
 
 
+def test_layers_skipped_at_random_are_refused_by_name() -> None:
+    config = OPTConfig(
+        vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, dropout=0.0,
+        word_embed_proj_dim=32, layerdrop=0.5,
+    )  # fmt: skip
+    model = OPTForCausalLM(config)
+    with pytest.raises(UnsupportedSharding, match="skipped at random") as caught:
+        check_half_batches(model, HALVES, has_balance_loss=False)
+    assert "layerdrop=0.5" in str(caught.value)
+    model.model.decoder.layerdrop = config.layerdrop = 0.0
+    check_half_batches(model, HALVES, has_balance_loss=False)
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -459,6 +474,8 @@ def record_gathered_layers(model: nn.Module) -> dict[str, int]:
     most = {"forward": 0, "backward": 0}
 
     def count(direction: str, *_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a recomputed forward
+            direction = "backward"
         gathered = [g for g in groups if g.is_unsharded or g._all_gather_result is not None]
         most[direction] = max(most[direction], len(gathered))
 
@@ -479,10 +496,14 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def test_fsdp_layers_with_whole_and_halved_batches_run_collectives_in_one_order() -> None:
+@slow_cells("full")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_fsdp_layers_with_whole_and_halved_batches_run_collectives_in_one_order(
+    recompute: Literal["none", "full"],
+) -> None:
     """Two ranks have four sequences and run halves, the others have three, in steps of two microbatches."""
     setup = Setup("llama", sequences=14, tied=True, config=(("num_hidden_layers", 4),))
-    strategy = Strategy(tp_x=2, dp_shard=2, overlap=Overlap(half_batch=True))
+    strategy = Strategy(tp_x=2, dp_shard=2, recompute=recompute, overlap=Overlap(half_batch=True))
     batch, plan = setup.batch(), setup.plan(strategy)
     tokens = int((batch["shift_labels"] != -100).sum())
     expected = Reference(setup).result.grads

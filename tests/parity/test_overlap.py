@@ -33,7 +33,11 @@ TWO: dict[Setup, tuple[Strategy, ...]] = {
         S(tp_x=2, ep=2, overlap=BOTH),
         S(tp_x=2, ep=2, recompute="full", overlap=BOTH),
     ),
-    DEEPSEEK: (S(dp_shard=2, ep=2, overlap=BOTH),),
+    Setup("qwen3_moe", sequences=8, accumulation=2): (S(dp_shard=2, ep=2, zero=1, overlap=HALVES),),
+    DEEPSEEK: (
+        S(dp_shard=2, ep=2, overlap=BOTH),
+        S(dp_shard=2, ep=2, recompute="full", overlap=HALVES),
+    ),
     GPT_OSS: (S(tp_x=2, ep=2, overlap=BOTH),),
     Setup("gemma3_text", sequences=2): (S(tp_x=2, overlap=TOKEN_CHUNKS),),
     FEW_TOKENS: (S(dp_shard=2, ep=2, overlap=Overlap(ep_chunks=5)),),

@@ -79,7 +79,7 @@ def test_deferred_gradients_equal_those_of_autograd(
 
 
 def test_a_deferred_gradient_is_computed_after_the_gradients_of_rows() -> None:
-    """It is computed where the mode was created: behind the code after it, and ahead of the code before it."""
+    """Backward reaches it at the place of the mode: behind the code after it, and ahead of the code before it."""
     order: list[str] = []
     x, weight = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(1, 8, 8))
     before = x * 1.0

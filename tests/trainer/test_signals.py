@@ -11,7 +11,7 @@ def test_the_first_signal_is_answered_once(capfd):
     with stop.watched():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked
+        assert stop.is_requested
     assert capfd.readouterr().err == (
         "SIGTERM: the run ends; a step that has begun is finished and saved; a second signal ends it at once\n"
     )

@@ -224,12 +224,12 @@ def _continue_file(
         else:
             model = source.load()
             generations = model.generate_batch(
-                requests, sampling, chat=chat, slots=slots, interrupt=lambda: stop.asked
+                requests, sampling, chat=chat, slots=slots, interrupt=lambda: stop.is_requested
             )
             _print_memory_use(model, source.topology)
     if os.environ.get("RANK", "0") == "0":
         write_generations(records, generations, output)
-    if stop.asked:
+    if stop.is_requested:
         unfinished = sum(g.finish is None for g in generations)
         message = f"interrupted: {unfinished} of {len(generations)} prompts are not finished"
         say(f"{message}; give the output file as --prompts to complete them", err=True)

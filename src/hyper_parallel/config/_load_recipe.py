@@ -316,6 +316,7 @@ def _layers(path: Path, overrides: Sequence[str]) -> Iterator[tuple[str, dict[_K
                 where=f"{path}: extends",
                 got=abbreviated(parent_name),
                 allowed="a path relative to the recipe",
+                hint="extends: base.yaml",
             )
         parent = read_mapping(path.parent / parent_name, RecipeUnreadable, "parent of the recipe")
         if "extends" in parent:

@@ -75,7 +75,6 @@ def _excluded_settings(recipe: Recipe) -> list[dict[str, str]]:
         "parallel.world_size=null": not _submodels(recipe).auto and p.world_size is not None,
         "stage=sft": recipe.stage != "sft",
         "backend=torch": recipe.backend != "torch",
-        "lora=null": recipe.lora is not None,
         "overlap=none": overlap.tp != "none" or overlap.ep != "none",
         "offload.budget=null offload.max_slowdown=null": recipe.offload.on,
         "training.compile=false": training.compile,

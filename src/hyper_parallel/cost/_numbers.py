@@ -485,7 +485,7 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
 def _last_layers(
     decoders: Iterable[Block], whole: frozenset[str] = frozenset()
 ) -> tuple[LayerElements, ...]:
-    """Return the numbers of parameters of the last two layers; matrices in `whole` are counted as `whole`."""
+    """Return the numbers of parameters of the last two layers by part; those named in `whole` form the part `whole`."""
     last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
     parts = [
         [("whole" if p.name in whole else _part(p), p.num_elements) for p in b.params]

@@ -103,7 +103,7 @@ class BlockSeconds:
 
 @lru_cache(maxsize=64)
 def block_program(chunks: int) -> LaneProgram:
-    """Return the forward program of a block: all gathers, products of chunks as they arrive, a scatter per chunk.
+    """Return the forward program of a block: all gathers, the product of each chunk on arrival, a scatter per chunk.
 
     Durations are the fields of `BlockSeconds`, in order. Backward is this program in reverse, with weight gradients
     where `ChunkedWeight` computes them.

@@ -21,7 +21,6 @@ from hyper_parallel.ir.boxes import (
     transfers,
     working_rows,
 )
-from hyper_parallel.ir.integers import divisors, round_up
 from hyper_parallel.ir.layout import (
     AXES,
     CollectiveStep,
@@ -98,8 +97,8 @@ from hyper_parallel.ir.timeline import (
     Task,
     TaskGraph,
     Timeline,
-    joined,
     masking,
+    merge_timelines,
 )
 
 __all__ = [
@@ -174,22 +173,20 @@ __all__ = [
     "boxes",
     "choose_senders",
     "divided_dims",
-    "divisors",
     "equal_parts",
     "exchanged",
     "exchanged_rows",
     "gate_up_parts",
     "grid",
-    "joined",
     "masking",
     "merge",
+    "merge_timelines",
     "overlap",
     "placements",
     "qkv_parts",
     "redistribute",
     "replay",
     "role_tasks",
-    "round_up",
     "runs_of_splits",
     "sees_all",
     "sees_some",

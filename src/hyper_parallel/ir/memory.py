@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from hyper_parallel.ir.integers import round_up
+from hyper_parallel.units import round_up
 
 MemoryTier = Literal["device", "dram", "flash"]
 StorageKind = Literal[

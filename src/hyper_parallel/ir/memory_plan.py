@@ -76,16 +76,16 @@ class _Walk(Residency):
         if tier == "device":
             self.stays.append(Extent(s, self.since.pop(s), self.at))
 
-    def copied(self, storage: int, tier: str) -> bool:
+    def is_copying(self, storage: int, tier: str) -> bool:
         """Return whether a copy of a storage into or out of `tier` may be in flight."""
         return any(tier == to or "dram" in (tier, to) for to in self.in_flight[storage])
 
-    def filled(self, storage: int) -> bool:
+    def is_being_filled(self, storage: int) -> bool:
         """Return whether a collective in flight may still write a storage."""
         operators = (self.program.operators[i] for i in self.communicating)
         return any(storage in (*op.writes, *op.allocs) for op in operators)
 
-    def used(self, storage: int) -> bool:
+    def is_in_use(self, storage: int) -> bool:
         """Return whether a collective in flight may still read or write a storage."""
         return any(storage in self.program.touched[i] for i in self.communicating)
 
@@ -112,7 +112,9 @@ class _Walk(Residency):
                     raise self.illegal(at, action, f"its result {self.name(s)} already exists")
             elif not self.valid[s].get("device") or "device" in self.in_flight[s]:
                 raise self.illegal(at, action, f"{self.name(s)} is not on the device")
-            if self.communicating and (self.used(s) if s in op.writes else self.filled(s)):
+            if self.communicating and (
+                self.is_in_use(s) if s in op.writes else self.is_being_filled(s)
+            ):
                 raise self.illegal(
                     at, action, f"{self.name(s)} is in use by a collective in flight"
                 )
@@ -121,7 +123,7 @@ class _Walk(Residency):
             raise self.illegal(at, action, "running it again would not give the same result")
         self.seen[action.target] = inputs
         for s in op.writes:
-            if self.copied(s, "device"):
+            if self.is_copying(s, "device"):
                 raise self.illegal(at, action, f"{self.name(s)} is written while it is copied")
             self.version[s] += 1
         self.apply(action)
@@ -141,7 +143,7 @@ class _Walk(Residency):
             raise self.illegal(at, action, f"the content is already in {to}")
         if to in self.in_flight[s]:
             raise self.illegal(at, action, f"another copy into {to} is running")
-        if source == "device" and self.filled(s):
+        if source == "device" and self.is_being_filled(s):
             raise self.illegal(at, action, "it is in use by a collective in flight")
         self.apply(action)
         self.in_flight[s].add(to)
@@ -156,9 +158,9 @@ class _Walk(Residency):
         for tier in self.valid[s] if action.kind == "free" else [action.tier]:
             if tier not in self.valid[s]:
                 raise self.illegal(at, action, f"it has no bytes in {tier}")
-            if self.copied(s, tier):
+            if self.is_copying(s, tier):
                 raise self.illegal(at, action, f"a copy of it in {tier} is still running")
-            if tier == "device" and self.used(s):
+            if tier == "device" and self.is_in_use(s):
                 raise self.illegal(at, action, "it is in use by a collective in flight")
         self.at = at + 1
         self.apply(action)

@@ -19,8 +19,8 @@ from itertools import zip_longest
 from typing import Final, Literal
 
 from hyper_parallel.errors import BadValue, BatchMismatch
-from hyper_parallel.ir.integers import divisors, round_up
 from hyper_parallel.ir.layout import AXES, Layout, Mesh
+from hyper_parallel.units import divisors, round_up
 
 BlockShape = Literal["1d", "2d", "weight"]
 BLOCK_SHAPES: Final[tuple[BlockShape, ...]] = ("1d", "2d", "weight")

@@ -254,7 +254,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def joined(timelines: Iterable[Timeline]) -> Timeline:
+def merge_timelines(timelines: Iterable[Timeline]) -> Timeline:
     """Return one timeline with the spans and samples of several measured timelines that share a start."""
     parts = tuple(timelines)
     spans = tuple(span for part in parts for span in part.spans)

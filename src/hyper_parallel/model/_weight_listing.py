@@ -250,6 +250,7 @@ def _read_index(path: Path) -> dict[str, str]:
             where=str(path),
             got=outside[0],
             allowed="names of files in the directory of the index",
+            hint=f"fetch `{path.name}` again",
         )
     return files
 

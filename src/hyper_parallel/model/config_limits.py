@@ -41,7 +41,7 @@ _COUNTS: Final = (
 _MOST_EXPERTS: Final = 2**17
 """Maximum number of experts in all layers together; Switch-C has 30,720."""
 _MOST: Final = 2**53
-"""Bound on all other numbers."""
+"""Largest allowed value of all other numbers."""
 
 
 def check_config(values: Mapping[str, Any], where: str) -> None:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from hyper_parallel.cost import Candidates, PricingCase
 from hyper_parallel.cost.generation_passes import LayerKind, cache_bytes, pass_bytes
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.ir import GenerateWorkload, Strategy, divisors
+from hyper_parallel.ir import GenerateWorkload, Strategy
 from hyper_parallel.planner.pricing import partition
 from hyper_parallel.planner.request import PlanRequest
-from hyper_parallel.units import DTYPE_BYTES
+from hyper_parallel.units import DTYPE_BYTES, divisors
 
 LAYOUT_AXES: Final = ("pp", "dp_replicate", "dp_shard", "tp_x", "ep")
 """Mesh axes that a generation layout may use."""

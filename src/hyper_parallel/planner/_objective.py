@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hyper_parallel.errors import BadValue, DeadlineMissed, NoLegalStrategy, abbreviated
-from hyper_parallel.ir import Plan, Strategy, Workload, divisors
+from hyper_parallel.ir import Plan, Strategy, Workload
 from hyper_parallel.model import ModelSpec, Tower
 from hyper_parallel.planner.pins import check_exclusions, check_pins
 from hyper_parallel.planner.plan_builder import evaluate, require_fit, search, to_plan
@@ -20,7 +20,7 @@ from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.request import LOCAL, HostMemory, PlanRequest, resolve
 from hyper_parallel.planner.submodels import MEDIA, plan_with_towers
 from hyper_parallel.topology import Supernode
-from hyper_parallel.units import format_seconds
+from hyper_parallel.units import divisors, format_seconds
 
 OBJECTIVES: Final = ("step-time", "tokens-per-device-second", "memory", "fewest-devices")
 MEMORY_STEPS: Final = 10

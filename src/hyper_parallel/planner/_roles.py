@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding, overrides
-from hyper_parallel.ir import Plan, divisors
+from hyper_parallel.ir import Plan
 from hyper_parallel.planner._role_prices import Learner, Roles, Split, rows_of
 from hyper_parallel.planner.plan_builder import require_fit, search, to_plan
 from hyper_parallel.planner.pricing import PricedStrategy
@@ -23,7 +23,7 @@ from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.refusals import check_legal
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.topology import topology_hint
-from hyper_parallel.units import format_bytes, format_seconds
+from hyper_parallel.units import divisors, format_bytes, format_seconds
 
 
 def with_roles(

@@ -36,7 +36,7 @@ MAX_ACTIONS: Final = 20_000
 MAX_SIMULATED_S: Final = 1e8
 """Step time in seconds (three years) above which no schedule is simulated: nanoseconds would exceed 64 bits."""
 MIN_SCHEDULE_SHARE: Final = 1e-4
-"""Share of the step below which a simulation agrees with the closed form: rounding and links explain the difference."""
+"""Difference from the closed form, as a share of the step, that rounding and links explain in a simulation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from hyper_parallel.errors import (
     NoLegalStrategy,
     NotDivisible,
 )
-from hyper_parallel.ir import Strategy, Workload, divisors
+from hyper_parallel.ir import Strategy, Workload
 from hyper_parallel.mpmd import check_pipeline
 from hyper_parallel.planner.bounds import count, tuples
 from hyper_parallel.planner.pins import PINNABLE, shown_pin
@@ -25,7 +25,7 @@ from hyper_parallel.planner.request import LOCAL, PlanRequest
 from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Space
 from hyper_parallel.topology import topology_hint
-from hyper_parallel.units import format_bytes
+from hyper_parallel.units import divisors, format_bytes
 
 MAX_DOUBLINGS: Final = 7
 """Maximum number of doublings of the number of devices that are tried for a hint."""

@@ -490,7 +490,7 @@ class BranchAndBound:
         return [o for o in self.space.overlaps_of(*key) if not self._is_plain or max(o) > 1]
 
     def _orders_of(self, *key: int) -> list[int]:
-        """Return the orders to try for a key: the degrees, then the argument `inner` of `Space.orders`."""
+        """Return the orders to try; `key` holds the degrees, followed by the argument `inner` of `Space.orders`."""
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
     def is_executable(self, rows: Columns, position: int) -> bool:

@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 
 from hyper_parallel.cost import ORDERS, RECOMPUTE, SCHEDULES, SHAPES, Candidates
 from hyper_parallel.errors import HyperParallelError, UnsupportedSharding
-from hyper_parallel.ir import AXES, Overlap, Strategy, Workload, divisors
+from hyper_parallel.ir import AXES, Overlap, Strategy, Workload
 from hyper_parallel.planner.pins import AUTO_OVERLAP, OVERLAPS, PINNABLE
 from hyper_parallel.planner.request import PlanRequest, unimplemented
 from hyper_parallel.shard import check_overlap, legal_tp
+from hyper_parallel.units import divisors
 
 TENSOR_INNERMOST: Final = frozenset(
     i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}

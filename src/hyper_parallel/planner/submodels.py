@@ -24,7 +24,6 @@ from hyper_parallel.ir import (
     StageCost,
     Strategy,
     SubmodelsPlan,
-    divisors,
 )
 from hyper_parallel.model import Tower, language_of, tower_kinds
 from hyper_parallel.mpmd import (
@@ -43,7 +42,7 @@ from hyper_parallel.planner.pricing import price, with_stage_memory
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.sim import simulate
 from hyper_parallel.topology import topology_hint
-from hyper_parallel.units import DTYPE_BYTES, format_bytes, format_seconds
+from hyper_parallel.units import DTYPE_BYTES, divisors, format_bytes, format_seconds
 
 LANGUAGE: Final = "language"
 MEDIA: Final = 4

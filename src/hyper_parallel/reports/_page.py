@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from hyper_parallel.errors import printable
-from hyper_parallel.ir import Layout, Mesh, Timeline, joined
+from hyper_parallel.ir import Layout, Mesh, Timeline, merge_timelines
 from hyper_parallel.reports._charts import (
     BYTES,
     SECONDS,
@@ -360,7 +360,9 @@ def _single(run: RunRecord) -> dict[str, Chart | None]:
     if timeline is not None:
         charts["measured"] = _lanes(one_step(timeline))
         if run.samplers is not None:
-            charts["roles"] = _lanes(some_steps(joined([timeline, run.samplers]), _STEPS_OF_ROLES))
+            charts["roles"] = _lanes(
+                some_steps(merge_timelines([timeline, run.samplers]), _STEPS_OF_ROLES)
+            )
     for kind, steps in zip(("predicted", "measured"), run.offload or (), strict=False):
         names = {lane: _COPIES.get(lane, lane) for lane in steps.lanes}
         charts[f"offload {kind}"] = lanes(_with_labels(steps, _offload_kind), names)

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from hyper_parallel.config import read_mapping, run_hint
 from hyper_parallel.errors import RunUnreadable
-from hyper_parallel.ir import Plan, Timeline, joined
+from hyper_parallel.ir import Plan, Timeline, merge_timelines
 from hyper_parallel.received import Limits, parse_json, read_text
 from hyper_parallel.reports._run_parts import PartRecord, read_parts, unreadable
 from hyper_parallel.reports.data_section import read_answers, read_data_facts
@@ -255,7 +255,7 @@ def load_run(directory: str | Path) -> RunRecord:
         offload=(predicted, measured) if predicted and measured else None,
         data=read_data_facts(root / "data.json"),
         answers=read_answers(root / "answers.json"),
-        samplers=joined(t for t in sampler_timelines if t is not None)
+        samplers=merge_timelines(t for t in sampler_timelines if t is not None)
         if sampler_timelines
         else None,
     )

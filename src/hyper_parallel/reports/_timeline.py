@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from hyper_parallel.ir import Counter, Plan, Span, Timeline, joined
+from hyper_parallel.ir import Counter, Plan, Span, Timeline, merge_timelines
 
 _MOST_EVENTS: Final = 200_000
 """Maximum number of events of one kind in a trace; Perfetto opens a few million."""
@@ -96,7 +96,7 @@ def chrome_trace(
             _counters(events, 1, simulated.counters, start, "activations")
     if measured is not None:
         _process(events, 2, "measured")
-        joint = measured if samplers is None else joined([measured, samplers])
+        joint = measured if samplers is None else merge_timelines([measured, samplers])
         lanes = {lane: number for number, lane in enumerate(joint.lanes, 1)}
         events += [_thread(2, number, lane) for lane, number in lanes.items()]
         _spans(events, 2, joint.spans, lanes, 0.0, None)

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
-from hyper_parallel.ir import Layout, Strategy, divisors
+from hyper_parallel.ir import Layout, Strategy
 from hyper_parallel.shard._fit import Param, module_of
 from hyper_parallel.shard._rules import WHOLE
+from hyper_parallel.units import divisors
 
 EXPERTS = "experts"
 

@@ -20,7 +20,6 @@ from hyper_parallel.ir import (
     Part,
     Strategy,
     Workload,
-    divisors,
     equal_parts,
     gate_up_parts,
     qkv_parts,
@@ -28,6 +27,7 @@ from hyper_parallel.ir import (
 from hyper_parallel.shard._boundary import TokenCut
 from hyper_parallel.shard._fit import Param, Sizes, rule_hint
 from hyper_parallel.shard._grid import block_shape, exchanges_rows
+from hyper_parallel.units import divisors
 
 PACKED = ("qkv", "gate_up")
 _CUT = ("colwise", "rowwise", "kv_replicate", "norm_heads", *PACKED)

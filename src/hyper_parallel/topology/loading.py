@@ -194,12 +194,7 @@ def detect_local(
         UnknownDevice: HP312 when no preset describes the accelerator.
     """
     if num_devices is not None and num_devices < 1:
-        raise BadValue(
-            "the number of devices is below one",
-            got=num_devices,
-            allowed=">= 1",
-            hint="--devices 1, or parallel.world_size=1",
-        )
+        raise BadValue("the number of devices is below one", got=num_devices, hint="--devices 1")
     if accelerators is None:
         accelerators = find_accelerators()
     if not accelerators and (num_devices or 1) > MOST_CPU_RANKS:

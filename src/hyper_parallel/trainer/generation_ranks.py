@@ -117,7 +117,11 @@ def _decode_share(
     share, shares = data_share(model)
     own = dict([*batch.sequences.items()][share::shares])
     decode(
-        model.eval(), [*own.values()], batch, slots, None if stop is None else lambda: stop.asked
+        model.eval(),
+        [*own.values()],
+        batch,
+        slots,
+        None if stop is None else lambda: stop.is_requested,
     )
     return own
 

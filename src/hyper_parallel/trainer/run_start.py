@@ -90,7 +90,7 @@ def run_job(job: Job) -> Summary | None:
             try:
                 return _train(replace(current_job, restarted=restarted), stop, logs, snapshots)
             except (RankHung, KeyboardInterrupt) as error:
-                if isinstance(error, Interrupted) or not stop.asked:
+                if isinstance(error, Interrupted) or not stop.is_requested:
                     raise
                 raise Interrupted(stop.signum or signal.SIGTERM) from error
 
@@ -164,7 +164,7 @@ def _train(
             echo_rank=0,
             worlds=job.worlds,
             deadlines=Deadlines(training.timeout_s, training.first_step_timeout_s),
-            ending=lambda: stop.asked,
+            ending=lambda: stop.is_requested,
         )
     summary: Summary | None = results[0]
     return summary

@@ -51,12 +51,12 @@ class StopRequest:
 
     def received(self) -> bool:
         """Return whether a signal has arrived; works even while the main thread is blocked in a library."""
-        if self.asked or self._received is None:
-            return self.asked
+        if self.is_requested or self._received is None:
+            return self.is_requested
         return bool(select.select([self._received], [], [], 0)[0])
 
     @property
-    def asked(self) -> bool:
+    def is_requested(self) -> bool:
         """True if this process or its parent has received a signal."""
         return self._asked or self._shared[0] == 1
 

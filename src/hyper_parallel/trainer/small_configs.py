@@ -297,7 +297,7 @@ SMALL_PARAMETERS: Final = 4_000_000
 """Maximum parameters of a model with steps well below a second on one core."""
 
 MAX_POSITIONS: Final = 64
-"""Positions of a model of `small_configs`."""
+"""Maximum number of positions of a model of `small_configs`."""
 
 
 def shrink_config(

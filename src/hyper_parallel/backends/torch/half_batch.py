@@ -94,17 +94,23 @@ def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: b
     """
     if not strategy.overlap.half_batch:
         return
+    # Ranks would skip different layers, so that they would gather and reduce layers in different orders.
+    skipping = {k: v for m in model.modules() for k, v in vars(m).items() if "layerdrop" in k and v}
+    name = type(model).__name__
     reasons = {
-        "dropout, which would draw different random numbers": has_dropout(model),
-        "a load-balancing loss over all tokens": has_balance_loss,
+        "layers that are skipped at random": (
+            skipping and ", ".join(f"{key}={value}" for key, value in skipping.items())
+        ),
+        "dropout, which would draw different random numbers": has_dropout(model) and name,
+        "a load-balancing loss over all tokens": has_balance_loss and name,
     }
-    for reason, applies in reasons.items():
-        if applies:
+    for reason, got in reasons.items():
+        if got:
             ep = strategy.ep > 1
             raise UnsupportedSharding(
                 f"half-batches do not work with {reason}",
                 where="overlap",
-                got=type(model).__name__,
+                got=got,
                 changes={"overlap.ep": "chunks", "overlap.tp": "none"}
                 if ep
                 else {"overlap": "none"},

@@ -27,7 +27,7 @@ from hyper_parallel.backends.torch._target_names import (
 )
 from hyper_parallel.backends.torch.token_scores import head_of
 from hyper_parallel.backends.torch.weights.linear_map import IN_OUT, weight_order
-from hyper_parallel.backends.torch.weights.lora import Adapter, adapt
+from hyper_parallel.backends.torch.weights.lora import CONFIGURATION, Adapter, adapt
 from hyper_parallel.errors import (
     BadValue,
     MissingDependency,
@@ -42,8 +42,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 """File that identifies the directory of an adapter, named by peft."""
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
 """Limits of the adapter configuration, which names every adapted module at most twice."""
-CONFIGURATION = "adapter_config"
-"""Attribute of a model with adapters: their `peft.LoraConfig`."""
 _KEYS = "lora.target_modules"
 
 

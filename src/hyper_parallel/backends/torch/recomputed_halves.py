@@ -25,7 +25,7 @@ from hyper_parallel.errors import UnsupportedSharding
 
 
 class _AllRecomputed(Exception):
-    """All tensors that a half saved in forward have been recomputed."""
+    """Signal that every tensor which a half saved in forward has been recomputed."""
 
 
 class _Input:

@@ -42,6 +42,12 @@ _TEMPLATES: Final = {
 """Per template of LlamaFactory 0.9.5: whether the text starts with the BOS token, and the format of a turn."""
 
 
+def _unknown(name: str, listed: Path, known: list[str]) -> UnknownKey:
+    near = get_close_matches(name, known, 1)
+    hint = f"dataset: {near[0]}" if near else f"add `{name}` to {listed}"
+    return UnknownKey(f"unknown dataset `{name}`", where=str(listed), allowed=known, hint=hint)
+
+
 def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], int]:
     """Return the `data` section of a recipe for a dataset of LlamaFactory, and the number of records in its file.
 
@@ -52,11 +58,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
     listed = Path(directory) / "dataset_info.json"
     known = read_mapping(listed, RecipeUnreadable, "list of datasets")
     if name not in known:
-        near = get_close_matches(name, known, 1)
-        hint = f"dataset: {near[0]}" if near else f"add `{name}` to {listed}"
-        raise UnknownKey(
-            f"unknown dataset `{name}`", where=str(listed), allowed=sorted(known), hint=hint
-        )
+        raise _unknown(name, listed, sorted(known))
     info: dict[str, Any] = known[name]
 
     def refuse(key: str, got: object, allowed: object) -> Contradiction:

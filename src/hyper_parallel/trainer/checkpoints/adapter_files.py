@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.peft_adapters import (
     ADAPTER_CONFIG,
-    CONFIGURATION,
     add_adapters,
     read_adapter_config,
 )
+from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.initialization import is_adapter
+from hyper_parallel.backends.torch.weights.lora import CONFIGURATION
 from hyper_parallel.backends.torch.weights.tensor_files import open_tensors
 from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.trainer.checkpoints._finite import check_finite
@@ -76,7 +77,7 @@ def export_adapter(
         for name in sorted(shards.trained):
             check_finite(name, tensors[_key(name)], str(out))
         save_file(tensors, folder.partial / ADAPTER_WEIGHTS, metadata={"format": "pt", **metadata})
-        config = copy.copy(model.__dict__[CONFIGURATION])
+        config = copy.copy(model_of_part(model).__dict__[CONFIGURATION])
         config.inference_mode = True
         config.save_pretrained(folder.partial)
         if tokenizer_dir is not None:

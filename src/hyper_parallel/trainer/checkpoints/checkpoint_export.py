@@ -13,13 +13,14 @@ from hyper_parallel.backends.torch.weights.initialization import allocate_and_fi
 from hyper_parallel.backends.torch.weights.lora import merge_adapters
 from hyper_parallel.backends.torch.weights.pretrained import CarriedWeights, carried_of
 from hyper_parallel.config import Lora, Model, Recipe
-from hyper_parallel.errors import BadValue, ModelUnreadable, UnknownModel
+from hyper_parallel.errors import ModelUnreadable, UnknownModel
 from hyper_parallel.model import GENERATION, list_weight_files
 from hyper_parallel.trainer.checkpoints._restore import stored_dtypes
 from hyper_parallel.trainer.checkpoints.adapter_files import allocate_trained, export_adapter
 from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 from hyper_parallel.trainer.checkpoints.index import Index
 from hyper_parallel.trainer.checkpoints.model_export import export_hf, exported_folder
+from hyper_parallel.trainer.checkpoints.pieces import unknown_dtype
 from hyper_parallel.trainer.engine.base_weights import load_base
 from hyper_parallel.trainer.engine.recipe_model import build_model, set_pad_token_id
 from hyper_parallel.trainer.input_checksums import BASE, RunInputs
@@ -63,13 +64,7 @@ def export_checkpoint(
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: See `Checkpointer.load` and `export_hf`.
     """
     if dtype is not None and dtype not in _DTYPES:
-        raise BadValue(
-            "unknown dtype",
-            where="--dtype",
-            got=dtype,
-            allowed=list(_DTYPES),
-            hint="--dtype float32",
-        )
+        raise unknown_dtype(dtype, _DTYPES)
     exported_folder(out_dir, "adapter" if lora is not None and not merge else "export").check()
     model_dir = model_dir.expanduser()
     loader = Checkpointer(directory, keep=1, asynchronous=False, fingerprint=None)

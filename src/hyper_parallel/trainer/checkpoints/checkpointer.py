@@ -146,7 +146,7 @@ class Checkpointer:
         check_size(extra)
         index, parts = self._divide(step, model, optimizer, resident)
         if self._asynchronous:
-            parts = [part.copied() for part in parts]
+            parts = [part.copy_to_host() for part in parts]
             thread = ThreadPoolExecutor(1, thread_name_prefix=f"checkpoint-{step}")
             self._background = thread, thread.submit(self._write, step, index, parts, extra)
             return

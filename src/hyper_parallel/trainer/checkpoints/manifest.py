@@ -194,7 +194,7 @@ def unexpected(checkpoint: Path, index: Index) -> list[str]:
 
 
 def foreign(checkpoint: Path) -> list[str]:
-    """Return the entries of a possibly damaged checkpoint folder that no checkpoint has.
+    """Return the entries of a folder that are not part of a checkpoint; the checkpoint may be damaged.
 
     Files of a checkpoint are recognised by name. If none of the JSON files has a known key, all entries are returned.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ class StatePart:
         """Number of bytes of the elements."""
         return self.box.size * self.dtype.itemsize
 
-    def copied(self) -> StatePart:
+    def copy_to_host(self) -> StatePart:
         """Return the part with a private copy of its elements in host memory."""
         data = self.read().to("cpu", copy=True)
         return replace(self, read=lambda: data)
@@ -58,6 +58,12 @@ def dtype_name(tensor: Tensor) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def unknown_dtype(dtype: str, allowed: Iterable[str]) -> BadValue:
+    """Return the error for a dtype that a command does not write."""
+    hint = "--dtype float32"
+    return BadValue("unknown dtype", where="--dtype", got=dtype, allowed=[*allowed], hint=hint)
 
 
 def parts_of(

@@ -220,7 +220,7 @@ def _spend_filter(
 
 
 def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) -> None:
-    """Charge a method or filter of a text whose result may be longer than the text, or several texts."""
+    """Charge a method or filter of a text whose result may be longer than the text or consist of several texts."""
     if isinstance(text, bytes):
         work.spend(64 * len(text))
         return

@@ -297,6 +297,7 @@ def label_of(record: Record, where: str) -> bool:
             where=where,
             got=f"{labels[0]!r:.60}" if labels else sorted(record),
             allowed=f"true or false under {' or '.join(LABELS)}",
+            hint="data.columns.label=KEY",
         ) from error
 
 

@@ -612,7 +612,8 @@ def _shape(
             return "records" if data.format in _RECORDS else data.format
         return shape_of(record, data.text_key, where, stage, rules)
     problem = "the dataset holds no row" if table else "the first data file holds no record"
-    raise NoData(problem, where=table.name if table else str(files[0]))
+    hint = "correct `data.source`, or write records into the file"
+    raise NoData(problem, where=table.name if table else str(files[0]), hint=hint)
 
 
 def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:

@@ -60,6 +60,7 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
                 where=str(path),
                 got=f"{status.st_size:,} bytes",
                 allowed=f"at most {_MOST_FILE:,} bytes",
+                hint="fetch the tokenizer files again from where the model was published",
             )
         if (target := foreign_target(path, directory)) is not None:
             raise NoData(
@@ -104,6 +105,7 @@ def check_parts(backend: Any, where: str) -> None:
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_WORD}",
+            hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
         )
 
 

@@ -178,4 +178,5 @@ def class_of_config(file: ConfigFile) -> Any:
         where=f"{file.where}: model_type",
         got=family,
         allowed="causal language models, and models of images, audio and text",
+        hint="model.path=<a causal language model>",
     )

@@ -58,7 +58,8 @@ def media_costs(
     Encoders with fixed windows compute as much for a short recording as for a long one. For most others the cost grows
     with the number of tokens. The costs are fitted to the FLOPs of the encoder's forward on meta tensors. If the
     forward depends on values, they are fitted to the number of elements of its inputs, which are padded to windows or
-    tiles. Without a single encoder, costs are numbers of tokens. In both cases a note names the cause, also in the log.
+    tiles. For a model without an encoder, or with several, costs are numbers of tokens. In both cases a note, which is
+    also logged, names the cause.
 
     Args:
         model: Model of the recipe on the meta device, not changed.

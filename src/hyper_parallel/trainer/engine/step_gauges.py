@@ -20,7 +20,7 @@ from torch import Tensor
 from hyper_parallel.backends.torch import flights_to, local
 from hyper_parallel.backends.torch.memory import StorageWatch
 from hyper_parallel.errors import Unwritten, not_writable
-from hyper_parallel.ir import Counter, Flight, Span, Timeline, joined, masking
+from hyper_parallel.ir import Counter, Flight, Span, Timeline, masking, merge_timelines
 from hyper_parallel.runtime import HeartbeatWriter
 
 WINDOW: Final = range(2, 13)
@@ -138,7 +138,7 @@ class SpanRecorder:
         gathered = [own] * num_ranks
         if num_ranks > 1:
             dist.gather_object(own, gathered if self._rank == 0 else None)
-        return joined(gathered) if self._rank == 0 else None
+        return merge_timelines(gathered) if self._rank == 0 else None
 
     def own(self, origin_s: float | None = None) -> Timeline:
         """Return this rank's timeline, relative to its own start or to `origin_s` in seconds since the epoch."""

@@ -261,7 +261,7 @@ class Trainer:
             training.early_stopping_threshold,
             **extra.get("early_stopping", {}),
         )
-        last_step = done if stopping.over else training.steps
+        last_step = done if stopping.should_stop else training.steps
         changed = self._continue(done, extra, facts, stopping)
         history: list[dict[str, Any]] = extra.get("resumes", [])
         complete = done >= last_step and self._is_complete(done)
@@ -311,9 +311,9 @@ class Trainer:
                 run.last_eval_loss = last = self._evaluate(step)
                 metrics = {"loss": last} if math.isfinite(last) else {}
                 run.stopping.update(last)
-                if run.stopping.over:
-                    self._display.line(f"ended after step {step}: {run.stopping.why}")
-                final = final or self._stops() or run.stopping.over
+                if run.stopping.should_stop:
+                    self._display.line(f"ended after step {step}: {run.stopping.reason}")
+                final = final or self._stops() or run.stopping.should_stop
             snapshot_every = checkpoint.snapshot_every
             snaps = snapshot_every and step % snapshot_every == 0 and not final
             saves = final or result.save or (checkpoint.every and step % checkpoint.every == 0)
@@ -395,7 +395,7 @@ class Trainer:
         line(f"resumed from {extra.get('snapshot', job.resume_dir)}, step {done}")
         steps = job.recipe.training.steps
         why = f"training.steps is {steps}" if done >= steps else ""
-        why = stopping.why if stopping.over else why
+        why = stopping.reason if stopping.should_stop else why
         if why:
             without = f"; without effect: {changes_line(changed)}" if changed else ""
             line(f"nothing is left to train, and the run is unchanged: {why}{without}")
@@ -431,7 +431,7 @@ class Trainer:
             return False, False
         due_s = 60 * self._job.recipe.checkpoint.every_minutes
         passed_s = time.monotonic() - self._saved_s
-        return self._stop.asked, self._engine.rank == 0 and 0 < due_s <= passed_s
+        return self._stop.is_requested, self._engine.rank == 0 and 0 < due_s <= passed_s
 
     def _stops(self) -> bool:
         """Return whether a callback on any rank requested a stop; collective if the run has callbacks."""

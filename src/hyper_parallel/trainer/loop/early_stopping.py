@@ -24,12 +24,12 @@ class EarlyStopping:
     waited: int = 0
 
     @property
-    def over(self) -> bool:
+    def should_stop(self) -> bool:
         """True if the run must end."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """Words that explain why the run ends."""
         return (
             f"{self.waited} evaluations in a row were no better than a held-out loss of {self.best}"

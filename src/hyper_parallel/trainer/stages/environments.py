@@ -74,6 +74,7 @@ class Environments:
                     where=WHERE,
                     got=repr(outcome),
                     allowed="(text or None, number)",
+                    hint="return None, 1.0",
                 )
         self.rewards[row] += float(reward)
         if reply is None:

@@ -52,6 +52,7 @@ class ModelReward:
                 where=f"{where}: {self.directory}",
                 got=kind,
                 allowed="a *ForSequenceClassification of one label",
+                hint="hyper-parallel train RECIPE.yaml stage=rm",
             )
         reward_tokenizer, run_tokenizer = (
             load_tokenizer(d) for d in (self.directory, tokenizer_dir)

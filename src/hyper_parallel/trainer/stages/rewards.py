@@ -147,6 +147,7 @@ def score(
             where=where,
             got=f"{len(rewards)} values, {rewards[:3]}",
             allowed=f"{num_completions} numbers",
+            hint="return [reward_of(text) for text in completions]",
         )
     return [float(r) for r in rewards]
 

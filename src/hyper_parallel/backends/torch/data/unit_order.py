@@ -135,6 +135,7 @@ class EventSequence:
 
 _POST_BACKWARD: Final = "POST_BACKWARD"
 _PRE_BACKWARD: Final = "PRE_BACKWARD"
+_IDLE: Final = "IDLE"
 
 
 @dataclass(slots=True, eq=False)
@@ -236,6 +237,9 @@ class UnitOrder:
             self._forward.finish(self._fill_forward)
             self._forward = None
             self._passes += torch.is_grad_enabled()
+        if unit.state == _IDLE:
+            # The first half has left before this one. FSDP would free parameters that are kept until backward.
+            return output
         return unit.methods["post_forward"](module, inputs, output)
 
     def _fill_forward(self, number: int) -> None:

@@ -168,7 +168,7 @@ class PlannedDevice:
             self.state.failed = True
             raise
         for s in self._results:
-            self.state.leave(s)
+            self.state.release(s)
         if self._check and self._expected is not None:
             self._compare(outputs, self._expected)
             self._check = False

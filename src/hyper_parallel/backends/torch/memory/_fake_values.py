@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.ir import round_up
+from hyper_parallel.units import round_up
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """Function that returns the workspace bytes of a kernel: operator, arguments, keyword arguments."""

@@ -47,8 +47,8 @@ from hyper_parallel.ir import (
     Purpose,
     StorageKind,
     replay,
-    round_up,
 )
+from hyper_parallel.units import round_up
 
 
 def shared_tensors(func: Any, tensors: list[Tensor]) -> list[Tensor]:

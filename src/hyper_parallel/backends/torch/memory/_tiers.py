@@ -27,8 +27,8 @@ from typing import Any, Final
 import torch
 
 from hyper_parallel.errors import TierFull, TransferFailed
-from hyper_parallel.ir import round_up
 from hyper_parallel.owned_folder import Marker, read_marker, remove_unfinished, write_marker
+from hyper_parallel.units import round_up
 
 _HOST_TIERS: Final = ("dram", "flash")
 """Tiers whose size is a key of the recipe's section `offload`; that of the device is its `budget`."""

@@ -35,7 +35,7 @@ class ActionBinder:
 
     def __init__(self, state: ArenaState) -> None:
         self._plan, self._files = state.plan, state.files
-        self._enter, self._leave = state.enter, state.leave
+        self._enter, self._leave = state.mark_resident, state.release
         self._device, self._dram = state.storages["device"], state.storages["dram"]
         self._hardware, self._lanes = state.hardware, state.hardware.lanes
         # Storages that are in another tier than the device at some time.
@@ -96,7 +96,7 @@ class ActionBinder:
         with self._hardware.in_library():
             wait_finished(self._in_flight.pop(index))
         if timed is not None:
-            timed.joined(index, begin)
+            timed.record_join(index, begin)
 
     def _prefetch(self, s: int, target: torch.UntypedStorage, size: int) -> None:
         if s not in self._device:

@@ -107,12 +107,12 @@ class ArenaState:
     def _is_input(self, storage: int) -> bool:
         return self.plan.program.storages[storage].kind == "input"
 
-    def enter(self, s: int, base: torch.UntypedStorage) -> None:
+    def mark_resident(self, s: int, base: torch.UntypedStorage) -> None:
         """Mark a storage as resident in its range of the arena."""
         self._device[s] = base
         self._inside.add(self._sizes[s])
 
-    def leave(self, s: int) -> None:
+    def release(self, s: int) -> None:
         """Release a storage's range of the arena."""
         del self._device[s]
         self._inside.add(-self._sizes[s])
@@ -120,7 +120,7 @@ class ArenaState:
     def _release_device(self) -> None:
         """Release all storages on the device, and the arena itself."""
         for s in list(self.storages["device"]):
-            self.leave(s)
+            self.release(s)
         self.actions, self.arena = [], None
 
     def _take_arena(self) -> Addresses:
@@ -171,7 +171,7 @@ class ArenaState:
                     base.resize_(0)
             for s, target in self._take_arena().at_start.items():
                 target.copy_(staged[s])
-                self.enter(s, target)
+                self.mark_resident(s, target)
                 del staged[s]
         except BaseException as error:
             with self._failing_on_partial_move():

@@ -17,8 +17,9 @@ from hyper_parallel.backends.torch.memory.streams import DeviceApi, StreamLanes
 from hyper_parallel.backends.torch.memory.tier_copies import Copies, CopyLanes
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import TierFull
-from hyper_parallel.ir import MemoryPlan, round_up, slab_bytes, slabs
+from hyper_parallel.ir import MemoryPlan, slab_bytes, slabs
 from hyper_parallel.memory import MemoryMachine
+from hyper_parallel.units import round_up
 
 
 class HostPool:

@@ -26,7 +26,8 @@ from torch.utils.flop_counter import flop_registry
 
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.ir import Phase, Storage, StorageKind, round_up
+from hyper_parallel.ir import Phase, Storage, StorageKind
+from hyper_parallel.units import round_up
 
 _CPU = torch.device("cpu")
 

@@ -251,7 +251,7 @@ class StreamLanes:
         else:
             self._recorded[action.kind].append((operator.name, begin, self.now()))
 
-    def joined(self, index: int, begin: Any) -> None:
+    def record_join(self, index: int, begin: Any) -> None:
         """Add a wait of the compute stream for a collective to the timeline; the event `begin` precedes it.
 
         A collective runs on a stream of its library. In the timeline it is therefore in flight until this wait.

@@ -58,7 +58,7 @@ class Fate(StrEnum):
 
 CARRIED: Final = (Fate.IGNORED, Fate.OTHER_CLASS)
 """Fates of tensors that an export writes unchanged."""
-
+_OTHER_CONFIG: Final = "use the config.json that was published with these weights"
 _RECOMPUTED: Final = (
     (r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", (1, 2, 4)),
     (r"(^|\.)position_ids$", (1, 2)),
@@ -358,6 +358,7 @@ def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: Weigh
                 where=str(files.directory),
                 got=f"shape {source[2]}",
                 allowed=f"shape {shape}",
+                hint=_OTHER_CONFIG,
             )
         return
     full, filled = Box.full(name, shape), 0
@@ -369,6 +370,7 @@ def _check_shape(name: str, shape: tuple[int, ...], source: Source, files: Weigh
                 where=str(entry.file),
                 got=f"shape {entry.shape}",
                 allowed=f"{'' if len(source) == 1 else f'one of {len(source)} parts of '}shape {shape}",
+                hint=_OTHER_CONFIG,
             )
         filled += box.size
     if filled != full.size:

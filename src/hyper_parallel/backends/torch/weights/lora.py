@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyper_parallel.backends.torch.weights.huggingface import model_of_part
 from hyper_parallel.backends.torch.weights.initialization import (
     LORA_A,
     LORA_B,
@@ -34,8 +35,11 @@ from hyper_parallel.backends.torch.weights.initialization import (
 from hyper_parallel.backends.torch.weights.linear_map import OUT_IN, weight_order
 from hyper_parallel.backends.torch.weights.shard_ranges import copy_full
 from hyper_parallel.errors import NotDivisible, UnsupportedSharding
-from hyper_parallel.ir import Layout, Strategy, round_up
+from hyper_parallel.ir import Layout, Strategy
+from hyper_parallel.units import round_up
 
+CONFIGURATION: Final = "adapter_config"
+"""Attribute of a model with adapters: their `peft.LoraConfig`."""
 _TENSOR_AXES: Final = ("tp_x", "tp_y")
 
 
@@ -63,14 +67,18 @@ def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether any module of a model has an adapter."""
-    return next(adapted_modules(model), None) is not None
+    """Return whether any module of a model, or of the complete model of a part, has an adapter.
+
+    The modules with adapters may all be on other ranks.
+    """
+    known = CONFIGURATION in model_of_part(model).__dict__
+    return known or next(adapted_modules(model), None) is not None
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (name, module) of each module with an adapter."""
     for name, module in model.named_modules():
-        if LORA_A in module._parameters:
+        if module._parameters.get(LORA_A) is not None:
             yield canonical_name(name), module
 
 
@@ -195,3 +203,4 @@ def merge_adapters(model: nn.Module) -> None:
         for name in (LORA_A, LORA_B):
             del module._parameters[name]
         del module.forward
+    model.__dict__.pop(CONFIGURATION, None)

@@ -68,6 +68,7 @@ def open_tensors(path: Path) -> dict[str, Stored]:
             "a weight file is missing",
             where=str(path),
             allowed=f"a directory with {SINGLE}, or with {INDEX} and the files it names",
+            hint=f"fetch `{path.name}` again",
         )
     try:
         check_regular(path)
