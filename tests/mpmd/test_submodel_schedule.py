@@ -129,7 +129,7 @@ def test_schedules_that_lanes_cannot_run_are_refused() -> None:
     lanes = TowerLanes(2, (0,))
     schedule = submodel_schedule(lanes, 4)
     other = submodel_schedule(TowerLanes(2, (1,)), 4)
-    with pytest.raises(ScheduleError, match="stage 0 computes on lane 1"):
+    with pytest.raises(ScheduleError, match="stage 0 must not compute on lane 1"):
         check_submodel_schedule(other, lanes, frozen=False)
     with pytest.raises(ScheduleError, match="does not match"):
         check_submodel_schedule(schedule, lanes, frozen=True)

@@ -356,7 +356,7 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     for (stage, _), lane in schedule.homes().items():
         if lane != stage - 1 if stage else lane not in lanes.towers:
             raise ScheduleError(
-                f"stage {stage} computes on lane {lane}",
+                f"stage {stage} must not compute on lane {lane}",
                 allowed=f"lane {stage - 1}" if stage else [*lanes.towers],
             )
     return schedule
@@ -384,12 +384,13 @@ def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
 def rounds_schedule(
     lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False
 ) -> Schedule:
-    """Return the schedule of a tower that computes in rounds, with 1F1B of the language part, for simulation.
+    """Return the schedule, for simulation, of a tower that encodes in rounds and a language part that runs 1F1B.
 
-    In a round all ranks of the tower work together.
+    In a round, every rank of the tower encodes one microbatch.
 
     Args:
-        lanes: Lanes; the whole tower has one, its own or that of a language part without pipeline stages.
+        lanes: Lanes, of which all tower ranks share one: a lane of their own, or the lane of a language part without
+            pipeline stages.
         microbatches: Microbatches of each language rank.
         costs: As for `submodel_schedule`; the cost of the tower is per microbatch of the language part.
         frozen: Whether the tower is frozen.

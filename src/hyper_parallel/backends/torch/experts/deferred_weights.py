@@ -5,10 +5,10 @@ With the tokens in chunks, the last rows that backward sends belong to the chunk
     backward    gradients of rows of that chunk | start their exchange | its weight gradients | wait for all exchanges
 
 The code of the experts is the model's own. A mode replaces its products with an expert weight, or with a view of one,
-by products that leave the gradient of the weight to a node of its own. Autograd runs nodes in the reverse order of
-creation, so this node must be created between the start of the exchange in forward and the wait for it. The inputs and
-output gradients of the products of this chunk are kept until the node runs. Products that the mode does not know keep
-the order of autograd.
+by products that leave the gradient of the weight to a separate autograd node. Autograd runs nodes in the reverse order
+of creation, so this node must be created between the start of the exchange in forward and the wait for it. The inputs
+and output gradients of the products of this chunk are kept until the node runs. Products that the mode does not know
+keep the order of autograd.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hyper_parallel.backends.torch.tensor.overlapped_tokens import is_needed
 
 
 class _Gradients(NamedTuple):
-    """Gradients of one kind of product; `offs` has the end of the rows of each expert in a grouped product.
+    """Functions for the gradients of one kind of product; `offs`: where each expert's rows end in a grouped product.
 
     Attributes:
         dims: Number of dims of the weight.
@@ -78,7 +78,7 @@ class _Weight:
     """Weight of experts [E, F, C] or [F, C], and the gradients of its products.
 
     Attributes:
-        gradients: Functions that return gradients of views of the weight, each with its view.
+        gradients: Pairs of a view of the weight and a function that returns the gradient of this view.
         used: Tensor that products take as an argument, so that their backward precedes that of the weight.
     """
 

@@ -141,7 +141,9 @@ def refuse_leaks(
 
 
 def device_and_host_storages(entries: list[Entry]) -> tuple[torch.device, frozenset[int]]:
-    """Return the device of a recorded step, and its storages in host memory, marked as inputs or outputs: those stay.
+    """Return the device of a recorded step, and its storages in host memory.
+
+    The storages in host memory are marked as inputs or outputs, because a plan does not move them.
 
     Raises:
         CaptureUnsupported: HP511 for a step on several accelerators.

@@ -78,7 +78,7 @@ class Channel:
     def receive(self, key: Key, source: int) -> Any:
         """Wait for the message `key` from a rank of the world and return its value.
 
-        Its tensors that require gradients are leaves.
+        Tensors of the value that require gradients are leaves.
 
         Raises:
             KeyError: `source` is this rank, and it has not sent the message.

@@ -269,7 +269,8 @@ class Tower:
     ) -> Iterator[int]:
         """Compute the features of the microbatches of a step, and the gradients of the tower if `train`.
 
-        Yield the index of each microbatch of the language part when it is its turn, for a rank that has both parts.
+        For a rank that has both parts, yield the index of each microbatch of the language part when its turn comes in
+        the order of `Border.passes`.
 
         Args:
             model: `TowerModel` that passed through `parallelize`.
@@ -629,7 +630,7 @@ class Submodels:
 
 
 def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
-    """Yield whenever every tower has run up to its next microbatch of the language part.
+    """Yield once per microbatch of the language part, when every tower has run the passes that precede it.
 
     `services` are the results of `Tower.serve`, one per tower.
     """

@@ -189,7 +189,9 @@ def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
         elif modality in getattr(model, "input_modalities", ()):
             raise _refusal(model, f"it has several encoders, and no `{method}`", modality)
     if unknown := sorted(media - accepted.keys()):
-        raise _refusal(model, "its forward has no argument of its feature method", unknown[0])
+        raise _refusal(
+            model, "its forward does not take the argument of its feature method", unknown[0]
+        )
     return frozenset(media)
 
 
@@ -405,8 +407,8 @@ class TowerModel(nn.Module):
     def forward(self, **batch: Any) -> tuple[bytes, list[Tensor], Tensor]:
         """Return the features of a batch as structure and tensors of `pack`, and a scalar.
 
-        Every backward pass must also start from the scalar, because there are no features without media. Without
-        arguments the features are empty.
+        Every backward pass must also start from the scalar, which exists even if the batch has no media and hence no
+        features. Without arguments the features are empty.
         """
         self._crossed.clear()
         if batch:
@@ -432,7 +434,7 @@ def _features(output: Any) -> Any:
 
 
 class TowerNotTraced(Exception):
-    """Forward of a tower that does not run on meta tensors; the message names the cause."""
+    """Error for a tower whose forward does not run on meta tensors; the message names the cause."""
 
 
 def tower_flops(

@@ -61,7 +61,7 @@ class Rounds:
             self._language[1].begin(index)
 
     def run(self, action: Action) -> None:
-        """Raise: in rounds there are no actions of a tower."""
+        """Raise AssertionError, because a tower in rounds has no actions."""
         raise AssertionError(f"{action} is no action of a round")
 
     def end(self) -> None:
