@@ -177,7 +177,7 @@ def test_an_encoder_that_runs_once_per_image_trains_when_later_steps_have_more(
         (("stage=dpo", "data.packing=null"), "stage: sft[\\s\\S]*data.balance=auto"),
         (
             ("model.path=TEXT", "data.tokenizer=MODEL", "data.source=WORDS"),
-            "these have none[\\s\\S]*data.balance=auto",
+            "records have none[\\s\\S]*data.balance=auto",
         ),
     ],
 )

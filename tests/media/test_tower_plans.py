@@ -190,7 +190,7 @@ def test_the_language_part_keeps_towers_without_a_price() -> None:
     [
         (_llava, {}, "--image-size 448", "reads images of 256 pixels"),
         (_llava, {"patch_size": None}, "--media 2", "no encoder whose config"),
-        (_llava, {"patch_size": None}, "--image-size 256", "no encoder of images whose"),
+        (_llava, {"patch_size": None}, "--image-size 256", "no image encoder whose"),
         (_qwen3_vl, {}, "--media 0 --image-size 448", "a plan with `--media 0` has no images"),
     ],
 )

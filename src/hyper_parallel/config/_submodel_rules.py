@@ -37,6 +37,15 @@ def _used_ranks(recipe: Recipe) -> set[int]:
     return {rank for ranks in _submodels(recipe).members.values() for rank in ranks}
 
 
+def _stages_beside_several_towers(recipe: Recipe) -> dict[str, Any] | None:
+    parts, used = _submodels(recipe), _used_ranks(recipe)
+    towers = {rank for name in parts.towers for rank in parts.members[name]}
+    shared = used and not towers.isdisjoint(parts.members["language"])
+    if parts.language.pp == 1 or not shared or len(parts.towers) == 1:
+        return None
+    return {"pp": parts.language.pp, "members": parts.members}
+
+
 def _idle_ranks(recipe: Recipe) -> dict[str, Any] | None:
     used = _used_ranks(recipe)
     missing = sorted({*range(max(used, default=-1) + 1)} - used)
@@ -84,6 +93,9 @@ SUBMODEL_RULES: Final[Rules] = (
          "the degrees of `{name}` do not multiply to its number of ranks",
          "{count} ranks, {name}.ranks={ranks}",
          "set `parallel.submodels.{name}.ranks=null`", "{count} different ranks"),
+    Rule("parallel.submodels.language.pp", _stages_beside_several_towers,
+         "pipeline stages share ranks with only one encoder, and the model has several",
+         "pp={pp}, {members}", "set `parallel.submodels.language.pp=1`", "one encoder, or ranks that are not shared"),
     Rule("parallel.submodels", _idle_ranks,
          "a rank has no part of the model", "rank {first} of {count}", "{hint}",
          "ranks from 0, each with at least one part"),

@@ -41,8 +41,8 @@ _ALL: Final = 2**31
 """Number of microbatches in flight for schedules that may run all forward passes first: no limit."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
 _JOINT: Final = (
-    "pp with schedule=1f1b; a tower on the same pipeline stages of each data-parallel rank of `language`; at most one "
-    "rank of a sharded tower per pipeline stage and data-parallel rank"
+    "one tower; pp with schedule=1f1b; the tower on the same pipeline stages of each data-parallel rank of `language`; "
+    "at most one rank of a sharded tower per pipeline stage and data-parallel rank"
 )
 """Layouts with a joint schedule."""
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
@@ -370,8 +370,9 @@ def _check_ranks(
     shared = not towers.isdisjoint(ranks[LANGUAGE])
     if strategies[LANGUAGE].pp > 1 and shared and joint_layout(strategies, ranks) is None:
         texts = (f"{name} {s} on ranks {[*ranks[name]]}" for name, s in strategies.items())
+        part = "this tower" if len(strategies) == 2 else "one of several towers"
         raise UnsupportedSharding(
-            "a language part with pipeline stages cannot share ranks with these towers without a joint schedule",
+            f"a language part with pipeline stages cannot share ranks with {part} without a joint schedule",
             where="parallel.submodels.language.pp",
             got="; ".join(texts),
             allowed=_JOINT,
