@@ -7,8 +7,9 @@ With the tokens in chunks, the last rows that backward sends belong to the chunk
 The code of the experts is the model's own. A mode replaces its products with an expert weight, or with a view of one,
 by products that leave the gradient of the weight to a node of its own. Autograd runs nodes in the reverse order of
 creation, so this node must be created between the start of the exchange in forward and the wait for it. Products that
-the mode does not know keep the order of autograd. Until then the inputs and the output gradients of the products of this
-one chunk are kept.
+the mode does not know keep the order of autograd.
+
+Until then, backward keeps the inputs and the output gradients of the products of this one chunk.
 """
 
 from __future__ import annotations
