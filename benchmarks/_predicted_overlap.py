@@ -1,9 +1,13 @@
 """Predictions of the cost model for strategies with overlap, calibrated only on a measured step without overlap.
 
-Three numbers are calibrated, in this order:
+In the serial step, a rank computes, waits for transfers (blocked) or waits for the other rank (late). Calibrated, in
+this order:
 
-    link bandwidth     predicted time of the serial step's collectives = measured time blocked in collectives
-    compute rate       predicted serial step = measured serial step
+    spread             share of a transfer by which one rank has its data first. In the replay, both ranks go on when
+                       the last one has its data, so a replay takes longer than the step by half of that time
+    link bandwidth     predicted time of the collectives = time blocked + excess of the replay
+    compute rate       predicted computation = step - time blocked - time late
+    jitter             predicted step, with ranks that wait for each other = measured step
     collective share   CPU time beyond computation, divided by the time in which collectives were in flight
 
 Latencies and all other numbers are those of the topology `local` and of the card `cpu`.
@@ -34,11 +38,36 @@ from hyper_parallel.topology import Supernode
 
 INSIDE_LAYERS = ("tp communication", "ep communication")
 """Terms of the collectives whose waits `overlap.py` measures."""
+NEEDED = ("step_s", "blocked_s", "late_s", "replayed_s", "processor_s")
+"""Seconds of the serial step that calibration needs: step, blocked in collectives, late, replayed step, CPU time."""
 NOT_MEASURED = ("optimizer", "gradient norm", "every step", "stragglers")
 """Terms of a training step that a forward and backward pass lacks."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """Numbers that replace those of the topology and of the cards.
+
+    Attributes:
+        link_bytes_s: Bytes/s that a rank sends.
+        slowdown: Factor on the kernel times of the card.
+        share: Fraction of the compute units that a collective occupies.
+        jitter: Standard deviation of one task's time on one rank, relative to its mean.
+        spread: Share of a collective's time by which the first rank has its result before the last one.
+        latency: Factor on the link latency of the card.
+        counts_late: Count waits for a rank that has not reached a collective.
+    """
+
+    link_bytes_s: float
+    slowdown: float = 1.0
+    share: float = 0.0
+    jitter: float = 0.0
+    spread: float = 0.0
+    latency: float = 1.0
+    counts_late: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Calibrated:
     """Cost-model inputs whose rates are calibrated on one measured serial step.
 
@@ -46,19 +75,13 @@ class Calibrated:
         supernode: Machine; its innermost links connect all ranks.
         spec: Model.
         workload: Workload with all batch numbers.
-        link_bytes_s: Bytes/s that a rank sends.
-        slowdown: Factor on the kernel times of the card.
-        share: Fraction of the compute units that a collective occupies.
-        latency: Factor on the link latency of the card.
+        rates: Calibrated rates.
     """
 
     supernode: Supernode
     spec: ModelSpec
     workload: Workload
-    link_bytes_s: float
-    slowdown: float
-    share: float
-    latency: float = 1.0
+    rates: Rates
 
     @classmethod
     def of(
@@ -76,59 +99,75 @@ class Calibrated:
             spec: Model.
             workload: Workload with all batch numbers.
             serial: Strategy without overlap.
-            measured: Seconds of the serial step: `step_s`; `blocked_s`, blocked in collectives; `processor_s`, CPU time
-                of one rank.
+            measured: Seconds of the serial step, `NEEDED`.
         """
-        step_s, blocked_s = measured["step_s"], measured["blocked_s"]
+        step_s, blocked_s, late_s, replayed_s, processor_s = (measured[name] for name in NEEDED)
+        transfer_s = blocked_s + max(0.0, replayed_s - step_s)
+        case = cls(supernode, spec, workload, Rates(1.0))
+        case = case._fitted("link_bytes_s", lambda c: transfer_s - c.waits_s(serial), 1e4, 1e12)
+        busy_s = step_s - blocked_s - late_s
+        case = case._fitted("slowdown", lambda c: c.step_s(serial) - busy_s - transfer_s, 1e-3, 1e3)
+        sent_s = blocked_s + _terms(case.priced(serial))["data-parallel reduction"]
+        share = (processor_s - (step_s - late_s - sent_s)) / sent_s
+        case = case.replace(spread=2.0 * (1.0 - blocked_s / transfer_s))
+        case = case._fitted("jitter", lambda c: c.step_s(serial) - step_s, 1e-6, 10.0)
+        return case.replace(share=min(1.0, max(0.0, share)))
 
-        def excess_waits(link_bytes_s: float) -> float:
-            return (
-                cls(supernode, spec, workload, link_bytes_s, 1.0, 1.0).seconds(serial)[1]
-                - blocked_s
-            )
+    def replace(self, **rates: Any) -> Calibrated:
+        """Return a copy with other rates."""
+        return dataclasses.replace(self, rates=dataclasses.replace(self.rates, **rates))
 
-        def excess(slowdown: float) -> float:
-            return cls(supernode, spec, workload, link, slowdown, 1.0).seconds(serial)[0] - step_s
+    def _fitted(
+        self, rate: str, excess: Callable[[Calibrated], float], low: float, high: float
+    ) -> Calibrated:
+        """Return a copy with a rate from `low` to `high` at which the increasing `excess` is 0."""
+        return self.replace(**{rate: _root(lambda x: excess(self.replace(**{rate: x})), low, high)})
 
-        link = _root(excess_waits, 1e12, 1e4)
-        slowdown = _root(excess, 1e-3, 1e3)
-        case = cls(supernode, spec, workload, link, slowdown, 1.0)
-        reduction_s = _terms(case.priced(serial))["data-parallel reduction"]
-        sent_s = blocked_s + reduction_s
-        share = (measured["processor_s"] - (step_s - sent_s)) / sent_s
-        return dataclasses.replace(case, share=min(1.0, max(0.0, share)))
-
-    def seconds(self, strategy: Strategy) -> tuple[float, float]:
-        """Return the predicted seconds of forward and backward, and the seconds blocked in collectives of layers.
-
-        Blocked seconds are the predicted exposed seconds without slowdowns of computation: without the slowdown by
-        concurrent
-        collectives, and minus the exposed seconds of a link that takes no time.
-        """
+    def step_s(self, strategy: Strategy) -> float:
+        """Return the predicted seconds of forward and backward."""
         terms = _terms(self.priced(strategy))
-        step_s = sum(s for name, s in terms.items() if name not in NOT_MEASURED)
-        alone = dataclasses.replace(self, share=0.0)
-        free = dataclasses.replace(alone, link_bytes_s=1e18, latency=0.0)
-        with_link, without = (_terms(case.priced(strategy)) for case in (alone, free))
-        return step_s, sum(with_link[name] - without[name] for name in INSIDE_LAYERS)
+        return sum(s for name, s in terms.items() if name not in NOT_MEASURED)
+
+    def waits_s(self, strategy: Strategy) -> float:
+        """Return the predicted exposed seconds of collectives of layers, the cost of smaller kernels included.
+
+        The slowdown of computation by concurrent collectives does not count.
+        """
+        terms = _terms(self.replace(share=0.0).priced(strategy))
+        return sum(terms[name] for name in INSIDE_LAYERS)
+
+    def blocked_s(self, strategy: Strategy) -> float:
+        """Return the predicted seconds in which a rank waits for a collective that all ranks have reached.
+
+        Waits for a link that takes no time are subtracted: they are the cost of smaller kernels.
+        """
+        linked = self.replace(counts_late=False)
+        free = linked.replace(link_bytes_s=1e18, latency=0.0)
+        return linked.waits_s(strategy) - free.waits_s(strategy)
 
     def priced(self, strategy: Strategy) -> Scores:
         """Return the cost model's result for a strategy."""
-        card = device_card("", "cpu")
-        latency = card.latency * self.latency
-        card = dataclasses.replace(card, collective_share=self.share, latency=latency)
-        stack = dataclasses.replace(stack_card("cpu"), compute=self.slowdown)
+        card, rates = device_card("", "cpu"), self.rates
+        card = dataclasses.replace(
+            card,
+            collective_share=rates.share,
+            latency=card.latency * rates.latency,
+            jitter=rates.jitter,
+            collective_spread=rates.spread,
+        )
+        stack = dataclasses.replace(stack_card("cpu"), compute=rates.slowdown)
         tier = self.supernode.tiers[0]
-        rate = dataclasses.replace(tier.bytes_s, value=self.link_bytes_s)
-        tiers = (dataclasses.replace(tier, bytes_s=rate),)
+        bytes_s = dataclasses.replace(tier.bytes_s, value=rates.link_bytes_s)
+        tiers = (dataclasses.replace(tier, bytes_s=bytes_s),)
         supernode = dataclasses.replace(self.supernode, tiers=tiers)
         machine = Machine.of(supernode, "float32", card=card, stack=stack)
+        machine = dataclasses.replace(machine, counts_late=rates.counts_late)
         numbers, candidates = ModelNumbers.of(self.spec), Candidates.of(strategy, self.workload)
         return score(PricingCase(numbers, machine, self.workload, candidates))
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Return the zero of a monotonic function between `low` and `high`, or the nearer end if there is none."""
+    """Return the zero of an increasing function between `low` and `high`, or the nearer end if there is none."""
     for end, sign in ((low, 1.0), (high, -1.0)):
         if sign * function(end) >= 0.0:
             return end
@@ -154,13 +193,13 @@ def predicted(
         spec: Model.
         workload: Workload with all batch numbers.
         strategies: Strategies by name; `serial` has no overlap.
-        rows: Measured `step_s`, `speedup`, `blocked_s` and `processor_s` by name of the strategy.
+        rows: Measured `speedup` and `NEEDED` by name of the strategy.
     """
     serial = rows["serial"]
     model = Calibrated.of(supernode, spec, workload, strategies["serial"], serial)
     results = {}
     for name, row in rows.items():
-        step_s, blocked_s = model.seconds(strategies[name])
+        step_s, blocked_s = model.step_s(strategies[name]), model.blocked_s(strategies[name])
         speedup = serial["step_s"] / step_s
         results[name] = {
             "step_s": step_s,
@@ -174,9 +213,11 @@ def predicted(
         }
     choice = min(results, key=lambda name: results[name]["step_s"])
     return {
-        "link_bytes_s": model.link_bytes_s,
-        "slowdown": model.slowdown,
-        "collective_share": model.share,
+        "link_bytes_s": model.rates.link_bytes_s,
+        "slowdown": model.rates.slowdown,
+        "collective_share": model.rates.share,
+        "jitter": model.rates.jitter,
+        "collective_spread": model.rates.spread,
         "strategies": results,
         "auto": choice,
         "auto_speedup": rows[choice]["speedup"],

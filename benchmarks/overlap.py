@@ -53,7 +53,7 @@ import torch
 import torch.distributed as dist
 from _machine import QUIET, busy_s, calm_rounds, keep_freed_memory, machine, others_shares
 from _overlap_replay import replays
-from _predicted_overlap import predicted
+from _predicted_overlap import NEEDED, predicted
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from hyper_parallel.backends.torch import collectives
@@ -536,8 +536,9 @@ def predict_files(paths: list[str]) -> int:
     for path in paths:
         for line in filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines()):
             result = json.loads(line)
-            if "processor_s" not in result["strategies"]["serial"]:
-                print(f"{path}: without `processor_s`, which calibration needs", file=sys.stderr)
+            if missing := set(NEEDED) - result["strategies"]["serial"].keys():
+                names = ", ".join(sorted(missing))
+                print(f"{path}: without {names}, which calibration needs", file=sys.stderr)
                 return 2
             result["predicted"] = predictions(cases()[result["case"]], result["strategies"])
             quiet = "quiet" if result["quiet"] else "not quiet"

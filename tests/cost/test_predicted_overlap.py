@@ -14,6 +14,8 @@ from tests.planner.draws import moe_model
 pytestmark = pytest.mark.unit
 
 TENSOR, EXPERTS = Strategy(tp_x=2), Strategy(dp_shard=2, ep=2, zero=0)
+ROW = {"step_s": 0.8, "blocked_s": 0.2, "late_s": 0.0, "replayed_s": 0.8, "processor_s": 0.65}
+"""Measured seconds of a serial step in which ranks are never late."""
 CASES = [
     (small_model(), TENSOR, [Overlap(tp_chunks=4), Overlap(half_batch=True)]),
     (moe_model(), EXPERTS, [Overlap(ep_chunks=4), Overlap(half_batch=True, ep_chunks=2)]),
@@ -25,7 +27,7 @@ def test_the_serial_row_is_reproduced_and_overlap_waits_less(model, serial, over
     workload = Workload(512, microbatch=4, accumulation_steps=1).resolve(serial.dp)
     strategies = {"serial": serial}
     strategies |= {str(o): dataclasses.replace(serial, overlap=o) for o in overlaps}
-    row = {"step_s": 0.8, "blocked_s": 0.24, "processor_s": 0.6, "speedup": 1.0}
+    row = ROW | {"blocked_s": 0.24, "processor_s": 0.6, "speedup": 1.0}
     result = predicted(machine(), model, workload, strategies, dict.fromkeys(strategies, row))
     plain, *others = result["strategies"].values()
     assert plain["step_s"] == pytest.approx(0.8)
@@ -36,11 +38,25 @@ def test_the_serial_row_is_reproduced_and_overlap_waits_less(model, serial, over
 
 def test_contention_is_the_processor_time_beyond_computation():
     workload = Workload(512, microbatch=4, accumulation_steps=1).resolve(1)
-    row = {"step_s": 0.8, "blocked_s": 0.2, "processor_s": 0.65}
-    calibrated = Calibrated.of(machine(), small_model(), workload, TENSOR, row)
-    assert calibrated.share == pytest.approx(0.05 / 0.2)
+    calibrated = Calibrated.of(machine(), small_model(), workload, TENSOR, ROW)
+    assert calibrated.rates.share == pytest.approx(0.05 / 0.2)
     chunks = dataclasses.replace(TENSOR, overlap=Overlap(tp_chunks=4))
-    step_s, blocked_s = calibrated.seconds(chunks)
-    alone_s, _ = dataclasses.replace(calibrated, share=0.0).seconds(chunks)
+    alone = calibrated.replace(share=0.0)
+    slower_s = calibrated.step_s(chunks) - alone.step_s(chunks)
     # Hidden communication slows computation down by its share.
-    assert step_s - alone_s == pytest.approx(0.25 * (0.2 - blocked_s), rel=0.02)
+    assert slower_s == pytest.approx(0.25 * (0.2 - calibrated.blocked_s(chunks)), rel=0.02)
+
+
+def test_ranks_that_are_late_in_the_serial_step_block_each_other_in_an_overlapped_one():
+    workload = Workload(512, microbatch=4, accumulation_steps=1).resolve(1)
+    late = ROW | {"late_s": 0.1, "replayed_s": 0.81}
+    lockstep, calibrated = (
+        Calibrated.of(machine(), small_model(), workload, TENSOR, row)
+        for row in (ROW | {"step_s": 0.7, "replayed_s": 0.7}, late)
+    )
+    assert calibrated.step_s(TENSOR) == pytest.approx(0.8)
+    # One rank has its data early: both are blocked for less time than the link is busy.
+    assert calibrated.rates.spread == pytest.approx(2 * 0.01 / 0.21)
+    assert calibrated.blocked_s(TENSOR) == pytest.approx(0.2)
+    halves = dataclasses.replace(TENSOR, overlap=Overlap(half_batch=True))
+    assert calibrated.blocked_s(halves) > 1.1 * lockstep.blocked_s(halves)

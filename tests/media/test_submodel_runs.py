@@ -25,6 +25,7 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncod
 from hyper_parallel.config import LoadedRecipe, load_recipe
 from hyper_parallel.errors import (
     BadValue,
+    BatchMismatch,
     Contradiction,
     HyperParallelError,
     UnknownKey,
@@ -127,12 +128,11 @@ def test_encoders_of_images_and_of_audio_on_ranks_of_their_own_repeat_one_rank(
     lines += write_data(tmp_path, repeats=2, kind="audio").read_text()
     (tmp_path / "train.jsonl").write_text(lines)
     train(tmp_path, tmp_path / "one", "parallel.dp_shard=1", "checkpoint.export=true")
-    split = (
-        "parallel.submodels={vision: {ranks: [0]}, audio: {ranks: [1]}, language: {tp_x: 2}}",
-        "data.balance=none",
-    )
-    train(tmp_path, tmp_path / "split", *split, "training.steps=1", "checkpoint.every=1")
-    train(tmp_path, tmp_path / "split", *split, "checkpoint.export=true", report=True)
+    split = "parallel.submodels={vision: {ranks: [0]}, audio: {ranks: [1]}, language: {tp_x: 2}}"
+    train(tmp_path, tmp_path / "split", split, "training.steps=1", "checkpoint.every=1")
+    train(tmp_path, tmp_path / "split", split, "checkpoint.export=true", report=True)
+    notes = Plan.load(tmp_path / "split" / "plan.json").notes
+    assert any("records keep the order of the data" in note for note in notes)
     assert_same_curve(curve(tmp_path / "split"), curve(tmp_path / "one"))
     weights, expected = (
         _weights(tmp_path / run, AutoModelForMultimodalLM) for run in ("split", "one")
@@ -338,6 +338,20 @@ def test_towers_on_the_ranks_of_pipeline_stages_repeat_one_rank(place: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_sharded_towers_and_data_parallel_stages_on_shared_ranks_repeat_one_rank(
+    place: Path,
+) -> None:
+    train(place, place / "alone3", "parallel.dp_shard=1")
+    sharded = "parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}"
+    train(place, place / "rounds", sharded)
+    assert_same_curve(curve(place / "rounds"), curve(place / "alone3"))
+    four = "parallel.submodels={vision: {dp_shard: 4, ranks: [0, 1, 2, 3]}, language: {pp: 2, dp_shard: 2}}"
+    train(place, place / "four", four, "training.accumulation_steps=2")
+    assert_same_curve(curve(place / "four"), curve(place / "alone3"))
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
     frozen = "training.freeze=['model.vision_tower.*', 'model.multi_modal_projector.*']"
     shared = "parallel.submodels={vision: {dp_shard: 2}, language: {dp_shard: 2}}"
@@ -365,9 +379,17 @@ def test_a_checkpoint_of_sub_models_continues_on_one_rank(place: Path) -> None:
             "HP104[\\s\\S]*rank 2 of 4",
         ),
         (
-            ("parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}",),
-            Contradiction,
-            "HP104[\\s\\S]*language.pp=1",
+            (
+                "parallel.submodels={vision: {dp_shard: 2, ranks: [0, 1]}, language: {pp: 2}}",
+                "training.accumulation_steps=3",
+            ),
+            BatchMismatch,
+            "HP308[\\s\\S]*accumulation_steps=4",
+        ),
+        (
+            ("parallel.submodels={vision: {ranks: [3]}, language: {pp: 2, dp_shard: 2}}",),
+            UnsupportedSharding,
+            "HP205[\\s\\S]*language.pp=1",
         ),
         ((*AUTO, "training.compile=true"), Contradiction, "HP104[\\s\\S]*compile=false"),
         (("parallel.submodels={auto: true, vision: {dp_shard: 1}}",), HyperParallelError, "HP10"),

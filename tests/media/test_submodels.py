@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch import handle
 from hyper_parallel.backends.torch.peft_adapters import add_adapters
 from hyper_parallel.backends.torch.submodels.channel import Channel, pack
 from hyper_parallel.backends.torch.weights.initialization import is_adapter
@@ -168,7 +169,7 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
             return {name for name, _ in part.named_parameters()}
 
     every = {name for name, _ in single.named_parameters()}
-    pipelines = PIPELINES if family == "llava" else PIPELINES[: family != "qwen3_vl"]
+    pipelines = PIPELINES if family == "llava" else PIPELINES[:1]
     for layouts in (*(DISJOINT if family == "llava" else DISJOINT[:2]), *pipelines):
         layouts = _named(layouts, kind)
         owned = hp.launch(lambda _, g=layouts: rank(g, None), _ranks(layouts), timeout_s=200)
@@ -237,7 +238,17 @@ JOINT: tuple[tuple[Layouts, Placement], ...] = (
     ({"vision": "dp_replicate=2", "language": "pp=2"}, {"vision": (0, 1), "language": (0, 1)}),
     ({"vision": "", "language": "pp=2"}, {"vision": (1,), "language": (0, 1)}),
     ({"vision": "dp_replicate=2", "language": "pp=2"}, {"vision": (2, 0), "language": (0, 1)}),
+    ({"vision": "dp_shard=2", "language": "pp=2"}, {"vision": (0, 1), "language": (0, 1)}),
 )
+FOUR = (0, 1, 2, 3)
+REPLICATED: tuple[tuple[Layouts, Sequence[int]], ...] = (
+    ({"vision": "dp_replicate=4", "language": "pp=2 dp_shard=2"}, FOUR),
+    ({"vision": "dp_replicate=2", "language": "pp=2 dp_replicate=2"}, (2, 3)),
+    ({"vision": "dp_shard=4", "language": "pp=2 dp_shard=2"}, FOUR),
+    ({"vision": "dp_replicate=2 dp_shard=2", "language": "pp=2 dp_replicate=2"}, FOUR),
+    ({"vision": "dp_shard=2", "language": "pp=2 dp_shard=2"}, (0, 1)),
+)
+"""Layouts on four ranks, and the ranks of copies or shards of the tower."""
 COPIES = TowerLanes(2, (0, 1))
 
 
@@ -257,7 +268,7 @@ def _joint_schedules() -> dict[str, Schedule | None]:
     }
 
 
-@slow_cells("2-trained", "1-trained", "0-frozen", "1-frozen", "2-frozen")
+@slow_cells("2-trained", "1-trained", "3-trained", "0-frozen", "1-frozen", "2-frozen", "3-frozen")
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("number", range(len(JOINT)))
 def test_pipeline_stages_share_ranks_with_towers(tmp_path: Path, number: int, frozen: bool) -> None:
@@ -266,7 +277,7 @@ def test_pipeline_stages_share_ranks_with_towers(tmp_path: Path, number: int, fr
     batches = _batches(tmp_path, "llava")
     single = _model(tmp_path, frozen)
     hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
-    expected, twice = _run(single, batches, 1), _twice(single, batches)
+    expected, twice = _run(single, batches, 1), _twice(single, batches, 1)
     schedules = _joint_schedules() if number == 0 and not frozen else {"equal costs": None}
 
     def rank(_: int) -> None:
@@ -276,17 +287,71 @@ def test_pipeline_stages_share_ranks_with_towers(tmp_path: Path, number: int, fr
                     _model(tmp_path, frozen), layouts, world, ranks=ranks, schedule=schedule
                 )
                 _assert_equal(_run(part, batches, 1), expected)
-                assert _twice(part, batches) == pytest.approx(twice, rel=1e-10)
+                assert _twice(part, batches, 1) == pytest.approx(twice, rel=1e-10)
 
     hp.launch(rank, len({r for members in ranks.values() for r in members}), timeout_s=200)
 
 
-def _twice(model: Any, batches: Batches) -> float:
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(REPLICATED)))
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_towers_share_ranks_with_stages_of_every_data_parallel_rank(
+    tmp_path: Path, frozen: bool, number: int
+) -> None:
+    """Every data-parallel rank of the language part runs the joint schedule on its own microbatches."""
+    layouts, ranks = REPLICATED[number]
+    batches = _batches(tmp_path, "llava")
+    single = _model(tmp_path, frozen)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    expected, twice = _run(single, batches, 1), _twice(single, batches, 1)
+
+    def rank(_: int) -> None:
+        with hp.World.join("cpu") as world:
+            places = {"vision": ranks, "language": FOUR}
+            part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world, ranks=places)
+            _assert_equal(_run(part, batches, 2), expected)
+            assert _twice(part, batches, 2) == pytest.approx(twice, rel=1e-10)
+
+    hp.launch(rank, 4, timeout_s=200)
+
+
+LATER_LAYERS: tuple[tuple[Layouts, Placement | None], ...] = (
+    ({"vision": "", "language": "pp=2"}, None),
+    ({"vision": "dp_replicate=2", "language": "pp=2"}, {"vision": (0, 1), "language": (0, 1)}),
+    ({"vision": "dp_shard=2", "language": "pp=2"}, {"vision": (0, 1), "language": (0, 1)}),
+    ({"language": "pp=2 schedule=zb-h1", "vision": ""}, None),
+)
+
+
+@slow_cells(0, 2, 3, "1-frozen")
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("number", range(len(LATER_LAYERS)))
+def test_features_reach_the_pipeline_stages_of_later_layers(
+    tmp_path: Path, number: int, frozen: bool
+) -> None:
+    """Features that are added in the second layer go to the second stage, which returns their gradients."""
+    layouts, ranks = LATER_LAYERS[number]
+    batches = _batches(tmp_path, "qwen3_vl")
+    single = _model(tmp_path, frozen)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    expected = _run(single, batches, 1)
+
+    def rank(_: int) -> None:
+        with hp.World.join("cpu") as world:
+            part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world, ranks=ranks)
+            stages = handle(part).pipeline
+            assert stages is None or stages.stages.running.media_stages == {0, 1}
+            _assert_equal(_run(part, batches, 1), expected)
+
+    hp.launch(rank, 3 if ranks is None else 2, timeout_s=200)
+
+
+def _twice(model: Any, batches: Batches, shares: int) -> float:
     """Return the norm of the sum of the gradients of two steps."""
     for step in (0, 2):
-        rows = [*batches.microbatches(step, 0, 1, 1, 4)]
-        parts = [s and _inputs(rows[s[1]]) for s in hp.microbatch_sources(model, 4)]
-        hp.forward_backward(model, parts)
+        rows = [[*batches.microbatches(step, k, shares, 1, 4 // shares)] for k in range(shares)]
+        sources = hp.microbatch_sources(model, 4 // shares)
+        hp.forward_backward(model, [s and _inputs(rows[s[0]][s[1]]) for s in sources])
     norm = float(hp.clip_grad_norm_(model, None))
     model.zero_grad()
     return norm
@@ -413,7 +478,7 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             submodel_strategies(model, layouts, ranks)
     shared = {"vision": (0, 1), "language": (0, 1)}
     for layouts in (
-        {"vision": "dp_shard=2", "language": "pp=2"},
+        {"vision": "dp_shard=2", "language": "pp=2 schedule=zb-h1"},
         {"vision": "dp_replicate=2", "language": "pp=2 schedule=gpipe"},
     ):
         with pytest.raises(UnsupportedSharding, match="cannot share ranks"):
@@ -429,15 +494,6 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             submodel_strategies(model, layouts, 2, ranks)
     with pytest.raises(UnsupportedSharding, match="has no encoder"):
         submodel_strategies(Case().build(), {"vision": "", "language": ""}, 2)
-
-
-@pytest.mark.torch
-def test_stages_after_the_first_do_not_read_features(tmp_path: Path) -> None:
-    needs_torchvision("qwen3_vl")
-    write_model("qwen3_vl", tmp_path / "deepstack")
-    deepstack = transformers.AutoModelForMultimodalLM.from_pretrained(tmp_path / "deepstack")
-    with pytest.raises(UnsupportedSharding, match="features enter layers"):
-        submodel_strategies(deepstack, {"vision": "", "language": "pp=2"}, 3)
 
 
 def test_weights_are_read_saved_and_exported_as_those_of_one_model(tmp_path: Path) -> None:

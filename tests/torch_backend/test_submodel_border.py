@@ -8,7 +8,7 @@ from hyper_parallel.backends.torch.submodels.exchange import Border
 
 
 def _border(readers: int, towers: int) -> Border:
-    return Border(tuple(range(10, 10 + towers)), tuple((20 + i,) for i in range(readers)))
+    return Border(tuple(range(10, 10 + towers)), tuple(((20 + i,),) for i in range(readers)))
 
 
 @pytest.mark.parametrize("towers", range(1, 6))

@@ -69,13 +69,7 @@ def _typed_options(ctx: typer.Context) -> set[str]:
     purpose, sources = ctx.params["purpose"], {p.name or "": p for p in ctx.command.params}
     typed = {n for n in sources if str(ctx.get_parameter_source(n)).endswith("COMMANDLINE")}
     if purpose not in ("train", "generate"):
-        raise BadValue(
-            "unknown purpose",
-            where="--for",
-            got=purpose,
-            allowed="train, generate",
-            hint="--for train",
-        )
+        raise BadValue("unknown purpose", where="--for", got=purpose, allowed="train, generate")
     generate = purpose == "generate"
     wrong = typed - {*_OWN, *_SHARED, "purpose"} if generate else typed & {*_OWN}
     if wrong:

@@ -380,8 +380,8 @@ class LanguageDegrees(TowerDegrees):
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_y`."""
     pp: int = Field(default=1, ge=1, le=MOST_STAGES)
-    """Like `parallel.pp`. The first stage reads the features of the encoders. Ranks with stages may also run an
-    unsharded encoder, if it is the only one and `language` has no data parallelism."""
+    """Like `parallel.pp`. Features go to the first stage, and to the stages of later layers that read them. Ranks with
+    stages may also run the encoder, if it is the only one: one schedule then orders the work of both parts."""
 
 
 class Submodels(Section):

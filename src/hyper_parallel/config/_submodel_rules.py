@@ -37,17 +37,6 @@ def _used_ranks(recipe: Recipe) -> set[int]:
     return {rank for ranks in _submodels(recipe).members.values() for rank in ranks}
 
 
-def _stages_beside_shards(recipe: Recipe) -> dict[str, Any] | None:
-    parts, used = _submodels(recipe), _used_ranks(recipe)
-    language = parts.language
-    alone = [language.dp_replicate, *(p.dp_shard for p in (language, *parts.towers.values()))]
-    towers = {rank for name in parts.towers for rank in parts.members[name]}
-    shared = used and not towers.isdisjoint(parts.members["language"])
-    if language.pp == 1 or not shared or (max(alone) == 1 and len(parts.towers) == 1):
-        return None
-    return {"pp": language.pp, "members": parts.members}
-
-
 def _idle_ranks(recipe: Recipe) -> dict[str, Any] | None:
     used = _used_ranks(recipe)
     missing = sorted({*range(max(used, default=-1) + 1)} - used)
@@ -95,10 +84,6 @@ SUBMODEL_RULES: Final[Rules] = (
          "the degrees of `{name}` do not multiply to its number of ranks",
          "{count} ranks, {name}.ranks={ranks}",
          "set `parallel.submodels.{name}.ranks=null`", "{count} different ranks"),
-    Rule("parallel.submodels.language.pp", _stages_beside_shards,
-         "with shared ranks, pipeline stages need one encoder that is not sharded, and no data parallelism",
-         "pp={pp}, {members}", "set `parallel.submodels.language.pp=1`",
-         "one encoder with dp_shard=1, dp_replicate=1 and dp_shard=1 of `language`"),
     Rule("parallel.submodels", _idle_ranks,
          "a rank has no part of the model", "rank {first} of {count}", "{hint}",
          "ranks from 0, each with at least one part"),

@@ -69,6 +69,10 @@ class DeviceCard:
     # share of the compute units that a collective occupies, so that it and computation slow each other down; 1 hides
     # nothing
     collective_share: float = 1.0
+    # standard deviation of one task's time on one rank, relative to its mean; collectives wait for the latest rank
+    jitter: float = 0.0
+    # share of a collective's time by which the first rank has its result before the last one
+    collective_spread: float = 0.0
     # share of the stack's `moe_month`, the slowdown of older releases, that applies to this device; `moe_month` is
     # fitted to runs on Blackwell, the share to other device generations with runs of several releases
     maturing: float = 1.0

@@ -71,6 +71,8 @@ class Machine:
     ranks_per_core: float = 1.0  # ranks that share one core in turn
     host_bytes: float = np.inf  # host memory of one device
     may_recompute: bool = True  # whether offload may also drop and recompute results
+    # whether exposed communication includes waits for ranks that have not reached a collective
+    counts_late: bool = True
 
     @classmethod
     def of(

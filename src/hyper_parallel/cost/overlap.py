@@ -24,7 +24,7 @@ from hyper_parallel.cost._communication import Communication, expert_seconds, te
 from hyper_parallel.cost._layer import Compute, layer_compute, matmuls
 from hyper_parallel.cost._pricing_case import PricingCase
 from hyper_parallel.cost.candidates import Array, distinct, shape_of
-from hyper_parallel.sim import LaneProgram
+from hyper_parallel.sim import LaneProgram, Ranks
 
 _COMPUTE, _LINK = 0, 1
 _SCATTERS: Final = (3, 4)
@@ -37,6 +37,8 @@ _COUNTS, _SPLITS = 9, 10
 """Rows of `PassSeconds.durations`: exchange of row counts before a dispatch, and reading of the counts by the host."""
 _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel products."""
+_RANKS: Final = 8
+"""Most ranks of a simulated group."""
 _STEADY: Final = 3
 """Number of layers after which each further layer adds the same time to a program."""
 
@@ -92,13 +94,13 @@ class BlockSeconds:
     # weight gradients that overlap the scatters of forward, mirrored in backward
     while_scattering: Array = field(default_factory=_no_work)
 
-    def span(self, chunks: int, demand: float) -> Array:
-        """Return the seconds of the block with `chunks` chunks; `demand` as in `pass_span`."""
+    def span(self, chunks: int, demand: float, ranks: Ranks | None = None) -> Array:
+        """Return the seconds of the block with `chunks` chunks; `demand` and `ranks` as in `pass_span`."""
         durations = (
             self.column, self.core, self.row, self.collective, self.while_gathering,
             self.while_scattering,
         )  # fmt: skip
-        return block_program(chunks).contended_span(durations, demand)
+        return block_program(chunks).contended_span(durations, demand, ranks)
 
 
 @lru_cache(maxsize=64)
@@ -199,6 +201,7 @@ def pass_span(
     meets: Array,
     demand: float,
     layers: float = np.inf,
+    ranks: Ranks | None = None,
 ) -> Array:
     """Return the seconds of one pass through one layer.
 
@@ -209,6 +212,7 @@ def pass_span(
         meets: 1 if the halves wait for each other after every layer.
         demand: Share of the compute units that a collective occupies.
         layers: Layers after which the halves wait for each other if not after every layer.
+        ranks: Ranks that run the program together; None: ranks in lockstep.
     """
     durations = seconds.durations()
     used = [bool(np.any(row > 0.0)) for row in durations]
@@ -219,18 +223,19 @@ def pass_span(
         return layer_program(count, halves, chunks, tuple(used))
 
     def span(count: int) -> Array:
-        return program(count).contended_span(durations, demand)
+        return program(count).contended_span(durations, demand, ranks)
 
     if halves == 1 or bool(np.all(meets)):
         return span(1)
     if layers <= _STEADY:
         passed = span(int(layers)) / layers
         return np.where(meets > 0, span(1), passed)
-    _, busy = program(1).span(durations)
-    longest = np.maximum.reduce(np.broadcast_arrays(*busy))
-    least = longest + demand * (sum(busy) - longest)
     first = span(_STEADY)
-    steady = np.maximum(span(_STEADY + 1) - first, least)
+    steady = span(_STEADY + 1) - first
+    if ranks is None or not ranks.vary:
+        _, busy = program(1).span(durations)
+        longest = np.maximum.reduce(np.broadcast_arrays(*busy))
+        steady = np.maximum(steady, longest + demand * (sum(busy) - longest))
     ends = np.maximum(first - _STEADY * steady, 0.0) / layers
     return np.where(meets > 0, span(1), steady + ends)
 
@@ -241,8 +246,8 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
     The exposed seconds of a layer are its simulated time minus its compute time without overlap. So they include the
     cost of overlap: contention, more launches and smaller matmuls.
     """
-    c = s.c
-    if not c.any_overlap:
+    c, group = s.c, _largest_group(s)
+    if not c.any_overlap and not np.any(group > 1.0):
         return comm
     shape = shape_of(c)
     tp, ep, halves, chunks, tokens = (
@@ -256,7 +261,8 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
     demand = min(1.0, s.machine.card.collective_share)
     # Candidates with equal parts and equal kinds of tasks share a program.
     tasks = (np.broadcast_to(degree > 1, shape).astype(np.float64) for degree in (c.tp, c.ep))
-    first, kind = distinct((halves, chunks, tokens, *tasks))
+    ranks = np.broadcast_to(group, shape)
+    first, kind = distinct((halves, chunks, tokens, *tasks, ranks))
     for index, row in enumerate(first):
         half, chunk, token = int(halves[row]), int(chunks[row]), int(tokens[row])
         mask = kind == index
@@ -267,7 +273,7 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
             forward = tensor_seconds(replace(s, c=c.take(mask)), 0.0)
             rest = np.maximum(tp_whole[mask] - compute_s[mask], forward / -token)
             tp[mask] = _least_exposed(tp_whole[mask], rest, demand)
-        if (half, chunk) == (1, 1):
+        if (half, chunk) == (1, 1) and (token != 1 or ranks[row] == 1.0):
             continue
         if half < 0:
             traffic = tp_whole[mask] + ep[mask]
@@ -277,7 +283,7 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
             # The first dispatch and the last combine are exposed.
             rest = np.maximum(ep[mask] - compute_s[mask], ep[mask] / -chunk)
             ep[mask] = _least_exposed(ep[mask], rest, demand)
-        elif half == 1:
+        elif half == 1 and chunk > 1:
             ep[mask] = _exposed_exchanges(replace(s, c=c.take(mask)), chunk)
         else:
             case = replace(s, c=c.take(mask))
@@ -308,9 +314,15 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
         _passes(s, 1, chunks), _passes(s, 1, 1), (redone, np.ones(1)), strict=True
     ):
         experts = np.maximum(seconds.experts, whole.experts / chunks)
-        alone = replace(PassSeconds(*[np.zeros(1)] * 6), experts=experts, exchange=seconds.exchange)
-        span = pass_span(alone, 1, chunks, np.ones(1), s.machine.card.collective_share)
-        total = total + times * (span - whole.experts)
+        # Ranks reach the first dispatch at different times, after the other blocks.
+        before = seconds.attention + seconds.attention_column + seconds.mlp + seconds.mlp_column
+        alone = replace(
+            PassSeconds(*[np.zeros(1)] * 6), attention=before, experts=experts, exchange=seconds.exchange
+        )  # fmt: skip
+        span = pass_span(
+            alone, 1, chunks, np.ones(1), s.machine.card.collective_share, ranks=_ranks(s)
+        )
+        total = total + times * (span - before - whole.experts)
     return np.maximum(total, 0.0)
 
 
@@ -345,7 +357,7 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
             collective = getattr(part, f"{name}_collective")
             gathering, scattering = (filled * chunks * work for work in gradients[name])
             block = BlockSeconds(column, core, row, collective, gathering, scattering)
-            span = span + block.span(chunks, s.machine.card.collective_share) - compute
+            span = span + block.span(chunks, s.machine.card.collective_share, _ranks(s)) - compute
         total = total + repeats * np.maximum(span, 0.0)
     return total
 
@@ -357,13 +369,28 @@ def _exposed_halves(
     demand, layers = s.machine.card.collective_share, float(s.n.layers)
     flows, repeats = np.zeros(1), _repeats_forward(s)
     forward, backward = _passes(s, halves, chunks)
-    span = pass_span(forward, halves, chunks, flows, demand, layers)
-    span = span + pass_span(backward, halves, chunks, flows, demand, layers)
+    ranks = _ranks(s)
+    span = pass_span(forward, halves, chunks, flows, demand, layers, ranks)
+    span = span + pass_span(backward, halves, chunks, flows, demand, layers, ranks)
     if np.any(repeats > 0.0):
-        span = span + repeats * pass_span(forward, halves, chunks, np.ones(1), demand)
+        span = span + repeats * pass_span(forward, halves, chunks, np.ones(1), demand, ranks=ranks)
     exposed = np.maximum(span - compute_s, 0.0)
     tp = forward.attention_collective + forward.mlp_collective
     return _split(exposed, tp, chunks * forward.exchange)
+
+
+def _largest_group(s: PricingCase) -> Array:
+    """Return the simulated ranks of the largest group within a layer; 1 if ranks run in lockstep."""
+    card = s.machine.card
+    if card.jitter == 0.0 and card.collective_spread == 0.0:
+        return np.ones(1)
+    return np.minimum(np.maximum(s.c.tp, s.c.ep), _RANKS)
+
+
+def _ranks(s: PricingCase) -> Ranks:
+    """Return the ranks of a group within a layer; all candidates have groups of one size."""
+    card, size = s.machine.card, int(np.max(_largest_group(s)))
+    return Ranks(size, card.jitter, card.collective_spread, s.machine.counts_late)
 
 
 def _repeats_forward(s: PricingCase) -> Array:

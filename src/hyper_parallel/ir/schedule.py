@@ -45,7 +45,7 @@ _TEXT: Final = re.compile(
 )
 _SLOTS: Final = {"F": 1, "I": 1, "W": 1, "B": 2}
 _SENDS: Final[dict[str, ActionKind]] = {"F": "SEND_F", "B": "SEND_B", "I": "SEND_B"}
-_GRAPH: Final = re.compile(r"(\d+)>(\d+)|(\d+) (frozen|copied)")
+_GRAPH: Final = re.compile(r"(\d+)>(\d+)|(\d+) (frozen|copied|sharded)")
 PEERS: Final[dict[str, tuple[int, ActionKind]]] = {
     "SEND_F": (1, "RECV_F"),
     "RECV_F": (-1, "SEND_F"),
@@ -141,6 +141,8 @@ class StageGraph:
         edges: (producer, consumer) pairs of stages; a producer has the smaller number.
         frozen: Stages without a backward; their producers are frozen too.
         copied: Stages with copies on several ranks; each copy computes some of the microbatches.
+        sharded: Copied stages whose parameters are sharded over the ranks of their copies. The n-th computations of all
+            copies run together, because they have collectives.
 
     Raises:
         ScheduleError: HP320 for an edge to the same or a smaller stage, or from a trained stage to a frozen one.
@@ -149,6 +151,7 @@ class StageGraph:
     edges: tuple[tuple[int, int], ...]
     frozen: frozenset[int] = frozenset()
     copied: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for source, target in self.edges:
@@ -164,7 +167,7 @@ class StageGraph:
                 )
 
     def __str__(self) -> str:
-        marks = (("frozen", self.frozen), ("copied", self.copied))
+        marks = (("frozen", self.frozen), ("copied", self.copied), ("sharded", self.sharded))
         cells = [f"{source}>{target}" for source, target in self.edges]
         return ",".join(
             [*cells, *(f"{s} {word}" for word, stages in marks for s in sorted(stages))]
@@ -172,18 +175,19 @@ class StageGraph:
 
     @staticmethod
     def parse(cells: Sequence[str]) -> StageGraph:
-        """Return the graph written in CSV cells, such as `0>2`, `0 frozen`, `1 copied`.
+        """Return the graph written in CSV cells, such as `0>2`, `0 frozen`, `1 copied`, `1 sharded`.
 
         Raises:
             ScheduleError: HP320 for another cell.
         """
-        edges, marked = [], {"frozen": set[int](), "copied": set[int]()}
+        edges = []
+        marked = {word: set[int]() for word in ("frozen", "copied", "sharded")}
         for cell in filter(None, map(str.strip, cells)):
             match = _GRAPH.fullmatch(cell)
             if match is None:
                 raise ScheduleError(
                     f"`{cell}` is not an entry of a stage graph",
-                    allowed="entries such as 0>2, 0 frozen, 1 copied",
+                    allowed="entries such as 0>2, 0 frozen, 1 copied, 1 sharded",
                 )
             source, target, stage, word = match.groups()
             if word:
@@ -252,6 +256,18 @@ class Schedule:
         s = action.stage
         others = self.after(s) if kind == "SEND_F" else filter(self.is_trained, self.before(s))
         return tuple(message(s, kind, action.microbatch, other) for other in others)
+
+    def rounds(self) -> dict[Action, tuple[tuple[Action, int], ...]]:
+        """Return, for each computation of a sharded stage, those that run together with it, as (action, rank)."""
+        rounds: dict[Action, tuple[tuple[Action, int], ...]] = {}
+        for stage in self.graph.sharded if self.graph else ():
+            rows: dict[int, list[tuple[Action, int]]] = {}
+            for rank, _, leaf in self.leaves():
+                if leaf.stage == stage and leaf.kind in COMPUTE:
+                    rows.setdefault(rank, []).append((leaf, rank))
+            for together in zip(*rows.values(), strict=False):
+                rounds |= dict.fromkeys((action for action, _ in together), together)
+        return rounds
 
     @property
     def has_communication(self) -> bool:

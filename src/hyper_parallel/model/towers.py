@@ -41,7 +41,6 @@ class Tower:
         forward_flops: FLOPs of the forward of one item.
         extra_bytes: Bytes of activations that a bfloat16 forward of one item keeps, beyond those that decoder layers of
             this size keep.
-        reaches_later_layers: Whether decoder layers after the first one also read features of the encoder.
     """
 
     name: str
@@ -50,7 +49,6 @@ class Tower:
     item: str
     forward_flops: float
     extra_bytes: int
-    reaches_later_layers: bool = False
 
     @property
     def layer_flops(self) -> float:
@@ -172,8 +170,7 @@ def _tower(
     widths = 2 * hidden * any("qkv" in p.name for p in matrices)
     widths += width * (config.get("hidden_act") == "quick_gelu")
     extra += 2.0 * len(layers) * positions * widths
-    deep = bool(config.get("deepstack_visual_indexes"))
-    return Tower(kind, spec, positions, item, inner + outer, round(extra), deep)
+    return Tower(kind, spec, positions, item, inner + outer, round(extra))
 
 
 def _with_dims(p: ParamSpec, hidden: int) -> ParamSpec:

@@ -27,6 +27,7 @@ from hyper_parallel.mpmd._strategy import (
     step_schedule,
 )
 from hyper_parallel.mpmd._submodel_schedule import (
+    JointLayout,
     TowerLanes,
     check_submodel_schedule,
     forward_part,
@@ -51,6 +52,7 @@ __all__ = [
     "Assignment",
     "Choice",
     "Devices",
+    "JointLayout",
     "StageCost",
     "SubModel",
     "TowerLanes",

@@ -2,6 +2,9 @@
 
 Ranks of the schedule are called lanes. Lane k < p runs language stage k + 1. Copies of the tower run on lanes of the
 language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
+
+A tower whose parameters are sharded over several lanes computes in rounds: every lane computes one microbatch, at the
+same place of the order of all actions. So the collectives have one order on all lanes.
 """
 
 from __future__ import annotations
@@ -13,12 +16,19 @@ from types import MappingProxyType
 from typing import Literal
 
 from hyper_parallel.errors import ScheduleError
-from hyper_parallel.ir import Action, Schedule, StageCost, StageGraph
+from hyper_parallel.ir import Action, ActionKind, Schedule, StageCost, StageGraph
 from hyper_parallel.mpmd._assignment import search_by_bound
 from hyper_parallel.mpmd._list_schedule import ListProblem, list_schedule
 from hyper_parallel.mpmd._lower import lower
-from hyper_parallel.mpmd._tasks import StageCosts, Transfers, nanoseconds
-from hyper_parallel.mpmd._verify import verify
+from hyper_parallel.mpmd._tasks import (
+    StageCosts,
+    Transfers,
+    action_times,
+    nanoseconds,
+    schedule_tasks,
+)
+from hyper_parallel.mpmd._verify import held_bytes, verify
+from hyper_parallel.sim import simulate
 
 AHEAD = 2
 """Extra microbatches in flight, beyond 1F1B, on a lane with the tower, so that encoder work fills bubbles.
@@ -34,10 +44,14 @@ class TowerLanes:
     Attributes:
         stages: Number p of language stages, which are on lanes 0 to p - 1.
         towers: For each rank of the tower, its lane.
+        sharded: Whether the tower is sharded over several lanes. Each of these has one tower rank.
+        readers: Language stages that read features of the tower, from 0 on, the first stage among them.
     """
 
     stages: int
     towers: tuple[int, ...]
+    sharded: bool = False
+    readers: tuple[int, ...] = (0,)
 
     @property
     def count(self) -> int:
@@ -45,17 +59,33 @@ class TowerLanes:
         return max(self.stages - 1, *self.towers) + 1
 
     def graph(self, frozen: bool = False) -> StageGraph:
-        """Return the graph of stages: the tower, then the chain of language stages."""
-        edges = tuple((s, s + 1) for s in range(self.stages))
-        return StageGraph(edges, frozenset({0} if frozen else ()), frozenset({0}))
+        """Return the graph of stages: the tower, then the chain of language stages, and edges to later readers."""
+        chain = [(s, s + 1) for s in range(self.stages)]
+        edges = (*chain, *((0, s + 1) for s in self.readers if s))
+        sharded = frozenset({0} if self.sharded else ())
+        return StageGraph(edges, frozenset({0} if frozen else ()), frozenset({0}), sharded)
 
     def limits(self, ahead: int = AHEAD) -> list[int]:
-        """Return the limit of microbatches in flight per lane: that of 1F1B, plus `ahead` on lanes with the tower."""
+        """Return the limit of microbatches in flight per lane: that of 1F1B, plus `ahead` on lanes with the tower.
+
+        For a sharded tower, `ahead` is at least the number of rounds with a microbatch in flight under 1F1B, and one.
+        """
         p = self.stages
+        if self.sharded:
+            ahead = max(ahead, -(-(p - 1) // self.width) + 2)
         return [
             (p - lane if lane < p else p) + ahead * (lane in self.towers)
             for lane in range(self.count)
         ]
+
+    @property
+    def width(self) -> int:
+        """Number of microbatches of a round: 1, or the number of ranks of a sharded tower."""
+        return len(self.towers) if self.sharded else 1
+
+    def padded(self, microbatches: int) -> int:
+        """Return the number of microbatches of whole rounds."""
+        return -(-microbatches // self.width) * self.width
 
     def owners(self, schedule: Schedule) -> list[int]:
         """Return the tower rank that encodes each microbatch; several tower ranks of one lane take turns."""
@@ -68,6 +98,37 @@ class TowerLanes:
             owners.append(here[turns[lane] % len(here)])
             turns[lane] += 1
         return owners
+
+
+@dataclass(frozen=True, slots=True)
+class JointLayout:
+    """Ranks under joint schedules: each data-parallel rank of the language part (share) has its own lanes.
+
+    All shares have equal lanes and run equal schedules. So collectives of the language part, and of a tower, between
+    ranks of several shares have one order.
+
+    Attributes:
+        lanes: Lanes of each share.
+        towers: For each share, its ranks of the tower, in the order of `TowerLanes.towers`.
+    """
+
+    lanes: TowerLanes
+    towers: tuple[tuple[int, ...], ...]
+
+    def place(self, tower_rank: int) -> tuple[int, int]:
+        """Return (share, lane) of a rank of the tower."""
+        share = next(k for k, ranks in enumerate(self.towers) if tower_rank in ranks)
+        return share, self.lanes.towers[self.towers[share].index(tower_rank)]
+
+    def owners(self, schedule: Schedule, share: int) -> list[int]:
+        """Return the tower rank that encodes each microbatch of a share."""
+        return [self.towers[share][k] for k in self.lanes.owners(schedule)]
+
+    def sources(self, schedule: Schedule, tower_rank: int) -> list[tuple[int, int] | None]:
+        """Return (share, index) for each microbatch of a share that a tower rank encodes, and None for others."""
+        share, _ = self.place(tower_rank)
+        owners = self.owners(schedule, share)
+        return [(share, i) if rank == tower_rank else None for i, rank in enumerate(owners)]
 
 
 def submodel_schedule(
@@ -94,8 +155,14 @@ def submodel_schedule(
         ahead: Extra microbatches in flight on lanes with the tower, beyond 1F1B.
 
     Raises:
-        ScheduleError: HP320 if the number of costs is not the number of stages.
+        ScheduleError: HP320 if the number of costs is not the number of stages, or microbatches do not fill rounds.
     """
+    if lanes.padded(microbatches) != microbatches:
+        raise ScheduleError(
+            "the microbatches of a step do not fill the rounds of a sharded tower",
+            got=f"{microbatches} microbatches",
+            allowed=f"a multiple of {lanes.width}",
+        )
     costs = costs or [StageCost(1.0, 0.0, 2.0), *[StageCost(1.0, 1.0, 1.0)] * lanes.stages]
     if len(costs) != lanes.stages + 1:
         raise ScheduleError(
@@ -108,6 +175,9 @@ def submodel_schedule(
     counted = [[replace(c, activation_bytes=1, weight_grad_input_bytes=1) for c in r] for r in rows]
     limits = lanes.limits(ahead)
     schedule = _fastest_order(lanes, counted, limits, frozen, transfer_s)
+    if lanes.sharded:
+        bases = (schedule, inline_schedule(lanes, microbatches, frozen=frozen))
+        schedule = _fastest_rounds(lanes, bases, counted, limits, transfer_s)
     idle = ((),) * (lanes.count - len(schedule.ranks))  # ranks of the tower without a microbatch
     schedule = replace(schedule, ranks=(*schedule.ranks, *idle))
     lowered = lower(schedule, reduce_grad=False, costs=rows, transfer_s=transfer_s)
@@ -155,6 +225,88 @@ def _fastest_order(
     return schedules[best.position]
 
 
+def _fastest_rounds(
+    lanes: TowerLanes,
+    bases: Sequence[Schedule],
+    rows: Sequence[Sequence[StageCost]],
+    limits: Sequence[int],
+    transfer_s: Transfers,
+) -> Schedule:
+    """Return the fastest compute-only schedule with rounds of a sharded tower that stays within the limits.
+
+    1F1B with rounds as late as possible, and backwards as early as possible, always does.
+
+    Args:
+        lanes: Lanes of the parts.
+        bases: Schedules whose language stages keep their order, among them 1F1B.
+        rows: As for `_fastest_order`.
+        limits: As for `_fastest_order`.
+        transfer_s: As for `_fastest_order`.
+    """
+    best: tuple[float, Schedule] | None = None
+    for base, lead, lag in product(bases, (1, 0), (1, 0)):
+        schedule = _in_rounds(lanes, base, rows, transfer_s, lead, lag)
+        held = held_bytes(schedule, rows)
+        if any(n > limit for n, limit in zip(held, limits, strict=True)):
+            continue
+        end_s = simulate(schedule_tasks(schedule, rows, transfer_s=transfer_s)).end_s
+        if best is None or end_s < best[0]:
+            best = end_s, schedule
+    assert best is not None, "1F1B stays within the limits"
+    return best[1]
+
+
+def _in_rounds(
+    lanes: TowerLanes,
+    base: Schedule,
+    rows: Sequence[Sequence[StageCost]],
+    transfer_s: Transfers,
+    lead: int,
+    lag: int,
+) -> Schedule:
+    """Return a schedule with the tower's actions replaced by rounds over all of its lanes.
+
+    Rounds are inserted into one order of all actions, and every lane gets its part of this order. So lanes cannot wait
+    for each other in a circle.
+
+    Args:
+        lanes: Lanes of the parts.
+        base: Compute-only schedule.
+        rows: Cost of each stage and microbatch.
+        transfer_s: As for `submodel_schedule`.
+        lead: Number of rounds by which a forward precedes the first use of its features.
+        lag: Number of rounds by which a backward follows the arrival of its last gradient.
+    """
+    base = replace(base, graph=replace(lanes.graph(not base.is_trained(0)), sharded=frozenset()))
+    order: list[tuple[tuple[int, int, int, int], int, Action]] = []
+    begins, ends = dict[int, int](), dict[int, int]()
+    for lane, times in enumerate(action_times(base, rows, transfer_s)):
+        for action, (start, end) in zip(base.ranks[lane], times, strict=True):
+            if action.stage:
+                order.append(((start, 1, 0, 0), lane, action))
+            if action.stage == 1 and action.microbatch is not None and action.kind != "W":
+                (begins if action.kind == "F" else ends)[action.microbatch] = (
+                    start if action.kind == "F" else end
+                )
+    first_use = sorted(begins, key=begins.__getitem__)
+    rounds = [first_use[k : k + lanes.width] for k in range(0, len(first_use), lanes.width)]
+    split = any(action.kind == "I" for row in base.ranks for action in row)
+    trained: tuple[ActionKind, ...] = ("I", "W") if split else ("B",)
+    for n, members in enumerate(rounds):
+        starts: dict[ActionKind, int] = {"F": begins[rounds[max(0, n - lead)][0]]}
+        if base.is_trained(0):
+            last = max(ends[i] for later in rounds[n : n + lag + 1] for i in later)
+            starts |= dict.fromkeys(trained, last)
+        for position, (kind, time) in enumerate(starts.items()):
+            for lane, i in zip(lanes.towers, members, strict=True):
+                order.append(((time, 0, position, n), lane, Action(0, kind, i)))
+    order.sort(key=lambda entry: entry[0])
+    ranks = tuple(
+        tuple(action for _, home, action in order if home == lane) for lane in range(lanes.count)
+    )
+    return replace(base, ranks=ranks, graph=lanes.graph(not base.is_trained(0)))
+
+
 def _homes(lanes: TowerLanes, rows: Sequence[Sequence[StageCost]]) -> list[list[int]]:
     """Return placements of the tower's microbatches on lanes to try: round-robin, and the least loaded lane."""
     count = len(rows[0])
@@ -194,6 +346,13 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     if not schedule.has_communication:
         schedule = lower(schedule.compute_only(), reduce_grad=False)
     verify(schedule)
+    used = {lane for (stage, _), lane in schedule.homes().items() if not stage}
+    if lanes.sharded and used != {*lanes.towers}:
+        raise ScheduleError(
+            "a sharded tower does not compute on all of its lanes",
+            got=f"lanes {sorted(used)}",
+            allowed=f"lanes {sorted(lanes.towers)}",
+        )
     for (stage, _), lane in schedule.homes().items():
         if lane != stage - 1 if stage else lane not in lanes.towers:
             raise ScheduleError(
@@ -206,14 +365,15 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
 def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
     """Return the forward-only schedule, with messages and with every microbatch on the same lanes."""
     # Order by microbatch, because 1F1B may start later microbatches before earlier ones arrive.
-    rows = tuple(
-        tuple(
-            sorted(
-                (a for a in row if a.kind == "F"),
-                key=lambda a: (a.stage + (a.microbatch or 0), a.stage),
-            )
-        )
+    forwards = [
+        sorted((a for a in row if a.kind == "F"), key=lambda a: a.microbatch or 0)
         for row in schedule.ranks
+    ]
+    begins = {a: a.stage + (a.microbatch or 0) for row in forwards for a in row}
+    together = replace(schedule, ranks=tuple(map(tuple, forwards))).rounds()
+    begins |= {a: min(begins[b] for b, _ in others) for a, others in together.items()}
+    rows = tuple(
+        tuple(sorted(row, key=lambda a: (begins[a], a.stage, a.microbatch))) for row in forwards
     )
     graph = replace(lanes.graph(), frozen=frozenset(range(lanes.stages + 1)))
     lowered = lower(replace(schedule, ranks=rows, graph=graph), reduce_grad=False)

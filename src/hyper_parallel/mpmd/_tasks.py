@@ -27,13 +27,14 @@ from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.sim import simulate
 
 _Event: TypeAlias = Action | tuple[Action, int]
-"""Completed action; a gradient reduction also has its rank. I is stored as B: both provide the input gradient."""
+"""Completed action. For the stages that wait for it, I counts as B. With a rank: the rank has reached a gradient
+reduction, or a computation of a sharded stage."""
 
 
 def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Iterator[_Event]]:
     """Return a function from an action to the events that must happen before it ends."""
     homes = schedule.homes()
-    communicates = schedule.has_communication
+    communicates, rounds = schedule.has_communication, schedule.rounds()
     copies: dict[int, set[int]] = {}
     for (stage, _), rank in homes.items():
         copies.setdefault(stage, set()).add(rank)
@@ -44,6 +45,12 @@ def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Itera
         return Action(other, kind, i)
 
     def needs(action: Action) -> Iterator[_Event]:
+        yield from own_needs(action)
+        for other, rank in rounds.get(action, ()):
+            yield other, rank
+            yield from own_needs(other)
+
+    def own_needs(action: Action) -> Iterator[_Event]:
         s, kind, i = action.stage, action.kind, action.microbatch
         if kind == "REDUCE_GRAD":
             yield from ((action, rank) for rank in sorted(copies[s]))
@@ -74,7 +81,8 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
 
     A receive waits for its send. In a compute-only schedule, a computation waits for the computations of the stages
     whose results it needs. OVERLAP_F_B starts when both parts can start. A gradient reduction ends when all copies of
-    the stage have reached it.
+    the stage have reached it. A computation of a sharded stage starts when all copies have reached theirs, with their
+    inputs.
 
     Args:
         schedule: Schedule with or without communication, complete in the sense of `verify`.
@@ -83,7 +91,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
     Raises:
         ScheduleError: HP320 with the deadlocked ranks and the event each waits for.
     """
-    needs = _waits_for(schedule, rendezvous)
+    needs, rounds = _waits_for(schedule, rendezvous), schedule.rounds()
     happened: set[_Event] = set()
     head = [0] * len(schedule.ranks)
     order: list[tuple[int, int]] = []
@@ -96,7 +104,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
                 if action.kind in PEERS:
                     # A peer waits until this action is reached: a rendezvous completes on both sides at once.
                     happened.add(action)
-                elif action.kind == "REDUCE_GRAD":
+                elif action.kind == "REDUCE_GRAD" or action in rounds:
                     happened.add((action, rank))
                 lacks = (e for leaf in action.leaves for e in needs(leaf) if e not in happened)
                 if event := next(lacks, None):
@@ -145,6 +153,7 @@ def schedule_tasks(
     * Exposed collectives follow their computation on `rank r/communication`; the rank computes nothing until they end.
     * Gathers and reductions run in order on the same lane. The copies of a stage start to reduce its gradients when the
       last one is ready.
+    * The n-th computations of all copies of a sharded stage start together and take the time of the longest.
     * The counter `rank r/device` is the memory of a rank's device.
 
     Args:
@@ -283,6 +292,9 @@ class _Builder:
         self.last_compute: dict[int, int] = {}
         self.last_exposed: dict[int, int] = {}
         self.last_backward: dict[tuple[int, int], int] = {}
+        self.rounds = schedule.rounds()
+        # Tasks that precede a round of a sharded stage on any of its ranks.
+        self.before_round: dict[tuple[tuple[Action, int], ...], list[int]] = {}
 
     def add(self, rank: int, actions: tuple[Action, ...], factor: float = 1.0) -> None:
         """Add a task for one action, or one task for several actions that overlap.
@@ -291,15 +303,24 @@ class _Builder:
         """
         if actions[0].kind in PEERS:
             return
-        effects = (_of(self.costs, a) for a in actions)
+        effects = [_of(self.costs, a) for a in actions]
+        together = self.rounds.get(actions[0], ())
+        if together:
+            times = [_of(self.costs, a)[:2] for a, _ in together]
+            effects = [(max(s for s, _ in times), max(s for _, s in times), *effects[0][2:])]
         seconds, exposed, at_start, at_end = map(sum, zip(*effects, strict=True))
         name = str(actions[0] if len(actions) == 1 else Action(-1, "OVERLAP_F_B", None, actions))
         if actions[0].kind not in COMPUTE:
             self._move(rank, actions[0], seconds, at_start, at_end)
             return
         deps = [self.last_exposed[rank]] if rank in self.last_exposed else []
-        keys = (key for a in actions for key in self._needs(a, rank))
+        members = together or [(a, rank) for a in actions]
+        keys = (key for a, r in members for key in self._needs(a, r))
         deps += (self.producers[key] for key in keys if key in self.producers)
+        if together:
+            ends = (self.last_compute, self.last_exposed)
+            ready = [end[r] for _, r in together for end in ends if r in end]
+            deps = [*dict.fromkeys(deps + self.before_round.setdefault(together, ready))]
         task = self._append(name, rank, "compute", seconds * factor, deps, at_start, at_end)
         if exposed > 0:
             name = f"{name} collectives"

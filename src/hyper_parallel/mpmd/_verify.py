@@ -29,6 +29,7 @@ def verify(
 
     Checks:
         * each stage lies on one rank, or each microbatch of a copied stage on one of its copies;
+        * all copies of a sharded stage have the same kinds of computations in the same order;
         * each (stage, microbatch) has one F, then, unless frozen, either one B or one I followed by one W;
         * sends and receives, if present, are complete, on the right ranks, after the producer and before the consumer,
           and in one order per pair of ranks and direction;
@@ -50,6 +51,7 @@ def verify(
     homes = schedule.homes()
     wrong = chain(
         _wrong_computations(schedule, spots),
+        _wrong_rounds(schedule, spots),
         _wrong_messages(schedule, spots, homes) if schedule.has_communication else (),
         _wrong_sharding(schedule),
     )
@@ -172,6 +174,21 @@ def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Itera
                         later,
                         f"the backward of {s}F{i} is scheduled before an action that it depends on",
                     )
+
+
+def _wrong_rounds(schedule: Schedule, spots: dict[Action, _Spot]) -> Iterator[_Wrong]:
+    """Yield computations of sharded stages that the other copies do not run at the same time."""
+    rounds = schedule.rounds()
+    sharded = schedule.graph.sharded if schedule.graph else frozenset()
+    for rank, position, leaf in schedule.leaves():
+        if leaf.stage not in sharded or leaf.kind not in COMPUTE:
+            continue
+        others = [a for a, _ in rounds.get(leaf, ()) if a.kind != leaf.kind]
+        if others:
+            r = spots[others[0]][0]
+            yield (rank, position), f"{leaf} runs together with {others[0]} of rank {r}"
+        elif leaf not in rounds:
+            yield (rank, position), f"a copy of stage {leaf.stage} has no computation for {leaf}"
 
 
 def _wrong_messages(

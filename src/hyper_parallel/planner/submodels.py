@@ -7,10 +7,12 @@ layers, exposed collectives and memory follow from its `Tower.spec`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, product
 from typing import Any, Final
 
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, NoLegalStrategy
@@ -27,6 +29,7 @@ from hyper_parallel.ir import (
 )
 from hyper_parallel.model import Tower, language_of, tower_kinds
 from hyper_parallel.mpmd import (
+    JointLayout,
     TowerLanes,
     inline_schedule,
     lanes_text,
@@ -239,8 +242,9 @@ class DividedStep:
         step_s = timeline.end_s
         # Seconds of ranks: all ranks of a lane work together.
         stage_ranks = len(parts[0].ranks) / self.lanes.stages
+        dp = self.plan.strategy.dp
         towers = [
-            (tower.cost, 1 if self.joint else len(self.members[name]))
+            (tower.cost, dp if self.joint else len(self.members[name]))
             for name, tower in self.towers.items()
         ]
         busy_s = 0.0
@@ -337,39 +341,70 @@ def choose_step(
     return fitting[best.position], replace(plan, submodels=submodels)
 
 
-def is_joint(strategies: Mapping[str, Strategy]) -> bool:
-    """Return whether one schedule orders the tower's microbatches and the pipeline stages of the language part.
+def feature_stages(language: Strategy, layers: Collection[int]) -> tuple[int, ...]:
+    """Return the pipeline stages that read features: the first one, and those of later layers that read features.
 
-    Sharded towers compute in rounds instead, because each pass has collectives over all of their ranks, and so do
-    several towers.
+    Args:
+        language: Strategy with `stage_layers`, if there are such layers and pipeline stages.
+        layers: Decoder layers after the first one to which features are added.
+    """
+    ends = [*accumulate(language.stage_layers)][:-1]
+    return tuple(sorted({0} | {bisect_right(ends, layer) for layer in layers}))
+
+
+def joint_layout(
+    strategies: Mapping[str, Strategy],
+    members: Mapping[str, Sequence[int]],
+    layers: Collection[int] = (),
+) -> JointLayout | None:
+    """Return the ranks of joint schedules, which order the tower's microbatches and the stages of the language part.
+
+    A lane is a pipeline stage of the language part, or a rank that runs the tower alone. Such ranks are divided among
+    the data-parallel ranks of the language part. None if the parts have no joint schedule:
+
+    * The language part has no pipeline stages, or a schedule other than 1F1B.
+    * The model has several towers.
+    * Data-parallel ranks of the language part have the tower on different lanes.
+    * The tower is sharded, and has several ranks on one lane or shares no rank. It then computes in rounds instead.
+
+    Args:
+        strategies: Strategies of `submodel_strategies`.
+        members: Ranks of each part.
+        layers: As for `feature_stages`.
     """
     language = strategies[LANGUAGE]
-    one_f_one_b = language.schedule == "1f1b" and not language.schedule_file
-    sharded = any(s.dp_shard > 1 for name, s in strategies.items() if name != LANGUAGE)
-    one_tower = len(strategies) == 2
-    return language.pp > 1 and language.dp == 1 and one_f_one_b and one_tower and not sharded
-
-
-def joint_lanes(
-    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
-) -> TowerLanes | None:
-    """Return the lanes of a joint schedule (see `is_joint`); None if the parts have none.
-
-    A lane is a pipeline stage of the language part, or a rank that runs the tower alone.
-    """
-    if not is_joint(strategies):
+    if language.pp == 1 or language.schedule != "1f1b" or language.schedule_file:
         return None
-    lane_of = stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
-    pp, towers = strategies[LANGUAGE].pp, list[int]()
-    for name in strategies.keys() - {LANGUAGE}:
-        for rank in members[name]:
-            towers.append(lane_of.setdefault(rank, pp))
-            pp = max(pp, towers[-1] + 1)
-    return TowerLanes(strategies[LANGUAGE].pp, tuple(towers))
+    names = [name for name in strategies if name != LANGUAGE]
+    if len(names) > 1:
+        return None
+    places = places_of_ranks(language, members[LANGUAGE])
+    ranks = members[names[0]]
+    sharded = strategies[names[0]].dp_shard > 1
+    alone = [rank for rank in ranks if rank not in places]
+    each, rest = divmod(len(alone), language.dp)
+    if rest or (sharded and len(alone) == len(ranks)):
+        return None
+    for n, rank in enumerate(alone):
+        share, k = divmod(n, each)
+        places[rank] = share, language.pp + k
+    towers: list[list[tuple[int, int]]] = [[] for _ in range(language.dp)]
+    for index, rank in enumerate(ranks):
+        share, lane = places[rank]
+        towers[share].append((lane, index))
+    lanes, *others = [tuple(lane for lane, _ in sorted(share)) for share in towers]
+    if any(other != lanes for other in others) or (sharded and len({*lanes}) < len(lanes)):
+        return None
+    spans = sharded and len(lanes) > 1
+    order = tuple(tuple(index for _, index in sorted(share)) for share in towers)
+    readers = feature_stages(language, layers)
+    return JointLayout(TowerLanes(language.pp, lanes, spans, readers), order)
 
 
 def submodel_lanes(
-    strategies: Mapping[str, Strategy], members: Mapping[str, Sequence[int]]
+    strategies: Mapping[str, Strategy],
+    members: Mapping[str, Sequence[int]],
+    layers: Collection[int] = (),
 ) -> tuple[TowerLanes, bool]:
     """Return the lanes of a step, and whether one schedule orders both parts.
 
@@ -379,29 +414,35 @@ def submodel_lanes(
     Args:
         strategies: Strategies of `submodel_strategies`.
         members: Ranks of each part.
+        layers: As for `feature_stages`.
     """
-    joint = joint_lanes(strategies, members)
+    joint = joint_layout(strategies, members, layers)
     if joint is not None:
-        return joint, True
+        return joint.lanes, True
     stages = strategies[LANGUAGE].pp
     towers = {rank for name in strategies if name != LANGUAGE for rank in members[name]}
     shared = not towers.isdisjoint(members[LANGUAGE])
-    return TowerLanes(stages, (0 if shared else stages,)), False
+    readers = feature_stages(strategies[LANGUAGE], layers)
+    return TowerLanes(stages, (0 if shared else stages,), readers=readers), False
 
 
-def stage_of_rank(language: Strategy, ranks: Sequence[int]) -> dict[int, int]:
-    """Return the pipeline stage of each rank of the language part."""
-    mesh = language.mesh()
-    return {rank: mesh.coordinate(position)["pp"] for position, rank in enumerate(ranks)}
+def places_of_ranks(language: Strategy, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return (data-parallel rank, pipeline stage) of each rank of the language part."""
+    mesh, places = language.mesh(), dict[int, tuple[int, int]]()
+    for position, rank in enumerate(ranks):
+        coordinate = mesh.coordinate(position)
+        share = coordinate["dp_replicate"] * language.dp_shard + coordinate["dp_shard"]
+        places[rank] = share, coordinate["pp"]
+    return places
 
 
 def layouts(kind: str, ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
     """Yield layouts of the language part and a tower that use all ranks, as values of `parallel.submodels`.
 
     The tower has ranks of its own, or shares those of the language part: all of them, or those of the first or the last
-    pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and no data
-    parallelism: one schedule then orders the microbatches of all ranks. With pipeline stages and data parallelism,
-    ranks are never shared (HP104).
+    pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and each of
+    its data-parallel ranks has equally many tower ranks: one schedule then orders the microbatches of all ranks. With
+    pipeline stages, a tower on shared ranks is tried both ways, but not sharded over several ranks of one stage.
 
     Args:
         kind: Name of the tower: `vision` or `audio`.
@@ -412,18 +453,20 @@ def layouts(kind: str, ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
         for pp in divisors(size):
             for tp in divisors(size // pp):
                 dp = size // (pp * tp)
-                joint = pp > 1 and dp == 1
                 language = {"pp": pp, "tp_x": tp, "dp_shard": dp}
                 if own:
-                    axis = "dp_replicate" if joint else "dp_shard"
+                    axis = "dp_shard" if pp == 1 or own % dp else "dp_replicate"
                     yield {LANGUAGE: language, kind: {axis: own}}
-                elif joint or pp == 1:
-                    stages = [size, tp, tp] if joint else [size]  # ranks of the tower
-                    for position, count in enumerate(stages):
-                        start = size - tp if position == 2 else 0
-                        axis = "dp_replicate" if joint else "dp_shard"
-                        shared = {axis: count, "ranks": [*range(start, start + count)]}
-                        yield {LANGUAGE: {**language, "ranks": [*range(size)]}, kind: shared}
+                    continue
+                stage = tp * dp  # ranks of a pipeline stage
+                places = [(0, size), (0, stage), (size - stage, size)] if pp > 1 else [(0, size)]
+                axes = ["dp_replicate"] * (pp > 1) + ["dp_shard"] * (pp == 1 or tp == 1)
+                for axis, (start, end) in product(axes, places):
+                    count = end - start
+                    if pp > 1 and axis == "dp_shard" and count == 1:
+                        continue  # equals dp_replicate=1
+                    shared = {axis: count, "ranks": [*range(start, end)]}
+                    yield {LANGUAGE: {**language, "ranks": [*range(size)]}, kind: shared}
 
 
 def plan_with_towers(
@@ -524,7 +567,7 @@ def _inline_step(
     s = plan.strategy
     own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
     ranks = tuple(range(s.world_size))
-    first = tuple(r for r, stage in stage_of_rank(s, ranks).items() if stage == 0)
+    first = tuple(r for r, (_, stage) in places_of_ranks(s, ranks).items() if stage == 0)
     items, count = media * (plan.workload.microbatch or 1), plan.workload.accumulation_steps or 1
     return DividedStep(
         plan,
@@ -559,7 +602,7 @@ def _steps_apart(
     plans: dict[tuple[int, ...], Plan | None] = {}
     for parts in layouts(tower.name, request.num_devices):
         degrees = {k: v for k, v in parts[LANGUAGE].items() if k != "ranks"}
-        if rows % degrees["dp_shard"] or (tower.reaches_later_layers and degrees["pp"] > 1):
+        if rows % degrees["dp_shard"]:
             continue
         size = math.prod(degrees.values())
         if size < least or language.refusal(Strategy(**degrees)) is not None:
@@ -574,7 +617,9 @@ def _steps_apart(
             with suppress(HyperParallelError):
                 plans[key] = search(smaller, 0)
         if (plan := plans[key]) is not None:
-            yield _step_apart(request, plan, parts, tower, media)
+            step = _step_apart(request, plan, parts, tower, media)
+            if step.lanes.padded(step.count) == step.count:
+                yield step
 
 
 def _step_apart(

@@ -31,15 +31,20 @@ from hyper_parallel.backends.torch.submodels.parts import (
 )
 from hyper_parallel.errors import BadValue, DegreesMismatch, ScheduleError, UnsupportedSharding
 from hyper_parallel.ir import Schedule, Strategy, Workload
-from hyper_parallel.mpmd import TowerLanes, check_submodel_schedule
+from hyper_parallel.mpmd import JointLayout, check_submodel_schedule
 from hyper_parallel.planner import parse_strategy
-from hyper_parallel.planner.submodels import is_joint, joint_lanes, stage_of_rank
+from hyper_parallel.planner.submodels import feature_stages, joint_layout, places_of_ranks
 from hyper_parallel.runtime._parallelize import attach_save_pretrained, parallelize, plan_of
 from hyper_parallel.runtime._world import World
 
 _ALL: Final = 2**31
 """Number of microbatches in flight for schedules that may run all forward passes first: no limit."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
+_JOINT: Final = (
+    "pp with schedule=1f1b; a tower on the same pipeline stages of each data-parallel rank of `language`; at most one "
+    "rank of a sharded tower per pipeline stage and data-parallel rank"
+)
+"""Layouts with a joint schedule."""
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 
@@ -86,9 +91,10 @@ def parallelize_submodels(
     """
     strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
-    lanes = joint_lanes(strategies, members)
+    strategies[LANGUAGE] = _with_stage_layers(model, strategies[LANGUAGE], division)
+    layout = joint_layout(strategies, members, division.layers_with_features)
     frozen = not any(model.get_parameter(name).requires_grad for name in division.parameters)
-    _check_schedule(schedule, strategies, lanes, frozen)
+    _check_schedule(schedule, strategies, layout, frozen)
     sides = _exchange_sides(strategies, members, division, world)
     roles = []
     for (name, side), part in zip(sides.items(), _parts(model, division, sides), strict=True):
@@ -96,12 +102,11 @@ def parallelize_submodels(
         plan = plan_of(part, strategies[name])
         # `workload` is that of the language part; its batch need not be divisible by the tower's ranks.
         plan = replace(plan, workload=workload or plan.workload)
-        copied = is_tower and lanes is not None and strategies[name].dp > 1
-        options = _options(is_tower, copied, routing)
+        options = _options(is_tower, layout is not None, plan.strategy, routing)
         parallelize(part, plan, world, members[name], **options)
         roles.append(_role(part, side, world))
-    stages = stage_of_rank(strategies[LANGUAGE], members[LANGUAGE])
-    joint = lanes and _joint_steps(lanes, roles, stages, world, frozen, schedule)
+    places = places_of_ranks(strategies[LANGUAGE], members[LANGUAGE])
+    joint = layout and _joint_steps(layout, roles, places, world, frozen, schedule)
     return _rank_module(roles, joint)
 
 
@@ -119,32 +124,44 @@ def _parts(
     ]
 
 
-def _options(is_tower: bool, copied: bool, routing: Routing | None) -> dict[str, Any]:
+def _with_stage_layers(model: nn.Module, language: Strategy, division: Division) -> Strategy:
+    """Return the strategy of the language part; with layers of each stage if later stages may read features."""
+    if language.pp == 1 or language.stage_layers or not division.layers_with_features:
+        return language
+    return replace(language, stage_layers=plan_of(model, language).strategy.stage_layers)
+
+
+def _options(
+    is_tower: bool, joint: bool, strategy: Strategy, routing: Routing | None
+) -> dict[str, Any]:
     """Return the keyword arguments of `parallelize` for one sub-model.
 
-    A tower runs once for each microbatch with media, so the number of its calls differs from step to step.
+    A tower runs once for each microbatch with media, so the number of its calls differs from step to step. Copies of a
+    tower under a joint schedule sum their gradients at the end of a step.
     """
-    own = None if is_tower else routing
-    return {"routing": own, "sync_replicas": not copied, "one_order": not is_tower}
+    if not is_tower:
+        return {"routing": routing}
+    copied = joint and strategy.dp_shard == 1 and strategy.dp > 1
+    return {"sync_replicas": not copied, "one_order": False}
 
 
 def _check_schedule(
     schedule: Schedule | None,
     strategies: Mapping[str, Strategy],
-    lanes: TowerLanes | None,
+    layout: JointLayout | None,
     frozen: bool,
 ) -> None:
     """Raise ScheduleError (HP320) for a schedule that the parts cannot run."""
     if schedule is None:
         return
-    if lanes is None:
+    if layout is None:
         raise ScheduleError(
             "tower and language part have no joint schedule",
             got=f"{strategies}",
-            allowed="a language part with pp, one data-parallel rank and schedule=1f1b; a tower with dp_shard=1",
+            allowed=_JOINT,
             hint="schedule=None",
         )
-    check_submodel_schedule(schedule, lanes, frozen)
+    check_submodel_schedule(schedule, layout.lanes, frozen)
 
 
 def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
@@ -175,9 +192,8 @@ def _rank_module(roles: Sequence[Role], joint: JointSteps | None) -> nn.Module:
 def _members(
     strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the world's ranks of each sub-model, by name; without `ranks`, sub-models use consecutive ranks."""
+    """Return the world's ranks of each sub-model, by name, as in its mesh: ascending; without `ranks`, consecutive."""
     if ranks is not None:
-        # Process groups sort their ranks, and shards follow the order of the process group.
         return {name: tuple(sorted(ranks[name])) for name in strategies}
     members: dict[str, tuple[int, ...]] = {}
     for name, strategy in strategies.items():
@@ -187,25 +203,28 @@ def _members(
 
 
 def _joint_steps(
-    lanes: TowerLanes,
+    layout: JointLayout,
     roles: Sequence[Role],
-    stages: Mapping[int, int],
+    places: Mapping[int, tuple[int, int]],
     world: World,
     frozen: bool,
     schedule: Schedule | None,
 ) -> JointSteps:
-    """Return the steps of this rank that interleave tower and pipeline stages, following a joint schedule."""
+    """Return the steps of this rank that interleave tower and pipeline stages, following a joint schedule.
+
+    `places` has the data-parallel rank and the pipeline stage of each rank of the language part.
+    """
     side = roles[-1].side
     tower = (side.border if isinstance(side, Tower) else side.borders[0]).tower
     attached = handle(roles[-1].part)
     own = isinstance(side, Tower)
-    lane = stages[world.rank] if world.rank in stages else lanes.towers[tower.index(world.rank)]
+    copied = own and attached.plan.strategy.dp_shard == 1
     return JointSteps(
-        lanes,
+        layout,
         tower,
-        attached.ranks.world_group if own else None,
+        attached.ranks.world_group if copied else None,
         getattr(torch, attached.plan.workload.reduce_dtype),
-        lane,
+        places.get(world.rank) or layout.place(tower.index(world.rank)),
         tower.index(world.rank) if own else None,
         frozen,
         schedule,
@@ -213,7 +232,7 @@ def _joint_steps(
 
 
 def _first_rank(side: Tower | Reader) -> int:
-    return side.border.tower[0] if isinstance(side, Tower) else side.borders[0].readers[0][0]
+    return side.border.tower[0] if isinstance(side, Tower) else side.borders[0].readers[0][0][0]
 
 
 def _exchange_sides(
@@ -232,22 +251,21 @@ def _exchange_sides(
     everyone = list(range(world.world_size))
     features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))
     language = strategies[LANGUAGE]
-    readers: list[list[int]] = [[] for _ in range(language.dp)]
-    shares: dict[int, int] = {}
-    for position, rank in enumerate(members[LANGUAGE]):
-        coordinate = language.mesh().coordinate(position)
-        shares[rank] = coordinate["dp_replicate"] * language.dp_shard + coordinate["dp_shard"]
-        if coordinate["pp"] == 0:
-            readers[shares[rank]].append(rank)
+    places = places_of_ranks(language, members[LANGUAGE])
+    stages = feature_stages(language, division.layers_with_features)
+    readers = tuple(
+        tuple(tuple(r for r, place in places.items() if place == (share, s)) for s in stages)
+        for share in range(language.dp)
+    )
     known = language.schedule == "1f1b" and not language.schedule_file
     ahead = language.pp if known else _ALL
     borders = [
-        Border(members[kind], tuple(map(tuple, readers)), ahead, (number, len(division.towers)))
+        Border(members[kind], readers, ahead, (number, len(division.towers)))
         for number, kind in enumerate(division.kinds)
     ]
     sides: dict[str, Tower | Reader] = {}
-    if world.rank in shares:
-        sides[LANGUAGE] = Reader(borders, shares[world.rank], world.rank, features, gradients)
+    if world.rank in places:
+        sides[LANGUAGE] = Reader(borders, places[world.rank][0], world.rank, features, gradients)
     for kind, border in zip(division.kinds, borders, strict=True):
         if world.rank in border.tower:
             tower_rank = border.tower.index(world.rank)
@@ -305,7 +323,7 @@ def _validated_strategies(
                     allowed=", ".join(allowed),
                     hint=f"leave out `{axis}` of `{name}`",
                 )
-    _check_stages(strategies[LANGUAGE], division)
+    _check_stages(strategies[LANGUAGE])
     if ranks is not None:
         _check_ranks(strategies, ranks, world_size)
         return strategies
@@ -321,16 +339,14 @@ def _validated_strategies(
     return strategies
 
 
-def _check_stages(language: Strategy, division: Division) -> None:
-    """Raise UnsupportedSharding (HP205) if a later pipeline stage reads features, or a rank has several stages."""
-    if language.pp > 1 and (division.layers_with_features or language.virtual_stages > 1):
+def _check_stages(language: Strategy) -> None:
+    """Raise UnsupportedSharding (HP205) if a rank has several pipeline stages."""
+    if language.pp > 1 and language.virtual_stages > 1:
         raise UnsupportedSharding(
-            "encoder features enter layers after the first pipeline stage"
-            if division.layers_with_features
-            else "a rank has several pipeline stages of the language part",
+            "a rank has several pipeline stages of the language part",
             where="parallel.submodels.language.pp",
             got=f"pp={language.pp}, virtual_stages={language.virtual_stages}",
-            allowed="pp=1, or one stage per rank and a model that reads features in its first layer",
+            allowed="pp=1, or one stage per rank",
             hint="parallel.submodels.language.pp=1",
         )
 
@@ -352,12 +368,13 @@ def _check_ranks(
     used = {rank for name in strategies for rank in ranks[name]}
     towers = {rank for name in strategies if name != LANGUAGE for rank in ranks[name]}
     shared = not towers.isdisjoint(ranks[LANGUAGE])
-    if strategies[LANGUAGE].pp > 1 and shared and not is_joint(strategies):
+    if strategies[LANGUAGE].pp > 1 and shared and joint_layout(strategies, ranks) is None:
+        texts = (f"{name} {s} on ranks {[*ranks[name]]}" for name, s in strategies.items())
         raise UnsupportedSharding(
-            "a sub-model with pipeline stages cannot share ranks with a sharded tower or with several towers",
+            "a language part with pipeline stages cannot share ranks with these towers without a joint schedule",
             where="parallel.submodels.language.pp",
-            got=f"{strategies} and shared ranks",
-            allowed="pp with dp_replicate=1, dp_shard=1 and schedule=1f1b, and one tower with dp_shard=1",
+            got="; ".join(texts),
+            allowed=_JOINT,
             hint="parallel.submodels.language.pp=1",
         )
     if used != {*range(world_size)}:

@@ -261,7 +261,8 @@ class World:
 
         Args:
             strategy: Strategy whose degrees multiply to the number of ranks.
-            ranks: Ranks of this world in the mesh; None: all. Several models may use disjoint sets of ranks.
+            ranks: Ranks of this world in the mesh, which has them in ascending order; None: all. Several models may use
+                disjoint sets of ranks.
 
         Raises:
             DegreesMismatch: HP301 when the degrees do not multiply to the number of ranks.
@@ -292,7 +293,8 @@ class World:
         return self._mesh(expert_axes.names, expert_axes.shape, self._members(ranks))
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
-        return tuple(range(self.world_size) if ranks is None else ranks)
+        # Process groups sort their ranks, and shards follow the order of the process group.
+        return tuple(range(self.world_size) if ranks is None else sorted(ranks))
 
     def _mesh(
         self, names: tuple[str, ...], degrees: Sequence[int], members: tuple[int, ...]

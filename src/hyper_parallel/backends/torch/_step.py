@@ -385,7 +385,8 @@ def _run(
     if submodels.joint is None:
         towers = Rounds(submodels, served, span, train, accumulate)
     else:
-        towers = Joint(submodels, len(own) or len(served[0]), served, span, train)
+        count = len(own) or len(served[0])
+        towers = Joint(submodels, count, served, span, train, accumulate)
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
     if submodels.language is not None:
         part, reader = submodels.language

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Final
 
@@ -23,7 +24,7 @@ from hyper_parallel.config import Recipe
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Plan, Schedule, StageCost
 from hyper_parallel.mpmd import schedule_tasks
-from hyper_parallel.planner.submodels import submodel_lanes
+from hyper_parallel.planner.submodels import joint_layout
 from hyper_parallel.sim import simulate
 from hyper_parallel.trainer.data import (
     Balance,
@@ -162,7 +163,8 @@ def _step_seconds(plan: Plan, schedule: Schedule) -> Callable[[Int64], float] | 
     if plan.submodels is None or too_large:
         return None
     tower = plan.submodels.parts[1]
-    mean_s = tower.forward_s * len(tower.ranks) / schedule.microbatches
+    shares = plan.strategy.dp
+    mean_s = tower.forward_s * len(tower.ranks) / (shares * schedule.microbatches)
     trained = tower.backward_s > 0
     language = [
         replace(s.cost, send_backward_s=s.cost.send_backward_s * bool(k))
@@ -170,9 +172,9 @@ def _step_seconds(plan: Plan, schedule: Schedule) -> Callable[[Int64], float] | 
     ]
 
     def seconds(tokens: Int64) -> float:
-        forwards = (mean_s * tokens / tokens.mean()).tolist()
-        row = [StageCost(s, 0.0, 2 * s * trained) for s in forwards]
-        return simulate(schedule_tasks(schedule, [row, *language])).end_s
+        forwards = (mean_s * tokens / tokens.mean()).reshape(shares, -1).tolist()
+        rows = ([StageCost(s, 0.0, 2 * s * trained) for s in share] for share in forwards)
+        return max(simulate(schedule_tasks(schedule, [row, *language])).end_s for row in rows)
 
     return seconds
 
@@ -182,14 +184,13 @@ def _planned_places(recipe: Recipe, plan: Plan) -> TowerPlaces | None:
     if recipe.parallel.submodels is None:
         return None
     layouts, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
-    lanes, _ = submodel_lanes(layouts, members)
+    layout = joint_layout(layouts, members)
     (name,) = recipe.parallel.submodels.towers
-    schedule = joint_schedule(plan)
-    if schedule is None:
-        return TowerPlaces(Border(members[name], ((0,),) * plan.strategy.dp).owners)
-    owners = lanes.owners(schedule)
-    numbers = (tuple(i for i, k in enumerate(owners) if k == t) for t in range(len(members[name])))
-    own = tuple(numbers)
+    schedule, border = joint_schedule(plan), Border(members[name], (((0,),),) * plan.strategy.dp)
+    if schedule is None or layout is None:
+        return TowerPlaces(border.owners)
+    sources = partial(layout.sources, schedule)
+    own = border.owners(schedule.microbatches, lambda rank, _: sources(rank))
     return TowerPlaces(lambda _: own, lambda _: schedule)
 
 

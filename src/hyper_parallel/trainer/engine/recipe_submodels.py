@@ -12,6 +12,7 @@ from torch import nn
 from hyper_parallel.backends.torch.model_layouts import read_model
 from hyper_parallel.backends.torch.submodels.parts import TowerNotTraced, divide, tower_flops
 from hyper_parallel.config import LoadedRecipe, Recipe
+from hyper_parallel.errors import BatchMismatch
 from hyper_parallel.ir import Plan, StageCost
 from hyper_parallel.model import read_config, towers_of
 from hyper_parallel.planner.request import PlanRequest, resolve
@@ -38,6 +39,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     Raises:
         BadValue: HP102 for invalid values of `parallel.submodels`.
         UnsupportedSharding: HP205 for a model that cannot be divided, or an unsupported layout.
+        BatchMismatch: HP308 for microbatches that do not fill the rounds of a sharded tower.
         Contradiction: HP104 for an unsupported optimizer.
     """
     layouts = submodel_layouts(loaded.recipe, plan)
@@ -45,6 +47,16 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     members = loaded.recipe.parallel.submodels.members
     size = len({rank for ranks in members.values() for rank in ranks})
     submodel_strategies(model, layouts, size, members)
+    lanes, joint = submodel_lanes(layouts, members)
+    count = plan.workload.accumulation_steps or 1
+    if joint and lanes.padded(count) != count:
+        raise BatchMismatch(
+            "the microbatches of a step do not fill the rounds of a sharded encoder on shared ranks",
+            where=loaded.where("training.accumulation_steps"),
+            got=f"{count} microbatches",
+            allowed=f"a multiple of {lanes.width}",
+            hint=f"training.accumulation_steps={lanes.padded(count)}",
+        )
     for strategy in layouts.values():
         check_optimizer(loaded.recipe, replace(plan, strategy=strategy), loaded.where, model)
 
@@ -65,13 +77,14 @@ def divided_step(
     """
     assert recipe.parallel.submodels is not None
     strategies, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
-    lanes, joint = submodel_lanes(strategies, members)
+    division = divide(model)
+    lanes, joint = submodel_lanes(strategies, members, division.layers_with_features)
     request = planning_request(recipe, model, plan)
     towers = {t.name: t for t in towers_of(request.model, read_config(recipe.model.path).values)}
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     count = plan.workload.accumulation_steps or 1
     prices, frozen = dict[str, TowerPrice](), True
-    parts = {part.kind: part for part in divide(model).towers}
+    parts = {part.kind: part for part in division.towers}
     for name in recipe.parallel.submodels.towers:
         is_frozen = trained.isdisjoint(parts[name].parameters)
         frozen = frozen and is_frozen

@@ -57,7 +57,7 @@ class StepActions:
 
     Attributes:
         actions: Actions of this rank for the pipeline and for other parts; None: those of the pipeline's schedule.
-        begin: Function called with the index of a microbatch before its forward on the first stage.
+        begin: Function called with the index of a microbatch before its forward on a stage that reads media.
         others: Function that runs an action of stage -1, which belongs to another part.
         send: Function that sends the gradients of a microbatch's features to the part that computed the features.
     """
@@ -295,12 +295,13 @@ class _PipelinePass:
         if actions is None:
             schedule = self._pipeline.schedule(len(self._microbatches), self._train)
             actions = schedule.ranks[self._pipeline.rank]
+        readers = self._pipeline.stages.running.media_stages
         for action in actions:
             for leaf in action.leaves:
                 if step is not None and leaf.stage < 0:
                     step.others(leaf)
                     continue
-                if step is not None and leaf.stage == 0 and leaf.kind == "F":
+                if step is not None and leaf.kind == "F" and leaf.stage in readers:
                     step.begin(leaf.microbatch)  # type: ignore[arg-type]
                 self._do(leaf)
         for work, _ in self._sent:
@@ -352,7 +353,7 @@ class _PipelinePass:
             pipeline.check_activations(out, batch)
             self._outgoing["F", stage + 1, i] = (out.detach(), *counts)
         if self._train:
-            inputs = features if received is None else [received]
+            inputs = [*([] if received is None else [received]), *features]
             self._saved[stage, i] = (inputs, roots)
 
     def _run_stage(self, batch: Microbatch) -> None:
@@ -390,7 +391,10 @@ class _PipelinePass:
             tensor.grad = None
 
     def _input(self, stage: int, i: int, message: _Message | None) -> None:
-        if not self._splits:
+        # A microbatch of text has no features. Its backward runs here too, because data-parallel ranks with features
+        # gather the stage's parameters now, not in W.
+        without_features = self._step is not None and not self._saved[stage, i][0]
+        if not self._splits or without_features:
             self._backward(stage, i, message)
             return
         inputs, roots, grads, slopes = self._pop_backward(stage, i, message)
@@ -402,11 +406,11 @@ class _PipelinePass:
     def _pass_back(
         self, stage: int, i: int, grads: Sequence[Tensor | None], slopes: Sequence[Tensor]
     ) -> None:
-        """Pass the gradients of a stage's inputs to the stage or to the part of the model that produced them."""
+        """Pass the gradients of a stage's inputs to the stage and to the part of the model that produced them."""
         if stage:
-            self._outgoing["B", stage - 1, i] = (*grads, *slopes)  # type: ignore[assignment]
-        elif grads and self._step is not None:
-            self._step.send(i, grads)
+            self._outgoing["B", stage - 1, i] = (*grads[:1], *slopes)  # type: ignore[assignment]
+        if (features := grads[1:] if stage else grads) and self._step is not None:
+            self._step.send(i, features)
 
     def _weight(self, stage: int, i: int, message: _Message | None) -> None:
         if (stage, i) in self._weight_steps:

@@ -11,9 +11,9 @@ ranks cannot deadlock.
 
 Alternatively, a tower and a pipeline of the language part run under one schedule, with one list of actions per rank.
 Stage 0 of the schedule is the tower. Its copies on several ranks use no collectives during the step and sum their
-gradients at its end. Messages between tower and language part have the key (edge, microbatch). A rank sends each
-result as soon as it is computed, and waits for a message only when an action needs it. `verify` proves that ranks
-cannot deadlock.
+gradients at its end. The ranks of a sharded tower have collectives, in the one order of the schedule. Messages between
+tower and language part have the key (edge, microbatch). A rank sends each result as soon as it is computed, and waits
+for a message only when an action needs it. `verify` proves that ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Action, Purpose, Schedule
 from hyper_parallel.mpmd import (
-    TowerLanes,
+    JointLayout,
     check_submodel_schedule,
     forward_part,
     submodel_schedule,
@@ -51,23 +51,28 @@ Source = tuple[int, int] | None
 class JointSteps:
     """Joint schedules of a tower and the pipeline of the language part, for one rank.
 
+    A share is a data-parallel rank of the language part. All shares run the same schedule, each with its microbatches.
+
     Attributes:
-        lanes: Lanes of the schedule: ranks of the tower and of the pipeline.
+        layout: Lanes of the schedule, and the tower's ranks of each share.
         tower: World ranks of the tower.
-        copies: Process group of the tower's ranks; None for one rank.
+        copies: Process group of the tower's ranks; None for one rank, and for a tower whose gradients FSDP sums.
         reduce_dtype: Dtype in which the gradients of the tower's copies are summed.
-        lane: Lane of this rank.
+        place: Share and lane of this rank.
         tower_rank: Index of this rank among those of the tower; None on other ranks.
         frozen: Whether the tower is frozen.
         planned: Schedule of the plan, used for steps with its number of microbatches. Other schedules are computed,
             assuming equal costs.
+
+    Schedules of a sharded tower have the microbatches of whole rounds. Without its last microbatches, a step has a
+    shorter list of actions in the same order: their tower passes are empty, their other actions are left out.
     """
 
-    lanes: TowerLanes
+    layout: JointLayout
     tower: tuple[int, ...]
     copies: dist.ProcessGroup | None
     reduce_dtype: torch.dtype
-    lane: int
+    place: tuple[int, int]
     tower_rank: int | None
     frozen: bool
     planned: Schedule | None = None
@@ -75,39 +80,46 @@ class JointSteps:
     _actions: dict[tuple[int, bool], tuple[Action, ...]] = field(default_factory=dict)
 
     def schedule(self, count: int) -> Schedule:
-        """Return the verified schedule of a training step with `count` microbatches.
+        """Return the verified schedule of a training step with `count` microbatches per share.
 
         Raises:
             ScheduleError: HP320 when the planned schedule does not fit.
         """
+        lanes = self.layout.lanes
+        count = lanes.padded(count)
         if count not in self._schedules:
             if self.planned is not None and self.planned.microbatches == count:
-                schedule = check_submodel_schedule(self.planned, self.lanes, self.frozen)
+                schedule = check_submodel_schedule(self.planned, lanes, self.frozen)
             else:
-                schedule = submodel_schedule(self.lanes, count, frozen=self.frozen)
+                schedule = submodel_schedule(lanes, count, frozen=self.frozen)
             self._schedules[count] = schedule
         return self._schedules[count]
 
     def owners(self, count: int) -> list[int]:
-        """Return, for each microbatch of a step, the index of the tower rank that computes its features."""
-        return self.lanes.owners(self.schedule(count))
+        """Return the world rank that computes the features of each microbatch of this rank's share."""
+        owners = self.layout.owners(self.schedule(count), self.place[0])
+        return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return (0, index) for each microbatch of the step whose features the tower rank computes, None for others."""
-        owners = self.owners(count)
-        return [(0, i) if owner == tower_rank else None for i, owner in enumerate(owners)]
+        """Return (share, index) for each microbatch whose features a tower rank computes, None for others."""
+        return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
         """Return the actions of this rank; the tower is stage -1, the stages of the language part count from 0."""
         if (count, train) not in self._actions:
-            schedule = self.schedule(count)
-            owners = self.owners(count)
+            schedule, (share, lane) = self.schedule(count), self.place
+            owners = self.layout.owners(schedule, share)
             if not train:
-                schedule = forward_part(schedule, self.lanes)
+                schedule = forward_part(schedule, self.layout.lanes)
             self._actions[count, train] = tuple(
                 replace(a, stage=a.stage - 1)
-                for a in schedule.ranks[self.lane]
-                if not _crosses(a) and (a.stage or owners[a.microbatch or 0] == self.tower_rank)
+                for a in schedule.ranks[lane]
+                if not _crosses(a)
+                and (
+                    (a.microbatch or 0) < count
+                    if a.stage
+                    else owners[a.microbatch or 0] == self.tower_rank
+                )
             )
         return self._actions[count, train]
 
@@ -117,9 +129,7 @@ def _crosses(action: Action) -> bool:
 
     `Tower` and `Reader` send these messages without an action.
     """
-    if not action.stage:
-        return action.kind.startswith(("SEND", "RECV"))
-    return action.stage == 1 and action.kind in ("RECV_F", "SEND_B")
+    return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
 
 
 def share_gradients(model: nn.Module, copies: int) -> None:
@@ -163,15 +173,15 @@ class Border:
 
     Attributes:
         tower: World rank of each data-parallel rank of the tower.
-        readers: World ranks that read the features of each share, on its first pipeline stage. The first of them sends
-            the gradients.
+        readers: For each share, the world ranks of each pipeline stage that reads features. The first rank of a stage
+            sends the gradients.
         ahead: Number of microbatches of each share by which the tower's forward passes run ahead.
         edge: Edge of the features: from the number of the tower to the number of towers, which is the first language
             stage.
     """
 
     tower: tuple[int, ...]
-    readers: tuple[tuple[int, ...], ...]
+    readers: tuple[tuple[tuple[int, ...], ...], ...]
     ahead: int = 1
     edge: tuple[int, int] = (0, 1)
 
@@ -288,16 +298,22 @@ class Tower:
     def run(
         self,
         action: Action,
+        share: int,
         model: nn.Module,
         microbatches: Sequence[Mapping[str, Any] | None],
         span: Span,
         trained: bool,
     ) -> None:
-        """Run a tower's action of a joint schedule; B or W runs the whole backward, as inputs need no gradient."""
+        """Run a tower's action of a joint schedule; B or W runs the whole backward, as inputs need no gradient.
+
+        `share` is the data-parallel rank of the microbatches. Actions after the last microbatch are empty.
+        """
         assert action.microbatch is not None
         i = action.microbatch
         if action.kind == "F":
-            self.forward(model, microbatches[i], i, (0, i), span, trained)
+            exists = i < len(microbatches)
+            batch = microbatches[i] if exists else None
+            self.forward(model, batch, i, (share, i) if exists else None, span, trained)
         elif action.kind in ("B", "W"):
             self.backward(i, span)
 
@@ -314,8 +330,9 @@ class Tower:
         with span("tower forward", "compute"), torch.set_grad_enabled(trained):
             structure, tensors, start = model(**(batch or {}))
         if source is not None:
-            for reader in self.border.readers[source[0]]:
-                self._features.send((self.border.edge, *source), structure, tensors, reader)
+            for stage in self.border.readers[source[0]]:
+                for reader in stage:
+                    self._features.send((self.border.edge, *source), structure, tensors, reader)
         if trained:
             self._running[number] = source, tensors, start
 
@@ -323,18 +340,25 @@ class Tower:
         """Receive the gradients of the features of a forward pass and run the tower's backward."""
         source, tensors, start = self._running.pop(number)
         outputs = [t for t in tensors if t.requires_grad]
-        grads: list[Tensor | None] = [None] * len(outputs)
+        grads: Sequence[Tensor | None] = [None] * len(outputs)
         if outputs:
             assert source is not None
             with span("gradients of features", "communication"):
-                reader = self.border.readers[source[0]][0]
-                grads = self._gradients.receive((self.border.gradients_edge, *source), reader)
+                stages, edge = self.border.readers[source[0]], self.border.gradients_edge
+                received = [self._gradients.receive((edge, *source), r[0]) for r in stages]
+            grads = [_sum(parts) for parts in zip(*received, strict=True)]
         used = [(t, g) for t, g in zip(outputs, grads, strict=True) if g is not None]
         # `start` makes FSDP begin its backward pass even on ranks without features.
         with span("tower backward", "compute"):
             torch.autograd.backward(
                 [start, *(t for t, _ in used)], [torch.zeros_like(start), *(g for _, g in used)]
             )
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the sum of the gradients of one feature from several pipeline stages; None if no stage uses it."""
+    parts = [g for g in gradients if g is not None]
+    return sum(parts[1:], parts[0]) if parts else None
 
 
 def is_trained(model: nn.Module) -> bool:
@@ -362,8 +386,9 @@ class Reader:
         gradients: Channel,
     ) -> None:
         self.borders, self.share = tuple(borders), share
-        readers = self.borders[0].readers[share]
-        self._reads, self._sends = rank in readers, readers[0] == rank
+        stages = self.borders[0].readers[share]
+        self._reads = any(rank in stage for stage in stages)
+        self._sends = any(rank == stage[0] for stage in stages)
         self._features, self._gradients = features, gradients
         self._summed_over: dist.ProcessGroup | None = None
         self._index: int | None = None
@@ -382,7 +407,7 @@ class Reader:
         summed_over: dist.ProcessGroup | None,
         stages: StageLayers | None = None,
     ) -> None:
-        """Make the forward passes of a model use received features; no effect on later pipeline stages.
+        """Make the forward passes of a model use received features; no effect on stages that read no features.
 
         Args:
             model: Language part that passed through `parallelize`.
@@ -523,7 +548,7 @@ class Submodels:
     Attributes:
         group: Ranks of all parts.
         roles: Parts of this rank, the language part first.
-        joint: Joint schedules of tower and pipeline; None: the tower computes in rounds.
+        joint: Joint schedules of tower and pipeline; None: the tower computes in rounds of its own.
     """
 
     group: dist.ProcessGroup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -79,6 +79,7 @@ class Joint:
         served: One list with the microbatches of the tower, None for those of other ranks; empty without a tower.
         span: See `forward_backward`.
         train: Whether to run backward.
+        deferred: As for `Rounds`.
 
     Attributes:
         actions: Actions of this rank.
@@ -88,12 +89,19 @@ class Joint:
     """
 
     def __init__(
-        self, submodels: Submodels, count: int, served: _Served, span: Span, train: bool
+        self,
+        submodels: Submodels,
+        count: int,
+        served: _Served,
+        span: Span,
+        train: bool,
+        deferred: Callable[[nn.Module], AbstractContextManager[None]],
     ) -> None:
         assert submodels.joint is not None
         self._joint, self._language = submodels.joint, submodels.language
         self.actions = self._joint.actions(count, train)
-        self._owners = self._joint.owners(count)
+        self._owners, self._deferred = self._joint.owners(count), deferred
+        self._backwards = sum(a.stage < 0 and a.kind in ("B", "W") for a in self.actions)
         self._span, self._trains, self._batches = span, False, served[0] if served else ()
         self._tower = next(iter(submodels.towers), None)
         if self._tower is None:
@@ -106,8 +114,8 @@ class Joint:
             share_gradients(part, self._joint.copies.size())
 
     def owner(self, _: int, index: int) -> int:
-        """Return the world rank that computes the features of a microbatch."""
-        return self._joint.tower[self._owners[index]]
+        """Return the world rank that computes the features of a microbatch of this rank's share."""
+        return self._owners[index]
 
     def begin(self, index: int) -> None:
         """Select the microbatch of the next forward on the first stage of the language part."""
@@ -118,7 +126,10 @@ class Joint:
         """Run an action of the tower."""
         assert self._tower is not None
         part, tower = self._tower
-        tower.run(action, part, self._batches, self._span, self._trains)
+        self._backwards -= action.kind in ("B", "W")
+        with self._deferred(part) if self._backwards else nullcontext():
+            share = self._joint.place[0]
+            tower.run(action, share, part, self._batches, self._span, self._trains)
 
     def end(self) -> None:
         """Run all actions on a rank without the language part, then sum the gradients of the tower's copies."""
