@@ -69,8 +69,6 @@ from hyper_parallel.shard import family_rules, plan_layouts
 from hyper_parallel.topology import detect_local
 
 INSIDE = "--inside-namespace"
-KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment with which glibc keeps all freed memory."""
 JUDGED = ("speedup", "masking")
 AUTO_BAR = 0.98
 """Bar of the measured speed of the predicted best strategy over that of the serial one."""
@@ -561,9 +559,7 @@ def in_namespace(arguments: list[str], rate: int) -> int:
     link = f"ip link set lo mtu 65536 up && tc qdisc add dev lo root tbf rate {rate}mbit burst 256kb latency 400ms"
     command = f'{link} && exec "$0" "$@"'
     words = [sys.executable, __file__, INSIDE, *arguments]
-    environment = os.environ | KEEPS_MEMORY
-    namespace = ["unshare", "-rn", "bash", "-c", command, *words]
-    return subprocess.run(namespace, env=environment, check=False).returncode
+    return subprocess.run(["unshare", "-rn", "bash", "-c", command, *words], check=False).returncode
 
 
 def main() -> int:
