@@ -124,8 +124,9 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
                 got=f"shape {param.shape}, tp={sizes.tp}",
                 changes=sizes.without_tp,
             )
-    names = dict.fromkeys(p.pattern for p in result if p.style == WHOLE and len(p.shape) > 1)
-    shown = ", ".join(f"`{name}`" for name in names)
+    kept = [p for p in result if p.style == WHOLE]
+    matrices = [p for p in kept if len(p.shape) > 1]
+    shown = ", ".join(f"`{name}`" for name in dict.fromkeys(p.pattern for p in matrices or kept))
     if all(p.style in (WHOLE, "replicate", "experts") for p in result):
         raise UnsupportedSharding(
             "tensor parallelism can shard no module of this model exactly",
