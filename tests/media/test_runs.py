@@ -95,6 +95,21 @@ def test_adapters_and_a_frozen_tower_train_the_language_part(place: Path) -> Non
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow
+def test_a_trained_tower_of_a_frozen_model_skips_microbatches_of_text(place: Path) -> None:
+    """The records have 2, 1, 2 and 0 images, so the microbatches of a step differ."""
+    options = ("training.freeze=['lm_head.*','model.language_model.*']", "training.microbatch=1")
+    train(place, place / "tower_one", "parallel.dp_shard=1", *options)
+    expected = rows(place / "tower_one" / "metrics.jsonl")
+    assert all(row["grad_norm"] > 0.0 for row in expected)
+    train(place, place / "tower_stages", "parallel.pp=2", *options)
+    assert_same_curve(curve(place / "tower_stages"), curve(place / "tower_one"))
+    norms = [row["grad_norm"] for row in rows(place / "tower_stages" / "metrics.jsonl")]
+    assert norms == pytest.approx([row["grad_norm"] for row in expected], rel=1e-9)
+    with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*training.freeze=\[\]"):
+        train(place, place / "tower_data", "parallel.dp_shard=2", *options)
+
+
 @pytest.mark.parametrize(
     ("override", "code", "match"),
     [

@@ -483,15 +483,33 @@ def _run_in_turn(
 ) -> Tensor:
     """Run forward, and backward if `train`, of each microbatch in turn, and return the sum of the losses.
 
-    `begin` is called with each microbatch before its forward.
+    `begin` is called with each microbatch before its forward. A microbatch that uses no trained parameter has no
+    backward, for example text if only the encoder of images is trained.
+
+    Raises:
+        UnsupportedSharding: HP205 for such a microbatch with data or context parallelism, because other ranks would
+            wait for this one in gradient reductions.
     """
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
+    is_trained = any(p.requires_grad for p in model.parameters())
     for i in range(count):
         begin(i)
         with accumulate(model) if train and i < count - 1 else nullcontext():
             with span("forward", "compute"):
                 loss = loss_of(i)
-            if train:
+            without_backward = is_trained and not loss.requires_grad
+            if (
+                train
+                and without_backward
+                and attached.plan.strategy.dp * attached.plan.strategy.cp > 1
+            ):
+                raise UnsupportedSharding(
+                    "a microbatch uses no trained parameter, so this rank has no backward to run with the others",
+                    where=f"microbatch {i}",
+                    allowed="images or audio in every microbatch, if only their encoder is trained",
+                    hint="train part of the language model too: training.freeze=[]",
+                )
+            if train and not without_backward:
                 with span("backward", "compute"):
                     loss.backward()
         total += loss.detach()
