@@ -54,10 +54,10 @@ def parity(
         names = dict.fromkeys(d.name for d in result.differences)
         wrong = {d.name for d in result.differences if not d.relative <= 1e-10}
         raise LayoutDiffers(
-            f"`{first.name}` of the layout differs from one rank in step {first.step}, by {first.relative:.1e}",
+            f"`{first.name}` in step {first.step} differs from the run on one rank, by {first.relative:.1e} relative",
             where=str(recipe),
             got=f"{first.layout:.12g} on {result.strategy}",
-            allowed=f"{first.one_rank:.12g} of one rank, to 1e-10",
+            allowed=f"{first.one_rank:.12g} (the value on one rank) to within 1e-10 relative",
             others=[f"`{name}`" for name in names if name in wrong - {first.name}][:_ROWS],
         )
     console.print(

@@ -143,9 +143,13 @@ def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
 def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
     """Return seconds of the tensor-parallel collectives of an average layer, forward and backward.
 
-    In 1-D tensor parallelism these are 8 collectives. Frameworks that re-gather inputs in backward overlap it with a
-    matmul; a strategy that re-gathers in our own runtime has 10. Recomputation repeats the whole layer. Experts that
-    process only the tokens of their rank have no such collectives. `backward` = 0 prices forward alone.
+    1-D tensor parallelism has 8 collectives per layer, and 10 if this package's runtime gathers inputs again in
+    backward. Other frameworks overlap that gather with a matmul. Full recomputation adds the collectives of the
+    recomputed layer. Experts that process only the tokens of their rank have no such collectives.
+
+    Args:
+        s: Pricing case.
+        backward: Weight of the backward collectives; 0: forward only.
     """
     n, c, regathers = s.n, s.c, (1.0 - s.full) * collapse(s.c.regather)
     both_2d = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))

@@ -57,9 +57,12 @@ def transient_bytes(parts: Parts) -> Array:
 def stage_elements(
     s: PricingCase, layers: Array | None = None, outside: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return the parameters of a rank, in elements: before sharding over data-parallel ranks, and with full sharding.
+    """Return two numbers of parameters per rank: before and after FSDP shards them over data-parallel ranks.
 
-    `layers` and the elements `outside` of layers default to those of the fullest stage.
+    Args:
+        s: Pricing case.
+        layers: Layers of a pipeline stage; None: those of the fullest stage.
+        outside: Parameters of embedding and head in the stage, before sharding; None: those of the fullest stage.
     """
     layers = s.layers if layers is None else layers
     dense = s.dense(layers) + s.ends(s.outside if outside is None else outside)

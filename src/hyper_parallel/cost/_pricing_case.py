@@ -237,7 +237,7 @@ class Machine:
         return self._delay(list(self._hops(axes)))
 
     def _delay(self, hops: Sequence[_Hop]) -> Array:
-        """Return the latency in seconds over the tiers in `hops`."""
+        """Return the latency of one collective in seconds: the sum over `hops` of steps times latency per step."""
         total: Array = np.zeros(np.shape(hops[-1].reached))
         for hop in hops:
             num_domains = np.ceil(hop.reached / hop.inside)

@@ -128,7 +128,7 @@ def _parse(text: str) -> Action:
 
 
 def message(stage: int, kind: ActionKind, microbatch: int | None, other: int) -> Action:
-    """Return the send or receive of a stage whose other end is the stage `other`."""
+    """Return the send or receive action of stage `stage`; its peer is stage `other`."""
     chained = other == stage + PEERS[kind][0]
     return Action(stage, kind, microbatch, other=None if chained else other)
 

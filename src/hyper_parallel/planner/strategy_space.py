@@ -315,10 +315,10 @@ class Space:
         ]
 
     def _tokens(self, x: int, y: int, cp: int) -> int | None:
-        """Return 1 if 2-D attention on x y ranks scatters tokens over y, 0 if heads; None if neither is legal.
+        """Return 0 if 2-D attention on x * y ranks scatters heads over y, 1 if tokens; None if neither is legal.
 
-        Scattering tokens sends at least as much, so it is chosen only if heads do not divide or if it is pinned. It
-        excludes context parallelism.
+        Scattering tokens sends at least as many bytes as scattering heads. It is therefore chosen only if it is pinned
+        or if x * y does not divide the heads. With y > 1 it excludes context parallelism.
         """
         pinned = self.request.pins.get("attention_scatter")
         if pinned != 1 and self.whole_heads(x * y):

@@ -104,9 +104,18 @@ class BlockWidths:
 
 
 def padded_sizes(sequences: int, length: int, x: int, y: int, by_sequence: bool) -> tuple[int, int]:
-    """Return the padded tokens of a sequence per y rank, and the padded tokens per tensor-parallel rank between blocks.
+    """Return two numbers of tokens, both including padding.
 
-    `length` is the tokens of a sequence. With `by_sequence`, each sequence is sharded over y first.
+    Args:
+        sequences: Number of sequences in a microbatch.
+        length: Tokens of one sequence.
+        x: Ranks of the axis tp_x.
+        y: Ranks of the axis tp_y.
+        by_sequence: True: each sequence is sharded over y first. False: all tokens are sharded over x * y at once.
+
+    Returns:
+        Tokens of one sequence on a y rank, and tokens of all sequences that each of the x * y ranks holds between
+        attention and MLP blocks.
     """
     span = -(-length // y)
     tokens, pieces = (sequences * span, x) if by_sequence else (sequences * length, x * y)

@@ -141,8 +141,8 @@ def _check_blocks(strategy: Strategy, workload: Workload) -> None:
 def check_context(strategy: Strategy, num_heads: int) -> None:
     """Raise NotDivisible (HP203) if attention cannot be sharded over the context-parallel ranks.
 
-    Any sequence length works, by padding. The Ulysses degree must divide the query heads of a tensor-parallel rank; key
-    and value heads are repeated if there are fewer.
+    Sequences of any length are padded. The Ulysses degree must divide the query heads of a tensor-parallel rank. Key
+    and value heads are repeated if a tensor-parallel rank has fewer of them than Ulysses ranks.
     """
     s = strategy
     if s.cp == 1:

@@ -1,4 +1,4 @@
-"""Memory budget of a generation: bytes of device memory and DRAM, a flash folder, and the machine to plan for."""
+"""Memory that text generation may use: bytes of device memory and DRAM, and a flash folder; topology to plan for."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory budget of a generation.
+    """Memory that text generation may use, and the topology to plan for.
 
     Attributes:
         device_bytes: Bytes of device memory.
         dram_bytes: Bytes in DRAM; None: unlimited.
         flash: Folder of the flash tier; None: no flash tier.
-        topology: Preset or file with the machine's rates, which the memory plan uses and a simulated device's clock
-            follows; `local`: this machine.
+        topology: Topology preset, or path of a topology file; `local`: this machine. Memory plans use its FLOP/s and
+            bandwidths. The clock of a simulated device uses them too.
     """
 
     device_bytes: int

@@ -84,7 +84,7 @@ def read_prompts(
             ) from error
         records.append({"prompt": record.prompt, **(record.model_extra or {})})
     if not records:
-        raise BadValue("there are no prompts", where=str(path), hint='{"prompt": "Once"}')
+        raise BadValue("the prompt file has no prompts", where=str(path), hint='{"prompt": "Once"}')
     return records, prompts
 
 

@@ -51,7 +51,10 @@ JIT_LEVEL: Final[Mapping[str, str]] = {"CPU": "O0", "Ascend": "O1"}
 
 
 FORMS: Final = {"aten.div.Scalar": "real_div", "aten.div.Tensor": "real_div"}
-"""Operator to a function of `kernels` that AKG can fuse, if AKG cannot fuse the function in `OPERATORS`."""
+"""Dict from operator to the function of `kernels` used with fusion.
+
+AKG can fuse these functions, but not the functions that `OPERATORS` has for the same operators.
+"""
 
 ELEMENTWISE: Final = tuple(
     f"aten.{name}.{overload}"

@@ -117,7 +117,7 @@ def recompute_layers(
     Args:
         stages: Layers of each stage of this rank.
         strategy: Strategy with the recomputed layers.
-        tp: Tensor-parallel state, or None.
+        tp: State of tensor parallelism; None without it.
         exact: Recompute in float64 throughout, see `keep_float64`.
         running: The running pass; a recomputed layer gets the pass context that its forward had.
 

@@ -130,7 +130,7 @@ class HalfBatch:
 
         Args:
             overlap: Overlap options of the strategy; they decide which batches are halved.
-            tp: Tensor-parallel state, or None.
+            tp: State of tensor parallelism; None without it.
             joins_layers: Whether the halves are joined at the end of every layer.
         """
         self._overlap, self._joins_layers = overlap, joins_layers
@@ -152,8 +152,9 @@ class HalfBatch:
         """Wrap the forwards of decoder layers, so that they run on half-batches.
 
         Args:
-            layers: The layers. Their forwards run whole batches.
-            recomputed: Dict from each layer that backward recomputes to a function that begins a pass of two halves.
+            layers: Decoder layers, whose forwards run whole batches before this call.
+            recomputed: Dict whose keys are the layers that backward recomputes. Its values are functions that create
+                the `RecomputedHalves` of one pass through the layer.
         """
         self._layers += layers
         self._recomputed.update(recomputed)
@@ -243,8 +244,7 @@ class HalfBatch:
         halves = None if batch is None else _halves(*_without_hidden(args, kwargs), batch)
         if halves is None and batch is not None and self._tp is not None:
             raise UnsupportedSharding(
-                "this layer gets arguments that the first layer does not get, so they cannot be "
-                "split into half-batches",
+                "an argument of this layer cannot be split into half-batches, although those of the first layer can",
                 where=type(layer).__name__,
                 got=", ".join(kwargs),
                 hint="overlap=none",

@@ -42,12 +42,12 @@ class HeldOutPredictions:
         row_length: int,
         ignore_index: int,
     ) -> None:
-        """Count the targets of a microbatch.
+        """Count the targets of a microbatch, and those that are predicted correctly.
 
         Args:
-            tp: State of tensor parallelism, or None.
-            logits: [..., V] of this rank's tokens and columns, as its head returns them.
-            targets: [T] of all tokens of the head, before they are sharded.
+            tp: State of tensor parallelism; None without it.
+            logits: [..., V]: output of this rank's head. Tensor parallelism may shard tokens or V over ranks.
+            targets: [T]: token ids at all T positions of the tensor-parallel group, equal on its ranks.
             row_length: Number of tokens in a row of the batch.
             ignore_index: Value in `targets` for tokens without a target.
         """

@@ -1,10 +1,11 @@
-"""Layouts of a model, and the ModelSpec of a module that no reader of `hyper_parallel.model` knows.
+"""Layouts of a model's parameters, and the ModelSpec of a module of a family that `hyper_parallel.model` cannot read.
 
-Rules follow from the config or the structure of a model. The resulting layouts are compared with those of a plan.
+Sharding rules follow from the config or the structure of a model. The resulting layouts are compared with those of a
+plan.
 
-A module with a ModelSpec may have any class, on the meta device or not. Parameters, ties and layers are read from the
-module; heads, windows and the number of experts per token from its Hugging Face config, if it has one. The notes list
-values that are assumed because neither has them.
+A ModelSpec can describe a module of any class, on the meta device or not. Parameters, ties and layers are read from the
+module. Heads, windows and the number of experts per token are read from its Hugging Face config, if it has one. Values
+that neither the module nor the config contains are assumed, and listed in notes.
 """
 
 from __future__ import annotations

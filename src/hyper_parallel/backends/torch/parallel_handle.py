@@ -56,7 +56,7 @@ class Handle:
     Attributes:
         layouts: Layout by parameter name, for this rank's stages only, like `shapes`.
         shapes: Logical shape by parameter name.
-        tp: State of tensor parallelism, or None.
+        tp: State of tensor parallelism; None without it.
         context: State of context parallelism, or None.
         experts: State of expert parallelism and routing; None for a model without experts.
         balance: The auxiliary loss of experts, or None.

@@ -217,7 +217,7 @@ _UNREAD: Final = (
     "task_type", "peft_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "peft_version", "runtime_config",
 )  # fmt: skip
-"""Keys without effect on modules and factors."""
+"""Keys of a `LoraConfig` that affect neither the choice of adapted modules nor the adapter matrices A and B."""
 _OTHER_INITIAL: Final = ("gaussian", "eva", "orthogonal")
 """Prefixes of the initialization methods that do not change the base weights."""
 
@@ -228,7 +228,7 @@ _Names = str | list[str] | None
 
 @with_config(ConfigDict(strict=True, extra="allow"))
 class _AdapterConfig(TypedDict):
-    """Keys of a `peft.LoraConfig` that select modules and define factors."""
+    """Keys of a `peft.LoraConfig` that select modules and define their adapter matrices A and B."""
 
     peft_type: str
     r: NotRequired[_Rank]

@@ -179,7 +179,7 @@ def _write_tensors(
 
 
 def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacement:
-    """Return the replaceable folder of an export; it may replace an earlier export of a model or adapter."""
+    """Return the folder that an export writes; it may replace an earlier export of a model or of an adapter."""
     return Replacement(out, kind, "the export directory", EXPORTS, parents=True)
 
 

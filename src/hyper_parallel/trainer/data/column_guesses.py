@@ -27,23 +27,23 @@ QUESTIONS: Final = tuple(key for key in PROMPTS if key not in ("instruction", "i
 _QUESTION_WORDS: Final = (
     "question", "prompt", "query", "instruct", "problem", "request", "user", "human", "input",
 )  # fmt: skip
-"""Parts of names of keys with a question."""
+"""Substrings by which the name of a key suggests that it holds a question."""
 _ANSWER_WORDS: Final = (
     "answer", "response", "completion", "output", "solution", "target", "reply", "assistant", "summary",
 )  # fmt: skip
-"""Parts of names of keys with an answer."""
+"""Substrings by which the name of a key suggests that it holds an answer."""
 _BETTER: Final = re.compile("chosen|win$|winner$|winning$|good|better|prefer|accept|positive|best")
 _WORSE: Final = re.compile("reject|lose|bad$|worse|dispref|negative|worst")
 """Patterns of words in the names of the better and the worse answer of a pair."""
 _CHOICES: Final = ("better", "prefer", "winner", "choice", "label", "safer", "rank")
-"""Parts of the name of a key whose number says which of two answers is better."""
+"""Substrings of the name of a key whose number selects the better of two answers."""
 _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "function_call": ("function_call", "tool_call", "action"),
     "tool": ("tool", "function", "observation", "environment", "result"),
     "system": ("system", "instruction"),
     "assistant": ("assistant", "bot", "agent", "model", "gpt", "llm", "answer", "response", "claude"),
 }  # fmt: skip
-"""Parts of role names, by role; a name with none of these parts is taken as the user's."""
+"""Dict from role to substrings of its other names. A name that contains none of them means the user."""
 
 
 def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | None:

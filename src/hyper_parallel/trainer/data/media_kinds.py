@@ -65,7 +65,7 @@ AUDIO: Final = MediaKind(
 )
 KINDS: Final = {kind.name: kind for kind in (IMAGE, AUDIO)}
 MEDIA_MARK: Final = re.compile(f"\0({'|'.join(KINDS)})\0")
-"""Pattern of the marks of all kinds; its group is the name of the kind."""
+"""Pattern that matches the `mark` of any media kind; its group is the name of the kind."""
 
 
 def kind_of_part(part: object, kinds: tuple[MediaKind, ...]) -> MediaKind | None:

@@ -195,7 +195,10 @@ def _planned_places(recipe: Recipe, plan: Plan) -> TowerPlaces | None:
 
 
 def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
-    """Return a plan's note on the mean imbalance of the first steps, with and without balancing."""
+    """Return a note for the printed plan: mean imbalance of media work over ranks, in data order and after balancing.
+
+    The mean is over the first `_NUM_NOTED_STEPS` steps. Imbalance 1 means that all ranks have equal work.
+    """
     grid = cost_grid(plan, batches, _planned_places(recipe, plan))
     count = len(grid.owners)
     if count == 1 and grid.seconds is None:

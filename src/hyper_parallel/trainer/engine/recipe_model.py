@@ -323,22 +323,26 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
         return directory
     if directory is None:
         is_hub_id = "/" in path and not Path(path).expanduser().exists()
-        published = f"the hub id `{path}` is that of a published model" if is_hub_id else None
+        published = f"`{path}` is a hub id, which means a pretrained model" if is_hub_id else None
     else:
         indications = [f.name for glob in _WEIGHT_HINTS for f in sorted(directory.glob(glob))]
         indications += ["a tokenizer"] * has_tokenizer(directory)
-        published = f"the model directory has {indications[0]}" if indications else None
+        published = (
+            f"the model directory contains {indications[0]}, so the model is pretrained"
+            if indications
+            else None
+        )
     if init == "auto" and published is None:
         return None
-    reason = "the recipe wants pretrained weights" if init == "pretrained" else published
+    reason = "the recipe requires pretrained weights" if init == "pretrained" else published
     fetch = f"HF_HUB_OFFLINE=0 hf download {path}"
     raise WeightsUnreadable(
-        f"{reason}, but there are no weights that can be read",
+        f"{reason}, but no readable weights were found",
         where=where or f"model.path={path}",
         got=path,
         allowed="a directory with model.safetensors, pytorch_model.bin, or one's index and shards",
         hint="model.init=random"
-        + (f", or for its weights: {fetch}" if directory is None and published else ""),
+        + (f", or download the weights: {fetch}" if directory is None and published else ""),
     )
 
 

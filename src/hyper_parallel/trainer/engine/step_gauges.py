@@ -195,7 +195,10 @@ class PhaseSpans:
 _STATUS: Final = Path("/proc/self/status")
 _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 _COUNTED_STEPS: Final = 2
-"""Steps with counted tensors, which are slower: the first creates the optimizer state, all others are equal."""
+"""Number of steps at the start of a run in which the bytes of all tensors are counted.
+
+Counting slows a step. The first step also creates the optimizer state, so the second represents all later steps.
+"""
 _SAMPLE_INTERVAL_S: Final = 1e-3
 """Minimum seconds between samples of the bytes in a counted step, except peaks."""
 

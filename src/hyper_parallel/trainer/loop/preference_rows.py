@@ -1,4 +1,4 @@
-"""Checks that every rank gets whole pairs of rows (preference stages) or whole groups of completions (GRPO)."""
+"""Checks that every rank gets whole pairs of sequences (preference stages) or whole groups of completions (GRPO)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.trainer.user_code import load_function
 
 
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
-    """Raise if a rank's rows of a step are not whole pairs or groups, or if a reward is not a function.
+    """Raise if a rank's sequences of a step are not whole pairs or groups, or if a reward is not a function.
 
     Args:
         loaded: Recipe with the origins of its values.
@@ -25,7 +25,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     from hyper_parallel.trainer.stages.rewards import reward_functions
 
     recipe, work, dp = loaded.recipe, plan.workload, plan.strategy.dp
-    rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs of rows"
+    rows, size, what = (work.tokens_per_step or 0) // work.seq_len, 2, "pairs"
     if recipe.stage == "grpo":
         size, what = recipe.grpo.num_generations, "groups of completions"
         _check_rollout_ranks(loaded, rows, work.microbatch or 1)
@@ -35,9 +35,9 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     if rows % (size * dp):
         better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
         raise Contradiction(
-            f"every data-parallel rank needs whole {what}",
+            f"the sequences of a step cannot be divided into whole {what} per data-parallel rank",
             where=loaded.where("training.tokens_per_step"),
-            got=f"{rows} sequences, {dp} data-parallel ranks, {what} of {size} sequences",
+            got=f"{rows} sequences per step, {dp} data-parallel ranks, {what} of {size} sequences",
             allowed=f"a multiple of {size * dp} sequences",
             hint=f"training.tokens_per_step={better}",
         )

@@ -316,9 +316,10 @@ _Task = tuple[type, int, str | None]
 def _declared(
     model: nn.Module, name: str, tasks: tuple[_Task, ...]
 ) -> Iterator[tuple[tuple[str, nn.Module], tuple[_Task, ...]]]:
-    """Yield ((name, module), declarations) for `model` and its submodules.
+    """Yield ((name, module), tasks) for `model` and each of its submodules.
 
-    The declarations are those of router logits in `_can_record_outputs` of the nearest enclosing model.
+    In transformers, a model class declares in `_can_record_outputs` which submodules return router logits. `tasks` are
+    the (module class, output index, layer name) tuples that the nearest enclosing model declares.
     """
     outputs = getattr(type(model), "_can_record_outputs", None)
     if outputs is not None or hasattr(model, "base_model_prefix"):

@@ -75,7 +75,7 @@ class Pipeline:
         model: The model, split into stages.
         stages: Stages of this rank.
         strategy: The strategy of the plan.
-        tp: State of tensor parallelism, or None.
+        tp: State of tensor parallelism; None without it.
         context: State of context parallelism, or None.
         balance: Auxiliary loss of experts, or None.
         fsdp: Modules managed by FSDP, root last.

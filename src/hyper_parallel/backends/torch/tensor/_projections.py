@@ -127,7 +127,7 @@ class Region:
         return self.passes[half_index()]
 
     def group(self, purpose: Purpose) -> ProcessGroup:
-        """Return the process group of the collective with this purpose in the program of the region."""
+        """Return the process group of the collective that `program` has for this purpose."""
         return self.state.groups[self.program[purpose].axes]
 
     def forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

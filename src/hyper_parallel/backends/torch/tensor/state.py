@@ -143,7 +143,10 @@ class TokenGrid:
         )
 
     def parts(self, full: Tensor) -> Tensor:
-        """Rearrange [B, S, D] into the concatenated parts of all ranks, [1, P n, D] or [1, P y n, D / y]."""
+        """Rearrange [B, S, D] into the concatenated parts of all ranks.
+
+        The result is [1, P n, D], or [1, P y n, D / y] if features are sharded over y; P = x y, n = `rows`.
+        """
         x, y, pieces = self.x, self.y, self._pieces(full)
         if self.shard_hidden_over_y:
             pieces = pieces.view(x, y * self.rows, y, -1).transpose(1, 2).flatten(0, 2).unsqueeze(0)
@@ -186,7 +189,7 @@ class TokenGrid:
         return out[:, :length].contiguous()
 
     def _pieces(self, full: Tensor) -> Tensor:
-        """Rearrange [B, S, C] into the list of all ranks' pieces, [1, P n, C]."""
+        """Rearrange [B, S, C] into the concatenated pieces of all ranks, [1, P n, C]; P = x y, n = `rows`."""
         x, y, n = self.x, self.y, self.rows
         if not self.shard_sequences_over_y:
             return padded(full.reshape(1, -1, full.shape[-1]), x * y * n)

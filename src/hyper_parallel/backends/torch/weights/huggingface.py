@@ -288,7 +288,12 @@ def may_be_missing(reference: nn.Module | None, name: str) -> bool:
 
 
 def names_of_other_classes(reference: nn.Module, stored: dict[str, tuple[int, ...]]) -> set[str]:
-    """Return the stored names that belong to another transformers class of the same config, such as a pooler."""
+    """Return the stored names that another transformers class with the same config uses, such as a pooler's weights.
+
+    Args:
+        reference: Model of transformers, for its config.
+        stored: Dict from names in a weight file to shapes.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     tables = (

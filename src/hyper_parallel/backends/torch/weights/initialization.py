@@ -72,8 +72,9 @@ def allocate(model: nn.Module, *, device: torch.device | str | None = None) -> N
 def materialize(model: nn.Module, *, seed: int, device: torch.device | str | None = None) -> None:
     """Fill all parameters with initial values that depend on `seed` and on module names only.
 
-    Parameters with values are overwritten, except adapters. The same rules compute buffers on the meta device; a buffer
-    with storage keeps its value unless a rule sets it.
+    Parameters that already have values are overwritten, except adapters. The initialization rule of each module (see
+    the module docstring) also computes its buffers on the meta device. A buffer with storage keeps its value unless a
+    rule sets it.
 
     Args:
         model: Module of plain tensors or DTensors, on any device including meta; changed in place.
@@ -207,9 +208,10 @@ class _Rules:
             self._rule[name] = plain if callable(plain) else None
 
     def values(self, name: str) -> dict[str, Tensor]:
-        """Return full-size values, by name, of the tensors that the rule of module `name` sets.
+        """Run the initialization rule of module `name`; return a dict from tensor name to full-size value.
 
-        These are tensors of the module and of its descendants. The dict is empty if all of them are on other ranks.
+        The rule may set tensors of the module and of its descendants. The dict is empty if the module
+        has no rule, or if all its tensors are on ranks of other pipeline stages.
         """
         if self._rule[name] is None or not named_tensors(self._model.get_submodule(name)):
             return {}
