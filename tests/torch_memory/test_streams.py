@@ -128,7 +128,7 @@ def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None):
         order.access(source, False, "file write")
         write(self, storage, source)
 
-    in_dram, enter, leave = Hardware.in_dram, ArenaState.enter, ArenaState.leave
+    in_dram, enter, leave = Hardware.in_dram, ArenaState.mark_resident, ArenaState.release
 
     def entering(self, storage, base):
         enter(self, storage, order.allocated(base))
@@ -139,8 +139,8 @@ def ordered(folder, monkeypatch, flash, drop=None, anywhere=True, plan=None):
 
     with monkeypatch.context() as patch:
         if anywhere:
-            patch.setattr(ArenaState, "enter", entering)
-            patch.setattr(ArenaState, "leave", leaving)
+            patch.setattr(ArenaState, "mark_resident", entering)
+            patch.setattr(ArenaState, "release", leaving)
         if plan is not None:
             patch.setattr(held_state, "wrong_address", lambda _: None)
         patch.setattr(Hardware, "in_dram", lambda *a: order.allocated(in_dram(*a)))
