@@ -67,13 +67,18 @@ def others_shares(
 
 
 def calm_rounds(shares: Iterable[Sequence[float]]) -> tuple[list[int], float]:
-    """Return the calmest half of the rounds, and the largest share of others in them.
+    """Return the rounds to evaluate, and the largest share of others in them.
+
+    These are all rounds within `QUIET`, or the calmest half if fewer rounds are.
 
     Args:
         shares: Results of `others_shares` per variant; every round measures each of them.
     """
     worst = [max(steps) for steps in zip(*shares, strict=True)]
-    calm = sorted(range(len(worst)), key=worst.__getitem__)[: max(1, len(worst) // 2)]
+    calm = [i for i, share in enumerate(worst) if share <= QUIET]
+    half = max(1, len(worst) // 2)
+    if len(calm) < half:
+        calm = sorted(range(len(worst)), key=worst.__getitem__)[:half]
     return calm, max(worst[i] for i in calm)
 
 

@@ -8,7 +8,7 @@ different numbers of images. All schedules run through `parallelize_submodels` a
     choose      simulations of these costs give the layers of both ranks and the ranks of the encoder: of ours, with
                 copies on both ranks or on one, and of the best 1F1B pipeline, with the encoder on the first or the
                 last rank, in the order of the data and in the best of four orders
-    measure     in each round, every schedule runs one step; the calmest half of the rounds counts
+    measure     in each round, every schedule runs one step; the quiet rounds count (see `calm_rounds`)
 
 Compute is the CPU time of the actions; the bubble is 1 - compute / (2 * step), so waits, messages and the gradient
 reduction of the encoder's copies are bubbles. The replay simulates the executed schedule with the CPU times of the same
@@ -414,7 +414,7 @@ def measured(rounds: int) -> dict[str, Any]:
 def summary(
     candidates: Sequence[Candidate], samples: Sequence[dict[str, Any]], model: Calibrated
 ) -> dict[str, Any]:
-    """Return the results over the calmest half of the rounds."""
+    """Return the results over the rounds of `calm_rounds`."""
     calm, others = calm_rounds(s["others"] for s in samples)
     rows, replays = [], []
     for candidate, sample in zip(candidates, samples, strict=True):
