@@ -21,6 +21,7 @@ from hyper_parallel.runtime import submodel_strategies
 from hyper_parallel.trainer.engine.recipe_model import read_recipe_spec
 from hyper_parallel.trainer.engine.recipe_submodels import divided_step
 from hyper_parallel.trainer.job import resolve_submodels
+from tests.media.results import assert_equal_results
 from tests.media.tiny_models import _MROPE, _TEXT, _WHISPER
 
 transformers = pytest.importorskip("transformers")
@@ -141,16 +142,6 @@ def _run(model: Any, batches: list[list[dict[str, Tensor]]], shares: int = 1) ->
     return results
 
 
-def _assert_equal(results: list[Any], expected: list[Any]) -> None:
-    for (loss, norm, grads), (right_loss, right_norm, right) in zip(results, expected, strict=True):
-        assert loss == pytest.approx(right_loss, rel=1e-10)
-        assert norm == pytest.approx(right_norm, rel=1e-10)
-        for name, gradient in grads.items():
-            assert (gradient is None) == (right[name] is None), name
-            if gradient is not None:
-                torch.testing.assert_close(gradient, right[name], rtol=1e-10, atol=1e-12)
-
-
 PLACES: dict[str, tuple[Layouts, Placement]] = {
     "disjoint": (
         {"vision": "", "audio": "", "language": ""},
@@ -203,7 +194,9 @@ def test_several_towers_repeat_one_rank(
     def rank(_: int) -> set[str]:
         with hp.World.join("cpu") as world:
             part = hp.parallelize_submodels(_model(family, frozen), layouts, world, ranks=ranks)
-            _assert_equal(_run(part, batches, 2 if "dp" in layouts["language"] else 1), expected)
+            assert_equal_results(
+                _run(part, batches, 2 if "dp" in layouts["language"] else 1), expected
+            )
             with torch.no_grad():
                 for parameter in part.parameters():
                     parameter.mul_(2)

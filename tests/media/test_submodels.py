@@ -25,6 +25,7 @@ from hyper_parallel.planner import parse_strategy
 from hyper_parallel.runtime import submodel_strategies
 from hyper_parallel.trainer.data import Batches, Order, prepare
 from tests.media.records import write_data
+from tests.media.results import assert_equal_results
 from tests.media.tiny_models import MEDIA, needs_torchvision, write_model
 from tests.parity._case import Case
 from tests.slow import slow_cells
@@ -97,16 +98,6 @@ def _run(model: Any, batches: Batches, shares: int, microbatch: int = 1) -> Resu
     return results
 
 
-def _assert_equal(found: Results, expected: Results) -> None:
-    for (loss, norm, grads), (right_loss, right_norm, right) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(right_loss, rel=1e-10)
-        assert norm == pytest.approx(right_norm, rel=1e-10)
-        for name, gradient in grads.items():
-            assert (gradient is None) == (right[name] is None), name
-            if gradient is not None:
-                torch.testing.assert_close(gradient, right[name], rtol=1e-10, atol=1e-12)
-
-
 DISJOINT = (
     {"language": "tp=2", "vision": ""},
     {"vision": "dp_shard=2", "language": "tp=2"},
@@ -165,7 +156,9 @@ def test_a_tower_on_its_own_ranks_repeats_one_rank(
     def rank(layouts: Layouts, ranks: Placement | None) -> set[str]:
         with hp.World.join("cpu") as world:
             part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world, ranks=ranks)
-            _assert_equal(_run(part, batches, 2 if "dp" in layouts["language"] else 1), expected)
+            assert_equal_results(
+                _run(part, batches, 2 if "dp" in layouts["language"] else 1), expected
+            )
             return {name for name, _ in part.named_parameters()}
 
     every = {name for name, _ in single.named_parameters()}
@@ -225,7 +218,7 @@ def test_adapters_on_parts_get_the_gradients_of_one_rank(tmp_path: Path, adapter
     def rank(_: int) -> set[str]:
         with hp.World.join("cpu") as world:
             part = hp.parallelize_submodels(model(), layouts, world, ranks=ranks)
-            _assert_equal(_run(part, batches, 1), expected)
+            assert_equal_results(_run(part, batches, 1), expected)
             assert has_adapters(part)  # checkpoints then save only adapters
             return {name for name, _ in part.named_parameters() if is_adapter(name)}
 
@@ -286,7 +279,7 @@ def test_pipeline_stages_share_ranks_with_towers(tmp_path: Path, number: int, fr
                 part = hp.parallelize_submodels(
                     _model(tmp_path, frozen), layouts, world, ranks=ranks, schedule=schedule
                 )
-                _assert_equal(_run(part, batches, 1), expected)
+                assert_equal_results(_run(part, batches, 1), expected)
                 assert _twice(part, batches, 1) == pytest.approx(twice, rel=1e-10)
 
     hp.launch(rank, len({r for members in ranks.values() for r in members}), timeout_s=200)
@@ -309,7 +302,7 @@ def test_towers_share_ranks_with_stages_of_every_data_parallel_rank(
         with hp.World.join("cpu") as world:
             places = {"vision": ranks, "language": FOUR}
             part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world, ranks=places)
-            _assert_equal(_run(part, batches, 2), expected)
+            assert_equal_results(_run(part, batches, 2), expected)
             assert _twice(part, batches, 2) == pytest.approx(twice, rel=1e-10)
 
     hp.launch(rank, 4, timeout_s=200)
@@ -341,7 +334,7 @@ def test_features_reach_the_pipeline_stages_of_later_layers(
             part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world, ranks=ranks)
             stages = handle(part).pipeline
             assert stages is None or stages.stages.running.media_stages == {0, 1}
-            _assert_equal(_run(part, batches, 1), expected)
+            assert_equal_results(_run(part, batches, 1), expected)
 
     hp.launch(rank, 3 if ranks is None else 2, timeout_s=200)
 
@@ -401,7 +394,7 @@ def test_tower_ranks_without_a_microbatch_and_replicas_repeat_one_rank(tmp_path:
     def rank(layouts: Layouts, shares: int, microbatch: int) -> None:
         with hp.World.join("cpu") as world:
             part = hp.parallelize_submodels(_model(tmp_path, frozen=False), layouts, world)
-            _assert_equal(_run(part, batches, shares, microbatch), expected)
+            assert_equal_results(_run(part, batches, shares, microbatch), expected)
 
     for layouts, *cut in (
         ({"vision": "dp_shard=2", "language": ""}, 1, 4),

@@ -29,7 +29,7 @@ def entry(number, name="all_reduce", sizes=(4,), dtype="Float", group="dp", **mo
 
 
 def diagnose(directory: Path, *by_rank, ranks="[0, 1, 2]"):
-    """What doctor finds of the entries of every rank, written as pickles and, for the last rank, as JSON."""
+    """Return the findings of doctor for the entries of each rank, written as pickles, and as JSON for the last rank."""
     for rank, entries in enumerate(by_rank):
         config = {"1": {"desc": "dp", "ranks": ranks}, "2": {"desc": "tp", "ranks": "[0, 1]"}}
         dump = {"version": "2.10", "pg_config": config, "entries": entries}

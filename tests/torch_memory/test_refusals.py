@@ -202,7 +202,7 @@ def test_a_dead_copy_thread_stops_the_step(tmp_path):
 
 @pytest.mark.slow
 def test_dram_that_is_just_enough_and_one_byte_less(tmp_path):
-    """What the pool takes is what the plan says, to the byte."""
+    """The pool takes the bytes of the plan, exactly."""
     device, data = three_tier_device(tmp_path)
     planned = device.plan.dram_bytes
     assert planned <= 120_000

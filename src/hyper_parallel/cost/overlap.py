@@ -38,7 +38,10 @@ _COUNTS, _SPLITS = 9, 10
 _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel products."""
 _RANKS: Final = 8
-"""Most ranks of a simulated group."""
+"""Most ranks of a simulated group.
+
+A trade-off: time grows with the number, while the expected delay of the latest rank grows slowly. In standard
+deviations of one rank, it is 1.4 for 8 ranks and 2.3 for 64."""
 _STEADY: Final = 3
 """Number of layers after which each further layer adds the same time to a program."""
 
