@@ -61,11 +61,16 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Return whether another tensor has the same storage."""
+    """Return whether another tensor may have the same storage, or the storage is larger than the tensor."""
     if type(tensor) is not Tensor:  # a fake tensor
         return False
     storage = tensor.untyped_storage()  # this Python object counts as one use
-    return torch._C._storage_Use_Count(storage._cdata) > 2
+    if storage.nbytes() > tensor.nbytes:
+        return True
+    uses = torch._C._storage_Use_Count(storage._cdata) - 2
+    # A view keeps its base alive. If nothing else does, the base counts two uses: by the view and by this variable.
+    base = tensor._base
+    return uses > 0 if base is None else uses > 1 or base._use_count() > 2
 
 
 def use_local_parameters(
