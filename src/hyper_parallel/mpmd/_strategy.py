@@ -108,7 +108,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     """Raise an error if the schedule of a strategy does not support its number of virtual stages.
 
     Raises:
-        UnsupportedSharding: HP205 for such a number, with a number or schedule that works.
+        UnsupportedSharding: HP205 with a supported number of virtual stages, or a schedule that supports the number.
     """
     change: tuple[str, object]
     if s.schedule in V_SHAPED and s.virtual_stages != 2:
