@@ -118,7 +118,7 @@ def _check_code_options(run_dir: Path, no_code: bool, trusted: bool) -> None:
 
 
 def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Contradiction:
-    """Return the error for an option that cannot be combined with a file of prompts."""
+    """Return the error for an option that `--prompts` does not support."""
     problem = "--prompt and --json apply to a single prompt"
     if parallel and source.memory is not None:
         problem = "--device-memory applies to a single device"

@@ -122,7 +122,7 @@ def _difference(left: Path, right: Path) -> str:
 
 
 def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
-    """Raise an error if a file to write exists and was not written by this command."""
+    """Raise an error if an output file exists and was not written by this command."""
     from hyper_parallel.owned_folder import check_output_file
 
     if output is not None:
@@ -183,7 +183,8 @@ def _is_plan(text: str) -> bool:
 
 
 def _read(model: str, where: str | None = None) -> ModelSpec:
-    """Return the model spec: from the config if its family is supported, else from transformers' module on meta."""
+    """Return the model spec, read from the config, or for other families from a transformers module on the meta device.
+    """
     from hyper_parallel.model import is_read, load_model, read_config
 
     values = read_config(model, where=where).values
@@ -236,7 +237,7 @@ def _plan_model(
 
 
 def _tower_notes(spec: ModelSpec, towers: Sequence[Tower], media: int | None) -> Iterator[str]:
-    """Yield a note for each tower of a model whose cost the plan does not include."""
+    """Yield a note for each encoder (tower) of a model whose cost the plan does not include."""
     from hyper_parallel.model import tower_kinds
 
     priced = [tower.name for tower in towers]
@@ -251,10 +252,10 @@ def _tower_notes(spec: ModelSpec, towers: Sequence[Tower], media: int | None) ->
 
 
 def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
-    """Return the towers whose cost a plan includes; empty with `--media 0` and for models without towers.
+    """Return the encoders (towers) whose cost a plan includes; empty with `--media 0` and for models without encoders.
 
     Raises:
-        BadValue: HP102 for options of media for a model without a tower that can be priced.
+        BadValue: HP102 for options of media if the cost of no encoder of the model can be predicted.
     """
     from hyper_parallel.model import fixed_image_size, read_config, towers_of
 
@@ -306,9 +307,9 @@ def _plan_text(plan: Plan, explain: bool, gantt: bool) -> str:
 def _next_commands(
     ctx: typer.Context, recipe: Path | None, topology: str | None, chosen: Plan, output: Path | None
 ) -> Iterator[str]:
-    """Yield lines with the suggested next commands.
+    """Yield the suggested next commands, as lines: write a recipe, then train.
 
-    They write a recipe and train it, with `--dry-run` if this machine has too few ranks.
+    The training command has `--dry-run` if this machine has too few devices.
     """
     from hyper_parallel.topology import find_accelerators, rank_capacity
 
@@ -380,7 +381,7 @@ def _plan_recipe(
 
 
 def _share(text: str) -> float:
-    """Return the fraction that a text such as `5%` or `0.05` states."""
+    """Parse a fraction written as `5%` or `0.05`."""
     try:
         share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:

@@ -311,7 +311,7 @@ def _is_newer(path: Path, other: Path) -> bool:
 def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield lines about the fused kernels of a run.
 
-    `kernels` are the operators of each kernel, the kernel with the most operators first.
+    `kernels` lists the operators of each kernel; the kernel with the most operators comes first.
     """
     if not kernels:
         return

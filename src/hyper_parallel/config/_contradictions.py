@@ -1,4 +1,4 @@
-"""Table of contradictions: values of a recipe that are each allowed, but not together."""
+"""Table of contradictions: recipe values that are each allowed, but not together. Rows are `Rule`s, see `_rules.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ _STAGE_RULES: Final[Rules] = (
 
 
 def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
-    """Return rule-text placeholders for each of `data.columns` and `data.roles` in which a name occurs twice."""
+    """Return the placeholder values of the error text, one dict for each mapping with a repeated name.
+
+    The mappings are `data.columns` and `data.roles`.
+    """
     repeated = []
     for key in ("columns", "roles"):
         entries = getattr(recipe.data, key)
@@ -116,7 +119,10 @@ def _halves_batches(recipe: Recipe) -> bool:
 
 
 def _misses_evaluations(recipe: Recipe) -> dict[str, int] | None:
-    """Return a common interval if the best checkpoint is kept but not every checkpoint has an evaluation; else None."""
+    """Return an interval for both checkpoints and evaluations as `common`, if `keep_best` needs one; else None.
+
+    `keep_best` needs an evaluation at every checkpoint.
+    """
     every, eval_every = recipe.checkpoint.every, recipe.training.eval_every
     if not recipe.checkpoint.keep_best or (eval_every and every and every % eval_every == 0):
         return None

@@ -228,7 +228,7 @@ def _near_value(
 def _near_word(value: str, words: Sequence[str]) -> str | None:
     """Return the word most likely meant by `value`, or None.
 
-    A candidate equals `value` except for case, is a prefix of it, begins with it, or is similar.
+    Candidates are words that differ only in case, words of which one is a prefix of the other, and similar words.
     """
     lower = {word.lower(): word for word in words}
     text = value.lower()

@@ -314,7 +314,7 @@ class Training(Section):
     """Number of layers per rank that `recompute` applies to, counted from the first layer of its stages. None: all."""
     compile: bool | Literal["graph-kernel"] = False
     """Fusion of operators. true: torch.compile fuses each decoder layer. graph-kernel: a `backend` other than torch
-    fuses whole step programs into generated kernels."""
+    fuses operators of the captured step into generated kernels."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out data. 0: only before the first step and after the last one."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
@@ -353,7 +353,7 @@ class Training(Section):
 
 
 class TowerDegrees(Section):
-    """Ranks of the encoder of images and videos, or of audio."""
+    """Degrees and ranks of one encoder: of images and videos, or of audio."""
 
     dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.dp_replicate`."""
@@ -362,8 +362,8 @@ class TowerDegrees(Section):
     ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(
         default=None, max_length=MOST_RANKS
     )
-    """Ranks of this part; its mesh has them in ascending order. Parts may share ranks. None: as many ranks as the
-    product of its degrees, from rank 0 for `language`, and for an encoder the next ones that no other part has."""
+    """Ranks of this part, in ascending order in its mesh. Parts may share ranks. None: one rank per product of the
+    degrees; `language` starts at rank 0, and an encoder uses the next ranks without a part."""
 
     @property
     def num_ranks(self) -> int:
@@ -373,15 +373,15 @@ class TowerDegrees(Section):
 
 
 class LanguageDegrees(TowerDegrees):
-    """Ranks of the language part."""
+    """Degrees and ranks of the language part."""
 
     tp_x: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_x`."""
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_y`."""
     pp: int = Field(default=1, ge=1, le=MOST_STAGES)
-    """Like `parallel.pp`. Features go to the first stage, and to the stages of later layers that read them. Ranks with
-    stages may also run the encoder, if it is the only one: one schedule then orders the work of both parts."""
+    """Like `parallel.pp`. Encoders send features to the first stage, and to later stages whose layers read features. A
+    single encoder may share ranks with the stages: one schedule then orders the actions of both."""
 
 
 class Submodels(Section):
@@ -487,9 +487,8 @@ class Parallel(Section):
     """1: shard only the optimizer state (ZeRO-1). Parameters are then gathered and gradients reduced once per step, not
     once per microbatch. None: `reshard_after_forward` decides."""
     one_order: bool = True
-    """Assume that data-parallel ranks call layers in the same order and number as in the first steps; a rank may skip
-    layers. false: order and number may vary, because ranks agree on each parameter gather, by a message between
-    hosts."""
+    """Assume that all data-parallel ranks call layers in the order of the first steps; a rank may skip layers. false:
+    the order may vary, because the ranks agree on each parameter gather by a message between hosts."""
     rules: dict[str, str] = {}
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     submodels: Submodels | None = None
@@ -556,8 +555,8 @@ class Overlap(Section):
     symmetric memory. half-batch: layers run on two halves of the sequences of a microbatch, and one
     half computes while a collective of the other is in flight."""
     ep: Literal["none", "chunks", "half-batch"] = "none"
-    """Exchange of tokens between experts. chunks: rows of one chunk of tokens travel while those of another are
-    computed. half-batch: as for `tp`; one setting covers both."""
+    """All-to-all of tokens to experts and back. chunks: one chunk of tokens is sent while another is computed.
+    half-batch: as for `tp`, whose setting then also covers `ep`."""
     chunks: int = Field(default=4, ge=2, le=MOST_CHUNKS)
     """Chunks of tokens, for `tp: chunks` and `ep: chunks`."""
 

@@ -22,7 +22,7 @@ def _no_tower(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
-    """Return rule-text placeholders for the first part whose degrees do not multiply to its number of ranks."""
+    """Return the placeholder values of the error text for the first part with a wrong number of ranks; else None."""
     parts = _submodels(recipe)
     for name, part in {"language": parts.language, **parts.towers}.items():
         if part.ranks is not None and len({*part.ranks}) != part.num_ranks:

@@ -248,7 +248,7 @@ TEXT_PARTS: Mapping[str, str] = MappingProxyType(
         "qwen3_vl_text": "qwen3",
     }
 )
-"""Decoder family by `model_type` of a multimodal model or of its text part."""
+"""`model_type` of the decoder family, by `model_type` of a multimodal model or of its text part."""
 
 KEEPS_MORE: Final = ("gemma2", "phi3")
 """Families whose layers keep more activations than the formulas predict."""

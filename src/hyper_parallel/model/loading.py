@@ -46,7 +46,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def find_preset(text: str) -> str | None:
-    """Return the name of the preset that a text names, by its own name or by a hub id that it lists; else None.
+    """Return the name of the preset with the name or hub id `text`; None if there is none.
 
     Case and punctuation are ignored. The organisation of a hub id may be omitted. If it is given it must match, because
     another organisation may publish another model with the same name.
@@ -347,7 +347,10 @@ def is_read(values: Mapping[str, Any]) -> bool:
 def _family(
     model_type: str, values: Mapping[str, Any], where: str
 ) -> tuple[Family, tuple[str, ...]]:
-    """Return the family of a `model_type`, and notes; an unknown type is read as Llama unless a key contradicts it."""
+    """Return the family of a `model_type`, and notes.
+
+    An unknown type is read as Llama; a key that no Llama-like decoder has raises HP305.
+    """
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:
         return known, ()
@@ -395,7 +398,8 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
 
 
 def _nearest_model(text: str) -> list[str]:
-    """Return a list with the model directory most likely meant by a missing path; empty when none is similar."""
+    """Return the existing model directory that is most similar to a missing path, in a list; empty if none is similar.
+    """
     near = nearest_path(text)
     # os.path, because pathlib raises for a text that is too long for a path.
     has_config = near is not None and os.path.isfile(f"{near}/config.json")  # noqa: PTH113

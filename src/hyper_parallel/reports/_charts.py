@@ -1,4 +1,4 @@
-"""Charts of a report as full-width Bokeh figures with hover and zoom: curves, stacked bars, and lanes of spans."""
+"""Charts of a report as full-width Bokeh figures with hover and zoom: curves, stacked bars, and timelines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ THEME: Final = Theme(
         }
     }
 )
-"""Transparent, so that the background of the page is visible; the script of the page colours text and grid."""
+"""Bokeh theme with a transparent background, for light and dark pages. The page's script colours text and grid."""
 
 
 class Unit(NamedTuple):
@@ -69,7 +69,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Figure, with its legend entries as tuples of label, colour and style."""
+    """Bokeh figure, and its legend entries as tuples of label, colour and style."""
 
     figure: Any
     keys: Sequence[tuple[str, str, str]]
@@ -211,7 +211,7 @@ def bars(
 
 
 def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
-    """Return a chart of spans over time in lanes, with one colour per kind.
+    """Return a timeline: a chart with one row (lane) per executor, and one colour per kind of span.
 
     Args:
         spans: Spans whose category is a kind, and whose name is a readable label.

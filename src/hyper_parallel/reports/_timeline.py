@@ -14,7 +14,8 @@ _MOST_EVENTS: Final = 200_000
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
-    """Return a plan's predicted step: a sequence of spans, one per cost term, since terms count exposed time only."""
+    """Return a plan's predicted step as consecutive spans, one per cost term; cost terms are exposed time, without
+    overlap."""
     spans, now = [], 0.0
     for term in plan.cost:
         if term.seconds > 0:

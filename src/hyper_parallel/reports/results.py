@@ -165,7 +165,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
 
 
 def medians_text(run: RunRecord) -> str:
-    """Return a sentence that states the steps over which medians are taken."""
+    """Return the report's sentence about the steps over which medians are taken."""
     part, several = run.last, len(run.parts) > 1
     first, left_out = part.step + 1, part.warm_up
     steps = f"steps {first} to {part.step + len(part.rows)}" if several else "all steps"

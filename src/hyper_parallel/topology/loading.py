@@ -237,7 +237,7 @@ def detect_local(
 
 
 def is_this_machine(topology: str) -> bool:
-    """Return whether this machine has the device of the topology with this name or file."""
+    """Return whether the device of a topology, given by name or file, is the device of this machine."""
     if topology == "local":
         return True
     device, accelerators = load_topology(topology).device, find_accelerators()

@@ -39,7 +39,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     """LlamaFactory's trainer with a model parallelized by `hp_args`.
 
     Args:
-        hp_args: Layout and dtypes.
+        hp_args: Parallel degrees and dtypes.
         kwargs: Arguments of LlamaFactory's trainer.
 
     Raises:
@@ -131,7 +131,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return model
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the number of tokens of the step; tokens that several ranks of a group have counted count once."""
+        """Return the number of tokens of the step, without the duplicates of tensor- and context-parallel ranks."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         averaged = self.args.average_tokens_across_devices and self.args.world_size > 1
         return count // self._same_data if count is not None and averaged else count
@@ -171,7 +171,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def _share_of_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """Return this rank's part of the step's loss; the parts of all ranks and microbatches add up to the loss."""
+        """Return the summand of this rank and microbatch; the summands of all ranks and microbatches are the loss."""
         if num_items is None:  # mean over ranks and microbatches of their means
             ranks = self.args.world_size // self._same_data
             loss = self.compute_loss(model, inputs)
