@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +74,7 @@ def inspect(
         raise CheckpointCorrupt(
             "the checkpoint is damaged",
             where=str(error),
-            hint="hyper-parallel checkpoint list RUN_DIR, then choose an intact one with --step",
+            hint=f"hyper-parallel checkpoint list {shlex.quote(str(run_dir))}, then choose an intact one with --step",
         ) from None
     tensors = [
         {

@@ -205,7 +205,10 @@ class _Arrangement:
         for _ in range(actions):
             start = min(starts)
             if start == _NEVER:
-                raise ScheduleError("the activations of one microbatch exceed the memory of a rank")
+                raise ScheduleError(
+                    "the activations of one microbatch exceed the memory of a rank",
+                    allowed=f"max_bytes={list(self._limits or ())}",
+                )
             r = starts.index(start)
             for touched in self._execute(r, start):
                 starts[touched] = self._start(touched)

@@ -161,7 +161,7 @@ def submodel_schedule(
     """
     if lanes.padded(microbatches) != microbatches:
         raise ScheduleError(
-            "the microbatches of a step do not fill the rounds of a sharded tower",
+            "the number of microbatches is not a multiple of the ranks of a sharded encoder",
             got=f"{microbatches} microbatches",
             allowed=f"a multiple of {lanes.width}",
         )
@@ -351,7 +351,7 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     used = {lane for (stage, _), lane in schedule.homes().items() if not stage}
     if lanes.sharded and used != {*lanes.towers}:
         raise ScheduleError(
-            "a sharded tower does not compute on all of its lanes",
+            "the schedule does not use all lanes of a sharded encoder",
             got=f"lanes {sorted(used)}",
             allowed=f"lanes {sorted(lanes.towers)}",
         )

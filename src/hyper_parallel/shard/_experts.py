@@ -54,7 +54,7 @@ def mark_experts(params: list[Param]) -> list[Param]:
 def check_folding(strategy: Strategy) -> None:
     """Raise NotDivisible (HP203) unless `ep` divides dp_shard * cp * tp, the ranks over which experts are sharded."""
     s = strategy
-    divided = f"dp_shard * cp * tp = {_inner(s)}, the ranks that ep folds over"
+    divided = f"dp_shard * cp * tp = {_inner(s)}, the ranks over which ep shards experts"
     _check_divides(s, _inner(s), divided, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}")
 
 

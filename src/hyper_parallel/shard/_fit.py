@@ -130,7 +130,7 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
     if all(p.style in (WHOLE, "replicate", "experts") for p in result):
         raise UnsupportedSharding(
             "tensor parallelism can shard no module of this model exactly",
-            got=f"tp={sizes.tp}; whole: {shown}",
+            got=f"tp={sizes.tp}; replicated: {shown}",
             allowed="dp_replicate, dp_shard, or `parallel.rules` that name input and output projections",
             changes=sizes.without_tp,
         )

@@ -31,7 +31,7 @@ _MOST_DEVICES = 2**24
 
 
 class Number(Section):
-    """`Quantity` in a topology file. The key states the unit, such as `GB_s`."""
+    """`Quantity` in a topology file. The key states the unit, such as `memory_gb_s`."""
 
     value: float = Field(gt=0, ge=1 / _LARGEST, le=_LARGEST)
     source: str = Field(min_length=1)

@@ -643,7 +643,7 @@ def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
 def mismatch(got: str) -> CollectiveMismatch:
     """Return the error for ranks of tower and language part that run different microbatches."""
     return CollectiveMismatch(
-        "the ranks of the tower and of the language part run different microbatches",
+        "the ranks of the encoder and of the language part run different microbatches",
         where=f"rank {dist.get_rank()}",
         got=got,
         hint="pass the microbatches of `hp.microbatch_sources` to `hp.forward_backward` on every rank",
