@@ -310,7 +310,7 @@ def _model_path(recipe: Path) -> Path:
         raise RunUnreadable(
             "config.yaml of the run does not name its model",
             where=str(recipe),
-            hint="hyper-parallel checkpoint export RUN_DIR --model MODEL_DIR",
+            hint=f"hyper-parallel checkpoint export {shlex.quote(str(recipe.parent))} --model MODEL_DIR",
         )
     name = parse_name(path)
     return Path(path) if name is None else fetch(name, "model", where=f"{recipe}: model.path")
