@@ -106,7 +106,6 @@ def inspect(
 
 
 def _fact_lines(prefix: str, facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line `a.b: value` per value of nested mappings."""
     for key, value in facts.items():
         if isinstance(value, dict) and value:
             yield from _fact_lines(f"{prefix}{key}.", value)

@@ -115,7 +115,6 @@ class _Search:
 
 
 def _difference(left: Path, right: Path) -> str:
-    """Return the differences between two plan files as text."""
     from hyper_parallel.ir import Plan
 
     return Plan.load(left).diff(Plan.load(right)) or "the plans do not differ"
@@ -132,7 +131,6 @@ def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
 
 
 def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None) -> None:
-    """Write the plan and its pipeline schedule to the files that were requested."""
     if schedule_csv is not None:
         write_schedule(chosen, schedule_csv)
         say(f"schedule written to {schedule_csv}", err=True)
@@ -203,7 +201,6 @@ def _plan_model(
     batch: tuple[int | None, int | None],
     search: _Search,
 ) -> Plan:
-    """Return the best plan of a model on a topology."""
     from hyper_parallel import planner
     from hyper_parallel.topology import detect_local, load_topology
 
@@ -361,7 +358,6 @@ def _as_named(plan: Plan, model: str, topology: str) -> Plan:
 def _plan_recipe(
     recipe: Path, devices: int | None, topology: str | None, no_code: bool
 ) -> tuple[Plan, tuple[str, str]]:
-    """Return the plan of a recipe, and the names of its model and topology."""
     from hyper_parallel.config import load_recipe, refuse_code
     from hyper_parallel.planner import plan_recipe
 

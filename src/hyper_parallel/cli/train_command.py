@@ -194,7 +194,6 @@ def _train(
     no_calibrate: bool,
     check_plan: Callable[[Plan], None],
 ) -> None:
-    """Prepare the job of a recipe, print its plan, and run or submit it."""
     from hyper_parallel.cli.submit_job import describe_submit, submit_job
     from hyper_parallel.trainer import prepare_job, under_torchrun
 

@@ -496,7 +496,6 @@ def _merge_layers(
 
 
 def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
-    """Remove a key and all keys below it, so that their defaults apply."""
     for known in [k for k in merged if k[: len(key)] == key]:
         del merged[known]
 

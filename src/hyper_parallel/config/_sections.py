@@ -50,9 +50,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Other names of keys, accepted on input only."""
+    """Aliases of keys, accepted on input only: alias to key."""
     MAIN_KEY: ClassVar[str] = ""
-    """Key that is probably meant when a plain value replaces the section. Empty: none."""
+    """Key that hints suggest if the user gives a plain value instead of the section. Empty: none."""
     WORDS: ClassVar[tuple[str, ...]] = ()
     """Words that stand for the whole section: `parallel: auto`."""
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
@@ -385,7 +385,7 @@ class LanguageDegrees(TowerDegrees):
 
 
 class Submodels(Section):
-    """Parts of a multimodal model on separate ranks: `language`, and `vision`, `audio` or both; or `auto`."""
+    """Layouts of the parts of a multimodal model: `language`, and an encoder `vision`, `audio` or both; or `auto`."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("auto",)
 
@@ -452,8 +452,7 @@ class Parallel(Section):
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on axis y, the second axis of 2-D tensor parallelism."""
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Expert-parallel degree. Its ranks are those of dp_shard x cp x tp, so it does not multiply the number of
-    ranks."""
+    """Expert-parallel degree. Experts are distributed over ranks of dp_shard x cp x tp, so `ep` adds no ranks."""
     attention_shape: Literal["1d", "2d", "weight"] = "2d"
     """Attention on two tensor-parallel axes. 1d: x and y act as one axis. 2d: activations are communicated over y.
     weight: weights are gathered over y."""
@@ -492,8 +491,8 @@ class Parallel(Section):
     rules: dict[str, str] = {}
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     submodels: Submodels | None = None
-    """Ranks of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`; the degrees of
-    `language` then replace those of this section. `auto`: the planner chooses. None: one layout for the whole model."""
+    """Ranks of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`. The degrees of
+    `language` replace the degrees of this section. auto: the planner chooses. None: one layout for the whole model."""
     world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Number of ranks for `auto`, also of `submodels`. None: all accelerators, or 4 ranks on a machine without any."""
 

@@ -181,12 +181,12 @@ class DumpUnreadable(HyperParallelError, code="HP623"):
 
 
 class LayoutDiffers(HyperParallelError, code="HP624"):
-    """A layout computes another loss or gradient than one rank.
+    """A layout computes a different loss or gradient than a run on one rank.
 
-    `hyper-parallel parity` compares both in float64 on a small copy of the model, so the cause is not rounding: a wrong
-    sharding rule of a layer, user code that depends on the rank, or a defect of this package. The message names the
-    first differing parameter in model order. Fix: replicate its module with `parallel.rules`, or remove one axis at a
-    time to find the cause.
+    `hyper-parallel parity` compares the two runs in float64 on a small copy of the model, so rounding is not the cause.
+    Possible causes are a wrong sharding rule, user code that depends on the rank, or a defect of this package. The
+    message names the first differing parameter in model order. Fix: replicate its module with `parallel.rules`, or
+    remove one axis at a time to find the cause.
     """
 
 

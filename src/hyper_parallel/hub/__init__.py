@@ -290,7 +290,6 @@ def _refusal(
 
 
 def _command(name: HubName, part: Part) -> str:
-    """Return the command that downloads the requested files into the cache."""
     words = ["hf", "download", name.repository]
     if part == "config":
         words.append("config.json")

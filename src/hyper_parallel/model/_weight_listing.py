@@ -196,7 +196,6 @@ def _place(path: Path, info: TensorInfo) -> _Place:
 
 @lru_cache(maxsize=64)  # a config is read several times, also in forked ranks
 def _same_bytes(first: _Place, second: _Place) -> bool:
-    """Return whether two byte ranges of files have equal content."""
     remaining = first[3] - first[2]
     if remaining != second[3] - second[2]:
         return False

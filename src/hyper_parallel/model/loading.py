@@ -146,7 +146,7 @@ UNMEASURED_ACTIVATIONS: Final = (
     "activations of {family} were not measured: formulas estimate them, and its layers may keep more; "
     "`hyper-parallel train RECIPE.yaml --dry-run` measures them"
 )
-"""Note for a family in `KEEPS_MORE` read without its module."""
+"""Note of a model spec, for a family in `KEEPS_MORE` that was read from its config only."""
 
 
 def _refuse_no_config(path: Path) -> None:

@@ -186,7 +186,7 @@ class Assignment:
         """Return the step as text: one line per rank and sub-model, with the kind of action in each column.
 
         Args:
-            columns: Columns of the whole step; an action shorter than a column may not show.
+            columns: Characters per line for the whole step; an action shorter than one character may be invisible.
         """
         tasks = schedule_tasks(self.schedule, self.costs, transfer_s=self.transfer_s)
         ranks = [f"rank {rank} ({width})" for rank, width in enumerate(self.widths)]
@@ -206,8 +206,8 @@ def lanes_text(
         timeline: Simulation of a schedule.
         parts: Name of the sub-model of each stage.
         ranks: Name of each rank of the schedule.
-        columns: Columns of the whole step; an action shorter than a column may not show.
-        end_s: Seconds of the step; None: those of the timeline.
+        columns: Characters per line for the whole step; an action shorter than one character may be invisible.
+        end_s: Seconds of the step; None: the end of the timeline.
     """
     end_s = end_s or timeline.end_s
     rows: dict[tuple[int, str], list[str]] = {}
@@ -559,7 +559,6 @@ class _Plan:
     def assignment(
         self, variant: _Variant, end: int, lower: int, tried: tuple[int, int]
     ) -> Assignment:
-        """Return the `Assignment` of a variant, the result of the search."""
         split, order, reduce_first = variant
         problem = self._problem(split)
         arranged = problem.arrange(self._order(order), self._max_bytes, reduce_first)

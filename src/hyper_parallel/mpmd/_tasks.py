@@ -519,7 +519,6 @@ class _Program:
         return cls(schedule.stages, table[:2], moved[table[2:]], (0, *stops))
 
     def end(self, costs: Sequence[StageCost]) -> int:
-        """Return the nanoseconds until the last computation ends."""
         duration, send = np.array([_times(c) for c in costs], dtype=np.int64).reshape(-1)[
             self.times
         ]

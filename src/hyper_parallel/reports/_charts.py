@@ -130,7 +130,6 @@ def curves(
 
 
 def _draw_bands(plot: Any, bands: Sequence[Span], x_unit: Unit, top: float) -> None:
-    """Draw spans of time as filled bands from 0 to `top`."""
     plot.quad(
         left=[s.start_s / x_unit.size for s in bands],
         right=[s.end_s / x_unit.size for s in bands],
@@ -145,7 +144,6 @@ def _draw_bands(plot: Any, bands: Sequence[Span], x_unit: Unit, top: float) -> N
 def _draw_line(
     plot: Any, line: Curve, points: Sequence[tuple[float, float]], x_unit: Unit, unit: Unit
 ) -> Any:
-    """Draw the points of a line and return their renderer."""
     data = {
         "x": [x / x_unit.size for x, _ in points],
         "y": [y / unit.size for _, y in points],

@@ -473,7 +473,6 @@ def _tier(run: RunRecord, tier: str) -> Chart | None:
 
 
 def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
-    """Return facts about the offloaded steps for the template; None when the run did not offload."""
     if run.offload is None:
         return None
     steps = [m["offload"] for m in run.last.rows if "offload" in m]

@@ -46,7 +46,6 @@ def results(run: RunRecord) -> list[Result]:
 
 
 def _settings_of(run: RunRecord) -> Iterator[Result]:
-    """Yield results about steps, data, learning rate and elapsed time."""
     tokens = float(sum(int(m.get("tokens", 0)) for m in run.metrics))
     amount = f"{format_count(tokens)} tokens"
     if run.terms.records and run.plan.workload.seq_len:
@@ -133,7 +132,6 @@ def _preference(
 
 
 def _speed(run: RunRecord) -> Iterator[Result]:
-    """Yield times, throughput and memory, with predictions as notes."""
     plan, part = run.plan, run.last
     if (step_s := part.steady("step_s")) is not None:
         note = _predicted_note(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)

@@ -150,7 +150,7 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
 
 
 def refuse_shapes(params: list[Param], sizes: Sizes) -> None:
-    """Raise UnsupportedSharding (HP205) for a sharding style on a parameter that is neither matrix nor vector."""
+    """Raise UnsupportedSharding (HP205) for a sharded parameter that is neither a matrix nor a vector."""
     for param in params:
         whole = ("replicate", "experts", WHOLE, "inner")
         if param.style not in (None, *whole) and not 1 <= len(param.shape) <= 2:
@@ -208,9 +208,9 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
 
 
 def check_widths(params: list[Param]) -> None:
-    """Raise UnsupportedSharding (HP205) for a colwise projection without a rowwise one of equal width, or vice versa.
+    """Raise UnsupportedSharding (HP205) if a layer has a colwise projection without a rowwise one of equal width.
 
-    Both must be in the same layer.
+    A rowwise projection without a colwise projection of equal width is refused too.
     """
     layers: dict[str, list[Param]] = {}
     for param in params:

@@ -89,7 +89,7 @@ def plan_layouts(
         num_kv_heads: Key and value heads.
         head_dim: Width of one head; distinguishes key and value projections from query projections by size.
         vocab_size: Rows of the embedding.
-        tied: Parameter name to the name of the parameter it shares its storage with.
+        tied: Name of the parameter with the same storage, by name of each tied parameter.
         where: Origin of the setting, for error messages.
 
     Raises:

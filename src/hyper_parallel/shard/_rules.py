@@ -126,7 +126,7 @@ def normalise_plan(
 
 
 def _of(module: str, **styles: str) -> dict[str, str]:
-    """Return a dict from module pattern to style, for the children of one module in every layer."""
+    """Return the styles of the children of one module in every layer, by module pattern."""
     return {f"{module}.{part}": style for part, style in styles.items()}
 
 
@@ -160,7 +160,7 @@ _FAMILIES: Final[Mapping[str, Mapping[str, str]]] = {
     **dict.fromkeys(("glm", "glm4"), _GLM),
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
 }
-"""Model type to the plan (pattern to style) of its configuration class, as `normalise_plan` converts it."""
+"""Plan (style by module pattern) of each model type's configuration class, as converted by `normalise_plan`."""
 _PACKED_MLP: Final = _of("mlp", gate_up_proj="gate_up", down_proj="rowwise")
 _NORMED_HEADS: Final = {**_ATTENTION, **_of("self_attn", q_norm="norm_heads", k_norm="norm_heads")}
 _LATENT: Final = _of(
@@ -174,7 +174,7 @@ _COMPLETED: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_oss": {**_ATTENTION, "self_attn.sinks": "colwise"},
     "deepseek_v3": _LATENT,
 }
-"""Model type to styles (by pattern) of modules that shard exactly, but that its configuration class does not shard."""
+"""Styles by module pattern, per model type, of modules that shard exactly but that the class's plan omits."""
 FAMILIES: Final = tuple(_FAMILIES)
 """Model types with an entry in the table of plans."""
 

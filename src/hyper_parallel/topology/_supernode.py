@@ -59,8 +59,8 @@ class Tier:
         bytes_s: Bytes/s per device and direction inside the tier.
         latency_s: Seconds for an empty message between two devices of the tier.
         kind: full_mesh, switch, torus, or host (ranks of one CPU machine).
-        shares_links: True if this tier and the next inner one use the same links of a device, so that their traffic
-            adds up. False if the device has separate links for this tier.
+        shares_links: True if this tier and the next inner tier use the same links of a device, so that traffic of both
+            tiers adds up. False if the device has separate links for this tier.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Supernode:
         name: Preset name.
         description: Description of the machine in one sentence.
         num_devices: Devices of one supernode (the default number to plan for).
-        device: The device card.
+        device: Device with its rates and its memory.
         tiers: Interconnect levels, inner to outer; the last may be unlimited.
         pools: Memory beyond the devices' own.
     """

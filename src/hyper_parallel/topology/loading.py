@@ -84,7 +84,6 @@ def read_topology(path: Path) -> Supernode:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Return the mapping from alias to preset name, read from the preset files."""
     aliases = {}
     for name in preset_names():
         data = read_mapping(_PRESETS / f"{name}.yaml", TopologyUnreadable, "topology file")

@@ -98,7 +98,6 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         self._parallel = True
 
     def _prepare_but_the_model(self, *objects: Any, **kwargs: Any) -> Any:
-        """Run `Accelerator.prepare` on all objects except models, and return all objects."""
         prepared = [self._prepare_one(item, kwargs) for item in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -139,7 +138,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run forward and backward of one microbatch; gradients sum over ranks and microbatches to those of the step.
+        """Run forward and backward of one microbatch; gradients are summed, not averaged, over ranks and microbatches.
 
         Returns:
             This rank's part of the loss times the number of ranks, because transformers logs the mean over ranks.
@@ -182,7 +181,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return loss / self.accelerator.num_processes if averaged else loss
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Return the loss on one rank of each tensor-parallel group, and 0 on the others, whose loss is equal."""
+        """Return the loss on one rank of each tensor-parallel group, else 0: its ranks have the same loss."""
         return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
 
     def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:
