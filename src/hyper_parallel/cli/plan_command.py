@@ -181,8 +181,7 @@ def _is_plan(text: str) -> bool:
 
 
 def _read(model: str, where: str | None = None) -> ModelSpec:
-    """Return the model spec, read from the config, or for other families from a transformers module on the meta device.
-    """
+    """Return the model spec, from the config, or for other families from transformers' module on the meta device."""
     from hyper_parallel.model import is_read, load_model, read_config
 
     values = read_config(model, where=where).values

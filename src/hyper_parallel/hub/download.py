@@ -45,11 +45,7 @@ def choose_files(names: Iterable[str], part: str) -> list[str]:
 
 
 def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str, Any]:
-    """Download the files of `part` (config, tokenizer or model).
-
-    Returns:
-        `{"directory": ...}`, or for a failure `{"kind": ..., "text": ...}`.
-    """
+    """Download the files of `part`; return a dict with `directory`, or with `kind` and `text` of a failure."""
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub import errors as hub
 

@@ -398,8 +398,7 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
 
 
 def _nearest_model(text: str) -> list[str]:
-    """Return the existing model directory that is most similar to a missing path, in a list; empty if none is similar.
-    """
+    """Return a list of one model directory with a path similar to a missing path; empty if none is similar."""
     near = nearest_path(text)
     # os.path, because pathlib raises for a text that is too long for a path.
     has_config = near is not None and os.path.isfile(f"{near}/config.json")  # noqa: PTH113

@@ -14,8 +14,7 @@ _MOST_EVENTS: Final = 200_000
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
-    """Return a plan's predicted step as consecutive spans, one per cost term; cost terms are exposed time, without
-    overlap."""
+    """Return a plan's predicted step as consecutive spans, one per cost term; terms count exposed time only."""
     spans, now = [], 0.0
     for term in plan.cost:
         if term.seconds > 0:

@@ -128,10 +128,7 @@ def plan_layouts(
 
 
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str]) -> list[Param]:
-    """Return the parameters with their final styles under tensor parallelism.
-
-    Raises UnsupportedSharding, NotDivisible or RuleError if the result would differ from that of one device.
-    """
+    """Return the parameters with their final styles under tensor parallelism; raise if no exact sharding exists."""
     if whole_stream:
         if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(

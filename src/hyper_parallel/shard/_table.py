@@ -57,17 +57,8 @@ def _mirrored(
 ) -> Iterator[Boundary]:  # fmt: skip
     """Yield a collective of forward, and the transposed collective of backward.
 
-    Args:
-        kind: Kind of the forward collective.
-        axes: Mesh axes of the group.
-        ranks: Ranks of the group.
-        elements: Elements of the full tensor.
-        purpose: Purpose of the forward collective.
-        format: Dtype of the message.
-        calls: Calls per microbatch and layer.
-        redone: Whether recomputation of the layer repeats the forward collective.
-        resident: Whether the output stays in memory for backward. False: backward repeats the collective if the
-            strategy frees gathered inputs.
+    With `redone`, recomputation of the layer repeats the forward collective. Without `resident`, backward repeats the
+    forward collective if the strategy frees gathered inputs.
     """
     yield Boundary(
         kind, axes, ranks, elements, purpose, format, forward=calls,
@@ -151,10 +142,7 @@ def _weight_block_gathers(block: BlockWidths, cut: TokenCut) -> Iterator[Boundar
 
 
 def _mlp_over_y(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the collectives over y of a 2d MLP.
-
-    Reduce-scatters of the hidden activations follow the input projections; all-gathers precede the output projection.
-    """
+    """Yield the collectives over y of a 2d MLP: reduce-scatters after input, all-gathers before output projections."""
     tokens = cut.tp * cut.piece
     for p in block.inputs:
         rows = tokens * share(p.width, cut.x)
@@ -165,10 +153,7 @@ def _mlp_over_y(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
 
 
 def _attention_over_y(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
-    """Yield the collectives over y of 2d attention.
-
-    Reduce-scatters of queries, keys and values shard heads or tokens; all-gathers precede the output projection.
-    """
+    """Yield the collectives over y of 2d attention: reduce-scatters to heads or tokens, then all-gathers."""
     tokens = pick(token, cut.spans, cut.tokens)
     # With fewer key heads than ranks, every y rank gets the sum and selects the head of its queries.
     doubled = (block.kv_heads % cut.tp > 0) * (1 - token)
