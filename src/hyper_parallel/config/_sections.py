@@ -104,7 +104,7 @@ ColumnName = Literal[
     "prompt", "completion", "instruction", "input", "output", "answer", "system", "history", "messages", "chosen",
     "rejected", "tools", "label", "margin", "images", "audio", "role", "content",
 ]  # fmt: skip
-"""Record keys that a reader knows: first keys of records, then keys of turns."""
+"""Names that `data.columns` can map: first keys of records, then keys of turns."""
 RoleName = Literal["system", "developer", "user", "assistant", "tool", "function_call"]
 
 
@@ -462,8 +462,8 @@ class Parallel(Section):
     """Attention with shape 2d. head: y shards the heads, and attention needs no communication over y. token: y shards
     the sequence, and keys and values are gathered over y."""
     gathered_inputs: Literal["keep", "re-gather"] = "keep"
-    """Gathered inputs of a matmul: keep them for the backward pass, or gather them again there (less memory, more
-    traffic)."""
+    """Gathered inputs of a matmul. keep: they stay in memory until the backward pass. re-gather: the backward pass
+    gathers them again (less memory, more traffic)."""
     cp_kind: Literal["ring", "ulysses", "hybrid", "all_gather"] = "ring"
     """Context-parallel attention: ring (zigzag), ulysses, hybrid (both), or all_gather (gather all keys and values)."""
     cp_ulysses: int = Field(default=1, ge=1, le=MOST_RANKS)

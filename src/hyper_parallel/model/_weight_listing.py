@@ -34,7 +34,7 @@ _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
 """Names inside decoder layers and multi-token-prediction layers; an embedding or head there is not the model's."""
 _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
-"""Limits of an index: names of tensors, as in the headers of its files."""
+"""Limits of an index file, which lists the tensors of all weight files, as their headers do."""
 _CHUNK_BYTES: Final = 1 << 24
 
 

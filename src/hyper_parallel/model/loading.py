@@ -181,7 +181,7 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
 
     Raises:
         UnknownModel: HP304 when the text is none of these, or the hub refuses the download.
-        ModelUnreadable: HP305 when the config cannot be read; names the keys.
+        ModelUnreadable: HP305 with the missing or invalid keys of the config.
         WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
     """
     config = read_config(path_or_name, where=where)
@@ -209,12 +209,12 @@ def spec_from_config(
     """Return the ModelSpec of a config in memory, for instance `model.config.to_dict()`.
 
     Args:
-        values: The keys of a config.json.
+        values: Content of a config.json.
         name: Display name.
         where: File of the values, for errors.
 
     Raises:
-        ModelUnreadable: HP305 when the config cannot be read; names the keys.
+        ModelUnreadable: HP305 with the missing or invalid keys of the config.
     """
     where = where or f"config of {name}"
     values, notes = _text_part(values, where)

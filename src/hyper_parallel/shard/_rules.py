@@ -180,7 +180,7 @@ FAMILIES: Final = tuple(_FAMILIES)
 
 
 def completed_rules(model_type: str, prefix: str = "model.") -> tuple[Rule, ...]:
-    """Return rules that take precedence over the plan of a family's configuration class.
+    """Return rules for modules that shard exactly but that the plan of the family's configuration class omits.
 
     Args:
         model_type: `model_type` of the config; the result is empty for a family without such rules.

@@ -63,7 +63,7 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
     Raises:
         UnknownKey: HP101 with the nearest key. BadValue: HP102 for an unsupported value.
-        Contradiction: HP104 for an unsupported option. As `load_recipe`.
+        Contradiction: HP104 for an unsupported option. Also the errors of `load_recipe`.
     """
     values, recipe_overrides = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
     for override in overrides:
