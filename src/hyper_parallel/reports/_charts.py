@@ -212,7 +212,7 @@ def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
     """Return a timeline: a chart with one row (lane) per executor, and one colour per kind of span.
 
     Args:
-        spans: Spans whose category is a kind, and whose name is a readable label.
+        spans: Spans whose category is a kind (key of `COLORS`), and whose name is a readable label.
         names: Label of each lane to draw, by lane, top to bottom.
     """
     visible = [s for s in spans if s.duration_s > 0 and s.lane in names]

@@ -98,7 +98,7 @@ class Divergence:
 def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     """Return the content of dump files by rank, which is the number at the end of a file name.
 
-    Of a directory, all files whose name ends in a number are read.
+    For a directory, every file is read whose name ends in a number.
 
     Raises:
         DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is none.

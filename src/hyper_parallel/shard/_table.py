@@ -192,7 +192,8 @@ def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
 def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator[Boundary]:
     """Yield the reduction of a vocabulary-parallel embedding.
 
-    With `waits`, the reduce-scatter before the first layer also sums the partial embeddings. Else it is an all-reduce.
+    With `waits`, the reduce-scatter before the first layer also sums the partial embeddings. Otherwise they are
+    all-reduced.
     """
     if waits:
         stream = cut.tp * cut.piece * hidden

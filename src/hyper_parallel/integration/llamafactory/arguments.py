@@ -83,7 +83,7 @@ class HyperParallelArguments(BaseModel):
         A key such as `hyper_parallel_ep_size` overrides `hyper_parallel_args`, unless it has its default value.
 
         Raises:
-            RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. Also the errors of `from_dict`.
+            RecipeUnreadable: HP103 when the file of `hyper_parallel_args` cannot be read. Also as `from_dict`.
         """
         values = getattr(finetuning_args, "hyper_parallel_args", None)
         keys = {key: getattr(finetuning_args, f"hyper_parallel_{key}", None) for key in YAML_KEYS}
