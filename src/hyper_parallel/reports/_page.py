@@ -29,7 +29,7 @@ from hyper_parallel.reports._charts import (
 )
 from hyper_parallel.reports._run_record import RunRecord
 from hyper_parallel.reports._submodels import submodel_rows
-from hyper_parallel.reports._timeline import one_step, some_steps, steps_of
+from hyper_parallel.reports._timeline import one_step, some_steps, steady_steps, steps_of
 from hyper_parallel.reports.data_section import data_section
 from hyper_parallel.reports.results import (
     conditions,
@@ -413,11 +413,8 @@ def _by_kind(
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each phase of a step, averaged over ranks and steps.
-
-    The first recorded step is excluded. It is slower, because communicated bytes are counted in it.
-    """
-    steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
+    """Return the seconds of each phase of a step, averaged over ranks and all but the first recorded step."""
+    steps = {*steady_steps(timeline)}
     # A collective in flight is no phase: the rank computes or waits meanwhile.
     spans = [s for s in timeline.spans if s.step in steps and s.category != "in flight"]
     rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1

@@ -28,6 +28,11 @@ def steps_of(timeline: Timeline) -> list[int]:
     return sorted({span.step for span in timeline.spans if span.step is not None})
 
 
+def steady_steps(timeline: Timeline) -> list[int]:
+    """Return the numbers of the recorded steps, without the first if there are others: counting bytes slows it."""
+    return steps_of(timeline)[1:] or steps_of(timeline)
+
+
 def one_step(timeline: Timeline, step: int | None = None) -> Timeline:
     """Return the spans and counters of one step, shifted to start at time 0; `step` None: the middle recorded step."""
     steps = steps_of(timeline)

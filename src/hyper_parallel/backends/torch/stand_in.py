@@ -57,7 +57,7 @@ def _whole(stand_in: StandIn) -> Tensor:
 
 def _refuse_gradient(grad: Tensor) -> None:
     raise UnsupportedSharding(
-        "a custom autograd function of the model reads a tensor that is still in flight, which `overlap` does not support",
+        "a custom autograd function of the model reads a tensor in flight, which `overlap` does not support",
         where="overlap",
         hint="overlap=none",
     )
