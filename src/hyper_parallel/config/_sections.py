@@ -584,8 +584,8 @@ class Checkpoint(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest intact checkpoints to keep."""
     keep_best: bool | Literal["loss"] = False
-    """Also keep the checkpoint with the lowest held-out loss. Only checkpoints saved right after an evaluation
-    compete."""
+    """Also keep the checkpoint with the lowest held-out loss. Only checkpoints saved right after an evaluation are
+    candidates."""
     on_error: Literal["stop", "continue"] = "stop"
     """Reaction to a write error of the disk: end the run (stop), or log it and skip this checkpoint (continue). A
     failed last checkpoint always ends the run."""

@@ -68,8 +68,8 @@ class TowerLanes:
     def limits(self, ahead: int = AHEAD) -> list[int]:
         """Return the maximum number of microbatches in flight per lane.
 
-        It is the number of 1F1B, plus `ahead` on lanes with the tower. On lanes of a sharded tower, the increase is at
-        least ceil((p - 1) / width) + 2, the number of rounds that 1F1B can need at the same time.
+        Lanes have the maximum of 1F1B, and lanes with the tower `ahead` more. For a sharded tower, `ahead` is at least
+        ceil((p - 1) / width) + 2: the rounds with a microbatch in flight under 1F1B, and one more.
         """
         p = self.stages
         if self.sharded:
