@@ -145,8 +145,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
     """Return the key that the user probably meant by an unknown key, or None.
 
-    Order of preference: an equal key of another section, a similar key of the same section, the only key of the same
-    section that begins with the unknown key, a similar key of another section.
+    Order of preference: an equal key of another section; a similar key of the same section; the only key there that
+    begins with the unknown key; a similar key of another section.
     """
     section = _section_at(model, path[:-1]) or model
     word, prefix = str(path[-1])[:80].lower(), dotted(path[:-1])

@@ -81,7 +81,7 @@ class Model(Section):
     """Initial weights. random: new ones from `training.seed`. pretrained: the safetensors files of `path`. auto:
     pretrained if `path` has such files, else random."""
     attn_implementation: str | None = None
-    """Attention implementation: a name in transformers' attention registry. None: `sdpa` if the model supports it."""
+    """Attention implementation: a name in transformers' attention registry. None: `sdpa` if the model supports it, else `eager`."""
     trust_remote_code: bool = False
     """Run the Python code in `model.path`, for architectures that transformers does not contain. There is no
     interactive question: false rejects such models."""
@@ -155,9 +155,9 @@ class Data(Section):
         ],
         Discriminator(source_tag),
     ] = "python-stdlib"
-    """Training data: a file, a directory, a folder written by `datasets`, a dataset name on the Hugging Face Hub, or
-    `python-stdlib` (source text of this machine's standard library, so that a first run needs no download). A list of
-    `{source, weight}` entries, or of texts, is mixed."""
+    """Training data: a file, a directory, a folder written by `datasets`, or a dataset name on the Hugging Face Hub.
+    `python-stdlib` is the source text of this machine's standard library, so that a first run needs no download. A list
+    of `{source, weight}` entries, or of texts, is mixed."""
     name: str | None = None
     """Configuration of the dataset, if it has several."""
     split: str | None = None

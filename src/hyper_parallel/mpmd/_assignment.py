@@ -244,7 +244,7 @@ def search_by_bound(
 
     Args:
         bounds: Lower bound of the value of each candidate.
-        price: Function of (index of a candidate, best value so far) that returns the candidate's value, or None if the
+        price: Function of (index of a candidate, best value so far). It returns the candidate's value, or None if the
             candidate cannot run or is not better.
     """
     best: Best[_Number] | None = None

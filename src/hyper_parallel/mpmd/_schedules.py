@@ -134,8 +134,8 @@ def zbv(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 def dualpipev(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
     """Append DualPipeV: forward and backward of different microbatches overlap in the steady state.
 
-    Needs m >= 2p. With times of one stage and tf = ti, the bubble is (p-1)(tfb + tb - 3 tw), where tfb >= tb is the
-    time of an overlapped forward and backward. Each rank holds at most 2p + 1 stage activations.
+    Needs m >= 2p. With times of one stage and tf = ti, the bubble is (p-1)(tfb + tb - 3 tw). Here tfb >= tb is the time
+    of an overlapped forward and backward. Each rank holds at most 2p + 1 stage activations.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1 (DualPipe), cut in half so that no rank
         holds parameters twice.

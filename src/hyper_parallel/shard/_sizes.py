@@ -41,8 +41,8 @@ Problem = tuple[Param, str, int, str, int]
 def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
     """Return the tensor-parallel degrees that keep attention heads whole and divide every width.
 
-    A degree t is legal when t divides `num_heads` and every width, and either t divides `num_kv_heads` (key and value
-    heads are split) or `num_kv_heads` divides t (each is computed on t / num_kv_heads ranks).
+    A degree t is legal when t divides `num_heads` and every width. Also, either t divides `num_kv_heads` (key and value
+    heads are sharded), or `num_kv_heads` divides t (each head is computed on t / num_kv_heads ranks).
 
     Args:
         num_heads: Query heads.
