@@ -81,7 +81,8 @@ class Model(Section):
     """Initial weights. random: new ones from `training.seed`. pretrained: the safetensors files of `path`. auto:
     pretrained if `path` has such files, else random."""
     attn_implementation: str | None = None
-    """Attention implementation: a name in transformers' attention registry. None: `sdpa` if the model supports it, else `eager`."""
+    """Attention implementation: a name in transformers' attention registry. None: `sdpa` if the model supports it, else
+    `eager`."""
     trust_remote_code: bool = False
     """Run the Python code in `model.path`, for architectures that transformers does not contain. There is no
     interactive question: false rejects such models."""
@@ -362,8 +363,8 @@ class TowerDegrees(Section):
     ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(
         default=None, max_length=MOST_RANKS
     )
-    """Ranks of this part, in ascending order in its mesh. Parts may share ranks. None: one rank per product of the
-    degrees; `language` starts at rank 0, and an encoder uses the next ranks without a part."""
+    """Ranks of this part, in ascending order in its mesh. Parts may share ranks. None: as many ranks as the product of
+    the degrees; `language` starts at rank 0, and an encoder uses the next ranks without a part."""
 
     @property
     def num_ranks(self) -> int:
@@ -555,7 +556,7 @@ class Overlap(Section):
     half computes while a collective of the other is in flight."""
     ep: Literal["none", "chunks", "half-batch"] = "none"
     """All-to-all of tokens to experts and back. chunks: one chunk of tokens is sent while another is computed.
-    half-batch: as for `tp`, whose setting then also covers `ep`."""
+    half-batch: as for `tp`; either key sets it for both."""
     chunks: int = Field(default=4, ge=2, le=MOST_CHUNKS)
     """Chunks of tokens, for `tp: chunks` and `ep: chunks`."""
 

@@ -31,9 +31,9 @@ def verify(
         * each stage lies on one rank, or each microbatch of a copied stage on one of its copies;
         * all copies of a sharded stage have the same kinds of computations in the same order;
         * each (stage, microbatch) has one F, then, unless frozen, either one B or one I followed by one W;
-        * sends and receives, if present, are complete, on the right ranks, after the producer and before the consumer,
-          and in one order per pair of ranks and direction;
-        * parameters are gathered before their use, and gradients reduced after the last backward;
+        * sends and receives, if any, are complete and on the right ranks, after the producer and before the consumer;
+    * from one rank to another, receives have the order of the sends;
+    * parameters are gathered before their use, and gradients reduced after the last backward;
         * the ranks do not deadlock with blocking receives;
         * activations in flight, and their bytes, stay within the limits.
 

@@ -111,7 +111,7 @@ class BlockWidths:
 
 
 def padded_sizes(sequences: int, length: int, x: int, y: int, by_sequence: bool) -> tuple[int, int]:
-    """Return the tokens per tensor-parallel rank inside and outside of attention, padding included.
+    """Return the numbers of tokens per tensor-parallel rank, padding included.
 
     Args:
         sequences: Number of sequences in a microbatch.

@@ -3,9 +3,10 @@
 The runtime executes these collectives, `cost.step_collectives` counts their bytes, and the search predicts their
 seconds. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
 
-Notation: T tokens of a microbatch on a data- and context-parallel rank, P = x y tensor-parallel ranks, n padded
-tokens per tensor-parallel rank between blocks, D hidden, q / k rows of query / key projections, F MLP width. Forward of
-one block (in backward, gathers become scatters and vice versa):
+T: tokens of a microbatch on a data- and context-parallel rank; P = x y tensor-parallel ranks; n: padded tokens per
+tensor-parallel rank between blocks; D: hidden size; q, k: rows of query and key projections; F: MLP width. The
+collectives in the forward of one block, with their elements, are as follows. In backward, gathers become scatters and
+vice versa.
 
     1d        gather and scatter over (x, y)        P n D each
     2d        gather over x                         P n D / y
