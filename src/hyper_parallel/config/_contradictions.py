@@ -110,7 +110,7 @@ _DATA_RULES: Final[Rules] = (
     Rule("data.mask_documents", lambda r: r.offload.on and r.data.masks(r.stage),
          "a memory plan replays one recorded step, but masks of packed documents differ between batches",
          "offload with data.packing=true",
-         "set `data.packing=false`, or `data.mask_documents=false` to let documents see each other"),
+         "set `data.packing=false`, or `data.mask_documents=false` to let documents attend to each other"),
 )  # fmt: skip
 
 
