@@ -5,8 +5,8 @@ seconds. Sizes are ints of one strategy or arrays over candidates, see `_boundar
 
 T: tokens of a microbatch on a data- and context-parallel rank; P = x y tensor-parallel ranks; n: padded tokens per
 tensor-parallel rank between blocks; D: hidden size; q, k: rows of query and key projections; F: MLP width. The
-collectives in the forward of one block, with their elements, are as follows. In backward, gathers become scatters and
-vice versa.
+collectives in the forward of one block (attention or MLP), with their elements, are as follows. In backward, gathers
+become scatters and vice versa.
 
     1d        gather and scatter over (x, y)        P n D each
     2d        gather over x                         P n D / y
