@@ -46,7 +46,6 @@ def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list
     return [*rows, PartRow("step", where, (plan.step_s, plan.bubble), step)]
 
 
-
 def _part_s(
     timeline: Timeline, ranks: tuple[int, ...], of_tower: bool
 ) -> tuple[float, float] | None:

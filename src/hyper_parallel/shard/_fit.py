@@ -25,7 +25,9 @@ class Param:
     owner: str
     style: str | None
     parts: int = 1  # stacked projections that are sharded separately
-    role: str | None = None  # quantity that the degree must divide: heads, kv_heads or width; None: replicated
+    role: str | None = (
+        None  # quantity that the degree must divide: heads, kv_heads or width; None: replicated
+    )
 
     @property
     def module(self) -> str:

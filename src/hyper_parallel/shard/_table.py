@@ -98,7 +98,11 @@ def block_boundaries(
     if shape == "weight":
         yield from _weight_block_gathers(block, cut)
     elif shape == "2d":
-        yield from _attention_over_y(block, cut, token_scatter) if block.kv_heads else _mlp_over_y(block, cut)
+        yield from (
+            _attention_over_y(block, cut, token_scatter)
+            if block.kv_heads
+            else _mlp_over_y(block, cut)
+        )
     for _ in block.outputs:
         yield from _mirrored(
             "reduce_scatter", axes, ranks, stream, Purpose.SEQUENCE_SCATTER, redone=redone

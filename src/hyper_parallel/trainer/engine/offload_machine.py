@@ -145,7 +145,7 @@ def check_offload(
         )
     if strategy.ep > 1:
         raise CaptureUnsupported(
-            "a memory plan needs fixed shapes, but without a capacity the number of tokens per expert depends on the data",
+            "a memory plan needs fixed shapes, but without a capacity the tokens per expert depend on the data",
             where=where("parallel.ep"),
             got=f"ep={strategy.ep}, moe.capacity_factor=null",
             hint="moe.capacity_factor=1.25, or parallel.auto=false parallel.ep=1",

@@ -56,7 +56,9 @@ class _Calls:
             self.experts[call],
             self.rows[call].shape,
         ):
-            raise self.refusal("is called with other shapes or in another order when its block is run again")
+            raise self.refusal(
+                "is called with other shapes or in another order when its block is run again"
+            )
         return self.results[call]
 
     def refusal(self, reason: str) -> UnsupportedSharding:
