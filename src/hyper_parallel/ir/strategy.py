@@ -437,7 +437,7 @@ class Workload:
         if tokens % unit:
             near = max(1, round(tokens / unit)) * unit
             raise BatchMismatch(
-                "tokens_per_step does not divide into whole sequences for every data-parallel rank",
+                "tokens_per_step is not a multiple of seq_len x data-parallel ranks",
                 got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
                 changes={"training.tokens_per_step": near},
             )

@@ -153,7 +153,7 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
         )
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
-            "the objective fewest-devices needs a deadline, memory may have one, and other objectives have none",
+            f"the objective {objective} {'needs' if deadline_s is None else 'does not accept'} a deadline",
             got=f"objective={objective}, deadline={deadline_s}",
             hint="--objective fewest-devices --deadline 10",
             where="--deadline",

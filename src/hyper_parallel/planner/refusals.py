@@ -77,9 +77,9 @@ def check_legal(
         allowed = [e for e in divisors(max(1, numbers.experts)) if inner % e == 0]
         if s.ep not in allowed:
             raise NotDivisible(
-                "ep must divide the experts and the ranks it folds over (dp_shard * cp * tp)",
+                "ep must divide the number of experts and dp_shard * cp * tp",
                 where=where,
-                got=f"ep={s.ep}, experts={numbers.experts}, ranks={inner}",
+                got=f"ep={s.ep}, experts={numbers.experts}, dp_shard * cp * tp={inner}",
                 allowed=allowed,
                 changes={"parallel.ep": max(allowed)},
             )

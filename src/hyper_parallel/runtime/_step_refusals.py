@@ -117,7 +117,7 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
             kinds = [type(optimizer).__name__ for optimizer in optimizers]
             fused = any("fused" in optimizer.defaults for optimizer in optimizers)
             raise CaptureUnsupported(
-                "the optimizer counts its steps in Python",
+                "the optimizer counts its steps in Python, so every planned step would repeat one count",
                 where=f"`{call.func}` reads `{name}`",
                 got=kinds,
                 hint="create it with `fused=True`, which keeps the count in a tensor"

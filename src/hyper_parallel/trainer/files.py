@@ -130,7 +130,7 @@ def run_lock(directory: Path) -> Iterator[None]:
                 "another run writes to this directory",
                 where=str(directory),
                 got=owner_text,
-                hint="wait for it, stop it (kill PROCESS), or set `output_dir=ANOTHER`",
+                hint=f"wait until it ends, or set `output_dir={directory}-2`",
             ) from None
         write_text(owner, f"process {os.getpid()} on {platform.node()}")
     _remove_partials(directory)

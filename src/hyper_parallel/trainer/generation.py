@@ -214,16 +214,22 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             hint="--trust-remote-code"
             if "trust_remote_code" in str(error)
-            else "hyper-parallel checkpoint export RUN_DIR",
+            else _export_hint(export),
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(
             "the exported weights lack parameters of the model",
             where=str(export),
             got=sorted(report["missing_keys"])[:3],
-            hint="hyper-parallel checkpoint export RUN_DIR",
+            hint=_export_hint(export),
         )
     return model
+
+
+def _export_hint(export: Path) -> str:
+    if export.name != "export":
+        return "fetch the files of the model again"
+    return f"hyper-parallel checkpoint export {shlex.quote(str(export.parent))}"
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -231,7 +237,7 @@ def check_dtype(dtype: str | None) -> None:
     kinds = ("float64", "float32", "bfloat16", "float16")
     if dtype is not None and dtype not in kinds:
         raise BadValue(
-            "unknown number format for weights",
+            f"unknown dtype `{dtype}` for weights",
             got=dtype,
             allowed=kinds,
             where="--dtype",

@@ -88,7 +88,7 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
 
     Raises:
         Contradiction: HP104 when packed documents would attend to each other, when a token sees its label, or when
-            half-batches would see each other.
+            half-batches would influence each other.
     """
     recipe = loaded.recipe
     trusted, scores = recipe.model.trust_remote_code, recipe.stage == "rm"
@@ -105,12 +105,12 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
         )
     if recipe.data.masks(recipe.stage) and not properties.documents_independent.holds:
         measured = properties.documents_independent
-        why = "do see each other" if measured.holds is False else "may see each other"
+        why = "influence each other" if measured.holds is False else "may influence each other"
         raise Contradiction(
             f"documents that are packed into one sequence {why} in this model",
             where=loaded.where("data.mask_documents"),
             got=f"{properties.model_class}, data.packing=true, independent: {measured}",
-            allowed="data.packing=false, or data.mask_documents=false to let them see each other",
+            allowed="data.packing=false, or data.mask_documents=false to let them influence each other",
             hint="data.packing=false",
         )
     if plan.strategy.overlap.half_batch and not properties.half_batches.holds:

@@ -299,7 +299,7 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
         targets = [_relative(p, place) for p in (path, *_linked(path))]
         if any(_is_written(p, key, over=over) for p in targets) or _identity(path) in hard:
             raise Contradiction(
-                f"the run would replace what it reads: `{key}` lies in its output directory",
+                f"the run would overwrite an input: `{key}` is inside of `output_dir`",
                 where=loaded.where(key) if key in loaded.origins else str(loaded.path),
                 got=f"{key}={path}, output_dir={place}"
                 + (", checkpoint.resume=never" if over else ""),

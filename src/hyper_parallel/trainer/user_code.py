@@ -50,7 +50,7 @@ def load_function(path: str, where: str, known: Sequence[str] = ()) -> Callable[
     allowed = ", ".join([*known, "or a function by its path, as `my_module.my_function`"])
     function = _imported(path, where, "function", allowed)
     if not callable(function):
-        raise NotImportable("this object is not callable", where=where, got=path, allowed=allowed)
+        raise NotImportable(f"`{path}` is not callable", where=where, got=path, allowed=allowed)
     return function  # type: ignore[no-any-return]
 
 

@@ -485,7 +485,7 @@ def slot_cache_refusal(model: Any) -> str | None:
         return "attention shards sequences over tp_y"
     properties = known_properties(model)
     if properties is not None and not properties.slot_cache.agrees:
-        return "decoding with it was measured to differ from a pass over the full text"
+        return "in a measurement, decoding with a cache differed from a pass over the full text"
     return None
 
 

@@ -56,7 +56,7 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
     media = encoder_inputs(batch) if axes else {}
     if media and "cp" in axes:
         raise UnsupportedSharding(
-            f"`{min(media)}` is an input of a module outside the decoder, which cp does not support",
+            f"context parallelism does not support `{min(media)}`, an input of a module outside the decoder",
             where=type(model).__name__,
             got="cp",
             allowed="dp_replicate, dp_shard, tp, pp",

@@ -362,7 +362,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
             source = source.args[0]
         if source in trained:
             raise Contradiction(
-                "the model changes a parameter in forward, which a step program cannot express",
+                "the model changes a parameter in forward, which only the back end torch supports",
                 where=_module(node),
                 got=str(node.target),
                 hint="backend=torch",
@@ -371,7 +371,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
 
 def _dynamic(module: str, operator: str) -> Contradiction:
     return Contradiction(
-        "the model has shapes or branches that depend on values of tensors",
+        "shapes or branches of the model depend on tensor values, which only the back end torch supports",
         where=module,
         got=operator,
         hint="backend=torch",

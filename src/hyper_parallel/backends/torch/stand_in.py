@@ -57,7 +57,7 @@ def _whole(stand_in: StandIn) -> Tensor:
 
 def _refuse_gradient(grad: Tensor) -> None:
     raise UnsupportedSharding(
-        "the model passes a tensor that is still being computed to a custom autograd function",
+        "a custom autograd function of the model reads a tensor in flight, which `overlap` does not support",
         where="overlap",
         hint="overlap=none",
     )

@@ -83,7 +83,7 @@ def why_no_own_cache(model: Any) -> str | None:
         return f"attention implementation {model.config._attn_implementation}"
     properties = known_properties(model)
     if properties is not None and not properties.fixed_cache.agrees:
-        return "decoding with it was measured to differ from a pass over the full text"
+        return "in a measurement, decoding with a cache of fixed length differed from a pass over the full text"
     return None
 
 

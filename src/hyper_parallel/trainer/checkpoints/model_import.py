@@ -88,5 +88,5 @@ def _check_empty(directory: Path) -> None:
             "the directory already holds checkpoints",
             where=str(directory),
             got=f"steps {', '.join(map(str, existing))}",
-            hint="choose another RUN_DIR",
+            hint="choose a directory without checkpoints as RUN_DIR",
         )

@@ -116,7 +116,7 @@ def encode_conversation(
             where="data.tokenizer",
             got=type(tokenizer).__name__,
             allowed="a tokenizer with a tokenizer.json",
-            hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
+            hint="set `data.tokenizer` to a directory with a tokenizer.json",
         )
     text, spans = assistant_spans(tokenizer, conversation, where, num_context)
     tokens = tokens_of_spans(tokenizer, text, spans, where)

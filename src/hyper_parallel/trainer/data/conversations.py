@@ -311,7 +311,7 @@ def shape_of(
         columns = guess_named_pair(values, with_answers=shape == "prompt_completion")
         if columns and shape is not None:
             raise NoData(
-                "a record has its worse answer under an unknown key, so it is not read as a pair",
+                "a record has its rejected answer under an unknown key, so it is not read as a pair",
                 where=where,
                 got=sorted(values),
                 allowed=_FORMATS["preference"][1],
@@ -596,7 +596,7 @@ def check_flags(
             # Without its flags a record would train on turns that it excludes.
             hint = rules.ignore_hint(names) if names and not one.untrained else None
             raise NoData(
-                "a flag marks a turn of the prompt as trained on, but only turns after the prompt are",
+                "a flag selects a turn of the prompt for training, but only answers after the prompt are trained on",
                 where=f"{where}, turn {i + 1}",
                 got=abbreviated(one.messages[i]["content"], 60),
                 allowed="flags (`weight`, `train`, ...) that are 1 or true only in answers after the prompt",

@@ -250,7 +250,7 @@ class RecordRules:
         for text in texts:
             if (mark := next((mark for mark in _PLACEHOLDERS if mark in text), None)) is not None:
                 raise NoData(
-                    f"`{mark}` stands for a value of `{media[0]}`, which is not supported",
+                    f"the placeholder `{mark}` refers to the key `{media[0]}`, which is not supported",
                     where=where,
                     got=abbreviated(text),
                     allowed=_SUPPORTED,

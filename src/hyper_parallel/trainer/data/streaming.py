@@ -133,7 +133,7 @@ class Stream:
         if start.checksum not in ("", checksum):
             place = f"epoch {start.epoch}, document {start.document}"
             raise CheckpointMismatch(
-                "the streamed data has changed before the place where the run continues",
+                "the streamed data has changed before the position at which the run resumes",
                 where=f"data.source: {self._source.name}, {place}",
                 got=f"checksum {checksum}",
                 allowed=f"checksum {start.checksum}",

@@ -96,7 +96,7 @@ def check_parts(backend: Any, where: str) -> None:
                 f"the {name} of the tokenizer may take unbounded time or memory",
                 where=where,
                 got=str(error)[:300],
-                hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
+                hint="set `data.tokenizer` to a directory with a tokenizer.json",
             ) from error
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
     if longest > _MOST_WORD:
@@ -105,7 +105,7 @@ def check_parts(backend: Any, where: str) -> None:
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_WORD}",
-            hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
+            hint="set `data.tokenizer` to a directory with a tokenizer.json",
         )
 
 

@@ -136,7 +136,7 @@ def check_offload(
     if why := ungrouped_experts(model, getattr(torch, dtype)):
         other = ", or training.dtype=float32"
         raise CaptureUnsupported(
-            "a memory plan needs fixed sizes; experts that run one by one have a number of rows that depends on the"
+            "a memory plan needs fixed shapes, but in experts that run one by one the number of tokens depends on the"
             f" data: {why}",
             where=where("training.dtype"),
             got=f"training.dtype={dtype}, moe.capacity_factor=null",
@@ -145,7 +145,7 @@ def check_offload(
         )
     if strategy.ep > 1:
         raise CaptureUnsupported(
-            "a memory plan needs fixed sizes, and without a capacity the rows an expert gets depend on the data",
+            "a memory plan needs fixed shapes, but without a capacity the tokens per expert depend on the data",
             where=where("parallel.ep"),
             got=f"ep={strategy.ep}, moe.capacity_factor=null",
             hint="moe.capacity_factor=1.25, or parallel.auto=false parallel.ep=1",

@@ -55,9 +55,10 @@ def check_ranks(
     if wrong:
         names = ", ".join(map(str, sorted(wrong)))
         raise RanksDisagree(
-            f"rank {names} computed other bits than the other data-parallel ranks from the same microbatch; {reason}",
+            f"rank {names} computed a bitwise different result than its data-parallel peers from the same microbatch; "
+            f"{reason}",
             where=f"step {step}",
-            hint="leave out its device, and train again from a checkpoint before this step",
+            hint=f"exclude the device of rank {names}, and train again from a checkpoint before this step",
         )
 
 

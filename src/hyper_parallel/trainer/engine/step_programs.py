@@ -141,7 +141,7 @@ def capture_programs(
         missing = unsupported_operators(recipe.backend, program) | missing
     if missing:
         raise Contradiction(
-            f"{type(model).__name__} uses operators that the back end does not have",
+            f"{type(model).__name__} uses operators that the back end {recipe.backend} does not support",
             where=where("backend"),
             got=", ".join(f"{op} ({module})" if module else op for op, module in missing.items()),
             hint="backend=torch",
@@ -160,7 +160,7 @@ def _capture(
     if has_dropout(model):
         own = has_dropout(model, adapters=False)
         key = "training.disable_dropout" if own else "lora.lora_dropout"
-        raise _refused("dropout", where(key), "training.disable_dropout=true")
+        raise _refused(recipe.backend, "dropout", where(key), "training.disable_dropout=true")
     rows = plan.workload.microbatch or 1, recipe.data.seq_len
     ids = torch.zeros(rows, dtype=torch.int64)
     batch = {
@@ -368,7 +368,7 @@ def _check_recipe(
     }  # fmt: skip
     for key, (applies, text, hint) in refused.items():
         if applies:
-            raise _refused(text, where(key), hint)
+            raise _refused(recipe.backend, text, where(key), hint)
     _check_layout(recipe.backend, plan.strategy, where("parallel"))
 
 
@@ -409,12 +409,9 @@ def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
         )
 
 
-def _refused(text: str, where: str, hint: str) -> Contradiction:
+def _refused(backend: str, feature: str, where: str, hint: str) -> Contradiction:
     return Contradiction(
-        "this back end does not support this feature",
-        where=where,
-        got=text,
-        hint=hint,
+        f"the back end {backend} does not support {feature}", where=where, got=feature, hint=hint
     )
 
 

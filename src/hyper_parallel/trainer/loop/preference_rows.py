@@ -87,13 +87,13 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
         raise Contradiction(
             "the sampling replicas do not divide the sequences of a step evenly",
             where=loaded.where("grpo.rollout_ranks"),
-            got=f"{shares} shares, {rows} sequences in a step",
+            got=f"{shares} data-parallel sampling ranks, {rows} sequences in a step",
             hint=f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1",
         )
     if ranks and grpo.exact_logprobs and rows // shares % microbatch:
         raise Contradiction(
             "every sampling replica must get whole microbatches of the training ranks",
             where=loaded.where("grpo.exact_logprobs"),
-            got=f"{rows // shares} sequences in a share, microbatch={microbatch}",
+            got=f"{rows // shares} sequences per data-parallel sampling rank, microbatch={microbatch}",
             changes={"training.microbatch": math.gcd(rows // shares, microbatch)},
         )

@@ -93,7 +93,7 @@ class _Probe:
         if not any(self.calls):
             raise self._refusal("its attention does not go through the attention interface")
         if any(m & TOKEN_DEPENDENT for m in self.losses):
-            raise self._refusal("it counts positions by itself")
+            raise self._refusal("it computes positions itself")
         return self.calls
 
     def attend(
@@ -109,9 +109,9 @@ class _Probe:
         """Return a meta tensor with the shape of attention's output; raise for attention that ranks cannot compute."""
         inputs = (query, key, value)
         if any(x.shape[2] != TOKENS for x in inputs):
-            raise self._refusal("attention has other keys than those of the tokens")
+            raise self._refusal("attention reads keys that do not belong to the tokens")
         if self.tracer.marks_of(inputs) & TOKEN_DEPENDENT:
-            raise self._refusal("it counts positions by itself")
+            raise self._refusal("it computes positions itself")
         if id(module) not in self._layer:
             raise self._refusal("attention is called outside of the layers")
         self.calls[self._layer[id(module)]] += 1

@@ -42,7 +42,7 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
         captured.calls
     ):
         raise MemoryPlanInvalid(
-            "the plan was made for another program",
+            "the memory plan was made for another captured step",
             got=plan.program.name,
             allowed=captured.program.name,
             hint="plan the captured program again",
