@@ -447,7 +447,7 @@ class PricingCase:
 
     @cached_property
     def keeps_whole(self) -> Array:
-        """1 for candidates that replicate the parts in `uncut`, 0 for candidates that are priced as if all were sharded.
+        """1 for candidates that replicate the parts in `uncut`, 0 for candidates priced as if all were sharded.
 
         The latter cannot run: a replicated residual stream requires tp_y = 1, pp = 1 and ep = 1.
         """
