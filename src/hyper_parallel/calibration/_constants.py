@@ -113,7 +113,7 @@ def _scaled(card: C, constant: Constant, factor: float) -> C:
     return with_numbers(card, changed)
 
 
-def believed(cards: Cards) -> Cards:
+def with_prior_values(cards: Cards) -> Cards:
     """Return cards with every fitted number reset to its prior value."""
     return Cards(
         {name: with_numbers(card, card.priors) for name, card in cards.device.items()},

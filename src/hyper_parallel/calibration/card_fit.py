@@ -26,7 +26,7 @@ from hyper_parallel.calibration._constants import (
     C,
     Constant,
     apply,
-    believed,
+    with_prior_values,
     check_card_file,
     write_card,
 )
@@ -180,7 +180,7 @@ def fit_runs(
         constants: Constants to fit.
         leave_out: Kind of fold for cross-validation, a key of `FOLDS`; None: no cross-validation.
     """
-    start = believed(shipped)
+    start = with_prior_values(shipped)
     cases = [_Case.of(run, start) for run in runs if run.step_s]
     runs = tuple(case.run for case in cases)
     sizes = Counter(run.group for run in runs)

@@ -60,7 +60,7 @@ def _whole(cell: str, maximum: int = 10**12) -> int | None:
     if value is None or value < 0 or value != int(value):
         raise ValueError(f"is not a whole number: {text}")
     if value > maximum:
-        raise ValueError(f"is far beyond any training run: {text}")
+        raise ValueError(f"is {text}, more than the maximum of {maximum:,}")
     return int(value) if text else None
 
 
@@ -69,7 +69,7 @@ def _zero(cell: str) -> int | None:
     text = stated(cell).lower()
     stage = re.fullmatch(r"(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])(?:\.0*)?", text)
     if text and not stage and "fsdp" not in text:
-        raise ValueError(f"is {cell}; it is 0 to 3")
+        raise ValueError(f"is {cell}, not a ZeRO stage from 0 to 3")
     return int(stage[1]) if stage else 3 if text else None
 
 
@@ -79,7 +79,7 @@ def _peak(cell: str) -> float | None:
     if value is None:
         raise ValueError(f"is not a number: {text}")
     if not 1 <= value <= 100_000:
-        raise ValueError(f"is {value:g}; it is in TFLOP/s, 1 to 100000")
+        raise ValueError(f"is {value:g}, not 1 to 100000 TFLOP/s")
     return value if text else None
 
 
