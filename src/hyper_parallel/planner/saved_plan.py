@@ -263,9 +263,9 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
         )
         if any(getattr(saved.model, n) != getattr(run_plan.model, n) for n in sizes)
         else (0, 0),
-        "ranks": (saved.strategy.world_size, run_plan.strategy.world_size),
+        "number of ranks": (saved.strategy.world_size, run_plan.strategy.world_size),
         "tokens per step": (saved.workload.tokens_per_step, run_plan.workload.tokens_per_step),
-        "layout": (str(saved.strategy), str(run_plan.strategy)),
+        "strategy": (str(saved.strategy), str(run_plan.strategy)),
     }
     for name, (planned, own) in facts.items():
         if planned != own:
