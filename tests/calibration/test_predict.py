@@ -187,7 +187,7 @@ def test_files_of_other_programs(tmp_path):
     assert one["Remark"] == "hello"
     assert "more cells than the header" in two["assumptions"]
     source.write_text("id,layers,hidden,heads,seq,device,n_dev,tp,tp\n")
-    with pytest.raises(RunsUnreadable, match="column twice"):
+    with pytest.raises(RunsUnreadable, match="`tp` twice"):
         predict_file(source, output)
 
 
@@ -221,7 +221,7 @@ def test_nothing_to_predict_is_an_error(tmp_path):
         predict_file(source, tmp_path / "out.csv")
     assert "does not divide" in read(tmp_path / "out.csv")[0]["assumptions"]
     source.write_text("id,model\n1,a\n")
-    with pytest.raises(RunsUnreadable, match="lacks required columns"):
+    with pytest.raises(RunsUnreadable, match="lacks the columns"):
         predict_file(source, tmp_path / "out.csv")
 
 
@@ -272,7 +272,7 @@ def test_unknown_numbers_of_a_card_are_refused(tmp_path):
     with pytest.raises(CardUnreadable, match="HP313"):
         read_card(path)
     path.write_text("name: x\ndevice:\n  saturation: {value: 2, source: guess}\n")
-    with pytest.raises(CardUnreadable, match="lacks required keys"):
+    with pytest.raises(CardUnreadable, match="lacks the keys"):
         read_card(path)
 
 

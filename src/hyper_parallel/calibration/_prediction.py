@@ -243,7 +243,6 @@ def predict_file(
 
 
 def _write_table(path: Path, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
-    """Write rows to a CSV file; raise OutputNotWritable (HP105) if that fails."""
     try:
         table = StringIO(newline="")
         writer = csv.DictWriter(table, header, restval="")

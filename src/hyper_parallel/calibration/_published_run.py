@@ -208,7 +208,6 @@ def _degrees(row: RunRow, notes: list[str]) -> dict[str, int]:
 
 
 def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
-    """Raise RowError for parallel degrees that are impossible for the model."""
     heads = max((b.attention.num_heads for b in model.blocks if b.attention), default=1)
     for axis, limit, unit in (
         ("pp", model.num_layers, "layers"), ("tp", heads, "heads"), ("cp", seq_len, "tokens of a sequence"),
@@ -311,7 +310,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
 
     Raises:
         RowError: When the numbers do not form a model.
-        ModelUnreadable: HP305 for numbers that only the reader of the model family refuses.
+        ModelUnreadable: HP305 for numbers that the model family does not allow.
     """
     assert row.layers, "it is stated"
     assert row.hidden, "it is stated"

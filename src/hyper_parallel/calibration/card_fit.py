@@ -93,7 +93,6 @@ class _Case:
         return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)
 
     def card_names(self, cards: Cards) -> set[str]:
-        """Return the names of the device card and the stack card that predict this run."""
         machine = machine_of(self.run, cards)
         return {machine.card.name, machine.stack.name}
 
@@ -230,11 +229,9 @@ class _Problem:
 
     @property
     def prior_stds(self) -> Array:
-        """Standard deviations of the priors."""
         return np.asarray([c.sd for c in self.constants])
 
     def residuals(self, factors: Array) -> Array:
-        """Return the residual of every run with the given log factors."""
         cards = apply(self.start, factors, self.constants)
         return np.asarray([case.log_ratio(cards) for case in self.cases])
 

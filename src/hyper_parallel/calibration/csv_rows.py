@@ -182,7 +182,7 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     twice = [name for name, count in Counter(columns).items() if name and count > 1]
     if twice:
         raise RunsUnreadable(
-            "the CSV file of runs has a column twice",
+            f"the CSV file of runs has the column `{twice[0]}` twice",
             where=str(path),
             got=", ".join(twice),
             hint="rename or remove one of the two columns",
@@ -190,7 +190,7 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     shape = () if "model" in columns else SHAPE
     if missing := [name for name in (*shape, *REQUIRED) if name not in columns]:
         raise RunsUnreadable(
-            "the CSV file of runs lacks required columns", where=str(path), got=f"without {', '.join(missing)}",
+            f"the CSV file of runs lacks the columns {', '.join(missing)}", where=str(path),
             allowed=", ".join((*SHAPE, *REQUIRED)), hint=f"add the columns {', '.join(missing)}",
         )  # fmt: skip
     return [name for name in columns if name], rows

@@ -242,7 +242,7 @@ _Numbers = dict[str, _Number]
 
 
 class _Part(Section):
-    """Numbers of a device card and of a stack card."""
+    """Numbers in a card file: those of a device card and those of a stack card."""
 
     device: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
     """Numbers of the device card."""
@@ -269,7 +269,7 @@ class _CardFile(_Part):
     """Numbers that differ with fewer concurrent ranks, by the number of ranks."""
 
     def numbers(self) -> tuple[_Numbers, _Numbers]:
-        """Return (device numbers, stack numbers) by path, with those of the extended card as defaults."""
+        """Return (device numbers, stack numbers) by path, with those of the card in `extends` as defaults."""
         base = _parsed(_FOLDER / f"{self.extends}.yaml").numbers() if self.extends else ({}, {})
         return self.over(base)
 
@@ -330,7 +330,7 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
 def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
     """Return a shipped card by name; result and errors as for `read_card`."""
     if name not in card_names():
-        raise CardUnreadable("no calibration card has this name", got=name, allowed=card_names())
+        raise CardUnreadable(f"no card is named `{name}`", got=name, allowed=card_names())
     return read_card(_FOLDER / f"{name}.yaml")
 
 
@@ -351,10 +351,10 @@ def device_card(device_name: str, kind: str) -> DeviceCard:
 
 
 def stack_card(name: str) -> StackCard:
-    """Return a shipped stack card."""
+    """Return a shipped stack card by name; raise CardUnreadable (HP313) if there is none."""
     card = load_card(name)[1]
     if card is None:
-        raise CardUnreadable("the calibration card has no stack constants", got=name)
+        raise CardUnreadable(f"the card `{name}` has no section `stack`", got=name)
     return card
 
 
@@ -369,14 +369,13 @@ def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -
         name, _, key = number.partition(".")
         if name not in known or bool(key) != ("Mapping" in str(known[name].type)):
             raise CardUnreadable(
-                "a calibration card has an unknown key", where=str(path), got=number, allowed=sorted(known)
+                f"the card has an unknown key `{number}`", where=str(path), got=number, allowed=sorted(known)
             )  # fmt: skip
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(needed - set(values)):
         raise CardUnreadable(
-            "a device card lacks required keys", where=str(path), got=f"without {', '.join(missing)}",
-            hint="extends: accelerator",
+            f"the device card lacks the keys {', '.join(missing)}", where=str(path), hint="extends: accelerator",
         )  # fmt: skip
     return {
         **values, "sources": {key: number.source for key, number in numbers.items()},

@@ -61,7 +61,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
     costs wins. Ties prefer fewer layers in the earlier stages, which hold the most activations.
 
     Args:
-        costs: Cost of every layer, in order; whole numbers, because rounding would make results depend on the order.
+        costs: Cost of every layer, in order; whole numbers, for exact comparisons.
         stages: Number of stages.
         first: Cost added to the first stage, for modules before the layers.
         last: Cost added to the last stage, for modules after the layers.
@@ -88,7 +88,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     @cache
     def largest(start: int, stage: int) -> int:
-        """Return the minimum over all splits of the layers from `start` on, of the most expensive stage's cost."""
+        """Return the least possible cost of the most expensive stage from `stage` on, if that begins at `start`."""
         if stage == stages:
             return 0
         stops = ends(start, stage)
@@ -114,10 +114,9 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
 
 def _check_stage_count(stages: int, layers: int) -> None:
-    """Raise NotDivisible (HP203) for more stages than layers."""
     if not 1 <= stages <= layers:
         raise NotDivisible(
-            "a pipeline has more stages than the model has layers",
+            f"{stages} pipeline stages are more than the {layers} layers of the model",
             got=f"{stages} stages, {layers} layers",
             allowed=f"1 to {layers} stages",
             changes={"parallel.pp": layers, "parallel.virtual_stages": 1},
@@ -327,14 +326,13 @@ class _Step:
         return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
 
     def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes that a group spans: without axes of degree 1, and with `ep` and `edp` replaced."""
+        """Return the main mesh's axes that a group spans, without axes of degree 1; see `Strategy.spanning_axes`."""
         if {"ep", "edp"} & {*names}:
             return self.strategy.spanning_axes(names)
         return tuple(a for a in names if getattr(self.strategy, a) > 1)
 
     @cached_property
     def cut(self) -> TokenCut:
-        """Sharding of the tokens of a microbatch over the ranks."""
         return TokenCut.of(self.strategy, self.workload)
 
     @cached_property
@@ -345,7 +343,6 @@ class _Step:
 
     @cached_property
     def part_cut(self) -> TokenCut:
-        """Sharding of the tokens of a part of a microbatch."""
         sequences = (self.workload.microbatch or 1) // self.parts
         return TokenCut.of(self.strategy, replace(self.workload, microbatch=sequences))
 
@@ -504,7 +501,6 @@ class _Step:
                     yield layers, recomputed, head_norm_boundaries(cut)
 
     def context(self) -> Iterator[Entries]:
-        """Yield context-parallel collectives of attention."""
         for block, recomputed in self.blocks:
             if self.strategy.cp > 1 and block.attention is not None:
                 gather = self.strategy.cp_kind == "all_gather"
@@ -567,7 +563,6 @@ class _Step:
             yield _once_per_step("send_recv", ("pp",), 2, fsdp_group, Purpose.SHARED_WEIGHT)
 
     def gradient_norm(self) -> Iterator[Entries]:
-        """Yield the all-reduce of the squared gradient norm over all ranks."""
         axes = tuple(name for name, degree in self.strategy.mesh().axes if degree > 1)
         ranks = self.strategy.mesh().degree(axes)
         yield _once_per_step("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")

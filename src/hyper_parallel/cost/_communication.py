@@ -83,7 +83,7 @@ def call_seconds(s: PricingCase, b: Boundary) -> Array:
 
 
 def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
-    """Return the seconds of one call with the full tensor, or for all_to_all a rank's part, of `size` bytes."""
+    """Return the seconds of one call; `size`: bytes of the full tensor, or for all_to_all of one rank's part."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.experts_per_token / s.n.moe_share if machine.stack.ep_dedup else 1.0
@@ -188,7 +188,6 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
 
 
 def _attention_widths(n: ModelNumbers) -> BlockWidths:
-    """Return the widths of the attention block of an average layer."""
     keys = Projection(2.0 * n.k_width, 2.0 * n.k_width * n.hidden, keys=True)
     out = Projection(n.v_width, n.v_width * n.hidden)
     query = Projection(n.q_width, n.attention_weights - keys.weights - out.weights)

@@ -181,7 +181,7 @@ def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tu
     Args:
         s: Pricing case, columns of one length; `recompute` is not read.
         kind: Kind of recomputation, an index into `RECOMPUTE`.
-        capacity_bytes: Limit of the peak.
+        capacity_bytes: Maximum peak bytes.
     """
     c, layers = s.c, s.layers
     kinds = (0, kind, FULL_EXCEPT_LAST) if kind > 1 else (0, kind)
@@ -221,7 +221,7 @@ def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingC
 
 
 def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
-    """Return a key of columns per row: rows with equal keys have equal peak bytes."""
+    """Return columns on which memory depends: rows that are equal in all of them have equal peak bytes."""
     c = columns
     named = (
         "pp",

@@ -117,7 +117,6 @@ class _Decoders:
 
     @property
     def routed(self) -> list[Block]:
-        """Blocks with routed experts."""
         return [b for b in self.blocks if b.mlp and b.mlp.num_experts]
 
     def mean(self, value: Callable[[Block], float]) -> float:

@@ -291,7 +291,6 @@ class _GreedyOffload:
         self.host_room = np.broadcast_to(load.host_bytes, shape).copy()
 
     def total(self) -> Array:
-        """Return the offloaded and recomputed bytes of all kinds."""
         return np.asarray(sum(self.bytes.values()))
 
     def forward_room(self) -> Array:

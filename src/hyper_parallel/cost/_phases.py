@@ -177,7 +177,7 @@ class _Stage:
 
     @classmethod
     def of(cls, s: PricingCase, layers: Array, outside: Array) -> _Stage:
-        """Return the stage with `layers` layers and `outside` other elements, before tensor parallelism."""
+        """Return a stage with `layers` layers and `outside` parameters of embedding and head, before any sharding."""
         width, trained = s.machine.width, s.workload.trained
         wide, piped = s.reduce_width * trained, s.c.pp > 1
         mean_layer, vocabulary = s.dense() + s.experts(), s.ends(outside)
@@ -207,15 +207,9 @@ def phases(
 ) -> tuple[Parts, ...]:
     """Return the bytes by memory term in each of six phases of a pipeline stage, in the order of the module docstring.
 
-    Between `next layer` and `end` are two more phases: the backward of the first layers, and of the embedding.
-
-    Args:
-        s: Pricing case.
-        layer: Bytes of an average layer and microbatch.
-        layers: Number of layers of the stage.
-        outside: Parameters of embedding and head in the stage, before any sharding.
-        flight: Number of microbatches in flight.
-        logits: Bytes of logits; 0 for a stage without the head.
+    Between `next layer` and `end` are two more phases: the backward of the first layers, and of the embedding. The
+    stage has `layers` layers, `flight` microbatches in flight, and `outside` parameters of embedding and head before
+    any sharding. `logits` are the bytes of logits, 0 without the head.
     """
     stage, zeros = _Stage.of(s, layers, outside), np.zeros(1)
     working, working_next = _work_space(s)
@@ -334,7 +328,6 @@ def _end_buffers(stage: _Stage) -> Array:
 
 
 def _activations(stage: _Stage, layer: LayerMemory, flight: Array, logits: Array) -> _Columns:
-    """Return the bytes of saved and recomputed activations, and of pipeline messages."""
     s, layers, zeros = stage.s, stage.layers, np.zeros(1)
     # The final norm keeps its input in float32, and its output in both formats.
     final_width = 4.0 + 2.0 * s.machine.width

@@ -93,7 +93,7 @@ class Machine:
             matmul_dtype: Format of matmul inputs; None: the compute dtype.
             card: Device card; None: the shipped one for the device. If `stack` is None too, the topology `local` has
                 the cards that `calibrate` wrote for this device.
-            stack: Stack card; None: the one of our own runtime.
+            stack: Stack card; None: that of HyperParallel's own runtime.
         """
         device = supernode.device
         matmul_dtype = matmul_dtype or compute_dtype
@@ -175,7 +175,6 @@ class Machine:
         )
 
     def _is_innermost(self, tier: Tier) -> bool:
-        """Return whether a tier uses the innermost links."""
         return tier is self.tiers[0] or tier.shares_links
 
     def ring(self, *axes: Axis) -> Ring:

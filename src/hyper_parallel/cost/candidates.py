@@ -104,7 +104,7 @@ class Candidates:
         """Return candidates with the given columns, and defaults for the others.
 
         Defaults: degrees, microbatch and accumulation 1; no overlap; 1F1B, or interleaved 1F1B if vpp > 1; no
-        recomputation; ZeRO-3; the mesh's own order; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
+        recomputation; ZeRO-3; the order of `ir.AXES`; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
         """
         arrays: dict[str, Any] = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
         length = max((v.shape for v in arrays.values() if v.ndim == 1), default=(1,))

@@ -401,7 +401,6 @@ def _ranks(s: PricingCase) -> Ranks:
 
 
 def _repeats_forward(s: PricingCase) -> Array:
-    """Return 1 for candidates with full recomputation, else 0."""
     return np.where(s.c.recompute > 1, 1.0, 0.0)
 
 

@@ -128,7 +128,6 @@ def _interval(plan: Plan, half_width: float | None) -> str:
 
 
 def _tokens_per_second(plan: Plan) -> float:
-    """Return the predicted tokens per second and device."""
     per_step = (plan.workload.tokens_per_step or 0) / plan.num_ranks
     return per_step / plan.whole_step_s if plan.whole_step_s else 0.0
 
@@ -189,7 +188,6 @@ def explain(plan: Plan, width: int | None = None) -> str:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a text, with long lines wrapped and their continuation indented."""
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         yield from textwrap.wrap(
@@ -199,7 +197,6 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
-    """Return a title and the indented lines below it; "" without lines."""
     text = "".join(f"\n  {line}" for line in lines)
     return title + text if text else ""
 
@@ -291,7 +288,6 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield (title, lines of text) of every memory tier."""
     for tier in dict.fromkeys(term.tier for term in plan.memory):
         terms = sorted((t for t in plan.memory if t.tier == tier), key=lambda t: -t.bytes)
         total = sum(t.bytes for t in terms)

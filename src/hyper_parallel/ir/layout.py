@@ -69,11 +69,11 @@ class Mesh:
             )
         for name, degree in self.axes:
             if degree < 1:
-                raise MeshError(f"axis `{name}` has a degree below one", got=degree)
+                raise MeshError(f"the degree of axis `{name}` is {degree}, below 1", got=degree)
         if self.devices and len(self.devices) != self.size:
             raise MeshError(
-                "the degrees do not multiply to the number of devices",
-                got=f"{self.size} positions, {len(self.devices)} devices",
+                f"the degrees multiply to {self.size}, but the mesh has {len(self.devices)} devices",
+                got=f"{self.axes}, {len(self.devices)} devices",
                 hint="change a degree, or pass as many devices as the degrees multiply to",
             )
         if len(set(self.devices)) != len(self.devices):
@@ -134,7 +134,7 @@ class Mesh:
             index = coordinate.get(name, 0)
             if not 0 <= index < degree:
                 raise MeshError(
-                    f"the index is out of range for axis `{name}`",
+                    f"coordinate {index} is out of range for axis `{name}` of degree {degree}",
                     got=index,
                     allowed=f"0..{degree - 1}",
                 )
@@ -206,8 +206,8 @@ class Layout:
             )
         if self.dims and len(self.dims) != len(self.axes):
             raise LayoutError(
-                "the layout has a different number of dim names than dims",
-                got=f"{len(self.dims)} names, {len(self.axes)} dims",
+                f"the layout has {len(self.dims)} names for {len(self.axes)} dims",
+                got=self.dims,
                 hint="give one name per dim",
             )
         if self.parts and (len(self.parts) != len(self.axes) or min(self.parts) < 1):
@@ -274,9 +274,9 @@ class Layout:
             if size % parts:
                 sizes = f"{size} / {parts}"
                 raise LayoutError(
-                    f"the size of dim {dim} is not divisible by its number of parts",
+                    f"dim {dim} of size {size} does not divide into {parts} equal parts",
                     got=sizes,
-                    hint="use a size that is a multiple of the number of parts",
+                    hint=f"use a multiple of {parts} as the size of dim {dim}",
                 )
             runs = []
             for part in range(parts):
@@ -567,8 +567,8 @@ def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
     layout.check(mesh)
     if len(layout.axes) != len(shape):
         raise LayoutError(
-            "the layout has a different number of dims than the tensor",
-            got=f"{len(layout.axes)} dims, shape {tuple(shape)}",
+            f"the layout has {len(layout.axes)} dims, but the tensor has {len(shape)}",
+            got=f"{layout}, shape {tuple(shape)}",
             hint="use a layout with one entry per dim of the tensor",
         )
     if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):

@@ -448,8 +448,7 @@ class Plan:
         """Return the plan as a panel of about 25 lines.
 
         Args:
-            half_width: Half width of the 80 % prediction interval of the step time, in natural logarithm; None: not
-                shown.
+            half_width: h of the 80 % prediction interval, see `planner.half_width`; None: no interval.
             width: Characters per line.
         """
         return _text.panel(self, half_width, width)
@@ -494,18 +493,18 @@ class Plan:
         except ValueError as error:  # also raised beyond a limit of `_LIMITS`
             at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             raise PlanUnreadable(
-                "the plan is not JSON",
+                "the plan file is not valid JSON",
                 where=f"{where}{at}",
                 got=str(error)[:120],
                 hint="hyper-parallel plan MODEL -o plan.json",
             ) from error
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
             raise PlanUnreadable(
-                "the plan file has a different schema version",
+                f"the schema version of the plan file is not {PLAN_VERSION}",
                 where=where,
                 got=data.get("version") if isinstance(data, dict) else type(data).__name__,
                 allowed=PLAN_VERSION,
-                hint="hyper-parallel plan MODEL -o plan.json",
+                hint=_plan_hint(data),
             )
         data.pop("fingerprint", None)
         try:
@@ -517,7 +516,7 @@ class Plan:
                 "the plan file contains an invalid value",
                 where=where,
                 got=str(error),
-                hint="hyper-parallel plan MODEL -o plan.json",
+                hint=_plan_hint(data),
             ) from error
         return plan
 
@@ -532,12 +531,20 @@ class Plan:
             text = read_text(Path(path), _LIMITS)
         except (OSError, ValueError) as error:
             raise PlanUnreadable(
-                "the plan cannot be read",
+                "the plan file cannot be read",
                 where=str(path),
                 got=str(error)[:120],
                 hint="hyper-parallel plan MODEL -o plan.json",
             ) from error
         return cls.from_json(text, where=str(path))
+
+
+def _plan_hint(data: object) -> str:
+    """Return the command that makes the plan in `data`, the content of a plan file, again."""
+    match data:
+        case {"model": {"name": str(model)}, "topology": str(topology)}:
+            return f"hyper-parallel plan {model} --topology {topology} -o plan.json"
+    return "hyper-parallel plan MODEL -o plan.json"
 
 
 _MOST_RANKS: Final = 1 << 20

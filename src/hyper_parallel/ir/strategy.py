@@ -186,9 +186,9 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers that a pipeline rank recomputes: the first ones of each of its stages.
+        """Return the decoder layers that a pipeline rank recomputes: the first layers of each of its stages.
 
-        Every stage has equally many of them, up to one. Backward reaches the first layers of a stage last, when the
+        The layers are chosen from all stages in turn. Backward reaches the first layers of a stage last, when the
         activations of later layers are already freed.
 
         Args:
@@ -443,7 +443,7 @@ class Workload:
         if tokens % unit:
             near = max(1, round(tokens / unit)) * unit
             raise BatchMismatch(
-                "tokens_per_step does not divide into whole sequences for every data-parallel rank",
+                f"tokens_per_step = {tokens} is no multiple of seq_len * data-parallel ranks = {unit}",
                 got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
                 changes={"training.tokens_per_step": near},
             )
@@ -462,8 +462,9 @@ class Workload:
                 requested = self.microbatch or self.accumulation_steps or 1
                 value = min(fitting, key=lambda d: abs(d - requested))
             raise BatchMismatch(
-                "tokens_per_step, microbatch and accumulation_steps do not agree",
-                got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
+                f"microbatch * accumulation_steps = {micro * steps}, but a data-parallel rank has {per_rank} sequences "
+                "per step",
+                got=f"tokens_per_step={tokens}, microbatch={micro}, accumulation_steps={steps}",
                 allowed=[f"microbatch={m}" for m in fitting],
                 changes={f"training.{name}": value},
             )

@@ -58,7 +58,7 @@ class Cores:
     """Cores, caches and memory that executors share: the more executors are busy, the slower is each.
 
     Attributes:
-        rates: Rate of each executor while 1, 2, ... executors are busy, relative to one without contention. If more are
+        rates: Rate of each executor while 1, 2, ... executors are busy; 1 is the rate without contention. If more are
             busy than the tuple has entries, they share the total rate of the last entry.
         executors: Executors that share the cores.
     """
@@ -67,7 +67,7 @@ class Cores:
     executors: frozenset[str]
 
     def rate(self, busy: int) -> Fraction:
-        """Return the rate of each executor while `busy` of them are busy."""
+        """Return the rate of each executor while `busy` executors are busy."""
         most = len(self.rates)
         return self.rates[busy - 1] if busy <= most else self.rates[-1] * most / busy
 
@@ -113,7 +113,6 @@ class TaskGraph:
             self._check_demands(number, task)
 
     def _check_demands(self, number: int, task: Task) -> None:
-        """Raise TaskGraphError (HP321) for an invalid resource demand of a task."""
         for resource, amount in task.demands:
             if self.capacities.get(resource, 0) <= 0 or amount < 0:
                 raise TaskGraphError(
@@ -194,10 +193,10 @@ class Flight:
     Attributes:
         purpose: Purpose of the collective.
         work: (kind of collective, bytes), which determine its duration without contention.
-        start_s: Seconds at which it was issued.
-        wait_s: Seconds at which the rank began to wait for it.
-        resume_s: Seconds at which the wait ended.
-        end_s: Seconds at which it completed.
+        start_s: Time at which the collective was issued, in seconds.
+        wait_s: Time at which the rank began to wait for the collective.
+        resume_s: Time at which the wait ended.
+        end_s: Time at which the collective completed.
     """
 
     purpose: Purpose

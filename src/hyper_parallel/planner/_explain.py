@@ -143,7 +143,6 @@ def search_note(certificate: Certificate) -> str:
 
 
 def _counted(reasons: Mapping[str, int]) -> str:
-    """Return a dict from reason to count as text, the most frequent reason first."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{reason} ({n:,})" for reason, n in ordered)
 

@@ -130,7 +130,6 @@ def _restrict(
     offload: bool,
     executable: bool,
 ) -> PlanRequest:
-    """Return the request with the pins, exclusions and offload of a user; arguments and errors as for `plan`."""
     if offload:
         request = replace(request, offload=HostMemory())
     fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
@@ -138,7 +137,6 @@ def _restrict(
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
-    """Return the best Plan for an objective; arguments and errors as for `plan`."""
     if objective not in OBJECTIVES:
         near = difflib.get_close_matches(objective, OBJECTIVES, 1) or OBJECTIVES
         raise BadValue(

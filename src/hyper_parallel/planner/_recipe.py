@@ -74,7 +74,6 @@ def _plan_explicit(
     trained: float | None,
     half_batches: bool,
 ) -> Plan:
-    """Return the plan of a recipe with explicit degrees; arguments and errors as for `plan_recipe`."""
     parallel, strategy = recipe.parallel, _strategy(recipe)
     culprit = where(_culprit(strategy))
     check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
@@ -117,7 +116,6 @@ def _plan_auto(
     trained: float | None,
     half_batches: bool,
 ) -> Plan:
-    """Return the best plan of a recipe with `parallel: auto`; arguments and errors as for `plan_recipe`."""
     parallel, strategy = recipe.parallel, _strategy(recipe)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
@@ -251,9 +249,9 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
             )
         if p.stage_layers and len(p.stage_layers) != strategy.stages:
             raise Contradiction(
-                "`stage_layers` needs one number per stage",
+                f"`stage_layers` has {len(p.stage_layers)} numbers for {strategy.stages} stages",
                 where=where("parallel.stage_layers"),
-                got=f"{len(p.stage_layers)} numbers, {strategy.stages} stages",
+                got=list(p.stage_layers),
                 changes={"parallel.pp": max(1, len(p.stage_layers) // strategy.virtual_stages)},
             )
         pins["vpp"] = strategy.virtual_stages
@@ -268,7 +266,6 @@ def _culprit(strategy: Strategy) -> str:
 
 
 def _strategy(recipe: Recipe) -> Strategy:
-    """Return the strategy of a recipe's keys; keys that are not set have their defaults."""
     t = recipe.training
     return strategy_of(
         recipe.parallel,
@@ -285,7 +282,6 @@ def _searches_overlap(recipe: Recipe) -> bool:
 
 
 def _overlap(recipe: Recipe) -> Overlap:
-    """Return the overlap that the `overlap` section of a recipe sets."""
     section = recipe.overlap
     return Overlap(
         half_batch="half-batch" in (section.tp, section.ep),
@@ -372,5 +368,5 @@ def _value(key: str, text: str) -> Any:
             f"the value of `{key}` is not YAML",
             where=f"{_WHERE}: {key}",
             got=text,
-            hint=f"{key}=VALUE",
+            hint="dp_shard=4 tp=2",
         ) from cause

@@ -152,7 +152,6 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
 
 
 def _mark(name: str, category: str) -> str:
-    """Return the letter of a task in the chart."""
     if category in ("optimizer", "host", "wait", "copies"):
         return "u"
     if category == "communication":

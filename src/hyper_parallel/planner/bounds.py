@@ -179,7 +179,7 @@ class Pricer:
 
     Attributes:
         choices: Choices that free memory, the simplest first, the one with the least memory last.
-        selectable: Mask over `choices` that a plan may have; the others are for interpolation only.
+        selectable: Mask over `choices`: True for those that a plan may have; others are for interpolation only.
         fastest_choice: Choice without recomputation and offload.
         capacity: Bytes of device memory, plus a tolerance for rounding.
         rows: Number of rows priced so far.
@@ -250,7 +250,7 @@ class Pricer:
         return columns | {"block": np.arange(count(columns), dtype=np.float64)}
 
     def microbatch_s(self, columns: Columns) -> Array:
-        """Return a lower bound of the seconds per token of rows of the level `blocks`.
+        """Return a lower bound of the seconds per token for rows without pipeline and data-parallel columns.
 
         The bound is the time of the layers for one microbatch, on equal stages and without FSDP.
         """

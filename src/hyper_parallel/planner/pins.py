@@ -134,7 +134,7 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
         else:
             shown = key.values if 0 < len(key.values) < 10 else "1 and more"
             raise BadValue(
-                f"`{key.name}` cannot be pinned to this value",
+                f"`{key.name}` cannot be pinned to `{value}`",
                 got=f"{name}={value}",
                 allowed=shown,
                 hint=f"--pin {name}={key.values[0] if key.values else 1}",

@@ -296,7 +296,6 @@ def _build_plan(
     notes: tuple[str, ...] = (),
     where: str | None = None,
 ) -> Plan:
-    """Return the Plan of a priced strategy."""
     strategy, workload = priced.strategy, priced.workload
     if strategy.pp > 1:
         strategy = replace(strategy, stage_layers=tuple(stage.layers for stage in priced.stages))

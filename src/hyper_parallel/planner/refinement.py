@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """True if any strategy fits."""
+        """True if any strategy is legal and fits in memory."""
         return bool(self.ranked)
 
     @property

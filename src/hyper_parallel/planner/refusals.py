@@ -78,9 +78,9 @@ def check_legal(
         allowed = [e for e in divisors(max(1, numbers.experts)) if inner % e == 0]
         if s.ep not in allowed:
             raise NotDivisible(
-                "ep must divide the experts and the ranks it folds over (dp_shard * cp * tp)",
+                f"ep={s.ep} must divide the number of experts ({numbers.experts}) and dp_shard * cp * tp ({inner})",
                 where=where,
-                got=f"ep={s.ep}, experts={numbers.experts}, ranks={inner}",
+                got=f"ep={s.ep}",
                 allowed=allowed,
                 changes={"parallel.ep": max(allowed)},
             )
@@ -94,14 +94,8 @@ def follow_changes(
 ) -> dict[str, object]:
     """Return recipe changes, as a dict from key to value, that make a refused strategy pass `check`.
 
-    The changes that `error` suggests are applied first, then those of each further error of `check`. The result is
-    empty if no legal strategy is found.
-
-    Args:
-        error: Error that `check` raised for the strategy.
-        strategy: The refused strategy.
-        workload: The workload.
-        check: Function that raises HyperParallelError for an illegal strategy and workload.
+    The changes that `error`, raised by `check`, suggests are applied first, then those of each further error of
+    `check`. The result is empty if no legal strategy is found.
     """
     changes: dict[str, object] = {}
     for _ in range(MAX_REFUSALS):
@@ -198,7 +192,6 @@ def _legal_values(request: PlanRequest, name: str) -> list[int]:
 
 
 def _pinned(request: PlanRequest, name: str, value: int) -> PlanRequest:
-    """Return the request with one pin changed."""
     return replace(request, pins={**request.pins, name: value})
 
 

@@ -38,7 +38,7 @@ def launch_settings(plan: Plan, stack: str) -> str:
     """
     if stack not in STACKS:
         raise BadValue(
-            "there are no launch settings for this stack",
+            f"there are no launch settings for the stack `{stack}`",
             got=stack,
             allowed=STACKS,
             hint="--launch ours",
@@ -278,7 +278,6 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as YAML text."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

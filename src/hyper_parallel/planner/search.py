@@ -228,13 +228,10 @@ class Completer:
         return self._rows(columns, options)
 
     def _rows(self, columns: Columns, options: list[tuple[NDArray[np.intp], Array]]) -> Columns:
-        """Return the rows of `complete` within the threshold.
+        """Return the result of `complete` for rows with their options.
 
-        An option is a (row, choice) pair. Complete strategies get a row per option, partial ones only the fastest.
-
-        Args:
-            columns: Rows before a choice.
-            options: Per choice, row indices and the values of `PRICES` and `FREED`, [columns, rows].
+        `options` has, per choice, the indices of rows for which the choice is an option, and their values of the
+        columns `PRICES` and `FREED`, [columns, rows].
         """
         indices = np.concatenate([np.empty(0, dtype=np.intp), *(rows for rows, _ in options)])
         table = np.concatenate([np.empty((6, 0)), *(values for _, values in options)], axis=1)
@@ -376,11 +373,7 @@ class BranchAndBound:
     ) -> Columns:
         """Return the rows with columns `names` added: one new row per option of each row.
 
-        Args:
-            columns: Rows to expand.
-            names: Names of the added columns.
-            options: Function from one row of `keys` to the options: tuples of values for `names`. Results are cached.
-            keys: Columns on which the options depend.
+        `options` is a function from one row of the columns `keys` to its options: tuples of values for `names`.
         """
         first, index = distinct(keys)
         parts = []
@@ -479,7 +472,7 @@ class BranchAndBound:
     def _with_orders(self, columns: Columns, bound: Array, inner: bool) -> tuple[Columns, Array]:
         """Expand rows by orders of the mesh axes and overlaps, and record the complete strategies.
 
-        Orders with tensor parallelism as innermost axis are a level of their own (`inner`), because others rarely win.
+        Orders with tensor parallelism innermost are a level of their own (`inner`); other orders are rarely faster.
 
         Returns:
             The rows and bounds unchanged, for the next level: the other orders.

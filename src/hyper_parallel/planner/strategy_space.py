@@ -156,7 +156,6 @@ class Space:
         return dict(zip(names, rows.T, strict=True))
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
-        """Yield the legal degrees (pp, tp_x, tp_y, cp, dp)."""
         r, rule_out = self.request, self.rule_out
         tokens, seq_len = r.workload.tokens_per_step, r.workload.seq_len * r.group_sequences
         unsplit = dict(r.model.unsplit)
@@ -308,7 +307,6 @@ class Space:
         return "" if pinned is None else str(PINNABLE["cp_kind"].shown(pinned))
 
     def _ulysses(self, tp: int, cp: int) -> list[int]:
-        """Return the legal numbers of Ulysses ranks inside cp."""
         r, kind = self.request, self._cp_kind()
         local, kv = r.model.num_heads // tp, max(1, r.model.num_kv_heads // tp)
         candidates = {"ulysses": [cp], "hybrid": divisors(cp)[1:-1], "": divisors(cp)}.get(
@@ -337,15 +335,7 @@ class Space:
         """Return why this version cannot run strategies with some degrees; None if it can.
 
         Results are cached by the degrees on which layouts depend. Without expert parallelism and tp_y, these are tp_x
-        and whether there is a pipeline.
-
-        Args:
-            shard: Degree of dp_shard.
-            cp: Degree of cp.
-            x: Degree of tp_x.
-            y: Degree of tp_y.
-            *block: Row of `blocks`.
-            pp: Degree of pp.
+        and whether there is a pipeline. `block` is a row of `blocks`; the other arguments are degrees.
         """
         if not self.request.executable:
             return None
@@ -434,13 +424,7 @@ class Space:
     def states(self, pp: int, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
         """Return the table `states`: legal (dp_replicate, dp_shard, zero) of `dp` data-parallel ranks.
 
-        Experts fold over dp_shard x cp x tp, so `fold` must divide dp_shard * `inner`.
-
-        Args:
-            pp: Degree of pp.
-            dp: Number of data-parallel ranks.
-            inner: cp * tp.
-            fold: ep * etp.
+        Experts fold over dp_shard x cp x tp, so `fold` (ep * etp) must divide dp_shard * `inner` (cp * tp).
         """
         splits = [s for s in self._splits(dp) if (s[1] * inner) % fold == 0]
         return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]

@@ -118,11 +118,9 @@ class _Clock:
 
     @property
     def idle(self) -> bool:
-        """True if no task is running."""
         return not self._own and not self._sharing and not self._left_ns
 
     def start(self, lane: int, number: int) -> None:
-        """Start the task with index `number` on a lane at the current time."""
         task = self._tasks[number]
         if task.demands:
             self._left_ns[number] = task.duration_ns
