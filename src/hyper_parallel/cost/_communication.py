@@ -72,7 +72,7 @@ def exposed(traffic: Array, work: Array, overlap: float) -> Array:
 def call_seconds(s: PricingCase, b: Boundary) -> Array:
     """Return the seconds of one call of a collective.
 
-    A send to the next rank in a group of g ranks takes the time of one of the g - 1 rounds of an all-gather.
+    A send to the next of g ranks takes the time of one of the g - 1 rounds of an all-gather.
     """
     formats = {"reduce": s.reduce_width, "statistic": max(4.0, s.machine.width)}
     width, kind = formats.get(b.format, s.machine.width), _MIRROR.get(b.kind, b.kind)

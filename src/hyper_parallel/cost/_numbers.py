@@ -1,9 +1,9 @@
 """Widths, counts and saved activations of a model for the cost formulas, averaged over its layers.
 
 Letters: h hidden, a heads, k width of all key (or value) heads, f width of the feed-forward part, V vocabulary, L
-layers, E experts, P tensor-parallel ranks. The feed-forward part is an MLP or routed experts. Layers of different kinds
-(dense and mixture of experts, full and sliding attention) are averaged, because the formulas treat a pipeline stage as
-a number of equal layers.
+layers, E experts, P tensor-parallel ranks. The feed-forward part is an MLP or routed experts. The formulas treat a
+pipeline stage as a number of equal layers, so layers of different kinds (dense and mixture of experts, full and sliding
+attention) are averaged.
 """
 
 from __future__ import annotations
@@ -306,8 +306,8 @@ class ModelNumbers:
     def saved_elements(self) -> float:
         """Elements per token that a layer saves for backward on all tensor-parallel ranks together, without experts.
 
-        The sum of 4h (inputs of the two norms and of the two column-parallel matmuls), queries, keys, values, the
-        output of attention, and the feed-forward part. If all query heads together have width h: 6h + 2k + 3f.
+        The sum of 4h (inputs of two norms and two column-parallel matmuls), queries, keys, values, the output of
+        attention, and the feed-forward part. If all query heads together have width h: 6h + 2k + 3f.
 
         Source: Korthikanti et al. 2022, section 4.1, with flash attention and a gated feed-forward part.
         """

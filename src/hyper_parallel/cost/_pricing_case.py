@@ -235,8 +235,8 @@ class Machine:
     def latency(self, *axes: Axis) -> Array:
         """Return the seconds of a collective with a tiny message: the sum over tiers of steps times latency per step.
 
-        n domains of the next inner tier need 1 step on a full mesh, log2 n over a switch (a tree), n / 2 on a torus,
-        and n - 1 otherwise.
+        The number of steps between n domains is 1 on a full mesh, log2 n over a switch (a tree), n / 2 on a torus, and
+        n - 1 otherwise.
         """
         return self._delay(list(self._hops(axes)))
 

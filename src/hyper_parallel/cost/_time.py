@@ -1,8 +1,8 @@
 """Predicted step time of candidate strategies, as one term per cause, with formula, inputs and source of each term.
 
-The time of a step is that of the slowest pipeline stage for m microbatches, plus pipeline fill and drain, plus work
-once per step such as the optimizer. Letters: those of `_layer`, m microbatches, p stages, l layers of the slowest
-stage. `score` returns the terms of the step time together with the terms of the peak memory.
+A step takes the time of the slowest pipeline stage for m microbatches, of pipeline fill and drain, and of work once per
+step such as the optimizer. Letters: those of `_layer`, m microbatches, p stages, l layers of the slowest stage. `score`
+returns the terms of the step time together with the terms of the peak memory.
 """
 
 from __future__ import annotations

@@ -372,8 +372,9 @@ def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
 def in_flight(c: Candidates) -> Array:
     """Return the largest number of microbatches in flight on the first pipeline rank.
 
-    A microbatch counts as 1 if all layers of the rank hold its activations, and as 1 / v if one of its v virtual stages
-    does. The number is p for 1F1B, ZB-H1 and ZBV, m for GPipe, p + (p - 1) / v for interleaved, p + 1/2 for DualPipeV.
+    A microbatch counts as 1 if all layers of the rank hold its activations, as 1 / v if one of v virtual stages does.
+    The number is p for 1F1B, ZB-H1 and ZBV, and m for GPipe. It is p + (p - 1) / v for interleaved schedules, and
+    p + 1/2 for DualPipeV.
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
     """
     return np.where(c.pp > 1, np.minimum(c.accumulation, _uncapped(c)), 1.0)

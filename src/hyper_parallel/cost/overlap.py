@@ -10,8 +10,8 @@ Chunks of a block's tokens divide its collectives, its column-parallel and its r
 `block_program`. Weight gradients are tasks of backward only, at the positions where forward reads the weights.
 
     recomputation   runs one layer at a time: the time of a layer is the span of its program
-    half-batches    time of a layer: the time that one more layer adds to the span, plus its share of the time in which
-                    only one half is in flight, at the first and the last layer
+    half-batches    time of a layer: the time that one more layer adds to the span, plus a share of the time at the
+                    first and the last layer in which only one half is in flight
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class BlockSeconds:
 def block_program(chunks: int) -> LaneProgram:
     """Return the forward program of a block with chunks of tokens; durations are the fields of `BlockSeconds`.
 
-    The block gathers all chunks, computes the column-parallel matmul of each chunk on its arrival, then the core, then
-    per chunk a row-parallel matmul and a scatter. Backward is this program in reverse, with weight gradients.
+    The block gathers all chunks and computes the column-parallel matmul of each chunk on its arrival. Then follow the
+    core, and per chunk a row-parallel matmul and a scatter. Backward is this program in reverse, with weight gradients.
     """
     column, core, row, collective, while_gathering, while_scattering = range(6)
     tasks: list[tuple[int, tuple[int, ...], int]] = [(_LINK, (), collective)] * chunks

@@ -250,7 +250,7 @@ def divided_dims(outer: Box, parts: Iterable[Box]) -> list[int]:
 
 
 def tile(outer: Box, parts: Sequence[Box]) -> bool:
-    """Return whether the boxes `parts` tile `outer`: every element of `outer` is in exactly one of them.
+    """Return whether the boxes `parts` tile `outer`: every element of `outer` is in exactly one box.
 
     All boxes must lie inside `outer`. A box is determined by its corners, counted with alternating signs. So the boxes
     tile `outer` if and only if the sum of their signed corners equals the signed corners of `outer`. The time is linear
@@ -297,7 +297,7 @@ def equal_parts(parts: tuple[Part, ...], degree: int) -> bool:
 
 
 def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """Return the half-open row range of every part whose outputs tensor-parallel rank `rank` of `degree` uses."""
+    """Return, per part, the half-open range of rows whose outputs tensor-parallel rank `rank` of `degree` uses."""
     result, first = [], 0
     for part in parts:
         shared = max(1, degree // part.heads)  # ranks that compute with the same rows

@@ -344,8 +344,8 @@ def placements(
 ) -> tuple[Placement, ...]:
     """Return the layout as one placement per mesh axis.
 
-    The split factor of an axis is the product of the degrees of axes that are inner in the mesh but outer in the dim,
-    times the number of stacked parts of the dim. Both forms assign the same elements when every slice has equal size.
+    The split factor of an axis is a product: the degrees of all axes that are inner in the mesh but outer in the dim,
+    and the number of stacked parts of the dim. Both forms assign the same elements when every slice has equal size.
 
     Args:
         layout: Layout to convert.
@@ -525,8 +525,8 @@ def redistribute(
         dtype_bytes: Width of one element.
 
     Raises:
-        LayoutError: HP202 when a layout does not fit the shape or the mesh, the memory kinds differ, or `dst` holds
-            partial sums over an axis where `src` holds none.
+        LayoutError: HP202 when a layout does not fit the shape or the mesh, when the memory kinds differ, or when only
+            `dst` has partial sums over an axis.
     """
     for layout in (src, dst):
         _check(layout, mesh, shape)

@@ -56,7 +56,7 @@ class _Walk(Residency):
     def __init__(self, program: MemoryProgram) -> None:
         super().__init__(program)
         self.program = program
-        self.at = 0  # action at which bytes are taken or released
+        self.at = 0  # action at which bytes are allocated or released
         self.in_flight: list[set[str]] = [set() for _ in program.storages]  # destinations
         self.version = [0] * len(program.storages)
         self.seen: dict[

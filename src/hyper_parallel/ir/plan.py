@@ -485,8 +485,8 @@ class Plan:
         """Return the plan in the text of a plan file.
 
         Raises:
-            PlanUnreadable: HP306 if the text is not JSON or of another schema version, or with the path of the first
-                value of a wrong type or range.
+            PlanUnreadable: HP306 if the text is not JSON, has another schema version, or has a value of a wrong type or
+                range.
         """
         try:
             data = parse_json(text, _LIMITS)

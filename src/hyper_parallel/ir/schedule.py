@@ -289,8 +289,8 @@ class Schedule:
         """Return a dict from (stage, microbatch) to the rank that computes it.
 
         Raises:
-            ScheduleError: HP320 if a stage is on no rank, if a stage outside `StageGraph.copied` is on two ranks, or if
-                two replicas of a stage compute one microbatch.
+            ScheduleError: HP320 if a stage is on no rank, a stage outside `StageGraph.copied` on two ranks, or if two
+                replicas of a stage compute one microbatch.
         """
         copied = self.graph.copied if self.graph else frozenset()
         place: dict[int, int] = {}

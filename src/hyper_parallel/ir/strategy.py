@@ -2,8 +2,8 @@
 
 A `Strategy` is the value of a recipe's `parallel:` section. A `SequenceCut` defines the tokens of each context-parallel
 rank. The ranks form a ring of n places with u Ulysses ranks each; rank r is at place r // u and is Ulysses rank r % u.
-With n > 1 the sequence is split into 2 n chunks, and place j has chunks j and 2 n - 1 - j ("zigzag"), so that every
-place has equal work under a causal mask. The u ranks of a place have equal slices of its concatenated chunks:
+With n > 1 the sequence is split into 2 n chunks, and place j has chunks j and 2 n - 1 - j ("zigzag"). Every place then
+has equal work under a causal mask. The u ranks of a place have equal slices of its concatenated chunks:
 
     n=2, u=1   rank 0: chunks 0 3    rank 1: chunks 1 2
     n=1, u=2   rank 0: first half    rank 1: second half

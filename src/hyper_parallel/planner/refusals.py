@@ -66,8 +66,8 @@ def check_legal(
     Raises:
         UnsupportedSharding: HP205 for virtual stages that the schedule does not have, and for pipeline settings without
             a pipeline.
-        NotDivisible: HP203 for more stages than layers, for `stage_layers` that do not add up to the layers, and for a
-            degree `ep` that does not divide the experts or the ranks.
+        NotDivisible: HP203 for more stages than layers, `stage_layers` that do not add up to the layers, and `ep` that
+            does not divide the experts or the ranks.
         BatchMismatch: HP308 for a number of microbatches that the schedule cannot run.
     """
     s = strategy
@@ -182,7 +182,7 @@ def _impossible_pins(request: PlanRequest) -> Iterator[str]:
 
 
 def _legal_values(request: PlanRequest, name: str) -> list[int]:
-    """Return the other values of one pin that are legal together with all other pins."""
+    """Return the values of the pin `name`, without its present value, that are legal with the remaining pins."""
     values = [*range(len(PINNABLE[name].values))]
     if not values:
         largest = max(request.num_devices, request.model.num_layers)

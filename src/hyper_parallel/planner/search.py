@@ -61,8 +61,8 @@ from hyper_parallel.planner.strategy_space import (
 class PeakBytes:
     """Cache of peak bytes and recomputed layers by kind: rows of one kind have equal memory, see `cost.memory_key`.
 
-    A kind is an integer. Memory depends on few columns, so there are far fewer kinds than rows, and complete strategies
-    have the same kinds as the partial strategies from which they were expanded.
+    A kind is an integer. Memory depends on few columns, so there are far fewer kinds than rows. Expanded rows have the
+    kind of the row from which they were expanded.
     """
 
     def __init__(self, pricer: Pricer) -> None:
@@ -230,8 +230,8 @@ class Completer:
     def _rows(self, columns: Columns, options: list[tuple[NDArray[np.intp], Array]]) -> Columns:
         """Return the result of `complete` for rows with their options.
 
-        `options` has, per choice, the indices of rows for which the choice is an option, and their values of the
-        columns `PRICES` and `FREED`, [columns, rows].
+        `options` has, per choice, the indices of its rows, and the values of the columns `PRICES` and `FREED` in these
+        rows, [columns, rows].
         """
         indices = np.concatenate([np.empty(0, dtype=np.intp), *(rows for rows, _ in options)])
         table = np.concatenate([np.empty((6, 0)), *(values for _, values in options)], axis=1)
@@ -298,8 +298,8 @@ class BranchAndBound:
             space: Space of strategies.
             keep: Number of best strategies to find; no two have the same degrees.
             max_s_per_token: Maximum seconds per token; None: no maximum.
-            full_s: Function from rows and the index of one row to its seconds per token with the simulated schedule,
-                which must not be below the closed form.
+            full_s: Function from rows and the index of one row to its seconds per token with the simulated schedule;
+                at least the closed form.
         """
         self.space, self.keep, self.full_s = space, keep, full_s
         self.pricer = Pricer(space)

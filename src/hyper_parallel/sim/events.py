@@ -177,8 +177,7 @@ def peaks(timeline: Timeline) -> dict[str, float]:
 def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
     """Return the steady-state seconds per step of a graph of `ir.role_tasks`: the mean time between ends of learning.
 
-    The mean excludes the first steps, whose sampling need not wait, and the last steps, during which no rank samples
-    any more and learning is faster on shared cores.
+    The mean excludes the first steps, whose sampling does not wait, and the last steps, during which only learners run.
 
     Args:
         graph: Graph of more than 2 * (`max_staleness` + 2) steps.
