@@ -98,5 +98,5 @@ def test_a_device_outside_is_refused(mesh):
 
 
 def test_an_index_outside_an_axis_is_refused():
-    with pytest.raises(MeshError, match="index is out of range"):
+    with pytest.raises(MeshError, match="is out of range for axis"):
         Mesh((("a", 2), ("b", 2))).at({"b": 2})
