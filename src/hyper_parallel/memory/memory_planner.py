@@ -1,8 +1,8 @@
-"""The planner: least peak at a bounded slowdown, or least time under a byte budget; and a cache of plans in files.
+"""Memory planner and a cache of its plans in files.
 
-There are five passes: ordering of operators, a linear program for offload and recomputation, rounding to whole
-storages, emission of actions, and address assignment. Both goals search emitted programs for targets in bytes. Each
-program is judged by exact replay and simulation, not by an estimate.
+The goal is the least peak at a bounded slowdown, or the least time under a byte budget. There are five passes: ordering
+of operators, a linear program for offload and recomputation, rounding to whole storages, emission of actions, and
+address assignment. Each candidate plan is judged by exact replay and simulation of its actions, not by an estimate.
 
 With the cache, a step is planned once per machine and goal. A file is named by the fingerprint of all inputs of a plan
 (program, machine, goal, planner version) and holds only the decisions, as columns of numbers. Its content is checked:
@@ -127,7 +127,8 @@ def baseline_seconds(program: MemoryProgram, *, reorder: bool) -> float:
 def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
     """Return the orders of operators to plan in, and one sentence per pass of refinement.
 
-    Without communication this is the order of least peak. With it, there are orders with later and earlier collectives.
+    Without communication, this is the order of least peak. With communication, there is one order per depth of
+    `overlapped`.
     """
     if not reorder:
         return [tuple(range(len(program.operators)))], ()
@@ -157,7 +158,10 @@ def _plan_best_order(
     orders: Sequence[tuple[int, ...]],
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Return the better plan of two orders: the fastest order, and the order of least peak without offload."""
+    """Plan in the fastest order and in the order of least peak, and return the better plan.
+
+    Both orders are selected without offload and recomputation.
+    """
     unmoved = {order: identity_program(program, order) for order in orders}
     fast = min(orders, key=lambda o: (unmoved[o].seconds, unmoved[o].peak))
     small = min(orders, key=lambda o: (unmoved[o].peak, unmoved[o].seconds))
@@ -202,12 +206,12 @@ def _plan_in_order(
 
     Args:
         program: Operators and storages.
-        true_machine: Stated machine; the search runs on one slower by the margin.
+        true_machine: Machine of the caller; the search assumes channels slower by `goal.margin`.
         goal: Goal of the plan.
         order: Order of the operators.
         statement: Sentences about earlier passes.
-        limit_s: Seconds allowed for the least peak; None: `max_slowdown` of this order.
-        best_s: Under a budget, seconds that a useful plan must beat.
+        limit_s: Time limit in seconds when minimizing the peak; None: `max_slowdown` of this order.
+        best_s: With a budget, seconds of the best plan so far; slower plans are not returned.
     """
     machine = true_machine.derated(goal.margin)
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
@@ -253,7 +257,7 @@ def _to_plan(
     emitted: EmittedProgram,
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Return a program as a plan: replayed, with addresses, and with the reasons of its choices."""
+    """Return the plan of an emitted program: replayed, with addresses, and with one reason per choice."""
     replayed = replay(program, emitted.homes, emitted.actions)
     counted = replayed.peak_bytes, slab_bytes(replayed.host_buffers)
     assert counted == (emitted.peaks, emitted.dram_bytes), (
