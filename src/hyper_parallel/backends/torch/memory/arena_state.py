@@ -1,4 +1,8 @@
-"""Model and optimizer state of a planned step in the memory tiers, taken from its tensors and returned to them."""
+"""Model and optimizer state of planned steps, held in the memory tiers instead of its tensors.
+
+The tensors of model and optimizer, the owner tensors, are empty during that time. The home tier of a storage is the
+tier that holds it between steps. The arena is the device buffer of a plan.
+"""
 
 from __future__ import annotations
 
@@ -66,12 +70,12 @@ class ArenaState:
     Args:
         captured: See `PlannedDevice`.
         plan: See `PlannedDevice`.
-        hardware: Meters, buffers and copy lanes.
+        hardware: Byte counters, buffers and copies in flight.
         flash: See `PlannedDevice`.
         spill: Mode that has the evicted bytes of the owner tensors.
 
     Attributes:
-        hardware: Meters, buffers and copy lanes.
+        hardware: Byte counters, buffers and copies in flight.
         files: The file tier.
         storages: Bytes on the device and in DRAM, by storage.
         actions: Actions of the plan, bound to their buffers.
@@ -261,7 +265,7 @@ class ArenaState:
         self.storages["dram"].clear()
 
     def _close_without_state(self) -> None:
-        """Close without moving the state."""
+        """Close without returning the state to the owner tensors."""
         self.closed = True
         self.hardware.lanes.close()
         self._release_device()
@@ -282,8 +286,8 @@ class ArenaState:
     def materialize(self, spill: LruSpillMode | None = None) -> Iterator[None]:
         """Give the tensors of model and optimizer their bytes while this context is active, between two steps.
 
-        Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Its memory is
-        not counted.
+        Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Memory that it
+        allocates is not counted.
 
         Args:
             spill: Mode that makes the state resident on use, from its home tier. None: all of the state becomes
@@ -308,7 +312,7 @@ class ArenaState:
             self._acquire()
 
     def materialize_on_use(self, spill: LruSpillMode) -> None:
-        """Let a spill mode make each state tensor resident when it is used; the bytes stay in their home tier."""
+        """Hand the state to `spill`, which makes each tensor resident on use; the bytes stay in the home tier."""
         self.owners.restore_tensors()
         for s, tensor in self.captured.state.items():
             if self.owners.kept_by_caller(s):
@@ -369,7 +373,7 @@ class ArenaState:
             )
 
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of model or optimizer on its bytes in the home tier; if that is the file tier, a copy.
+        """Return a tensor of model or optimizer with its bytes in the home tier; from the file tier, a copy.
 
         Call it between two steps.
         """
@@ -380,17 +384,17 @@ class ArenaState:
             return as_view(tensor, s).as_tensor(self._bytes(s))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a copy of a named persistent tensor, from its home tier."""
+        """Return a copy of a named state tensor, read from its home tier."""
         storage, view = self._state(name)
         return view.as_tensor(self._bytes(storage)).clone()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of each named state tensor as by `on_home_tier`; files are read one at a time."""
+        """Yield (name, tensor) of the named state, with the bytes in the home tier; files are read one at a time."""
         for name, view in self.captured.named.items():
             yield name, view.as_tensor(self._bytes(view.storage))
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
+        """Overwrite a named state tensor in its home tier, between two steps."""
         storage, view = self._state(name)
         base = self._bytes(storage)
         view.as_tensor(base).copy_(value)
@@ -398,7 +402,7 @@ class ArenaState:
             self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
-        """Return the bytes of a persistent storage in its home tier between steps; if that is the file tier, a copy."""
+        """Return the bytes of a storage in its home tier, between two steps; from the file tier, a copy."""
         home = self.plan.homes[storage]
         if home != "flash":
             return self.storages[home][storage]

@@ -1,8 +1,8 @@
 """Storages, and captured operator calls: a torch operator with tensors replaced by views of numbered storages.
 
-The unit is the storage (one allocation), tracked by a weak reference: it is live exactly as long as Python and autograd
-reference it. When the owner of a storage resizes it (FSDP frees and refills gathered parameters that way), the recorded
-storage ends and a fresh one begins.
+A storage is one allocation, tracked by a weak reference: it is live exactly as long as Python and autograd reference
+it. FSDP, the owner of gathered parameters, frees and refills their storages in place. Such a resize ends the recorded
+storage and begins a fresh one.
 
 Collectives are ordinary operators on the group of their capture, but their call only begins them, and a plan places
 their waits. All collectives are ordered, so every rank issues them in the order of its capture.
@@ -118,7 +118,10 @@ class Storages:
         return self.begin(key, entry)
 
     def begin(self, key: int, entry: Entry) -> int:
-        """Assign the next number to an existing storage whose former live range has ended, and return it."""
+        """Assign the next number to an existing storage whose former live range has ended, and return the number.
+
+        `key` is the `_cdata` of the storage.
+        """
         base = self._refs[key]()
         entry.num_bytes = 0 if base is None else base.nbytes()
         if key in self._watched:
@@ -315,7 +318,7 @@ def _is_work(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SendsComplete:
-    """Operator that marks the completion of all single sends."""
+    """Operator that marks the completion of all point-to-point sends outside of batches."""
 
     def __call__(self) -> None:
         """Do nothing; as an operator of the program it delays freeing its operands until the sends are complete."""
