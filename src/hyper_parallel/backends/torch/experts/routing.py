@@ -153,7 +153,7 @@ def check_routing(
         value = getattr(routing, key)
         if not is_present and (value or (key == "capacity_factor" and value is not None)):
             raise UnsupportedSharding(
-                f"this model has no {part}",
+                f"`moe.{key}` is set, but the model has no {part}",
                 where=where or type(model).__name__,
                 got=f"{key}={value}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",

@@ -61,7 +61,7 @@ def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 def sent_bytes(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
     """Return the bytes that this rank sends in a collective by a ring algorithm; exact for an all-to-all with splits.
 
-    For other operators, such as a receive, return the bytes of all tensors.
+    For other operators, such as a receive, return the bytes of the largest argument.
     """
     kind, ranks = kind_of(func.__name__), group.size()
     if kind == "all_to_all":
