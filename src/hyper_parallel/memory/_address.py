@@ -25,7 +25,7 @@ _PROMOTION = 0.65  # factor on the rank of an item whose end lies above the live
 _HEAT_CLASSES = 10  # classes of stacked ranges, by the maximum of bytes live at the same time
 
 Item = tuple[Extent, ...]
-"""Live ranges with one address: a single one, or the last and first of a storage resident at both ends of the step."""
+"""Live ranges that share an address: a single one, or last and first of a storage resident at both ends of the step."""
 
 
 def assign_addresses(

@@ -105,9 +105,9 @@ class InFlightCopies:
         self.stored_early: set[int] = set()
 
     def finish(self, item: OutgoingCopy) -> None:
-        """Wait for an outgoing copy; if `item.detaches`, release the copy's source.
+        """Wait for an outgoing copy; if `item.detaches`, release the source of the copy.
 
-        If it does not detach and nothing needs the bytes in DRAM, release those instead.
+        Otherwise release a copy in DRAM that nothing needs any more.
         """
         s = item.storage
         if item not in self.outgoing:
@@ -159,7 +159,7 @@ class InFlightCopies:
                 self.outgoing.append(OutgoingCopy(s, "flash", True))
 
     def store(self, s: int, *, detaches: bool) -> None:
-        """Start the copy of a storage to DRAM; `detaches`: release its device bytes when the copy ends."""
+        """Start the copy of a storage to DRAM. If `detaches`, its device bytes are released when the copy ends."""
         self._ledger.emit("store", s)
         self.outgoing.append(OutgoingCopy(s, "dram", detaches))
 

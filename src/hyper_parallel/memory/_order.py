@@ -22,7 +22,7 @@ from hyper_parallel.memory.timeline import ProgramClock, clocked
 
 
 def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the proposed order with the least peak; ties prefer the least mean of device bytes over time.
+    """Apply each pass that lowers the mean of device bytes over time without raising their peak.
 
     Returns:
         Operator indices in their new order, and one sentence per pass.

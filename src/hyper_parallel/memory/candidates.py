@@ -82,7 +82,7 @@ class OffloadCandidates:
 
     @cached_property
     def all(self) -> list[OffloadCandidate]:
-        """Every candidate."""
+        """Candidates of all movable storages."""
         return [
             c for s in sorted(self.movable) if self.program.sizes[s] for c in self._for_storage(s)
         ]

@@ -27,8 +27,8 @@ class Gap:
 
     Attributes:
         storage: Storage index.
-        first: Position after which it is evicted; -1 if it is off the device at the start of the step.
-        last: Position before which it must be back; the number of operators if it is off the device at the end of the
+        first: Position after which the storage is evicted; -1: the storage is off the device at the start of the step.
+        last: Position before which the storage is reloaded; the number of operators: it stays off until the end of the
             step.
         tier: Tier that holds the storage during the gap.
     """
@@ -45,7 +45,7 @@ class OutgoingCopy:
 
     Attributes:
         storage: Storage index.
-        destination: Tier that it is copied to.
+        destination: Tier that the storage is copied to.
         detaches: Whether the source is released when the copy ends; False if an operator still needs the storage.
     """
 

@@ -43,7 +43,7 @@ class EmissionOptions:
 
 
 class Emitter:
-    """Emission of one program: `emit` returns the actions, `ledger` holds their bytes and simulated time.
+    """Emitter of one program: `emit` returns the actions, `ledger` has their bytes and simulated time.
 
     Args:
         program: Operators and storages.
@@ -51,7 +51,7 @@ class Emitter:
         order: Order of the operators.
         gaps: Gaps of offloaded storages.
         recomputes: Recomputed storages.
-        options: Limits and expectations.
+        options: Budget, and expected bytes and waits.
 
     Attributes:
         live_bytes: Device bytes while each position runs.

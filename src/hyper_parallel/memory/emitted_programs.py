@@ -95,7 +95,7 @@ def emit(
     pauses_s: np.ndarray,
     statement: str,
 ) -> EmittedProgram | None:
-    """Return the program of a choice; None if it takes longer than `limit_s`.
+    """Emit the actions of a residency choice and return the program; None if the step takes longer than `limit_s`.
 
     Args:
         program: Operators and storages.
@@ -104,7 +104,7 @@ def emit(
         choice: Storages to offload and to recompute.
         limit_bytes: Device bytes that operators and early reloads must not exceed, else they wait; None: no limit.
         limit_s: Seconds after which emission stops.
-        pauses_s: Seconds of waiting and recomputation that are expected at every position.
+        pauses_s: Expected seconds of waiting and recomputation at every position.
         statement: Sentence about the choice.
     """
     recomputes, emitted = choice.candidates.recomputes, None
@@ -223,12 +223,12 @@ class Search:
         """
         result: list[EmittedProgram] = []
         emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []
-        copied_bytes = 0
+        mean_bytes = 0
         for headroom in self._headrooms:
-            if headroom and not copied_bytes:
+            if headroom and not mean_bytes:
                 break  # no program was emitted
-            for choice, e in self._refine(target - headroom * copied_bytes, target, limit_s):
-                copied_bytes = copied_bytes or choice.copied_bytes
+            for choice, e in self._refine(target - headroom * mean_bytes, target, limit_s):
+                mean_bytes = mean_bytes or choice.mean_offload_bytes
                 emissions.append((choice, e))
                 if e.excess_bytes(self.machine):
                     continue

@@ -21,7 +21,7 @@ class Channel:
     latency_s: float = 10e-6
 
     def seconds(self, num_bytes: int) -> float:
-        """Return the duration of one copy."""
+        """Return the duration of one copy in seconds."""
         return self.latency_s + num_bytes / self.bytes_s
 
     @property

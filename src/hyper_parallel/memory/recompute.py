@@ -39,7 +39,7 @@ class Recomputes:
 
     @property
     def dropped(self) -> set[int]:
-        """Storages that are dropped before their recomputation, helpers included."""
+        """Storages that are dropped before their recomputation, including results that only recomputation needs."""
         return {*self.gaps, *(h for helpers in self.helpers.values() for h in helpers)}
 
     def added_seconds(self, program: MemoryProgram) -> dict[int, float]:

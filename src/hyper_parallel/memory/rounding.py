@@ -53,7 +53,7 @@ class ResidencyChoice:
         return int(self.profile.max(initial=0))
 
     @property
-    def copied_bytes(self) -> int:
+    def mean_offload_bytes(self) -> int:
         """Mean size of the offloaded storages, weighted by size."""
         sizes = [c.num_bytes for c in self.offloaded]
         return sum(size * size for size in sizes) // max(sum(sizes), 1)
@@ -146,7 +146,7 @@ class Rounding:
         return self._residency_choice(self._builder, optimum, target_bytes, recomputed)
 
     def _round_recompute(self, optimum: LPOptimum) -> tuple[int, ...]:
-        """Return the storages to recompute, with about the bytes of all recomputed fractions in total."""
+        """Round the recomputed fractions to whole storages with about the same bytes in total."""
         result: list[int] = []
         missing = 0.0
         for s, fraction in self._builder.recomputed.items():
@@ -245,7 +245,7 @@ class Rounding:
     def _residency_choice(
         self, builder: LPBuilder, optimum: LPOptimum, target_bytes: int, recomputed: tuple[int, ...]
     ) -> ResidencyChoice:
-        """Return the choice of an optimum with the given storages recomputed."""
+        """Round the offloaded fractions of an optimum, given the storages to recompute."""
         candidates = self._candidates_for(recomputed)
         values = optimum.fractions.tolist()
         fractions = {c: _fraction(builder, values, c) for c in candidates.all}
@@ -293,7 +293,7 @@ class Rounding:
 
 
 def _fraction(builder: LPBuilder, fractions: Sequence[float], c: OffloadCandidate) -> float:
-    """Return the fraction of a candidate to offload in a solution of the linear program."""
+    """Return the offloaded fraction of a candidate in a solution of the linear program."""
     if c.starts_offloaded:
         return fractions[builder.offloaded_at_start[c.storage]]
     low, high = c.gaps[0].first + 1, c.gaps[0].last

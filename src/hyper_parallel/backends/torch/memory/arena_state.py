@@ -46,9 +46,9 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
         captured.calls
     ):
         raise MemoryPlanInvalid(
-            "the plan was made for another program",
-            got=plan.program.name,
-            allowed=captured.program.name,
+            "the storages or operators of the plan differ from those of the captured step",
+            got=f"`{plan.program.name}`: {len(plan.program.storages)} storages, {len(plan.program.operators)} operators",
+            allowed=f"`{captured.program.name}`: {len(captured.program.storages)} storages, {len(captured.calls)} operators",
             hint="plan the captured program again",
         )
     if wrong := wrong_address(plan):  # replays the plan: raises HP404 for an illegal action
@@ -348,7 +348,7 @@ class ArenaState:
             raise TransferFailed(
                 "the state could not be moved between memory tiers",
                 got=f"{type(error).__name__}: {error}",
-                hint="remove the cause named above, and continue from the last checkpoint",
+                hint="fix this error, and continue from the last checkpoint",
             ) from error
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ class ReferenceStep:
                 where=name,
                 got=actual.item() if is_scalar else "other bytes",
                 allowed=expected.item() if is_scalar else None,
-                hint="a Python value changes between steps: keep it in a tensor, or train "
+                hint="if a Python value changes between steps, keep it in a tensor; or train "
                 "without a memory plan (`offload.budget=null` in a recipe)",
             )
 

@@ -103,7 +103,7 @@ CopyMode = Copies | DeviceApi
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that observes every operator of a planned step, whose tensors are plain ones.
+    """Mode that reports every operator of a planned step, in which all tensors are plain ones.
 
     Args:
         on_results: Function called with the outputs of each operator.

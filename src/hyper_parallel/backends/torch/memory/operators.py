@@ -169,7 +169,7 @@ class Storages:
         return ended
 
     def _resized_keys(self) -> list[int]:
-        """Return the keys of watched storages whose size has changed; this must be fast: it runs at every operator."""
+        """Return the keys of watched storages whose size has changed. It runs at every operator, so it must be fast."""
         return [
             key
             for key, (ref, num_bytes) in list(self._watched.items())
@@ -456,7 +456,7 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> float:
-    """Return the FLOPs of Q K^T and P V; with a causal flag, flash kernels skip the part above the diagonal."""
+    """Return the FLOPs of Q K^T and P V; with `causal`, without the part above the diagonal."""
     batch, heads, q_len, dim = q.shape
     k_len = k.shape[-2]
     pairs = q_len * k_len
