@@ -146,7 +146,7 @@ class BalanceLoss:
 
         Returns:
             Sums [E] of the probabilities of this stage, on which backward is called; None without routed tokens. The
-                second result is the counts [2 E + 1] of all stages so far.
+            second result is the counts [2 E + 1] of all stages so far.
         """
         if not self._logits:
             return None, self.messages()[0].zero_() if previous is None else previous
@@ -208,7 +208,7 @@ class BalanceLoss:
 
         Returns:
             Sums of probabilities [E] with their autograd graph. The second result is the counts [2 E + 1] in float64,
-                without a graph: rows of each expert, the same sums, and the number of (layer, token) pairs.
+            without a graph: rows of each expert, the same sums, and the number of (layer, token) pairs.
         """
         all_logits, num_experts = self._logits.copy(), self._facts.num_experts
         self._logits.clear()

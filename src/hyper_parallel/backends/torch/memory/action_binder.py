@@ -130,7 +130,7 @@ class ActionBinder:
 
 
 def _copy_staged(ready: Prepared, flat: list[Any]) -> None:
-    """Copy the staged results of an operator to their addresses, and check its guards.
+    """Copy the staged results of an operator to their addresses, and compare guarded outputs with the recorded values.
 
     Raises:
         StepChanged: HP512 when a size or a number differs from the recorded one.

@@ -93,7 +93,7 @@ class CopyLanes:
                 finish(task)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the copy threads."""
         for lane in self._lanes.values():
             lane.shutdown()
 
