@@ -203,14 +203,9 @@ def _stack(
 ) -> np.ndarray:
     """Return offsets by stacking: each item lies on all earlier items that it overlaps in time.
 
-    The item with the lowest possible address is placed next.
-
-    Args:
-        clashes: By item, the items that it overlaps in time.
-        size: Bytes of each item.
-        order: Items, preferred ones first.
-        preference: Bytes added to the address of the last item of `order` when the next item is chosen; items before it
-            get a proportional part.
+    `clashes` has, for each item, the items that it overlaps. The item with the lowest possible address is placed next.
+    Early items of `order` are preferred: the last item is treated as if its address were `preference` bytes higher,
+    items before it proportionally less.
     """
     low = np.zeros(len(size), np.int64)
     later = np.empty(len(size))

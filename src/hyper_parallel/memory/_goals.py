@@ -256,11 +256,8 @@ def _capacity_error(
 def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
     """Return a dict from tier (`dram`, `flash`) to capacity in bytes with which planning succeeds.
 
-    Each capacity is sufficient with the other tier unchanged. A tier without a sufficient capacity is omitted.
-
-    Args:
-        machine: Machine on which planning fails.
-        plan: Function that plans on a machine with other capacities; it returns None if planning fails.
+    Each capacity is sufficient with the other tier unchanged. A tier without a sufficient capacity is omitted. `plan`
+    plans on a machine with other capacities; it returns None if planning fails.
     """
     result = dict[str, int]()
     if machine.dram_bytes is not None:

@@ -126,7 +126,6 @@ class InFlightCopies:
             self._ledger.emit("detach", s, "dram")
 
     def _is_leaving(self, s: int, destination: str) -> bool:
-        """Return whether a copy of storage `s` to a tier is in flight."""
         return any(p.storage == s and p.destination == destination for p in self.outgoing)
 
     def evict(self, gap: Gap) -> None:

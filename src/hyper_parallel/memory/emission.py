@@ -222,7 +222,6 @@ class Emitter:
                 self._release_or_evict(s, since, position)
 
     def _used_at(self, s: int, position: int) -> bool:
-        """Return whether the operator or the recomputation at a position uses a storage."""
         uses = self.recomputes.uses[s]
         index = bisect_right(uses, position)
         return index > 0 and uses[index - 1] == position
@@ -330,7 +329,6 @@ class Emitter:
             self._prefetch(s)
 
     def _free_bytes(self) -> int:
-        """Return the device bytes that may still be allocated."""
         return 0 if self.budget is None else self.budget - self.ledger.live["device"]
 
     def _may_prefetch_early(self, number: int, gap: Gap, position: int) -> bool:

@@ -214,18 +214,11 @@ def _add_chain_inputs(
     requested: dict[tuple[int, int], int],
     depth: int,
 ) -> None:
-    """Add variables for dropped inputs of a recomputed storage, which must be recomputed earlier than planned.
+    """Add variables for inputs that are dropped at `position`, where the fraction `fraction` of `s` is recomputed.
 
-    These inputs are then resident until their next use.
-
-    Args:
-        builder: Builder of the linear program.
-        chains: Dict from recomputable storage to its chain and the two positions of its gap.
-        s: Storage that is recomputed at the position.
-        fraction: Variable of its recomputed fraction.
-        position: Position of the recomputation.
-        requested: Dict from (storage, position) to the variable of an earlier call; extended in place.
-        depth: Remaining depth to which inputs of inputs are followed.
+    These inputs must be recomputed earlier than planned, and are then resident until their next use. `chains` maps a
+    storage to its chain and the two positions of its gap. `requested` maps (storage, position) to the variable of an
+    earlier call and is extended. Inputs of inputs are followed to `depth`.
     """
     model = builder.model
     for x in chains[s][0].inputs if depth else ():

@@ -204,14 +204,9 @@ def _plan_in_order(
 ) -> MemoryPlan:
     """Return the plan of one order.
 
-    Args:
-        program: Operators and storages.
-        true_machine: Machine of the caller; the search assumes channels slower by `goal.margin`.
-        goal: Goal of the plan.
-        order: Order of the operators.
-        statement: Sentences about earlier passes.
-        limit_s: Time limit in seconds when minimizing the peak; None: `max_slowdown` of this order.
-        best_s: With a budget, seconds of the best plan so far; slower plans are not returned.
+    The search assumes that the channels of `true_machine` are slower by `goal.margin`. `statement` has sentences about
+    earlier passes. When the peak is minimized, `limit_s` limits the seconds of the step; None: `max_slowdown` of this
+    order. With a budget, only plans faster than `best_s` seconds are returned.
     """
     machine = true_machine.derated(goal.margin)
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
@@ -431,19 +426,19 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
     """Return the plan decoded from the columns of a cache file, replayed and timed; every index is checked."""
     if document["fingerprint"] != key:
         raise _UnusableFile("it belongs to another program, machine, goal or planner")
-    homes = tuple(MEMORY_TIERS[_natural(i)] for i in document["homes"])
+    homes = tuple(MEMORY_TIERS[_natural_number(i)] for i in document["homes"])
     if len(homes) != len(program.storages):
         raise _UnusableFile("it has another number of storages")
     operators, storages = len(program.operators), len(program.storages)
     actions = []
     for kind_index, target, tier_index in zip(*document["actions"], strict=True):
-        kind = _KINDS[_natural(kind_index)]
-        if _natural(target) >= (operators if kind in OF_OPERATORS else storages):
+        kind = _KINDS[_natural_number(kind_index)]
+        if _natural_number(target) >= (operators if kind in OF_OPERATORS else storages):
             raise _UnusableFile(f"an action refers to {target}, which does not exist")
-        actions.append(MemoryAction(kind, target, MEMORY_TIERS[_natural(tier_index)]))
+        actions.append(MemoryAction(kind, target, MEMORY_TIERS[_natural_number(tier_index)]))
     choices = tuple(
         Choice(
-            s, cast(Any, _CHOICE_KINDS[_natural(w)]), a, b, MEMORY_TIERS[_natural(t)], str(reason)
+            s, cast(Any, _CHOICE_KINDS[_natural_number(w)]), a, b, MEMORY_TIERS[_natural_number(t)], str(reason)
         )
         for s, w, a, b, t, reason in zip(*document["choices"], strict=True)
     )
@@ -451,16 +446,15 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
     ranges = plan.replayed.residency  # raises HP404 when an action is illegal
     seconds = clocked(program, machine, plan.actions).now_s
     addresses = tuple(
-        Extent(e.storage, e.start, e.stop, _natural(offset))
+        Extent(e.storage, e.start, e.stop, _natural_number(offset))
         for e, offset in zip(ranges, document["offsets"], strict=True)
     )
     statement = tuple(str(line) for line in document["statement"])
-    arena = _natural(document["arena_bytes"])
+    arena = _natural_number(document["arena_bytes"])
     return MemoryPlan(program, homes, plan.actions, seconds, choices, statement, addresses, arena)
 
 
-def _natural(value: Any) -> int:
-    """Return a decoded value; raise _UnusableFile if it is not a natural number."""
+def _natural_number(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise _UnusableFile(f"{value!r} is not a natural number")
     return value

@@ -214,10 +214,7 @@ def _assign_uneven(
 ) -> list[_Assignment]:
     """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
 
-    Args:
-        chunks: Rows of each chunk.
-        group: Expert-parallel ranks.
-        load: Number of rows of each expert for the routing statistics; None: all sent rows.
+    `load` is the number of rows of each expert for the routing statistics; None: all sent rows.
     """
     degree = group.size()
     counts = torch.stack([c.counts.view(degree, -1) for c in chunks], dim=1)
@@ -240,13 +237,7 @@ def _assign_uneven(
 
 
 def _assign_capacity(rows: _SortedRows, capacity: Capacity, degree: int) -> _Assignment:
-    """Assign the rows of each expert to the expert's slots, in token order; sizes do not depend on the data.
-
-    Args:
-        rows: Rows of all tokens.
-        capacity: Slots of an expert.
-        degree: Number of expert-parallel ranks.
-    """
+    """Assign the rows of each expert to the expert's slots, in token order; sizes do not depend on the data."""
     counts, num_experts = rows.counts, len(rows.counts)
     num_slots, limit = num_experts * capacity.slots, capacity.limit
     num_kept = counts.clamp(max=limit).sum()

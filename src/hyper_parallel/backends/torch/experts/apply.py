@@ -119,11 +119,7 @@ def apply_to_experts(
 def _is_supported(
     module: nn.Module, name: str, state: ExpertState, tokens: Tokens, in_decoder: bool
 ) -> bool:
-    """Return whether to wrap a module of experts; if not, the module runs unchanged.
-
-    Raises:
-        UnsupportedSharding: HP205 when dispatch is impossible.
-    """
+    """Return whether to wrap a module of experts; else the module runs unchanged. Raise HP205 if neither works."""
     group, capacity, tp = state.group, state.options.capacity_factor, tokens.tp
     in_list = isinstance(module, ExpertList) or is_list(module)
     signature = inspect.signature(type(module).forward)

@@ -162,7 +162,6 @@ def check_routing(
 
 
 def _describe(facts: RouterLoss, coefficient: float | None) -> str:
-    """Return a description of the router loss of a step."""
     own = f"{facts.coefficient:g} (the model's own)"
     weight = own if coefficient is None else f"{coefficient:g}"
     return (

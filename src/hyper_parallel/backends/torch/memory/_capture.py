@@ -543,7 +543,6 @@ def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
 
 
 def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a function that runs `step` with the current autocast settings."""
     kinds = dict.fromkeys(("cpu", device.type))
     casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
 

@@ -184,7 +184,6 @@ class PlannedDevice:
         )
 
     def _outputs(self) -> Any:
-        """Return copies of the outputs of the step."""
         return tree_map_only(
             View, lambda v: v.as_tensor(self._base(v.storage)).clone(), self.captured.outputs
         )

@@ -130,11 +130,7 @@ class ActionBinder:
 
 
 def _copy_staged(ready: Prepared, flat: list[Any]) -> None:
-    """Copy the staged results of an operator to their addresses, and compare guarded outputs with the recorded values.
-
-    Raises:
-        StepChanged: HP512 when a size or a number differs from the recorded one.
-    """
+    """Copy staged results to their addresses; raise HP512 if a size or a guarded value differs from the recording."""
     for position, view, target in ready.staged:
         result = flat[position]
         base = result.untyped_storage() if isinstance(result, torch.Tensor) else None

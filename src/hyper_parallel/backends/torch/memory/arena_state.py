@@ -122,7 +122,6 @@ class ArenaState:
         self._inside.add(-self._sizes[s])
 
     def _release_device(self) -> None:
-        """Release all storages on the device, and the arena itself."""
         for s in list(self.storages["device"]):
             self.release(s)
         self.actions, self.arena = [], None
@@ -200,16 +199,10 @@ class ArenaState:
         staged: StorageBytes,
         staging: torch.device,
     ) -> None:
-        """Move a storage's bytes from `source` to a buffer or file of its home tier.
+        """Move a storage's bytes to a buffer or file of its home tier, from `source`: `base` itself, or its host copy.
 
-        If the home tier is the device, the bytes are put into `staged`, because there is no arena yet.
-
-        Args:
-            s: Index of the storage.
-            source: The storage itself, or its copy in host memory.
-            base: The storage itself.
-            staged: Bytes for the device, by storage; filled.
-            staging: Device of these bytes.
+        If the home tier is the device, the bytes are copied into `staged` on the device `staging`, because there is no
+        arena yet.
         """
         home, size = self.plan.homes[s], self._num_bytes(s)
         if self._is_input(s) and not base.nbytes():
@@ -242,7 +235,6 @@ class ArenaState:
         return self.captured.program.storages[s].num_bytes
 
     def _return_state(self) -> None:
-        """Return the state's bytes to the owner tensors."""
         self.owners.restore_tensors()
         tensors = {
             s: t for s, t in self.captured.state.items() if not self.owners.kept_by_caller(s)
@@ -265,7 +257,6 @@ class ArenaState:
         self.storages["dram"].clear()
 
     def _close_without_state(self) -> None:
-        """Close without returning the state to the owner tensors."""
         self.closed = True
         self.hardware.lanes.close()
         self._release_device()

@@ -132,7 +132,6 @@ def _has_fixed_size(call: Call) -> bool:
 
 
 def _is_contiguous(view: View) -> bool:
-    """Return whether a view is contiguous."""
     steps, step = [], 1
     for size in reversed(view.size):
         steps.append(step)

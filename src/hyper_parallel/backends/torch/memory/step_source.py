@@ -182,7 +182,6 @@ class _IdentityStamp:
         self._objects_before, self._sizes = list(self._objects()), self._sizes_now()
 
     def is_unchanged(self) -> bool:
-        """Return whether all attributes still refer to the same objects."""
         try:
             return (
                 not any(self._empty)

@@ -59,7 +59,6 @@ class _Copies:
     num_bytes: int = 0
 
     def add(self, storage: int, begin: Any, end: Any, num_bytes: int) -> None:
-        """Add a copy."""
         self.storages.append(storage)
         self.begins.append(begin)
         self.ends.append(end)

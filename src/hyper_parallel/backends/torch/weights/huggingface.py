@@ -234,10 +234,8 @@ def _stacks(converter: Any) -> bool:
 def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
     """Return the first missing stored name of a parameter, or the pattern that no name matches; None without a gap.
 
-    Args:
-        converter: Converter of the parameter.
-        by_source: Stored names of the parameter by pattern.
-        size: Number of experts; None: detect only gaps between numbers.
+    `by_source` has the stored names by pattern. `size` is the number of experts; None: detect only gaps between
+    numbers.
     """
     for numbered in by_source.values():
         numbers = {number for number, _ in numbered if number is not None}

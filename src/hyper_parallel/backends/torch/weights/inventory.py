@@ -167,11 +167,7 @@ class _InventoryBuilder:
                 self._inventory.fates |= dict.fromkeys(keys, Fate.CONVERTED)
 
     def _converted_shapes(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters that a conversion produces.
-
-        Raises:
-            WeightsUnreadable: HP703 when transformers cannot convert the stored tensors.
-        """
+        """Return the shapes of the parameters that a conversion produces; raise HP703 if transformers fails."""
         shapes = self._inventory.shapes
         try:
             converted = conversion.run(lambda key: torch.empty(shapes[key], device="meta"))

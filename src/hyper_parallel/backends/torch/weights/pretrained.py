@@ -166,11 +166,7 @@ def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
 
 
 def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
-    """Raise if the files untie parameters of a model that passed through `parallelize`, whose layouts are fixed.
-
-    Raises:
-        WeightsUnreadable: HP703.
-    """
+    """Raise HP703 if the files untie parameters of a model that passed through `parallelize`: layouts are fixed."""
     sharded = HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters())
     name, first = next(iter(inventory.untied.items()))
     if sharded:
