@@ -200,7 +200,7 @@ def _hoist_collectives(
     """Return the order with each collective hoisted just early enough to end before its first use.
 
     All communication is assumed to run in series. The operators that only prepare a collective's operands move with it.
-    `depth` is the one of `overlapped`.
+    See `overlapped` for `depth`.
     """
     operators = program.operators
     starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))

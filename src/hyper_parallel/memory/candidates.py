@@ -99,7 +99,10 @@ class OffloadCandidates:
         return bool(self._writes[s])
 
     def content_since(self, gap: Gap) -> int:
-        """Return the position of the last write before a gap, after which the evicted content may be copied."""
+        """Return the position of the last write before a gap, or of the allocation.
+
+        The evicted content may be copied after this position.
+        """
         s = gap.storage
         writes = self._writes[s]
         index = bisect_right(writes, gap.first)

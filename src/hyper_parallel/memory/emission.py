@@ -152,7 +152,10 @@ class Emitter:
         return tuple(self.ledger.actions)
 
     def _clear(self) -> None:
-        """Release every copy of a storage outside its home tier; cancelled evictions leave such copies."""
+        """Release every copy of a storage outside the tier that holds the storage between steps.
+
+        Cancelled evictions leave such copies.
+        """
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:

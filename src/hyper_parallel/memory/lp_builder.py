@@ -67,7 +67,7 @@ class LPBuilder:
     def sampled(cls, candidates: OffloadCandidates, finder: ChainFinder | None) -> LPBuilder:
         """Return the program for sampled positions: in each of many intervals, the position with the most device bytes.
 
-        The intervals are equal in the sum of relative position and relative time.
+        All intervals have the same length, measured as fraction of the positions plus fraction of the step time.
         """
         profile, ends_s = candidates.profile, np.cumsum(candidates.seconds)
         along = ends_s / max(ends_s[-1], 1e-30) + np.linspace(0.0, 1.0, len(profile))

@@ -43,7 +43,7 @@ class MindSporeRunner:
 
     Args:
         groups: Dict from name to group of ranks, in the form described in `kernels`.
-        scheduler: MindSpore's scheduler process, with which the ranks have registered; None on other ranks than 0.
+        scheduler: MindSpore's scheduler process, with which the ranks have registered, on the rank that started it.
         kernels: Folder of generated kernels; None: no fusion.
     """
 

@@ -161,7 +161,7 @@ class StepCapture:
     def _record_refill(self, tensor: torch.Tensor, former: int | None) -> int:
         """Record a resized storage as a new allocation, and return its new index.
 
-        `former` is its index before the resize; None if the storage was empty when the recording began.
+        `former` is the index that the storage has now, if any.
         """
         if former is not None and self._entries[former].at_start:
             raise resize_error(self._entries[former].name)
@@ -348,7 +348,7 @@ class StepCapture:
     def _end_sends(self) -> None:
         """Record one operator that completes all sends outside of batches, before the optimizer or at the end.
 
-        Their storages are never moved or recomputed.
+        The sent storages are never moved or recomputed.
         """
         sent, self._single_sends = self._single_sends, []
         if not sent:

@@ -220,7 +220,7 @@ class Hardware:
                 self.gauge.adopt(base)
 
     def in_dram(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a counted DRAM buffer.
+        """Return a DRAM buffer and count its bytes until it is destroyed.
 
         Raises:
             TierFull: HP403 when the capacity is exceeded.
