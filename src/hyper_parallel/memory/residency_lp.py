@@ -317,8 +317,8 @@ class ResidencyLP:
 
         Args:
             target_bytes: Device bytes.
-            reserve: Dict from position to bytes to keep free there. The number of positions is also a key: its bytes
-                are stores to keep away from the end of the step.
+            reserve: Dict from position to bytes to keep free there. The entry at the number of positions keeps the
+                store channel free at the end of the step, for the time of that many bytes.
         """
         if not self._waits:
             self._num_fractions = len(self.lp.costs)

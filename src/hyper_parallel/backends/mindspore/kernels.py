@@ -575,7 +575,7 @@ def _rows(x, indices):
 
 
 def _front(x, indices):
-    """Return the number of dimensions of a result of `index` that precede the dimensions of the indices."""
+    """Return the number of leading dimensions of `index(x, indices)` that come from dimensions without an index."""
     indexed, _ = _order(x, indices)
     adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
     return indexed[0] if adjacent else 0
