@@ -438,7 +438,12 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
         actions.append(MemoryAction(kind, target, MEMORY_TIERS[_natural_number(tier_index)]))
     choices = tuple(
         Choice(
-            s, cast(Any, _CHOICE_KINDS[_natural_number(w)]), a, b, MEMORY_TIERS[_natural_number(t)], str(reason)
+            s,
+            cast(Any, _CHOICE_KINDS[_natural_number(w)]),
+            a,
+            b,
+            MEMORY_TIERS[_natural_number(t)],
+            str(reason),
         )
         for s, w, a, b, t, reason in zip(*document["choices"], strict=True)
     )

@@ -326,7 +326,7 @@ class StepCapture:
             )
 
     def _add_results(self, flat: Sequence[Any], name: str) -> list[tuple[int, View]]:
-        """Number the new storages among an operator's outputs, and return (flat output index, view) of each."""
+        """Add the new storages among an operator's outputs, and return (flat output index, view) of each."""
         results: list[tuple[int, View]] = []
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:

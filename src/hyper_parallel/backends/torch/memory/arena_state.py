@@ -47,8 +47,8 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
     ):
         raise MemoryPlanInvalid(
             "the storages or operators of the plan differ from those of the captured step",
-            got=f"`{plan.program.name}`: {len(plan.program.storages)} storages, {len(plan.program.operators)} operators",
-            allowed=f"`{captured.program.name}`: {len(captured.program.storages)} storages, {len(captured.calls)} operators",
+            got=f"`{plan.program.name}`, {len(plan.program.operators)} operators",
+            allowed=f"`{captured.program.name}`, {len(captured.calls)} operators",
             hint="plan the captured program again",
         )
     if wrong := wrong_address(plan):  # replays the plan: raises HP404 for an illegal action
