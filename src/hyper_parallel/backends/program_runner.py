@@ -47,7 +47,7 @@ class ProgramRunner(Protocol):
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Release the processes and files of this rank; with `failed`, also end processes that other ranks still use."""
+        """Release the processes and files of this rank; with `failed`, also processes that other ranks still use."""
         ...
 
     def facts(self) -> dict[str, Any]:

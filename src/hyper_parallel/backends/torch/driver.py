@@ -14,7 +14,7 @@ NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def capturing_nothing() -> bool:
-    """Return False, the result of `is_current_stream_capturing` in a process with an uninitialized device."""
+    """Return False, in place of `is_current_stream_capturing` of a device that is not initialized."""
     return False
 
 
