@@ -78,7 +78,7 @@ def _to_device(copy: _HostCopy) -> Tensor:
 
 
 def _uses_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator call draws dropout masks; it must be recomputed to draw the same numbers as forward."""
+    """Return whether an operator call draws dropout masks: it is recomputed, to draw the same numbers as forward."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "dropout_p":
             return bool(value)

@@ -9,7 +9,7 @@ nodes in the same order, so they issue collectives in the same order.
 
     serial          `collective(launch, transpose, x)`: a single node that blocks
     chunks          `pending = start(launch, transpose, x)` ... `pending.finish()`
-    half-batches    `Turns`: the calls of two half-batches alternate; each is suspended while its collective is in flight
+    half-batches    `Turns`: two half-batches alternate; each is suspended while its collective is in flight
 
 Sources: Wang et al. 2024 (Domino), section 3, for half-batches; the schedule of backward is ours.
 """
@@ -195,7 +195,7 @@ def blocking_sum(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
 class Turns:
     """Scheduler of the calls of two half-batches on one thread: one computes while the other waits for a collective.
 
-    The calls of a half-batch run in the order in which they were added, and the half-batches alternate in a fixed order.
+    The calls of a half-batch run in the order in which they were added, and half-batches alternate in a fixed order.
     If every rank adds the same calls, all ranks therefore issue collectives in the same order.
     """
 
@@ -274,7 +274,7 @@ class Turns:
                 applied.pop()
 
     def offer(self, index: int) -> None:
-        """Suspend the running call, which belongs to half-batch `index`, if the other one will soon start a collective."""
+        """Suspend the running call of half-batch `index` if the other half-batch will soon start a collective."""
         if self._soon_starting - {index}:
             self.suspend(index)
 
