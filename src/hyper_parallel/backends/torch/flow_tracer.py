@@ -124,7 +124,7 @@ class FlowTracer(TorchDispatchMode):
         return out
 
     def _run_cached(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on meta tensors; later calls with equal shapes and arguments reuse the shape of the result."""
+        """Run an operator on meta tensors; later calls with equal shapes and arguments reuse the result's shape."""
         key = (func, _cache_key(args), _cache_key(kwargs))
         if (known := self._results.get(key)) is not None:
             return tree_map_only(Tensor, _like, known)

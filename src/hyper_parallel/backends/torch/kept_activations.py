@@ -453,7 +453,7 @@ def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
 
 
 def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], ...]:
-    """Time a small layer on all ranks at once, on half of them, and so on down to one; return (ranks, seconds) pairs."""
+    """Time a small layer on all ranks at once, on half of them, and so on to one; return (ranks, seconds) pairs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     action = _layer(device)
     measured = []

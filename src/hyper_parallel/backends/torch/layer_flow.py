@@ -59,7 +59,7 @@ class LayerFlow:
         return {name for name, layers in self.params.items() if not layers}
 
     def rebuild_output(self, layer: int, hidden: Tensor) -> Any:
-        """Return a value with the structure of a layer's return value: `hidden` as activations, None for other leaves."""
+        """Return a value in the structure of a layer's return value: `hidden` as activations, else None."""
         spec, position = self.outputs[layer]
         leaves = [hidden if i == position else None for i in range(spec.num_leaves)]
         return tree_unflatten(leaves, spec)
@@ -230,7 +230,7 @@ class _LayerTrace(SlotList):
                 getattr(self.flow, kind)[name].add(layer)
 
     def detach_origins(self, layer: int, out: Any) -> Any:
-        """Return the output `out` of a layer with its tensors replaced by meta tensors whose only origin is the layer."""
+        """Return the output `out` of a layer as meta tensors whose only origin is this layer."""
         leaves, spec = tree_flatten(out)
         position = next(
             (

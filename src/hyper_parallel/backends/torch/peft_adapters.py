@@ -1,8 +1,8 @@
 """LoRA adapters created by peft and kept as parameters of the adapted modules; a reader of `adapter_config.json`.
 
-peft selects the modules with an adapter, their ranks and scalings. The wrapper modules of peft are then removed, so that
-names and classes are those of the model without adapters. This also works for a model that user code passed to peft.
-The reader limits sizes, checks types, and refuses all kinds of adapters except plain LoRA.
+peft selects the modules with an adapter, their ranks and scalings. The wrapper modules of peft are then removed, so
+that names and classes are those of the model without adapters. This also works for a model that user code passed to
+peft. The reader limits sizes, checks types, and refuses all kinds of adapters except plain LoRA.
 """
 
 from __future__ import annotations
