@@ -54,7 +54,7 @@ class Tokens:
         return torch.arange(stop - start, device=device) if stop - start < rows else None
 
     def select_real(self, selected: Tensor | None, rows: int) -> Tensor | None:
-        """Return a mask of the rows `selected` by `token_rows` that are not padding of the batch; None if all are not."""
+        """Return a mask, False for padding of the batch, over the rows `selected` by `token_rows`; None if all are True."""
         if (padding := self.running.context.padding) is None:
             return None
         real = rows_of_half(padding.real)
@@ -85,7 +85,7 @@ class Tokens:
         return indices, None if padding is None else rows_of_half(padding.real)[indices]
 
     def _inside(self, total: int) -> Tensor | None:
-        """Return a CPU mask of this rank's tokens that excludes padding of context parallelism; None without padding."""
+        """Return a CPU mask of this rank's tokens, False for padding of context parallelism; None without padding."""
         view = self.running.context.view
         if view is None or view.cut.padded == view.cut.seq_len:
             return None
