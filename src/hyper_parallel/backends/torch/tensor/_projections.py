@@ -439,7 +439,7 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
 
 
 class LocalHeads:
-    """Proxy of a model config that returns the head counts of one rank; all other attributes are those of the config."""
+    """Proxy of a model config that returns the head counts of one rank, and all other attributes unchanged."""
 
     def __init__(self, config: Any, num_heads: int, num_kv_heads: int) -> None:
         self.__dict__.update(

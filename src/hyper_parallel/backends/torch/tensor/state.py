@@ -406,8 +406,7 @@ class TpState:
     def enter(self, full: Tensor) -> Tensor:
         """Return this rank's part of the residual stream `full` [B, S, D].
 
-        If the embedding returned partial sums, they are reduce-scattered. With half-batches, the result is a placeholder
-        for the parts of both.
+        Partial sums of the embedding are reduce-scattered. With half-batches, the result is a `HalvedTensor`.
         """
         context = self.running.context
         chunks = full.chunk(context.shape.parts)
