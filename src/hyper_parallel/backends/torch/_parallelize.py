@@ -257,7 +257,6 @@ def _shard(
 
 
 def _dtensor_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
-    """Return the DTensor placements of a layout that has no partial sums."""
     entries: list[Placement] = []
     for entry in placements(layout, mesh):
         if isinstance(entry, ir.StridedShard):

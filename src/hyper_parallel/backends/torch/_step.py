@@ -110,15 +110,8 @@ def objective_loss(
 ) -> Tensor:
     """Return this rank's loss of one microbatch, a scalar on which backward is called.
 
-    The sum over cp ranks is the objective's value for the microbatch, plus the router loss in training.
-
-    Args:
-        model: A model that passed through `parallelize`.
-        attached: Handle of the model.
-        batch: The microbatch.
-        objective: See `forward_backward`.
-        over: See `forward_backward`.
-        share: Weight of this microbatch in the router loss of the step.
+    The sum over cp ranks is the objective's value for the microbatch, plus the router loss in training. `share` is the
+    weight of this microbatch in the router loss of the step. Other arguments are those of `forward_backward`.
     """
     scores = over is None and scores_tokens(model)
     over = over or ("logprobs" if scores or _has_token_loss(model, attached) else "output")
@@ -479,7 +472,6 @@ def _run_losses(
 
 
 def _model_loss(model: nn.Module, batch: Microbatch, num_tokens: int | Tensor | None) -> Tensor:
-    """Return the loss that the model computes for one microbatch, a sum over tokens divided by `num_tokens`."""
     kwargs = dict(batch)
     if "labels" not in kwargs:
         kwargs = {"labels": targets_of(model, batch), **kwargs}
@@ -630,10 +622,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def _square_sum(model: nn.Module, local_gradients: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all gradients over the ranks of a model, and fill `local_gradients`.
-
-    The non-empty local gradients of this rank are appended to `local_gradients`.
-    """
+    """Return the sum of squares of all gradients over ranks; append this rank's local gradients to a list."""
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     wide = torch.float32  # dtype of the sum: equal on all ranks, also on a rank without gradients

@@ -203,7 +203,6 @@ def _launch(
     group: dist.ProcessGroup,
     name: Purpose,
 ) -> Callable[[], Tensor]:
-    """Issue a collective; return a function that waits for it and returns `out`."""
     flight = _new_flight()
     with purpose(name):
         work = issue()

@@ -499,10 +499,7 @@ def slot_cache_refusal(model: Any) -> str | None:
 def passes_of(model: Any, slots: int, length: int) -> Passes:
     """Return an executor of passes: with a KV cache if the model supports one, else on full sequences.
 
-    Args:
-        model: A causal language model.
-        slots: Maximum number of concurrent sequences.
-        length: Maximum number of tokens read per sequence.
+    `slots` and `length` are those of `SlotPasses`.
 
     Raises:
         BadValue: HP102 when a long sequence would change the rotary frequencies of the whole batch (longrope).

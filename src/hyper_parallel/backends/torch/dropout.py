@@ -108,7 +108,6 @@ def _without_rate(name: str, value: Any) -> Any:
 
 
 def _disable_on_module(module: nn.Module) -> None:
-    """Set the rates of one module to zero."""
     is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
     for name, value in [*vars(module).items()]:
         if is_dropout and name in _SHORT_NAMES:
@@ -123,8 +122,6 @@ def _disable_on_module(module: nn.Module) -> None:
 
 
 def _fix_evaluation_mode(module: nn.Module) -> None:
-    """Keep a module in evaluation mode, independent of the mode of the model."""
-
     def train(mode: bool = True) -> nn.Module:
         return nn.Module.train(module, False)
 

@@ -80,13 +80,7 @@ class EmbeddingNoise:
 
     @torch.no_grad()
     def compute(self, ids: Tensor, flat_index: Tensor, out: Tensor) -> Tensor:
-        """Return noise of the shape [..., D] and dtype of `out`.
-
-        Args:
-            ids: Token ids of the full batch, [B, S].
-            flat_index: Indices [...] into the flattened `ids`, of the tokens whose embeddings are `out`.
-            out: Embeddings [..., D].
-        """
+        """Return noise for the embeddings `out` [..., D] of tokens `flat_index` [...] in the flattened ids [B, S]."""
         length, width = ids.shape[1], out.shape[-1]
         positions = hash32(torch.arange(1, length + 1, device=ids.device))
         rows = hash32((hash32((ids + positions) & _LOW).sum(1) & _LOW) ^ self.key & _LOW)

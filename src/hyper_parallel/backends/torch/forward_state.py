@@ -63,7 +63,6 @@ class _ResetState:
         self._after: Values | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Make a module reset its state at the start of every forward."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end)
 

@@ -164,10 +164,7 @@ class HalfBatch:
             layer.forward = functools.wraps(layer.forward)(run)
 
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
-        """Replace FSDP's hooks on layers by `HalvedUnit`; `modules` are those that FSDP manages.
-
-        This has no effect if both half-batches are completed at the end of every layer.
-        """
+        """Replace the hooks of FSDP, which manages `modules`, on layers that half-batches leave one by one."""
         if not self._joins_layers:
             self._units = {m: HalvedUnit(m) for m in self._layers if m in {*modules}}
 
@@ -204,13 +201,7 @@ class HalfBatch:
         model.register_forward_hook(after, always_call=True)
 
     def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return 2 if a pass runs on half-batches, else 1.
-
-        Args:
-            batch: Sequences and their length in the pass, (B, S).
-            args: Positional arguments of the first layer.
-            kwargs: Keyword arguments of the first layer.
-        """
+        """Return 2 if a pass over (B, S) tokens with these arguments of its first layer is halved, else 1."""
         parts = self._overlap.parts(*batch) if len(batch) == 2 else 1
         return 1 if _halves(*_without_hidden(args, kwargs), batch[0]) is None else parts
 
@@ -286,11 +277,7 @@ class HalfBatch:
         return [partial(halves.run, index) for index in range(2)]
 
     def _in_unit(self, layer: nn.Module, parts: int) -> Callable[..., Any]:
-        """Gather the parameters of a layer if FSDP shards it, and return a function that runs the layer's forward.
-
-        The returned function must be called `parts` times with (forward, *args, **kwargs), after which FSDP frees the
-        parameters.
-        """
+        """Gather a layer's parameters; return a function to call (forward, *args) `parts` times, then free them."""
         if layer not in self._units:
             return lambda forward, *args, **kwargs: forward(*args, **kwargs)
         self._unit_pass = self._units[layer].begin(parts, self._unit_pass)
@@ -387,13 +374,9 @@ def _join_outputs(
     dim: int,
     joined: Callable[[Callable[[], Tensor], Tensor, int], Tensor],
 ) -> Any:
-    """Return the output of a layer, with the tensors of both half-batches joined.
+    """Return the output of a layer: the outputs `first` and `second()` of both half-batches, joined.
 
-    Args:
-        first: Output for the first half-batch: None, a tensor, or a tuple of tensors.
-        second: Function that returns the output for the second half-batch.
-        dim: Dim along which the first tensor is joined; other tensors are joined along dim 0.
-        joined: Function of (second, first, dim) that returns the joined tensor or a placeholder for it.
+    The first tensor is joined along `dim`, others along dim 0. `joined(second, first, dim)` joins two tensors.
     """
     if isinstance(first, Tensor):
         return joined(second, first, dim)

@@ -94,8 +94,6 @@ class _SavedOutputsMode(TorchDispatchMode):
 
 
 class _OffloadMode(_SavedOutputsMode):
-    """Mode of forward that offloads operator outputs."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

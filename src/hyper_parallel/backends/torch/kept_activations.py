@@ -469,7 +469,6 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
 def _layer(
     device: torch.device, tokens: int = 256, width: int = 128, heads: int = 4
 ) -> Callable[[], object]:
-    """Return a function that runs forward and backward of a decoder layer without parallelism."""
     x = torch.randn(tokens, width, device=device, requires_grad=True)
     norm = nn.RMSNorm(width)
     qkv = nn.Linear(width, 3 * width)

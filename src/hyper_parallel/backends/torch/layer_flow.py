@@ -94,13 +94,7 @@ def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
 
 
 def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs: Tensor) -> Any:
-    """Return the output of a model's forward under `tracer`, with the arguments of a training step.
-
-    Args:
-        model: The model.
-        tracer: Tracer in which the forward runs.
-        axis: Mesh axis that an error names.
-        extra_inputs: Further arguments of the forward.
+    """Return the output of a model's forward under `tracer`, with the arguments of a training step and `extra_inputs`.
 
     Raises:
         UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or does not support `axis`.
@@ -166,7 +160,6 @@ class _LayerTrace(SlotList):
         return self._slots
 
     def run(self) -> LayerFlow:
-        """Run the model once and return the recorded data flow."""
         model, flow, tracer = self.model, self.flow, self.tracer
         with preserve_module_state(model):
             self._mark_parameters()

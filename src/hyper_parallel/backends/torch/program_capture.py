@@ -382,7 +382,6 @@ def _dynamic(module: str, operator: str) -> Contradiction:
 
 
 def _writes(target: Any) -> bool:
-    """Return whether an operator changes one of its arguments in place."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 

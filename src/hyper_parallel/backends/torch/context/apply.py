@@ -51,9 +51,7 @@ def apply_context_parallel(
     calls: Sequence[int],
     running: RunningPass,
 ) -> ContextState | None:
-    """Shard the sequences of a model and make its attention cover all tokens.
-
-    Return the state of context parallelism, or None if cp is 1.
+    """Shard a model's sequences and make attention cover all tokens; return the state, or None if cp is 1.
 
     Args:
         model: The model; changed in place.

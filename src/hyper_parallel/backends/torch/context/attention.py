@@ -201,7 +201,7 @@ class RingAttention:
         return some, every
 
     def forward(self, q: Tensor, width: int, blocks: KeyValueBlocks) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exp over the keys of all positions, in `score_dtype`; values have `width` features."""
+        """Return output and log-sum-exp over the keys in `blocks`, in `score_dtype`; values have `width` features."""
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q.dtype))
         out = lse.new_zeros(*lse.shape, width)
         for source, k, v in blocks:

@@ -127,10 +127,7 @@ class _Wrapper:
 def _layers_without_shared_parameters(
     layers: Sequence[nn.Module], model: nn.Module
 ) -> Iterator[nn.Module]:
-    """Yield the layers that share no parameter with modules outside of the layer.
-
-    FSDP would create one copy of a shared parameter per wrapped module.
-    """
+    """Yield the layers that share no parameter with other modules; FSDP would copy a shared one per wrapped module."""
 
     def uses(module: nn.Module) -> Counter[int]:
         return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))

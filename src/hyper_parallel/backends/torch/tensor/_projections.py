@@ -79,9 +79,7 @@ class RegionPass:
 
 @dataclass(slots=True)
 class PreparedProducts:
-    """Results of `TokenExecutor.product` for the projections of a region, created before they are needed.
-
-    They are created while a collective is in flight, for the reason given in `ChunkedWeight`.
+    """Results of `TokenExecutor.product`, created while a collective is in flight; see `ChunkedWeight` for the reason.
 
     Attributes:
         shape: Shape of the forward pass in which the products were created.
@@ -206,10 +204,7 @@ class Region:
             region.current.column_products = region._prepare(region.column_products)
 
     def _pop_column_products(self) -> dict[nn.Module, Callable[[], Any]]:
-        """Return functions that return the products prepared for this pass, else `column_products`.
-
-        Prepared products are removed, because each is used in one pass only.
-        """
+        """Return functions that return the products prepared for this pass, else `column_products`."""
         prepared, self.current.column_products = self.current.column_products, None
         is_current = (
             prepared is not None
@@ -309,13 +304,8 @@ class Region:
     ) -> tuple[Tensor, Tensor | None]:
         """Sum the output of a 2d attention projection over y; return this rank's slice of the output and of the bias.
 
-        The slice has complete heads or, with span attention, all local heads for the tokens of a span.
-
-        Args:
-            out: Partial sums of the projection's output on this y rank.
-            bias: Local bias of the projection, which is not added here.
-            rows: See `colwise`.
-            boundary: Collective of the program with the purpose `HEAD_SCATTER`.
+        The slice has complete heads or, with span attention, all local heads for the tokens of a span. `rows` is that
+        of `colwise`, and `boundary` is the collective with the purpose `HEAD_SCATTER`. The bias is not added.
         """
         y = self.state.groups[boundary.axes]
         if self.spans is not None:

@@ -204,7 +204,6 @@ class TensorParallel:
         return region
 
     def _region_of(self, name: str) -> Region:
-        """Return the region of a projection; with replicated activations, a region without collectives."""
         return self.regions.setdefault(module_of(name), Region(self.state))
 
     def _key_value_rows(self, module: nn.Module) -> slice:
@@ -303,7 +302,6 @@ class TensorParallel:
             wrap(module, lambda inner, x: join(inner(x), -1, state.group))
 
     def _norm_over_heads(self, module: nn.Module, name: str, rows: slice | None) -> None:
-        """Make a norm compute its statistics over the heads of all ranks."""
         inside = partial(ShardedNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
         use_local_parameters(module, self.state.gradients, inside, rows)
 

@@ -190,7 +190,7 @@ class ChunkExecutor:
         rows: int,
         before_wait: Callable[[], None],
     ) -> Tensor:
-        """Multiply and reduce-scatter tokens [..., F] in chunks; `before_wait` runs while all scatters are in flight."""
+        """Multiply and reduce-scatter tokens [..., F] in chunks; call `before_wait` while scatters are in flight."""
         width, ranks = x.shape[-1], group.size()
         tokens = padded(x.reshape(1, -1, width), rows).view(ranks, self.num_chunks, -1, width)
         pair = scatter_pair(1, group, Purpose.SEQUENCE_SCATTER)

@@ -176,7 +176,6 @@ class _SummandTrial:
         self.loss_taken = False
 
     def run(self) -> TensorTrial:
-        """Run the model once and return the result."""
         model, tracer = self.model, self.tracer
         for i, name in enumerate(self.names):
             tracer.mark(model.get_parameter(name), 1 << _BITS + i)

@@ -273,10 +273,7 @@ def _advance(generator: torch.Generator) -> int:
 
 
 def _hash64(x: int) -> int:
-    """Return 63 bits of the SplitMix64 hash.
-
-    Source: Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators.
-    """
+    """Return 63 bits of the SplitMix64 hash (Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Generators)."""
     x = (x + 1) * 0x9E3779B97F4A7C15 & _WORD
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD

@@ -75,12 +75,9 @@ class _GatherAndMultiply(torch.autograd.Function):
 def _scattered_gradient(
     tokens_grad: Tensor | None, pairs: list[tuple[Tensor, Tensor]], group: ProcessGroup
 ) -> Tensor | None:
-    """Return the gradient of this rank's tokens [n, D].
+    """Return the gradient [n, D] of this rank's tokens.
 
-    Args:
-        tokens_grad: Gradient of the gathered tokens [P n, D]; None: zero.
-        pairs: Output gradient [P n, F] and weight [F, D] of each product.
-        group: Process group of P ranks.
+    `tokens_grad` is the direct gradient of the gathered tokens, and `pairs` are (output gradient, weight) of products.
     """
     name = Purpose.SEQUENCE_GATHER.backward
     if not pairs and tokens_grad is None:
