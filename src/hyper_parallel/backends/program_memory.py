@@ -196,9 +196,9 @@ class _Rewriter:
         )
 
     def value(self, number: int) -> int:
-        """Return the latest number of a value, which changes when the value is recomputed or copied.
+        """Return the number under which the next node must read a value, after recomputation and copies.
 
-        A view of a value with a new number is emitted again.
+        A view of a recomputed or copied value is emitted again.
         """
         view = self._views.get(number)
         if view is None or number not in self._latest:

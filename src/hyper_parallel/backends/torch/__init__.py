@@ -1,4 +1,4 @@
-"""The PyTorch back end: plans applied to modules, collectives on local tensors, exact global reductions.
+"""The PyTorch back end: it applies a plan to a model, and runs forward, backward and reductions over ranks.
 
     _parallelize   applies a plan to a model and returns its `Handle`, with functions of the subpackages:
     tensor         tensor and sequence parallelism on one or two axes      context    context parallelism

@@ -249,9 +249,9 @@ def check_loss(model: nn.Module, attached: Handle) -> None:
 def stage_inputs(
     model: nn.Module, batch: Mapping[str, Any], objective: Objective | None
 ) -> Mapping[str, Any]:
-    """Return the items of a batch that a forward pass needs: all items, or with an objective the forward's arguments.
+    """Return the items of a batch that every pipeline stage needs.
 
-    Items that only the objective reads are used on the last pipeline stage alone.
+    Without an objective these are all items, otherwise only those that are arguments of the model's forward.
     """
     return batch if objective is None else _forward_kwargs(model, batch)
 
@@ -622,7 +622,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def _square_sum(model: nn.Module, local_gradients: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all gradients over ranks; append this rank's local gradients to a list."""
+    """Return the sum of squares of all gradients over ranks; append this rank's gradients to `local_gradients`."""
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     wide = torch.float32  # dtype of the sum: equal on all ranks, also on a rank without gradients

@@ -20,7 +20,7 @@ def capturing_nothing() -> bool:
 
 @contextmanager
 def driver_untouched() -> Iterator[None]:
-    """Answer queries of model code about an uninitialized accelerator without initializing its driver.
+    """Prevent model code in this context from initializing the driver of an accelerator.
 
     A process cannot use a CUDA device whose driver was initialized in its parent before a fork. transformers checks for
     stream capture whenever it creates a mask, and torch initializes the driver for this check.

@@ -153,7 +153,7 @@ class HalfBatch:
         """Wrap the forwards of decoder layers, so that they run on half-batches.
 
         Args:
-            layers: Decoder layers, whose forwards run whole batches before this call.
+            layers: Decoder layers; changed in place.
             recomputed: Dict whose keys are the layers that backward recomputes. Its values are functions that create
                 the `RecomputedHalves` of one pass through the layer.
         """
@@ -164,7 +164,7 @@ class HalfBatch:
             layer.forward = functools.wraps(layer.forward)(run)
 
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
-        """Replace the hooks of FSDP, which manages `modules`, on layers that half-batches leave one by one."""
+        """Replace FSDP's hooks on the layers among `modules`, unless every layer completes both half-batches."""
         if not self._joins_layers:
             self._units = {m: HalvedUnit(m) for m in self._layers if m in {*modules}}
 

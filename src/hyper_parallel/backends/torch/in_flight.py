@@ -9,7 +9,7 @@ nodes in the same order, so they issue collectives in the same order.
 
     serial          `collective(launch, transpose, x)`: a single node that blocks
     chunks          `pending = start(launch, transpose, x)` ... `pending.finish()`
-    half-batches    `Turns`: two half-batches alternate; each is suspended while its collective is in flight
+    half-batches    `Turns`: two halves of a microbatch alternate; each is suspended during its collective
 
 Sources: Wang et al. 2024 (Domino), section 3, for half-batches; the schedule of backward is ours.
 """

@@ -93,7 +93,7 @@ class ModelView:
 
 
 def view_of(model: nn.Module) -> ModelView:
-    """Return the parts of a model, which may be complete or have only the modules of one pipeline rank."""
+    """Return the parts of a complete model, or of a model with only the modules of one pipeline rank."""
     prefix = getattr(model, "base_model_prefix", None)
     is_decoder = prefix is not None and hasattr(model, "config")
     if is_decoder:

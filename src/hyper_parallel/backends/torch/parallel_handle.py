@@ -144,8 +144,8 @@ def handle(model: nn.Module) -> Handle:
 def overlap_counts(model: nn.Module) -> dict[str, int]:
     """Return and reset the counters of overlap since the last call, by name; an empty dict if the plan has no overlap.
 
-    `halved_layers` and `whole_layers` count layer calls on half-batches and on whole batches. `chunked_blocks` and
-    `whole_blocks` count attention and MLP blocks whose collectives overlap with their products, and other blocks.
+    `halved_layers` and `whole_layers` count layer calls on half-batches and on whole batches. `chunked_blocks` counts
+    attention and MLP blocks whose collectives overlap with their products, `whole_blocks` those that ran serially.
     """
     known = attached(model)
     counted = () if known is None else (known.halves, known.tp)

@@ -145,8 +145,8 @@ def loss_function(
 ) -> Callable[..., Tensor]:
     """Return a function that replaces the `loss_function` of a Hugging Face model and accepts sharded logits.
 
-    `add(loss, share)` returns the loss plus the router loss. `share` is the share of the step's targets that are in the
-    microbatch.
+    `add(loss, share)` returns the loss plus the router loss, weighted by `share`: the microbatch's share of the targets
+    over which the loss is averaged.
     """
 
     def causal_lm_loss(

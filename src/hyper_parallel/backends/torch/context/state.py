@@ -77,7 +77,7 @@ class ContextState:
         return _select_tokens(whole, self._positions[whole.shape[1], whole.device], cut, fill)
 
     def local_lengths(self, _: Tensor) -> Tensor:
-        """Return the length of the document of each of this rank's tokens in the running pass; a `Lengths` function."""
+        """Return the document length of each of this rank's tokens in the running pass, for `rotate_by_document`."""
         return self.view.lengths
 
     def position_ids(self) -> Tensor:

@@ -373,7 +373,7 @@ class UnitOrder:
         unit.partial = [] if unit.group.all_reduce_grads or not unit.group._is_hsdp else used
 
     def _drop_unused(self) -> None:
-        """Set the gradients of parameters to None that had no gradient on any rank, recognised by -0.0 everywhere."""
+        """Set gradients to None that are -0.0 everywhere, because no rank had a gradient; see `_complete`."""
         filled, self._filled = [p for p in self._filled if p.sharded_param.grad is not None], []
         if not filled:
             return

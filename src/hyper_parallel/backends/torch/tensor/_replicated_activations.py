@@ -87,10 +87,7 @@ class _GatheredParameters(dict[str, Any]):
 def gather_embedding_when_read(
     model: nn.Module, embedding: nn.Module, gradients: TpGradients, group: ProcessGroup
 ) -> None:
-    """Make the weight of a sharded embedding full when the model's forward reads it directly, as in Gemma 4.
-
-    The weight is all-gathered at each read; `gradients` reduces the gradients of replicated parameters.
-    """
+    """Make a sharded embedding's weight all-gather itself when the model's forward reads it, as Gemma 4 does."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params = embedding._parameters

@@ -1,4 +1,4 @@
-"""Choice of the executor that overlaps collectives with products in attention and MLP blocks, and its limits."""
+"""Choice of the executor that overlaps collectives with matrix products in attention and MLP blocks."""
 
 from __future__ import annotations
 
