@@ -121,7 +121,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
                     "a tensor of the adapter has values that are not finite numbers",
                     where=f"{directory}: {key}",
                     got="NaN or infinity" if value.is_floating_point() else str(value.dtype),
-                    hint="download or export the adapter again",
+                    hint="fetch or export the adapter again",
                 )
             parameter.copy_(value)
     patterns = {k: dict(getattr(config, k) or {}) for k in ("rank_pattern", "alpha_pattern")}

@@ -294,7 +294,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _has_key(path: Path, key: str) -> bool:
-    """Return whether a file is a JSON object with `key`; if the file exceeds `_READ_LIMITS`, whether it starts as one."""
+    """Return whether a file is a JSON object with `key`; beyond `_READ_LIMITS`, whether it begins like an object."""
     try:
         if path.stat().st_size > _READ_LIMITS.num_bytes:
             with path.open("rb") as file:
