@@ -36,7 +36,7 @@ from hyper_parallel.trainer.data.template_properties import (
     TemplateProperties,
     common_prefix,
     properties_of,
-    unfinished,
+    without_open_tag,
 )
 
 _RESERVED: Final = ("messages", "tools", "add_generation_prompt")
@@ -413,7 +413,7 @@ class _Search:
         header = PLACEHOLDER.split(self._renderer.shaped_prompt(shape, i))[-1]
         gap = self._text[previous : min(later, default=len(self._text))]
         shared = common_prefix(header, gap)
-        shared = header if shared == header else unfinished(shared)
+        shared = header if shared == header else without_open_tag(shared)
         is_header = own or not header[len(shared) :][:1].isalnum()
         if not shared or not is_header:
             raise self._renderer.error(

@@ -86,17 +86,8 @@ def assistant_spans(
         num_context: Number of leading turns without a span.
     """
     one = _as_conversation(conversation)
-    rendering = locate_answers(tokenizer, one, _trained_turns(one, num_context), where)
+    rendering = locate_answers(tokenizer, one, one.answer_turns(num_context), where)
     return rendering.text, list(rendering.spans)
-
-
-def _trained_turns(conversation: Conversation, num_context: int) -> list[int]:
-    """Return the indices of the assistant turns to train on; the first `num_context` turns are not."""
-    return [
-        i
-        for i, turn in enumerate(conversation.messages)
-        if turn["role"] == "assistant" and i >= num_context and i not in conversation.untrained
-    ]
 
 
 def encode_conversation(

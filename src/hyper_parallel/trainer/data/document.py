@@ -68,6 +68,11 @@ class Conversation:
     trained: frozenset[int] = field(default=frozenset(), compare=False)
     media: tuple[MediaFile, ...] = ()
 
+    def answer_turns(self, num_context: int) -> list[int]:
+        """Return the indices of the assistant turns to train on: after `num_context` turns, and not excluded."""
+        turns = enumerate(self.messages[num_context:], start=num_context)
+        return [i for i, turn in turns if turn["role"] == "assistant" and i not in self.untrained]
+
 
 def has_content(turn: Message) -> bool:
     """Return whether a turn has text, reasoning or tool calls."""
