@@ -119,7 +119,7 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
     for name in group_keys:
         if name not in saved:
             raise CheckpointMismatch(
-                f"the checkpoint has no `optimizer.{name}`: the parameter was not trained",
+                f"the checkpoint has no optimizer state for `{name}`, which the saved run did not train",
                 where=str(path),
                 hint="train the parameters of the saved run, or start over with `checkpoint.resume=never`",
             )
@@ -163,7 +163,7 @@ def restore_optimizer(
         numbers = {n: {k: v for k, v in saved[n].items() if k in values} for n in members}
         if mismatched := next((n for n in members if numbers[n] != values), None):
             raise CheckpointMismatch(
-                f"`optimizer.{mismatched}` differs in the checkpoint from the other parameters of its group",
+                f"the saved optimizer settings of `{mismatched}` differ from those of its parameter group in this run",
                 where=str(path),
                 hint=_OTHER_RUN,
             )

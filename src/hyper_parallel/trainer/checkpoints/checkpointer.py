@@ -77,7 +77,7 @@ class Checkpointer:
         directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every save
             removes leftovers of killed or failed saves.
         keep: Number of newest intact checkpoints to keep, at least 1. A save never removes checkpoints of later steps.
-        asynchronous: Write in a background thread during training.
+        asynchronous: Whether to write in a background thread while training continues.
         fingerprint: JSON values about model and optimizer, but not layout, that must agree between the saving and the
             loading run. None: load from any run with matching tensors; such a checkpointer cannot save.
         on_error: Whether `save` raises the error of a failed write ("stop") or logs it ("continue"). `finish` always
@@ -384,7 +384,10 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return [step] of the intact checkpoint with the lowest metric `keep_best`, the newest of equals, or []."""
+        """Return a list with the step of the intact checkpoint with the lowest metric `keep_best`, or [].
+
+        Of equal checkpoints, the newest is the best.
+        """
         metric, values = self._keep_best, {}
         if metric is None:
             return []

@@ -214,7 +214,7 @@ def foreign(checkpoint: Path) -> list[str]:
 
 
 def check_own(checkpoint: Path) -> None:
-    """Raise OutputNotWritable (HP105) if a folder that a checkpoint would replace has files of other kinds."""
+    """Raise OutputNotWritable (HP105) if a folder to be replaced has files that belong to no checkpoint."""
     if entries := foreign(checkpoint):
         raise OutputNotWritable(
             "the checkpoint would replace a folder with files that are not part of a checkpoint",
@@ -246,8 +246,8 @@ def publish(directory: Path, step: int) -> None:
 def remove(directory: Path, step: int) -> None:
     """Remove a published checkpoint.
 
-    The folder is hidden by a rename first, so a killed run leaves no partial checkpoint. A folder that also has files
-    of other kinds stays, and a warning names these files.
+    The folder is hidden by a rename first, so a killed run leaves no partial checkpoint. A folder with files that
+    belong to no checkpoint stays, and a warning names these files.
     """
     target, hidden = directory / step_name(step), temporary(directory, step)
     if entries := foreign(target):
@@ -332,7 +332,7 @@ class CheckpointDirectory:
 
         Raises:
             OutputNotWritable: HP105 when the folder or its parent was replaced during the run, or when the checkpoint
-                would replace a folder with files of other kinds.
+                would replace a folder with files that belong to no checkpoint.
         """
         for folder, identity in self._identities.items():
             if folder == self._path and not folder.exists():

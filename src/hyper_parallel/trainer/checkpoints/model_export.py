@@ -310,7 +310,7 @@ def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
 def _published_sizes(
     reference: nn.Module, meta: dict[str, Tensor]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
-    """Return a dict from parameter to the parameters that must be converted with it, and the bytes of stored tensors.
+    """Return a dict from parameter to those that must be converted with it, and one from stored tensor to bytes.
 
     Raises:
         ModelUnreadable: HP305 when the published format joins parameters of several layers in one tensor.
@@ -328,7 +328,7 @@ def _published_sizes(
             if sizes.keys() == expected:
                 return groups, sizes
     raise ModelUnreadable(
-        "the published format of this model joins parameters of several layers, which is not supported",
+        "cannot export this model: its published format joins parameters of several layers in one tensor",
         got=type(reference).__name__,
         hint="checkpoint.export=false",
     )
@@ -360,7 +360,7 @@ def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[st
 
 
 def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
-    """Return a dict from tensor to file name; a new file begins where one would exceed `max_file_bytes`."""
+    """Return a dict from tensor to file name; consecutive tensors share a file of at most `max_file_bytes`."""
     groups: list[list[str]] = [[]]
     filled = 0
     for key, size in sizes.items():

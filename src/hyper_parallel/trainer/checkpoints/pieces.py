@@ -23,7 +23,7 @@ from hyper_parallel.trainer.checkpoints.index import (
 )
 
 Resident = Callable[[Tensor], Tensor]
-"""Function that returns the current values of a local tensor, which a memory plan may have offloaded, detached."""
+"""Function that returns the detached current values of a local tensor, which a memory plan may have offloaded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class Table:
     def _sound_rows(self) -> Iterator[bool]:
         """Yield True for each row after validating its Arrow batch, then True forever.
 
-        A wrong offset in a memory-mapped file would crash the process when the row is read without validation.
+        Without validation, a wrong offset in a memory-mapped file would crash the process.
         """
         columns = getattr(self.rows, "data", None)
         if (

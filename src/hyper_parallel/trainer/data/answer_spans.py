@@ -79,7 +79,7 @@ class _Renderer:
         return self._render(self._forms[:count], prompt=prompt)[0]
 
     def marked(self) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of all turns, and the [start, end) characters in `{% generation %}` blocks, if it has any."""
+        """Return the text of all turns, and the [start, end) characters inside `{% generation %}` blocks."""
         return self._render(self._forms, marks=self.template.has_marks)
 
     def shaped(self, shape: Placeholders) -> str:
@@ -141,7 +141,7 @@ class _Renderer:
         )
 
     def error(self, problem: str, turn: int | None = None, **details: Any) -> BadValue:
-        """Return an error about the turn of index `turn`, or about the whole conversation if it is None."""
+        """Return an error about the turn of index `turn`; None: about the whole conversation."""
         where = self._where or "chat template"
         if turn is not None:
             where += f", turn {turn + 1} ({self._conversation.messages[turn]['role']})"
@@ -181,7 +181,7 @@ class _Renderer:
 def render_text(
     tokenizer: Any, conversation: Conversation, *, prompt: bool = False, where: str = ""
 ) -> str:
-    """Return the text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
+    """Return the text of a conversation, with the generation prompt if `prompt`.
 
     Raises:
         BadValue: HP102 for any error that the template raises, and for tools or variables that it does not read.
@@ -277,7 +277,7 @@ class _Search:
         self._raise_changed()
 
     def _raise_changed(self) -> NoReturn:
-        """Raise for a template that changes words, or whose other text depends on them; name the first such turn."""
+        """Raise the error for a template that changes words, or writes text around turns that depends on the words."""
         for i, message in enumerate(self._messages):
             for words in pieces_of(message):
                 if not any(form in self._text for form in forms_of(words)):

@@ -157,7 +157,7 @@ class Batches:
         tail: Behaviour when an epoch ends inside a step. `wrap`, for training: the step continues with the next epoch.
             `pad`, for evaluation: the step is filled with dummy rows without labels, so every sequence is read exactly
             once.
-        limit: Number of sequences (or groups) to use, at equal distances in the data; None: all.
+        limit: Number of sequences (or groups) to use, evenly spaced in the data; None: all.
         fingerprint: Hash of the data, stored in checkpoints.
 
     Attributes:
@@ -232,8 +232,8 @@ class Batches:
     def _mixture_block(self, block: int) -> Int64:
         """Return [_BLOCK] indices of groups of sequences: block number `block` of a mixture of sources.
 
-        Up to the end of every block, the count of each source equals its weight times all sequences, rounded. Within a
-        block, the order is random.
+        After each block, the number of sequences read from a source is its weight times the number of all sequences
+        read so far, rounded. Within a block, the order is random.
         """
         assert self._shares is not None
         assert isinstance(self.sequences, JoinedSequences)

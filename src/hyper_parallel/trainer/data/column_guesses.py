@@ -111,7 +111,7 @@ def guess_texts(values: Record) -> dict[str, str]:
 
 
 def _named(texts: list[str], names: tuple[str, ...], words: tuple[str, ...]) -> list[str]:
-    """Return [the first of `names` that is in `texts`] or else all keys in `texts` that contain one of `words`."""
+    """Return the first of `names` in `texts`, as a list; if there is none, all `texts` that contain one of `words`."""
     exact = [name for name in names if name in texts]
     return exact[:1] or [key for key in texts if any(word in key.lower() for word in words)]
 
@@ -142,13 +142,13 @@ def guess_pair(values: Record) -> dict[str, str]:
 
 
 def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
-    """Return whether a word of a key matches: `bad$` matches `bad_reply` and `badReply` but not `badge`."""
+    """Return whether a word in a key matches: `bad$` matches in `bad_reply` and `badReply` but not in `badge`."""
     words = re.split(r"[\W_\d]+|(?<=[a-z])(?=[A-Z])", key)
     return any(pattern.match(word.lower()) for word in words)
 
 
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
-    """Return the same dict as `guess_pair`, only from names that tell which answer is worse, such as `bad_reply`.
+    """Return a dict as `guess_pair`, but {} unless the name of a key tells which answer is worse (`bad_reply`).
 
     Args:
         values: Values of the record by key.

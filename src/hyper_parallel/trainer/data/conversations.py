@@ -44,9 +44,9 @@ from hyper_parallel.trainer.data.turns import (
 )
 
 Values = dict[str, Any]
-"""Values of a record by canonical key: without renaming by `data.columns`, null values and ignored keys."""
+"""Values of a record by canonical key (see `RecordRules`), without null values and ignored keys."""
 Part = tuple[list[Message], int | None]
-"""Turns of a conversation, and the number of leading turns that are the prompt; None: no key for the prompt."""
+"""Turns of a conversation, and the number of leading turns that are the prompt; None: the record has no prompt key."""
 
 _INPUTS: Final = ("input", "context")
 _SHARED: Final = frozenset((*SYSTEMS, *TOOLS, "chat_template_kwargs"))
@@ -104,8 +104,8 @@ def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
 def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
     """Read the conversation with the chosen answer, then the conversation with the rejected answer.
 
-    The answers may contain the whole conversations, with or without a key for the prompt. The prompt then consists of
-    the leading turns that both have in common.
+    An answer continues the prompt of the record. If both answers contain whole conversations instead, the leading turns
+    that they have in common are the prompt.
     """
     raw = [values[key] for key in ("chosen", "rejected")]
     answers = [_turns_of(a, "assistant", rules, where, "chosen or rejected") for a in raw]
@@ -133,9 +133,9 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 def _prompt_of_pair(
     values: Values, rules: RecordRules, where: str
 ) -> tuple[list[Message], Message | None]:
-    """Return the prompt turns of a pair, [] if it has no key for the prompt, and the user turn made from a text prompt.
+    """Return (turns of the prompt, user turn made from a text prompt) of a pair.
 
-    The user turn is None if the prompt is not a text.
+    The turns are [] if the record has no key for the prompt. The user turn is None if the prompt is not a text.
     """
     prompt = rules.one_of(values, QUESTIONS, where)
     if isinstance(prompt, str) and (prompt or isinstance(values["chosen"], str)):
@@ -261,7 +261,7 @@ def _begins(turns: Sequence[Message], beginning: Sequence[Message]) -> bool:
 
 
 def _num_shared(whole: Sequence[Sequence[Message]]) -> int:
-    """Return the number of leading turns that all conversations have in common, without any last turn."""
+    """Return the number of leading turns that all conversations have in common, except the last turn of any."""
     most = min(len(turns) for turns in whole) - 1
     differ = (i for i in range(most) if any(turns[i] != whole[0][i] for turns in whole))
     return next(differ, max(most, 0))
@@ -297,7 +297,7 @@ _FORMATS: Final[dict[str, tuple[_Reader, str]]] = {
 }
 """For each conversation format, the function that reads a record, and a description of the keys for errors."""
 CONVERSATIONS: Final = frozenset(_FORMATS)
-"""Record formats of conversations."""
+"""Names of the conversation formats."""
 _DEFAULT: Final = RecordRules()
 
 
@@ -318,7 +318,7 @@ def shape_of(
         columns = guess_named_pair(values, with_answers=shape == "prompt_completion")
         if columns and shape is not None:
             raise NoData(
-                "a record has its worse answer under an unknown key, so it is not read as a pair",
+                "a record has its rejected answer under an unknown key, so it is not read as a pair",
                 where=where,
                 got=sorted(values),
                 allowed=_FORMATS["preference"][1],
@@ -435,7 +435,7 @@ def conversations_of(
     stage: str = "sft",
     rules: RecordRules = _DEFAULT,
 ) -> list[Conversation]:
-    """Return the conversation of a record or, of the format `preference`, those with chosen and rejected answer.
+    """Return the conversation of a record; the format `preference` has two, first the one with the chosen answer.
 
     Args:
         record: Record to read.

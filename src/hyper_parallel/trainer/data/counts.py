@@ -55,10 +55,10 @@ class DataCounts:
             conversation format (`sharegpt`, `alpaca`, `prompt_completion`, `preference`).
         seq_len: `data.seq_len`.
         read: Number of records read; a pair is one record, and so is a text file.
-        used: Number of records that are trained on, including cut ones.
+        used: Number of records that are trained on, including truncated ones.
         cut: Number of used records that are longer than `data.seq_len` and therefore truncated.
         tokens: Number of tokens of the used records.
-        target_tokens: Number of targets among them: two per pair with `stage: rm`, 0 with `stage: grpo`.
+        target_tokens: Number of targets in these records: two per pair with `stage: rm`, 0 with `stage: grpo`.
         dropped: Number of dropped records by reason.
         ignored_keys: For each ignored key, the number of records that have it.
         remarks: Number of other changes that the reader made, by description.

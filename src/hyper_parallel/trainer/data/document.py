@@ -53,7 +53,7 @@ class Conversation:
     Attributes:
         messages: All turns, the system turn first.
         num_prompt: Number of leading turns that are the prompt; None: the record has no key for the prompt.
-        tools: Functions that the assistant may call, as JSON schemas in OpenAI's form.
+        tools: Functions that the assistant may call, as JSON schemas in the OpenAI format.
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
         untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
         trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
@@ -69,7 +69,7 @@ class Conversation:
     media: tuple[MediaFile, ...] = ()
 
     def answer_turns(self, num_context: int) -> list[int]:
-        """Return the indices of the assistant turns to train on: after `num_context` turns, and not excluded."""
+        """Return the indices of assistant turns to train on: after the first `num_context`, not in `untrained`."""
         turns = enumerate(self.messages[num_context:], start=num_context)
         return [i for i, turn in turns if turn["role"] == "assistant" and i not in self.untrained]
 

@@ -24,7 +24,7 @@ from hyper_parallel.trainer.data.media_records import checksum, content_of, deco
 from hyper_parallel.trainer.data.template_properties import properties_of
 
 TEXT_ARRAYS: Final = ("input_ids", "attention_mask")
-"""Arrays of a processor that do not depend on media; the model gets these from the prepared data instead."""
+"""Arrays of a processor that are not passed to the model, which gets tokens and padding from the prepared data."""
 
 
 def expand(
@@ -178,7 +178,7 @@ def process(
             "the processor of the model rejects a conversation",
             where=where,
             got=f"{' '.join(str(error).split())[:300] or type(error).__name__}",
-            allowed="texts without tokens of images or audio other than those of the record's items",
+            allowed="texts without image or audio tokens, except those of the record's own images and audio",
         ) from error
     if sum(tensor.is_floating_point() for tensor in arrays.values()) < len(used):
         raise BadValue(
@@ -228,5 +228,5 @@ def aligned(
     raise BadValue(
         "the processor of the model changes tokens outside of images and audio, so targets cannot be identified",
         where=where,
-        got=f"token {place + 1} of {len(ids)} without them",
+        got=f"token {place + 1} of {len(ids)} in the text before processing",
     )

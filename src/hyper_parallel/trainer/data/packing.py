@@ -93,7 +93,7 @@ def pack(
         counts: Counts of the source, updated by this function.
 
     Returns:
-        Sentences for the user on the result.
+        Notes for the user.
 
     Raises:
         NoData: HP602 when there is no training sequence.
@@ -339,8 +339,8 @@ def write_rows(
 ) -> None:
     """Pack documents into rows of `seq_len` tokens, and write the rows as arrays `PATH*.npy`.
 
-    The arrays are inputs, shifted labels, number of labels with loss and number of tokens before the padding per row,
-    and, if `masked`, positions, which restart at 0 with every document and with the padding.
+    The arrays are inputs, shifted labels, and for each row the numbers of labels with loss and of tokens before the
+    padding. If `masked`, there are also positions, which restart at 0 with every document and with the padding.
 
     A document of T tokens takes T - 1 positions, because its last token is only a label. For a reward model it takes T
     positions. With packing, documents share rows. A text longer than a row is divided into pieces that overlap by one

@@ -35,7 +35,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class WordsPlace:
-    """Characters [start, end) of a rendered conversation at which the `Words` with index `number` are."""
+    """Position [start, end), in characters, of the `Words` with index `number` in a rendered conversation."""
 
     number: int
     start: int
@@ -142,7 +142,9 @@ def forms_of(words: str) -> Iterator[str]:
 
 
 def places_of(shaped: str, text: str, words: Sequence[Words]) -> list[WordsPlace] | None:
-    """Return the positions of words in a rendered text; None if `shaped` with words for placeholders is not this text.
+    """Return the positions of the replaced words in a rendered text.
+
+    Return None if replacing the placeholders in `shaped` by their words does not result in `text`.
 
     Args:
         shaped: The same conversation rendered with placeholders.

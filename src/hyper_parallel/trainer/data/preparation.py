@@ -57,7 +57,7 @@ class PackedData:
         weights: Weight of each source in a mixture; empty for a single source.
         tokenizer_fingerprint: Hash of the tokenizer's files.
         tokenizer_notes: Warnings that other programs get different tokens from the tokenizer's files.
-        validation_fingerprint: Hash of the packed content of `data.validation`; None without.
+        validation_fingerprint: Hash of the packed content of `data.validation`; None: not set.
         records_fingerprint: Hash of the record columns that reward functions read; None for a stream.
         files_fingerprint: Hash of names, sizes and times of a stream's files; None for packed sequences.
     """

@@ -81,7 +81,7 @@ class LengthHistogram:
         self.counts[4 * shift + (num_tokens >> shift)] += 1
 
     def buckets(self) -> list[dict[str, int]]:
-        """Return at most 16 buckets as dicts: `documents` with `from` to `to` tokens, both inclusive."""
+        """Return at most 16 buckets as dicts with `from` and `to` (tokens, inclusive) and `documents` (count)."""
         if not self.counts:
             return []
         first, last = min(self.counts), max(self.counts)
@@ -210,7 +210,7 @@ def _decoded(hf: Any, before: Sequence[int], ids: Sequence[int]) -> str:
 
 
 def is_used(encoded: Sequence[Encoded], stage: str, counts: DataCounts) -> bool:
-    """Return whether a stage trains on a record with these tokens and targets; `counts` has the settings."""
+    """Return whether a stage trains on a record with these tokens and targets, with the settings in `counts`."""
     own = DataCounts(seq_len=counts.seq_len, by_document=counts.by_document)
     own.add([Document("")] * len(encoded), encoded, stage)
     return own.used > 0
@@ -267,7 +267,7 @@ def shortened(example: Example) -> Example:
 
 
 def without_middle(text: str, most: int) -> str:
-    """Return beginning and end of a text, about `most` characters, with the number of omitted ones between them."""
+    """Return start and end of a text, about `most` characters, with the number of omitted characters between them."""
     if len(text) <= most + 40:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most // 2) :]}"

@@ -57,7 +57,7 @@ def encode_parts(
     kinds = media_of_processor(tokenizer.name_or_path)
     if not kinds:
         raise BadValue(
-            "the model has no processor of images or audio, so a prompt is a text",
+            "the model has no processor for images or audio, so prompts must be texts",
             where=tokenizer.name_or_path,
             allowed="a directory with preprocessor_config.json or processor_config.json",
         )

@@ -263,7 +263,7 @@ class RecordRules:
         for text in texts:
             if (mark := next((mark for mark in _PLACEHOLDERS if mark in text), None)) is not None:
                 raise NoData(
-                    f"`{mark}` stands for a value of `{media[0]}`, which is not supported",
+                    f"the placeholder `{mark}` refers to the media column `{media[0]}`, which is not supported",
                     where=where,
                     got=abbreviated(text),
                     allowed=_SUPPORTED,
@@ -273,7 +273,7 @@ class RecordRules:
 
     def _unsupported_media(self, key: str, where: str) -> NoData:
         return NoData(
-            f"`{key}` of a record is not supported",
+            f"the media column `{key}` of a record is not supported",
             where=where,
             got=key,
             allowed=_SUPPORTED,
@@ -306,7 +306,7 @@ def label_of(record: Record, where: str) -> bool:
         return _LABEL.validate_python(labels[0] if labels else None)
     except ValidationError as error:
         raise NoData(
-            "a record has no label that says whether its answer is good",
+            "a record has no label that says whether its answer is desirable",
             where=where,
             got=f"{labels[0]!r:.60}" if labels else sorted(record),
             allowed=f"true or false under {' or '.join(LABELS)}",

@@ -43,7 +43,7 @@ _OBJECT_END: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
 _SECOND_ARRAY: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
 """Pattern of the beginning of a second array in the same object."""
 _LONGEST_LITERAL: Final = 16
-"""Characters at the end of a chunk in which a decoding error may mean that the chunk cuts off a literal or number."""
+"""Characters before the end of a chunk within which the end, not invalid JSON, may cause a decoding error."""
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _json_line(record: dict[str, Any], where: str) -> bytes:
             "a column of a record is not a JSON value, so reward functions cannot read it",
             where=where,
             got=f"{type(value).__name__}: {value!r:.60}",
-            allowed="texts, numbers, booleans, dates, lists and objects of such",
+            allowed="texts, numbers, booleans, dates, and lists and objects of these",
         )
 
     return json.dumps(record, default=plain).encode() + b"\n"
@@ -313,7 +313,7 @@ class JoinedSequences:
         return int(self.starts[-1])
 
     def _split(self, indices: Int64) -> Iterator[tuple[PackedSequences, Int64, Any]]:
-        """Yield, for each source in `indices`: the source, the indices relative to it, and where `indices` has them."""
+        """Yield (source, indices relative to the source, their positions in `indices`) for each source in `indices`."""
         source = np.searchsorted(self.starts, np.maximum(indices, 0), side="right") - 1
         for number in np.unique(source):
             rows = np.nonzero(source == number)[0]
@@ -334,7 +334,7 @@ class JoinedSequences:
     def _gather(
         self, read: Callable[[PackedSequences, Int64], Any], indices: Int64
     ) -> list[Any] | None:
-        """Call a method of `PackedSequences` for all rows; return its value for each row, or None if one is None."""
+        """Return the value of a `PackedSequences` method for each row; None if it returns None for a source."""
         gathered: list[Any] = [None] * len(indices)
         for part, local, rows in self._split(indices):
             if (values := read(part, local)) is None:

@@ -22,7 +22,7 @@ _ANCHORS: Final = ("\n", "a", ".", "0")
 _MOST_STEPS: Final = 64
 """Number of tokens at the end of a prompt among which `_restart` searches."""
 _FAR_WORDS: Final = 8
-"""Number of words at the end of a text that may affect the tokens of earlier words.
+"""Distance in words at which the following text no longer affects the tokens of a word.
 
 The regular expressions of pre-tokenizers look ahead by one character or one run of white space, so 2 would be enough.
 """
@@ -71,7 +71,7 @@ class _Facts:
     Attributes:
         special: Ids of added tokens.
         joins: Whether the concatenated tokens of two texts decode to the concatenated texts.
-        restarts: Whether the tokens from a word on do not depend on the text before this word.
+        restarts: Whether the tokens of a word and of the text after it are independent of the text before the word.
         tails: Cached tokens of prompt tails.
     """
 
@@ -98,10 +98,7 @@ def _facts_of(tokenizer: Any) -> _Facts:
 
 
 def _restarts(tokenizer: Any) -> bool:
-    """Return whether the tokens from any word on do not depend on the text before this word, tested on `_SAMPLE`.
-
-    Return False for a tokenizer whose pre-tokenizer makes no words.
-    """
+    """Return `_Facts.restarts` of a tokenizer, tested on `_SAMPLE`; False if its pre-tokenizer makes no words."""
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
     return len(starts) > _FAR_WORDS and all(
@@ -205,10 +202,10 @@ def _is_prompt(
 
 
 def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
-    """Return the index of a late token of a prompt from which tokens do not depend on the text before; 0 if unknown.
+    """Return the index of a token near the end of a prompt from which on tokens are independent of the text before.
 
-    This is the last added token, else, if `facts.restarts`, the first token of the word `_FAR_WORDS` words before the
-    end.
+    This is the last added token or, if there is none and `facts.restarts`, the first token of the word that is
+    `_FAR_WORDS` words before the end. Return 0 if no such token is known.
 
     Args:
         facts: Properties of the tokenizer.
@@ -279,7 +276,7 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
 
 
 def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
-    """Yield candidate tokens of a part: tokenized alone, then without the tokens of each prepended `_ANCHORS`."""
+    """Yield candidate tokens of a part: of the part alone, then of the part after each of `_ANCHORS`."""
     yield _tokens(tokenizer, part)
     stripped = part.lstrip()  # some tokenizers merge white space into one space
     for text in (part, stripped) if stripped != part else (part,):

@@ -152,9 +152,9 @@ def _too_large(
 
 
 def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
-    """Return the source with the settings that depend on the tokenizer: special tokens, and records without template.
+    """Return the source with the attributes `special` and `plain`, which depend on the tokenizer.
 
-    Set the unknown token in the counts of `source`.
+    Also set the unknown token in the counts of the source.
     """
     source.counts.unknown_id = unknown_token(tokenizer.hf)
     names = [

@@ -44,7 +44,7 @@ class Unbounded(ValueError):
 
 
 def check_files(directory: Path, names: Sequence[str]) -> None:
-    """Raise if any of the tokenizer files `names` is not a regular file, exceeds 64 MiB, or is a link to elsewhere.
+    """Raise if a tokenizer file is not a regular file, exceeds 64 MiB, or is a link out of `directory`.
 
     Raises:
         NoData: HP602 naming the file.

@@ -358,7 +358,7 @@ def flag_names(value: Any) -> set[str]:
 
 
 def parsed(value: Any, key: str, where: str) -> Any:
-    """Return `value` or, if it is a text, the JSON value in it; `key` is its key for error messages.
+    """Return `value` or, if it is a text, the JSON value in it; `key` names the value in error messages.
 
     Raises:
         NoData: HP602 for a text that is not JSON.

@@ -33,8 +33,8 @@ class Environments:
     Args:
         kind: User's environment class.
         tokenizer: Tokenizer of the run.
-        prompts: Prompts as text, as passed to reward functions.
-        answers: Reference answers as text.
+        prompts: Text of each prompt.
+        answers: Text of each reference answer.
         seeds: Seed of each environment.
     """
 

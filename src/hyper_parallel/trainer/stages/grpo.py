@@ -62,7 +62,7 @@ class GrpoStage(LearningStage):
 
     Attributes:
         sampler: Sampler of the trained model, with settings and tokenizer.
-        plan: Plan of the run.
+        plan: Parallel layout and batch sizes of the run.
         rank: Data-parallel rank.
         publisher: Exchange with dedicated sampling ranks; None: the training ranks sample.
         reference: Function that creates the reference weights, called by `begin`; None: loss without divergence.

@@ -24,7 +24,7 @@ class PairScores:
     """Mean loss and score statistics of pairs, accumulated over the microbatches of a step or evaluation.
 
     Attributes:
-        plan: Plan of the run.
+        plan: Parallel layout and batch sizes of the run.
         device: Device of the model.
         pairs: Number of pairs of the step or evaluation over all ranks.
     """

@@ -45,7 +45,7 @@ class Reference:
 
     Attributes:
         model: Trained model.
-        plan: Plan of the run.
+        plan: Parallel layout and batch sizes of the run.
         rank: Data-parallel rank.
         writes: Whether this process writes the file.
         directory: Directory of this run.

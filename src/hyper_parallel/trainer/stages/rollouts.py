@@ -81,7 +81,7 @@ class Sampler:
 
     @classmethod
     def of_job(cls, job: Job, model: nn.Module) -> Sampler:
-        """Return the sampler of a run; its stop tokens are those of `generate` on the exported model."""
+        """Return the sampler of a run; its stop tokens are those of the command `generate` on the exported model."""
         tokenizer, recipe = load_tokenizer(job.packed.tokenizer_dir), job.recipe
         eos = json.loads(job.model_files.get(GENERATION, "{}")).get("eos_token_id")
         return cls(model, tokenizer, recipe.grpo, recipe.training.seed, eos)
