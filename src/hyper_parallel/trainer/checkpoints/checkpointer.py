@@ -288,11 +288,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         resident: Resident,
     ) -> tuple[Index, list[StatePart]]:
-        """Choose a writing rank for every block of the state.
-
-        Returns:
-            Index of all tensors, without pieces yet, and the blocks that this rank writes.
-        """
+        """Choose a writing rank for every block; return an index without pieces, and this rank's blocks to write."""
         parts: list[StatePart] = []
 
         def describe() -> tuple[dict[str, Any], dict[Box, int], State, str | None]:
@@ -384,10 +380,7 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return a list with the step of the intact checkpoint with the lowest metric `keep_best`, or [].
-
-        Of equal checkpoints, the newest is the best.
-        """
+        """Return a list with the step of the intact checkpoint of the lowest `keep_best` (newest of equals), or []."""
         metric, values = self._keep_best, {}
         if metric is None:
             return []

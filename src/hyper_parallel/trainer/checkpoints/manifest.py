@@ -305,7 +305,6 @@ def _has_key(path: Path, key: str) -> bool:
 
 
 def _sync(directory: Path) -> None:
-    """Fsync a folder, so that renamed entries are durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -117,11 +117,7 @@ def export_hf(
 
 
 def _reference_of(model: nn.Module) -> nn.Module:
-    """Return an unsharded copy of the Hugging Face model on the meta device, for names and shapes.
-
-    Raises:
-        ModelUnreadable: HP305 for a model that is not a Hugging Face model.
-    """
+    """Return a copy of the Hugging Face model on the meta device; raise ModelUnreadable (HP305) for other models."""
     reference = hf_reference_model(model)
     if reference is None:
         raise ModelUnreadable(
@@ -243,11 +239,7 @@ class _Writer:
     ) -> None:
         """Write weight index, configs and tokenizer, and rename the directory to its final name.
 
-        Args:
-            config: Config of the model to write.
-            own: Generation config of the model; None: it has none.
-            generation: Path of a `generation_config.json` that is copied in preference to `own`, if it exists.
-            tokenizer_dir: Directory whose tokenizer files are copied.
+        The file `generation`, if it exists, takes precedence over the model's `own` generation config.
         """
         for name, tensor in self._carried.items():
             self._add_tensor(name, tensor.read(()).contiguous())
@@ -269,7 +261,6 @@ class _Writer:
         self._folder.publish()
 
     def discarded_on_error(self) -> AbstractContextManager[None]:
-        """Return a context that removes the hidden directory when an export fails."""
         return self._folder.discarded_on_error()
 
 
@@ -335,10 +326,7 @@ def _published_sizes(
 
 
 def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from parameter to the parameters in the same stored tensor, including itself.
-
-    For example, one stored tensor may be the concatenation of query, key and value projections.
-    """
+    """Return a dict from parameter to the parameters in the same stored tensor, for example of one QKV projection."""
     groups: dict[str, tuple[str, ...]] = {}
     first: dict[str, str] = {}
     for name, tensor in meta.items():

@@ -82,7 +82,6 @@ def import_checkpoint(
 
 
 def _check_empty(directory: Path) -> None:
-    """Raise BadValue (HP102) if a directory already has checkpoints."""
     if existing := files.steps(directory):
         raise BadValue(
             "the directory already has checkpoints",

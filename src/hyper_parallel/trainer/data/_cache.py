@@ -61,18 +61,10 @@ def digest(value: Any) -> str:
 def entry(
     root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the directory `root/key` and its metadata; build the entry if it is absent or damaged.
+    """Return the cache entry `root/key` and its metadata; build the entry if it is absent or damaged.
 
-    Args:
-        root: Cache directory.
-        key: Hash of all inputs that determine the content.
-        build: Fills the given directory; returns metadata or None.
-
-    Returns:
-        Directory of the entry, and its metadata, in which `cached` tells whether the entry already existed.
-
-    Raises:
-        OutputNotWritable: HP105 when a damaged entry contains unknown files.
+    `build` fills the given directory and may return metadata. `key` is a hash of all inputs of the content. In the
+    metadata, `cached` tells whether the entry already existed.
     """
     from filelock import FileLock
 
@@ -101,11 +93,7 @@ def entry(
 
 
 def _remove_entry(directory: Path) -> None:
-    """Remove the files of a damaged or unfinished entry.
-
-    Raises:
-        OutputNotWritable: HP105 when the directory contains files that are not part of a cache entry.
-    """
+    """Remove a damaged or unfinished entry; raise OutputNotWritable (HP105) if it contains unknown files."""
     if not os.path.lexists(directory):
         return
     names = {_META, MARKER}

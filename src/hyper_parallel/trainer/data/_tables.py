@@ -43,15 +43,7 @@ def heap_bytes(most: int) -> int:
 
 
 def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) for each row of a parquet file.
-
-    Args:
-        path: Path of the file.
-        most: Maximum bytes of a row.
-
-    Raises:
-        NoData: HP602 for an unreadable file or a longer row.
-    """
+    """Yield (location, row) for each row of a parquet file; raise NoData (HP602) for a row of over `most` bytes."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -174,9 +166,8 @@ class Table:
         Without validation, a wrong offset in a memory-mapped file would crash the process.
         """
         columns = getattr(self.rows, "data", None)
-        if (
-            getattr(self.rows, "_indices", None) is not None
-        ):  # the rows are not in file order, so validate all
+        # If the rows are not in file order, validate all batches first.
+        if getattr(self.rows, "_indices", None) is not None:
             columns = columns.table.validate(full=True)
         for batch in () if columns is None else columns.table.to_batches():
             batch.validate(full=True)
@@ -279,7 +270,6 @@ def open_table(data: Data, path: Path) -> Table:
 
 
 def _lacked_memory(error: BaseException | None) -> bool:
-    """Return whether a MemoryError caused an error."""
     while error is not None and not isinstance(error, MemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -353,11 +343,7 @@ def _card_text(path: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise if links, the dataset card or a list of files in a dataset folder refer to files outside the folder.
-
-    Raises:
-        NoData: HP602 naming the file with the reference.
-    """
+    """Raise NoData (HP602) if links, card or file list of a dataset folder refer to files outside the folder."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
             refuse_outside(Path(folder, name), path)

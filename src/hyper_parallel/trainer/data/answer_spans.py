@@ -327,7 +327,6 @@ class _Search:
             raise self._renderer.error("the chat template writes the answers in another order")
 
     def words_of(self, i: int) -> list[WordsPlace]:
-        """Return the positions of the words of turn `i` in the text."""
         return [self._places[index] for index in self._of_turn.get(i, ())]
 
     def span(self, i: int) -> tuple[int, int]:

@@ -143,13 +143,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
 
 def _placed(bins: Sequence[Int64], order: Sequence[Sequence[int]], grid: Grid) -> Int64:
-    """Return the sequence index in each position.
-
-    Args:
-        bins: Sequence indices of each microbatch.
-        order: For each rank, the indices (in `bins`) of its microbatches.
-        grid: Positions of the microbatches of each rank.
-    """
+    """Return the sequence index in each position; `order` has the indices of the `bins` (microbatches) of each rank."""
     numbers = np.empty(len(bins), np.int64)
     for members, own in zip(order, grid.owners, strict=True):
         numbers[[*own]] = members
@@ -200,10 +194,7 @@ def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
 
 
 def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
-    """Exchange items between the most expensive bin and other bins as long as this lowers the maximum cost.
-
-    Return the indices of the items in each bin.
-    """
+    """Exchange items between the most expensive bin and others while its cost falls; return the items of each bin."""
     bins = [np.array(items, np.int64) for items in members]
     loads = np.array([costs[items].sum() for items in bins], np.int64)
     bin_of = np.empty(len(costs), np.int64)

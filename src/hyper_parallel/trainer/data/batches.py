@@ -76,13 +76,7 @@ def check_cut(
 
 
 def check_position(state: dict[str, Any], current: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raise CheckpointMismatch (HP702) if two data positions differ under any of `keys`.
-
-    Args:
-        state: Data position in the checkpoint, as returned by `state_dict`.
-        current: Data position of this run.
-        keys: Keys that identify data and order, such as `seed`.
-    """
+    """Raise CheckpointMismatch (HP702) if the data positions `state` (saved) and `current` differ in any of `keys`."""
     changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
         raise CheckpointMismatch(
@@ -300,7 +294,6 @@ class Batches:
         return [self._batch(i) for i in local]
 
     def _arrange(self, step: int, grid: Grid) -> Int64:
-        """Return the indices of a step's sequences in balanced order."""
         key = (step, self.sequences_per_step, grid)
         if self._arranged[0] != key:
             indices = self.step_batch(step)

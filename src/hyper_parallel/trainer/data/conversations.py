@@ -161,12 +161,7 @@ def _check_pair(
 ) -> None:
     """Raise NoData (HP602) if the prompt of a pair is missing or contradicts the answers.
 
-    Args:
-        raw: Values under `chosen` and `rejected`.
-        answers: Turns of both answers.
-        prompt: Turns of the prompt.
-        text: User turn made from a text prompt; None: the prompt is not a text.
-        where: Location of the record, for error messages.
+    `raw` has the values under `chosen` and `rejected`, `answers` their turns. `text` is the turn of a text prompt.
     """
     problem = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
@@ -204,13 +199,11 @@ def _text(value: Any, key: str, where: str) -> str:
 
 
 def _instruction(values: Values, rules: RecordRules, where: str) -> str:
-    """Return the instruction of an alpaca record, followed by its input if it has one."""
     texts = values.get("instruction", ""), rules.one_of(values, _INPUTS, where) or ""
     return "\n".join(text for text in (_text(t, "instruction", where) for t in texts) if text)
 
 
 def _history(values: Values, where: str) -> list[Message]:
-    """Return the turns of the (question, answer) pairs under `history`."""
     turns, pairs = [], values.get("history") or []
     for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -228,7 +221,6 @@ def _history(values: Values, where: str) -> list[Message]:
 
 
 def _split_system(turns: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return the leading system turns, and the remaining turns."""
     count = next((i for i, t in enumerate(turns) if t["role"] != "system"), len(turns))
     return list(turns[:count]), list(turns[count:])
 
@@ -246,10 +238,7 @@ def _quotes(answer: Sequence[Message], prompt: Message | None) -> bool:
 
 
 def _repeats(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:
-    """Return whether an answer begins with the turns of the prompt and has further turns.
-
-    System turns are compared only if both have them.
-    """
+    """Return whether an answer begins with the prompt's turns and has more; either may lack system turns."""
     (system, question), (own, turns) = _split_system(prompt), _split_system(answer)
     if system and own and not _begins(own, system):
         return False
@@ -346,14 +335,7 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
 
 
 def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
-    """Raise NoData (HP602) if a record seems to be a conversation under unknown keys; the hint maps the keys.
-
-    Args:
-        values: Values of the record by canonical key.
-        text: Whether the record has a text under `data.text_key`.
-        stage: Stage of the recipe.
-        where: Location of the record, for error messages.
-    """
+    """Raise NoData (HP602) if a record without known format seems to be a conversation; the hint maps its keys."""
     columns = {}
     if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
         raise NoData(
@@ -435,14 +417,7 @@ def conversations_of(
     stage: str = "sft",
     rules: RecordRules = _DEFAULT,
 ) -> list[Conversation]:
-    """Return the conversation of a record; the format `preference` has two, first the one with the chosen answer.
-
-    Args:
-        record: Record to read.
-        shape: Format of the record.
-        where: Location of the record, for error messages.
-        stage: Stage of the recipe.
-        rules: Rules for reading keys.
+    """Return the conversation of a record in the format `shape`; `preference` has two, first with the chosen answer.
 
     Raises:
         NoData: HP602 naming the faulty key or turn.
@@ -484,7 +459,6 @@ def conversations_of(
 
 
 def _has_keys(values: Values, shape: str, stage: str) -> bool:
-    """Return whether a record has the keys that its format needs."""
     if shape == "sharegpt":
         return not values.keys().isdisjoint(TURNS)
     if shape == "preference":
@@ -498,11 +472,7 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 def _with_system(
     turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str
 ) -> Part:
-    """Prepend the text under the key `system` as a turn, unless the turns have it; return turns and prompt length.
-
-    Raises:
-        NoData: HP602 for a system turn with a different text.
-    """
+    """Prepend the text under the key `system` as a turn; raise NoData (HP602) if it differs from a system turn."""
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
     if any(_same(turn, first) for turn in own):
@@ -546,19 +516,7 @@ def _check_unread(
     rules: RecordRules,
     where: str,
 ) -> None:
-    """Raise NoData (HP602) for a key that the format does not read.
-
-    Keys are accepted if their value repeats a turn, or if they are known to be metadata.
-
-    Args:
-        values: Values of the record by canonical key.
-        read_keys: Keys from which the turns were read.
-        shape: Format of the record.
-        stage: Stage of the recipe.
-        parts: Turns that were read.
-        rules: Rules for reading keys.
-        where: Location of the record, for error messages.
-    """
+    """Raise NoData (HP602) for a key that the format does not read, unless it is metadata or repeats a turn."""
     if stage == "grpo":  # reward functions may read all keys
         return
     known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}

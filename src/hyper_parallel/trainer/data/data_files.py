@@ -298,7 +298,6 @@ def nearest(
 
 
 def _similarity(path: Path, other: Path) -> float:
-    """Return the similarity of two file names without suffixes, from 0 to 1."""
     stems = (one.name.partition(".")[0] for one in (path, other))
     return difflib.SequenceMatcher(None, *stems).ratio()
 

@@ -125,14 +125,7 @@ def _arrays(
 def features_of(
     processor: Any, text: str, items: Sequence[tuple[str, Any]], where: str
 ) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Return the token ids of a text with media, and its media inputs by argument name of the model's forward.
-
-    Args:
-        processor: Processor of the model.
-        text: Text with a placeholder for each item.
-        items: (kind, decoded value) of each image or recording.
-        where: Location of the text, for error messages.
-    """
+    """Return the token ids of a text with media `items`, and its media inputs by argument of the model's forward."""
     arrays = _arrays(processor, [text], [items], where)
     extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
     return arrays["input_ids"][0].tolist(), extra

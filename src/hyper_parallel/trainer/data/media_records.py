@@ -45,12 +45,6 @@ def take_media(
 ) -> tuple[list[Message], tuple[MediaFile, ...]]:
     """Return the turns with internal marks for images and recordings, and these items in the order of the marks.
 
-    Args:
-        turns: Turns from `read_turns`.
-        values: Values of the record by canonical key.
-        rules: Rules for reading keys, with the media kinds to read.
-        where: Location of the record, for error messages.
-
     Raises:
         NoData: HP602 when the numbers of items and placeholders differ, an answer contains an item, or a file is not in
             the media folder.

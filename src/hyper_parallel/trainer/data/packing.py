@@ -81,19 +81,9 @@ def pack(
     masked: bool,
     counts: DataCounts,
 ) -> list[str]:
-    """Write the training and held-out sequences of a token stream.
+    """Write the training and held-out sequences of a token stream, update `counts`, and return notes for the user.
 
-    Args:
-        directory: Directory of the cache entry.
-        flat: Token stream.
-        data: Section `data` of the recipe.
-        pad_id: Padding token.
-        seed: Seed that draws the held-out documents.
-        masked: Whether attention is blocked between documents of a row, so positions are written.
-        counts: Counts of the source, updated by this function.
-
-    Returns:
-        Notes for the user.
+    With `masked`, attention is blocked between documents of a row, so positions are written.
 
     Raises:
         NoData: HP602 when there is no training sequence.
@@ -124,7 +114,6 @@ def pack(
 
 
 def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> NoData:
-    """Return the error for a source that yields no training sequence."""
     where = f"data.source: {data.source}"
     if flat.learn is not None:
         return no_target("no conversation has a token to learn from", counts, data)
@@ -163,15 +152,7 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
-    """Tokenize all documents of a source; an end-of-text token follows each text.
-
-    Args:
-        source: Data source.
-        tokenizer: Tokenizer of the run.
-        stage: Stage of the recipe.
-        directory: Directory of the temporary files that hold the tokens.
-        show: Whether to show a progress bar on stderr.
-    """
+    """Tokenize all documents of a source into temporary files in `directory`; end-of-text follows each text."""
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
     facts, end = DocumentFacts(), 0
@@ -214,7 +195,6 @@ def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield batches of documents of about `_BATCH_BYTES` each."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -337,7 +317,7 @@ def write_rows(
     masked: bool,
     counts: DataCounts,
 ) -> None:
-    """Pack documents into rows of `seq_len` tokens, and write the rows as arrays `PATH*.npy`.
+    """Pack documents into rows of `seq_len` tokens, write the rows as arrays `PATH*.npy`, and update `counts`.
 
     The arrays are inputs, shifted labels, and for each row the numbers of labels with loss and of tokens before the
     padding. If `masked`, there are also positions, which restart at 0 with every document and with the padding.
@@ -346,15 +326,6 @@ def write_rows(
     positions. With packing, documents share rows. A text longer than a row is divided into pieces that overlap by one
     token, so every token but the first is a label once. A longer conversation is truncated to `seq_len` + 1 tokens.
     Conversations without a target, and longer conversations with media, are dropped.
-
-    Args:
-        flat: Token stream.
-        spans: Spans of the documents to write.
-        path: Path of the split, to which the names of the arrays are appended.
-        data: Section `data` of the recipe.
-        pad_id: Padding token.
-        masked: Whether to write positions.
-        counts: Counts of the source, updated for conversations.
     """
     seq_len, learn = data.seq_len, flat.learn
     num_label_only = 0 if flat.scored else 1
@@ -388,14 +359,7 @@ def write_rows(
 def _used_conversations(
     flat: Flat, spans: list[slice], cut: list[slice], counts: DataCounts
 ) -> list[slice]:
-    """Count all conversations; return the truncated spans of the conversations (or pairs) that have targets.
-
-    Args:
-        flat: Token stream.
-        spans: Spans of the conversations.
-        cut: The same spans, truncated to the length of a row.
-        counts: Counts of the source.
-    """
+    """Count all conversations; return the truncated spans, from `cut`, of conversations or whole pairs with targets."""
     assert flat.learn is not None
     first, used, unit = int(not flat.scored), list[slice](), 2 if flat.pairs else 1
     targets = [int(flat.learn[s.start + first : s.stop].sum()) for s in cut]
@@ -420,7 +384,6 @@ def _used_conversations(
 
 
 def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
-    """Return whether a target in a document's span is the tokenizer's unknown token."""
     if unknown_id is None:
         return False
     is_unknown = flat.tokens[span] == unknown_id

@@ -142,14 +142,9 @@ def forms_of(words: str) -> Iterator[str]:
 
 
 def places_of(shaped: str, text: str, words: Sequence[Words]) -> list[WordsPlace] | None:
-    """Return the positions of the replaced words in a rendered text.
+    """Return the positions of the replaced words in `text`; `shaped` is the same conversation with placeholders.
 
     Return None if replacing the placeholders in `shaped` by their words does not result in `text`.
-
-    Args:
-        shaped: The same conversation rendered with placeholders.
-        text: Text to search.
-        words: Replaced texts, by number of their placeholder.
     """
     parts = PLACEHOLDER.split(shaped)
     places: list[WordsPlace] = []

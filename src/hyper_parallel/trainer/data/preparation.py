@@ -81,8 +81,6 @@ class PackedData:
 
 @dataclass(frozen=True)
 class _Setup:
-    """Settings that all sources of a recipe share."""
-
     tokenizer: Tokenizer
     tokenizer_fingerprint: str
     stage: str
@@ -153,11 +151,7 @@ def prepare(
 
 
 def _join(data: Data, parts: list[PackedData]) -> PackedData:
-    """Join the prepared data of several sources.
-
-    Raises:
-        Contradiction: HP104 when some sources have media, and the conversations of the others are packed.
-    """
+    """Join the prepared data of sources; raise Contradiction (HP104) if sources with media and packed ones mix."""
     weights = [weight for _, weight in data.parts()]
     if data.packing and 0 < sum(part.train.has_media for part in parts) < len(parts):
         raise Contradiction(
@@ -199,7 +193,6 @@ def _pack_validation(data: Data, setup: _Setup) -> PackedData:
 
 
 def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
-    """Return the packed data of one source, from the cache if possible."""
     tokenizer = setup.tokenizer
     key = _cache_key(data, source, setup)
     directory, meta = entry(
@@ -229,7 +222,6 @@ def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
 
 
 def _cache_key(data: Data, source: Source, setup: _Setup) -> str:
-    """Return the name of a source's cache entry: a hash of all inputs of its content."""
     masked = data.masks(setup.stage)
     inputs = [_VERSION, source.identity(), setup.tokenizer_fingerprint, data.seq_len]
     rules: list[Any] = [data.packing, masked] if masked or not data.packing else []
@@ -264,11 +256,7 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
 
 
 def _open_stream(data: Data, source: Source, setup: _Setup) -> PackedData:
-    """Open a source as a stream.
-
-    Raises:
-        NoData: HP602 when the source yields no sequence.
-    """
+    """Open a source as a stream; raise NoData (HP602) if it yields no sequence."""
     tokenizer, stage = setup.tokenizer, setup.stage
     stream = Stream(source, tokenizer.hf, data, stage, setup.seed, tokenizer.pad_id)
     next(stream.rows(Place()))  # raise now if the source yields no sequence

@@ -154,10 +154,7 @@ class RecordRules:
     def named(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
         """Return the values of a record or turn by canonical key, without null values and ignored keys.
 
-        Args:
-            record: Record or turn.
-            columns: Dict from renamed key to canonical key.
-            where: Location of the record, for error messages.
+        `columns` maps renamed keys to canonical keys.
 
         Raises:
             NoData: HP602 for different values of two keys with the same canonical key.
@@ -211,14 +208,8 @@ class RecordRules:
     def refuse_unknown(self, values: Record, known: Collection[str], item: str, where: str) -> None:
         """Raise if `values` has a nonempty value under a key that is neither known nor metadata.
 
-        Args:
-            values: Values of a record, turn or tool call by canonical key.
-            known: Keys that have a meaning.
-            item: Noun for `values` in the error message, such as `a turn`.
-            where: Location of the record, for error messages.
-
         Raises:
-            NoData: HP602 naming the first unknown key; the hint ignores all unknown keys.
+            NoData: HP602 naming the first unknown key of the `item`; the hint ignores all unknown keys.
         """
         unknown = []
         for key, value in values.items():

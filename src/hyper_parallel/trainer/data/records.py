@@ -285,7 +285,6 @@ def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
 
 
 def _undecodable_line(path: Path) -> int:
-    """Return the number of the first line that is not UTF-8."""
     decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
     with open_bytes(path) as file:
         while part := file.readline(_PART):

@@ -286,7 +286,6 @@ def _same_pipelines(source: Path, target: Path) -> bool:
 
 
 def _config_values(directory: Path) -> dict[str, Any] | None:
-    """Return the values of the config.json in a directory; None if there is none."""
     path = directory / _MODEL_CONFIG
     return read_json(path, Limits()) if path.is_file() else None
 
@@ -448,14 +447,9 @@ def set_class(directory: Path, name: str) -> None:
 def _refused(
     hf: Any, directory: Path, target: Path | None, difference: str | None, wanted: str | None = None
 ) -> BadValue:
-    """Return the error for a tokenizer whose export would produce different tokens than training.
+    """Return the error for a tokenizer whose export in `target` would produce different tokens than training.
 
-    Args:
-        hf: Tokenizer used in training.
-        directory: Directory of its files.
-        target: Directory with the exported files; None: unknown.
-        difference: Difference of the tokens, from `first_difference`.
-        wanted: Class to recommend in the hint; None: recommend the model's own tokenizer.
+    The hint recommends the class `wanted` or, if it is None, the tokenizer of the model.
     """
     read, model_type = "", ""
     if target is not None and (target / _MODEL_CONFIG).is_file():

@@ -233,13 +233,7 @@ class Source:
         ]
 
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Exclude empty answers of a conversation from training, unless all answers are empty.
-
-        An empty answer would teach the model to end a turn immediately.
-
-        Raises:
-            NoData: HP602 when a flag of the record marks a turn of the prompt as trained on.
-        """
+        """Exclude empty answers from training, unless all are empty; they would teach the model to stop immediately."""
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
         answers = one.answer_turns(count)
@@ -250,11 +244,7 @@ class Source:
         return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
-        """Return whether the chat template renders a record; False: its texts are concatenated.
-
-        Raises:
-            NoData: HP602 for a record that is not a pair of texts, with `data.chat_template: none`.
-        """
+        """Return whether the chat template renders a record; if not, raise NoData (HP602) unless it has only texts."""
         if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
             return True
         pair = is_text_pair(record, self.shape, self.rules, any_name=self.plain == "all")
@@ -379,11 +369,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
 
 
 def _media_root(data: Data, path: Path) -> Path:
-    """Return the folder of a source's images and recordings.
-
-    Raises:
-        NoData: HP602 when `data.media_dir` is not a folder.
-    """
+    """Return the folder of a source's images and recordings; raise NoData (HP602) if it does not exist."""
     if data.media_dir is None:
         return (path if path.is_dir() else path.parent).absolute()
     folder = Path(data.media_dir).expanduser().absolute()
@@ -451,7 +437,6 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def _with_answer_of(one: Document, other: Document) -> Document:
-    """Return the prompt of the document `one` with the answer of the document `other`."""
     if one.conversation is None or other.conversation is None:
         raise TypeError("a text has no answer")
     prompt = one.conversation.messages[: one.num_context]
@@ -465,7 +450,7 @@ def _with_answer_of(one: Document, other: Document) -> Document:
 
 
 def _descriptions(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the README-like files of a folder whose data files are not texts; otherwise []."""
+    """Return the README-like files of a folder with records; [] for a folder of texts."""
     if not files or kind_of(files[0]) == "text" or not folder.is_dir():
         return []
     return [path for path in _sorted_files(folder) if describes(path)]
@@ -554,11 +539,7 @@ def _files(data: Data, stage: str) -> list[Path]:
 
 
 def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
-    """Return the files below `root` except hidden ones, sorted by relative path.
-
-    Raises:
-        NoData: HP602 for a pipe, a broken link, or a link to a file outside of `root`.
-    """
+    """Return the files below `root`, except hidden ones, by relative path; raise NoData (HP602) for links out of it."""
     paths = {p.relative_to(root): p for p in root.rglob(pattern) if not p.is_dir()}
     visible = (name for name in paths if not any(part.startswith(".") for part in name.parts))
     files = [paths[name] for name in sorted(visible, key=Path.as_posix)]
@@ -576,11 +557,7 @@ def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
 
 
 def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
-    """Return the files of a directory in the recipe's format; with `auto`, all files must have the same type.
-
-    Raises:
-        NoData: HP602 when there are several types, or no file has the format.
-    """
+    """Return the files in the recipe's format; raise NoData (HP602) if there is none or, with `auto`, several types."""
     kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
     suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
     if format_ == "auto" and len(kinds) > 1:
@@ -606,11 +583,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
 def _shape(
     files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules
 ) -> str:
-    """Return the format of a source: from `data.format` or, with `auto`, from the first record.
-
-    Raises:
-        NoData: HP602 when there is no record, or the first one lacks a key in `data.columns`.
-    """
+    """Return `data.format` or, with `auto`, the format of the first record; raise NoData (HP602) without a record."""
     if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
         if data.format == "auto":
             _refuse_json(files[0], data, stage, rules)
@@ -626,11 +599,7 @@ def _shape(
 
 
 def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:
-    """Raise if the first line of a text file is a JSON object, as the file probably has one record per line.
-
-    Raises:
-        NoData: HP602 with the `data.format` that reads the records.
-    """
+    """Raise NoData (HP602) if the first line of a text file is a JSON object; the hint reads the file as records."""
     record = json_record(file)
     if record is None:
         return

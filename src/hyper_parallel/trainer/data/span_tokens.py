@@ -206,11 +206,6 @@ def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
 
     This is the last added token or, if there is none and `facts.restarts`, the first token of the word that is
     `_FAR_WORDS` words before the end. Return 0 if no such token is known.
-
-    Args:
-        facts: Properties of the tokenizer.
-        ids: Token ids of the prompt.
-        offsets: [start, end) characters of the tokens; words are known only for `_LazyOffsets`.
     """
     first = max(0, len(ids) - _MOST_STEPS)
     steps = range(len(ids) - 1, first - 1, -1)
@@ -243,17 +238,7 @@ def _tokens_of_parts(
 
 
 def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
-    """Return tokens of a part that decode to its text after the tokens of the previous part.
-
-    Args:
-        tokenizer: Fast tokenizer of transformers.
-        before: Text and token ids of the previous part.
-        part: Text of the part.
-        where: Location of the record, for error messages.
-
-    Raises:
-        BadValue: HP102 when there are no such tokens.
-    """
+    """Return tokens of a part that decode to its text after the part `before`; else raise BadValue (HP102)."""
     context, ids = before
     decoded = _text(tokenizer, ids)
     alone, whole = (
@@ -297,10 +282,7 @@ def _first_token(offsets: Offsets, position: int) -> int:
 
 
 def _targets(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return, for each token, whether it contains a character of a span.
-
-    A token without characters, such as a word-start marker, belongs to a span that begins at its position.
-    """
+    """Return, for each token, whether it contains a character of a span or, if empty, begins where a span begins."""
     targets = [False] * len(offsets)
     for start, end in spans:
         token, stop = _first_token(offsets, start), _first_token(offsets, end)

@@ -21,7 +21,7 @@ from xxhash import xxh3_128
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import CheckpointMismatch, NoData
-from hyper_parallel.trainer.data.batches import Batch, check_cut, check_position
+from hyper_parallel.trainer.data.batches import Batch, Order, check_cut, check_position
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import encode, fill_row, no_target
 from hyper_parallel.trainer.data.preview import LengthHistogram
@@ -105,8 +105,7 @@ class Stream:
                 first = start.document - number if epoch == start.epoch else 0
                 order = np.arange(len(block))
                 if self.data.shuffle:
-                    keys = np.random.PCG64([self.seed, 3, epoch, number]).random_raw(len(block))
-                    order = np.argsort(keys, kind="stable")
+                    order = Order(self.seed).permutation(len(block), 3, epoch, number)
                 chosen = [block[i] for i in order[max(first, 0) :]]
                 number += len(block)
                 for document in block:

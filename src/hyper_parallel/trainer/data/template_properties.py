@@ -106,15 +106,7 @@ class TemplateProperties:
         values: Mapping[str, Any] | None = None,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render turns in the template's form; return the text, and the [start, end) characters of marked spans.
-
-        Args:
-            messages: Turns, as returned by `form`.
-            prompt: Whether to append the generation prompt.
-            tools: Functions that the assistant may call, as JSON schemas.
-            values: Additional variables of the template.
-            marks: Whether to return the spans inside `{% generation %}` blocks; False: no spans.
-        """
+        """Render turns from `form`; return the text and, if `marks`, the spans of `{% generation %}` blocks."""
         variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
         return rendered(self.source, messages, variables, tools=tools, marks=marks)
 
@@ -216,10 +208,7 @@ class TemplateProperties:
         return "system"
 
     def _reasoning(self, reasoning: str, content: Any, key: str | None = None) -> Message:
-        """Return the keys and values that add reasoning to a turn.
-
-        If `key` is "", the reasoning becomes a part of the content. None: the key that the template reads.
-        """
+        """Return the keys and values that add reasoning to a turn; with `key` "", it becomes a part of the content."""
         key = self._reasoning_key if key is None else key
         if key:
             return {key: reasoning}

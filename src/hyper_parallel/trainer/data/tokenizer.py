@@ -131,7 +131,6 @@ def open_sources(
 def _too_large(
     tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_limit: int
 ) -> BadValue:
-    """Return the error for a tokenizer with token ids beyond the model's vocabulary."""
     own = has_tokenizer(model_path)
     where, hint = f"model.path: {model_path}", f"data.vocab_size={vocab_limit}"
     if data.tokenizer:
@@ -224,14 +223,9 @@ def _with_class(
     config: Mapping[str, Any] | None,
     cache: Path,
 ) -> Tokenizer:
-    """Return the tokenizer, or a copy with `tokenizer_class` set, if exports need it to produce the same tokens.
+    """Return the tokenizer, or a copy with `tokenizer_class` set if exports need it to produce the same tokens.
 
-    Args:
-        tokenizer: Tokenizer used in training.
-        original: Existing tokenizer from which `tokenizer` was derived; None: it was trained on the sources.
-        sources: Sources of the recipe.
-        config: Values of the model's config; None: no model is known.
-        cache: Root of the data cache.
+    `original` is the existing tokenizer from which `tokenizer` was derived; None: it was trained on the sources.
     """
     import transformers
 
@@ -288,11 +282,7 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
 
 
 def _read_template(path: Path) -> str:
-    """Read and check a chat template file.
-
-    Raises:
-        BadValue: HP102 when the file cannot be read or is not a template.
-    """
+    """Return the chat template in a file; raise BadValue (HP102) if it cannot be read or compiled."""
     try:
         text = read_text(path, Limits(num_bytes=_TEMPLATE_BYTES))
         compiled(text)

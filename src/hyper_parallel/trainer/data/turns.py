@@ -44,15 +44,9 @@ _TRAINED: Final = "\0trained"
 
 
 def read_turns(values: Any, rules: RecordRules, where: str, key: str = "messages") -> list[Message]:
-    """Convert a list of turns to messages in the OpenAI format.
+    """Convert a list of turns, or one turn, to messages in the OpenAI format; `key` is its key in the record.
 
     Training flags become temporary keys of the messages, which `conversation_of` removes.
-
-    Args:
-        values: List of turns, or one turn.
-        rules: Rules for reading keys.
-        where: Location of the record, for error messages.
-        key: Key of `values` in the record, for error messages.
 
     Raises:
         NoData: HP602 naming the unreadable turn.
@@ -206,12 +200,7 @@ def _references(parts: Sequence[Any], rules: RecordRules) -> list[tuple[str, Any
 
 
 def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
-    """Return the canonical role of a turn.
-
-    Raises:
-        NoData: HP602 for an unknown role name. The hint maps the name to a probable role, unless the recipe already
-            maps a different name to this role.
-    """
+    """Return the canonical role of a turn; raise NoData (HP602), with a probable role as hint, if it is unknown."""
     named = {k: values[k] for k in _ROLE if not is_empty(values.get(k))}
     roles = {key: _role(word, rules) for key, word in named.items()}
     unknown = [named[key] for key, role in roles.items() if role is None]

@@ -45,10 +45,7 @@ class DpoStage(PairStage):
             self.reference.begin(batches.sequences)
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return {"reference": [len(rows)] log-probabilities of the answers under the reference model}.
-
-        The dict is empty if the loss needs no reference model.
-        """
+        """Return {"reference": [len(rows)] log-probabilities under the reference model}; {} if the loss needs none."""
         reference = self.reference
         if reference is None:
             return {}

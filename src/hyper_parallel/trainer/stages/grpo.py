@@ -200,13 +200,9 @@ class GrpoStage(LearningStage):
     def _record_rollout(
         self, completions: Completions, groups: Tensor, sums: list[Tensor], step: int
     ) -> float:
-        """Record statistics of a rollout; return its number of sampled tokens over all ranks.
+        """Record statistics of rollout `step`; return its number of sampled tokens over all ranks.
 
-        Args:
-            completions: Completions of this rank.
-            groups: [prompts, G] weighted sums of the reward functions.
-            sums: For each reward function, its sum over this rank's completions.
-            step: Number of the rollout, counted from 1.
+        `groups` is [prompts, G] weighted rewards; `sums` has each reward function's sum over this rank's completions.
         """
         lengths = completions.sampled.sum(1).double()
         ages = (step - 1 - completions.versions).double() * completions.sampled
@@ -240,11 +236,7 @@ class GrpoStage(LearningStage):
     ) -> tuple[Tensor, float]:
         """Return [N, S] weights of tokens in the loss, and the number of tokens on all ranks that `mask` keeps.
 
-        Args:
-            batch: Inputs of the objective.
-            sampled: [N, S + 1] mask of sampled tokens.
-            tokens: Number of sampled tokens over all ranks.
-            size: Number of rows of a forward pass.
+        `sampled` is the [N, S + 1] mask of sampled tokens, `tokens` their number on all ranks, `size` rows per pass.
         """
         counted, count = sampled[:, 1:], len(sampled)
         lengths = sampled.sum(1).double()
@@ -282,7 +274,6 @@ class GrpoStage(LearningStage):
         return {f"reward_{short_name(n)}": x / total for n, x in zip(names, sums, strict=True)}
 
     def _logprobs(self, batch: dict[str, Tensor], size: int) -> Tensor:
-        """Return [N, S] log-probabilities of sampled tokens under the current weights."""
         return logprobs_of(self.sampler.model, batch["input_ids"], batch["shift_labels"], size)
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -356,14 +347,7 @@ class GrpoStage(LearningStage):
         sequences: Any,
         rows: Rows,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return [N] weighted sums of the reward functions, and each function's sum over this rank's completions.
-
-        Args:
-            completions: Completions to reward.
-            microbatches: Rows of the prompts, with the reference answers as labels.
-            sequences: Data with the columns that reward functions read.
-            rows: Index in the data of each row.
-        """
+        """Return [N] weighted sums of the reward functions, and each function's sum over this rank's completions."""
         text, starts = self.sampler.text, self.sampler.prompts(microbatches)[1]
         spans = [*zip(completions.tokens, starts.tolist(), completions.ends.tolist(), strict=True)]
         records = sequences.records(rows)

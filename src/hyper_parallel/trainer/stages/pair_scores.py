@@ -112,12 +112,7 @@ class PairStage(LearningStage):
         ]
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return further inputs of the loss as a dict from name to a [len(rows)] tensor.
-
-        Args:
-            rows: Indices of rows.
-            held_out: Held-out data to which `rows` refers; None: the training data.
-        """
+        """Return further inputs [len(rows)] of the loss by name, for `rows` of `held_out`; None: of the training data."""
         raise NotImplementedError
 
     def record(self) -> dict[str, Any]:

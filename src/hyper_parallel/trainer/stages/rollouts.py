@@ -115,10 +115,9 @@ class Sampler:
         microbatch: int,
         weights: Weights,
     ) -> Completions:
-        """Sample a completion of each row's prompt in step `step`.
+        """Sample a completion of each row's prompt in step `step`; a forward pass takes `microbatch` rows.
 
-        Row i is sequence `first + i` of the step, whose index determines the random numbers. A forward pass takes
-        `microbatch` rows.
+        The random numbers of row i depend on its index in the step, `first + i`.
         """
         length = self.settings.max_completion_length
         prompts, starts = self.prompts(microbatches)
@@ -158,7 +157,7 @@ class Publisher:
 
     Attributes:
         waited_s: Seconds that the last `collect` waited.
-        sampled_s: Longest sampling time of the parts that the last `collect` read, in seconds.
+        sampled_s: Longest sampling time of the parts in the last `collect`, in seconds.
     """
 
     def __init__(
@@ -243,11 +242,7 @@ def sample_rank(job: Job, replica: int) -> None:
 
 
 class _SamplingRank:
-    """State of a sampling rank, which samples the same part of every step.
-
-    Attributes:
-        folder: Folder shared with the training ranks.
-    """
+    """State of a sampling rank, which samples the same part of every step."""
 
     def __init__(self, job: Job, world: World, replica: int) -> None:
         self._job, self._world, self._grpo = job, world, job.recipe.grpo
@@ -316,7 +311,6 @@ class _SamplingRank:
         return True
 
     def _inputs(self, batches: Any, step: int) -> list[dict[str, Tensor]]:
-        """Return the microbatches of this rank's part of a step."""
         parts = batches.microbatches(
             (step - 1) * self._grpo.num_iterations,
             self._part,

@@ -181,10 +181,7 @@ def _decode_exact(
 def _decode_in_slots(
     decoder: Decoder, weights: Weights, environments: Environments | None
 ) -> Iterator[DecodingSequence]:
-    """Decode with a key-value cache; yield a sequence after each token sampled for it.
-
-    Load newer weights when they are due, and append the environments' replies to finished turns.
-    """
+    """Yield a sequence after each token sampled for it; load newer weights when due; append environment replies."""
     while True:
         for sequence in decoder.run():
             yield sequence
