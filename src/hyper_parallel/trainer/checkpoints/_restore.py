@@ -212,7 +212,7 @@ def _fits(old: object, value: object) -> bool:
 def _state_tensor(
     name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]
 ) -> Tensor:
-    """Return a tensor for saved state: `old` if shape and dtype match, else a new one, if possible sharded alike."""
+    """Return a tensor to read optimizer state into: `old` if its shape and dtype match, else a new one."""
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
         return old

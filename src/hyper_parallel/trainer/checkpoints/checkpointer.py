@@ -380,7 +380,7 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return a list with the step of the intact checkpoint of the lowest `keep_best` (newest of equals), or []."""
+        """Return the step of the best intact checkpoint (lowest `keep_best`, then newest) as a list; [] if none."""
         metric, values = self._keep_best, {}
         if metric is None:
             return []

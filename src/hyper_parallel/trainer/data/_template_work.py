@@ -175,7 +175,7 @@ def as_text(value: Any, work: Work) -> str:
 
 
 def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """Return a Jinja filter that charges operands and result of `function`, and its largest possible result first."""
+    """Return a Jinja filter that charges the largest possible result, calls `function`, and charges the result."""
     # Such a function takes Jinja's context or environment as first argument.
     takes_first = hasattr(function, "jinja_pass_arg")
 

@@ -231,7 +231,7 @@ _DROPPED: Final = {
 
 
 class _Search:
-    """Search for the answers of a conversation in its rendered text; `words` are as in the module docstring."""
+    """Search for the answers of a conversation in its rendered text; the module docstring defines the term words."""
 
     def __init__(self, renderer: _Renderer, messages: Sequence[Message], text: str) -> None:
         self._renderer, self._messages, self._text = renderer, messages, text
@@ -330,7 +330,7 @@ class _Search:
         return [self._places[index] for index in self._of_turn.get(i, ())]
 
     def span(self, i: int) -> tuple[int, int]:
-        """Return the [start, end) characters of the answer in turn `i`; raise if the span is not exact."""
+        """Return the [start, end) characters of the answer in turn `i`; raise BadValue (HP102) if they are not exact."""
         start = self._start(i)
         end = self._end(i, start)
         self._check_tags(i, start, end)
@@ -379,7 +379,7 @@ class _Search:
         return self._start_of_wrapper(i)
 
     def _check_context(self, i: int, prompt: str | None) -> None:
-        """Raise if the text before turn `i` differs from the prompt of generation, `prompt`."""
+        """Raise if the text before turn `i` differs from `prompt`, from which generation of the turn would start."""
         before = [p.end for p in self._places if self._shape.words[p.number].turn < i]
         end = max(before, default=0)
         if prompt is not None and not prompt.startswith(self._text[:end]):

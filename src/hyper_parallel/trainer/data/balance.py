@@ -119,7 +119,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
     Args:
         costs: [N] cost of each sequence in data order, at least 0.
-        grid: Layout of the N sequences.
+        grid: Assignment of microbatches to ranks.
     """
     data_order = np.arange(len(costs))
     if not costs.any() or (len(grid.owners) == 1 and grid.seconds is None):
@@ -194,7 +194,7 @@ def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
 
 
 def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
-    """Exchange items between the most expensive bin and others while its cost falls; return the items of each bin."""
+    """Exchange items between the most expensive bin and others while this lowers the largest cost; return the bins."""
     bins = [np.array(items, np.int64) for items in members]
     loads = np.array([costs[items].sum() for items in bins], np.int64)
     bin_of = np.empty(len(costs), np.int64)

@@ -119,7 +119,7 @@ def encode_conversation(
 def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
 ) -> tuple[bytes, int]:
-    """Return a conversation with media as a JSON line, as by `reference_line`, and its number of text tokens.
+    """Return a conversation with media as the JSON line of `reference_line`, and its number of text tokens.
 
     The placeholder token of an image or recording does not count as text.
     """

@@ -148,7 +148,7 @@ def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
 
 
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
-    """Return a dict as `guess_pair`, but {} unless the name of a key tells which answer is worse (`bad_reply`).
+    """Return a dict as `guess_pair`; {} if no name of a key, such as `bad_reply`, tells which answer is worse.
 
     Args:
         values: Values of the record by key.

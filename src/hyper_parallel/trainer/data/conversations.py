@@ -72,7 +72,7 @@ def _turns_key(values: Values) -> str:
 
 
 def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read an alpaca record: turns of `history`, a user turn of `instruction` and `input`, an answer of `output`."""
+    """Read an alpaca record: `history` turns, a user turn (`instruction` and `input`), and an answer (`output`)."""
     answer = _text(rules.one_of(values, ANSWERS, where), "output", where)
     last = _message("user", _instruction(values, rules, where)), _message("assistant", answer)
     yield [*_history(values, where), *last], None

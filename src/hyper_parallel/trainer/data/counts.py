@@ -88,7 +88,7 @@ class DataCounts:
             getattr(self, name).clear()
 
     def restart(self, num_read: int) -> None:
-        """Reset the counts for a resumed stream, which has already read `num_read` records again."""
+        """Reset the counts when a resumed stream reaches its position; `num_read` records after it are already read."""
         for name in _NUMBERS:
             setattr(self, name, 0)
         self.dropped.clear()

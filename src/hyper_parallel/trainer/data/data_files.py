@@ -213,7 +213,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_text(path: Path, newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a data file as UTF-8 text, with `newline` as for the built-in `open`; raise as `open_bytes`."""
+    """Open a data file as UTF-8 text; `newline` is as for `open`, and errors are those of `open_bytes`."""
     with (
         open_bytes(path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text,  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ def _similarity(path: Path, other: Path) -> float:
 
 
 def _shown(path: Path) -> Path:
-    """Return a path below the working directory relative to it; return any other path unchanged."""
+    """Return a path below the working directory as a relative path, and any other path unchanged."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

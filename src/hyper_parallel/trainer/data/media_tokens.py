@@ -53,7 +53,7 @@ def expand(
 
 
 def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> list[tuple[str, Any]]:
-    """Return (kind, decoded value) of each image or recording of a conversation; raise as `expand`."""
+    """Return (kind, decoded value) of each image or recording of a conversation; raise the same errors as `expand`."""
     for kind in (item.kind for item in conversation.media):
         if kind not in properties_of(tokenizer).written_media:
             raise BadValue(

@@ -151,7 +151,7 @@ def prepare(
 
 
 def _join(data: Data, parts: list[PackedData]) -> PackedData:
-    """Join the prepared data of sources; raise Contradiction (HP104) if sources with media and packed ones mix."""
+    """Join the data of several sources; raise Contradiction (HP104) if only some have media and rows are packed."""
     weights = [weight for _, weight in data.parts()]
     if data.packing and 0 < sum(part.train.has_media for part in parts) < len(parts):
         raise Contradiction(

@@ -122,7 +122,7 @@ class RecordRules:
         media_root: Path | None = None,
         media_kinds: tuple[str, ...] = (),
     ) -> RecordRules:
-        """Return the rules that section `data` of a recipe defines; other arguments are as the attributes."""
+        """Return the rules of section `data` of a recipe; other arguments become attributes of the same name."""
         columns = {own: name for name, own in data.columns.items()}
         turns = {own: name for own, name in columns.items() if name in _OF_TURNS}
         columns = {own: name for own, name in columns.items() if name not in _OF_TURNS}

@@ -412,7 +412,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
 
 
 def turns_hint(path: Path) -> str:
-    """Return a shell command that rewrites a JSON file whose records are turns to one conversation per line."""
+    """Return a shell command that converts a JSON file of single turns to one conversation per line."""
     with open_text(path) as file:
         of_lists = file.read(_HEAD).lstrip().startswith("[")
     if not of_lists:
@@ -422,7 +422,7 @@ def turns_hint(path: Path) -> str:
 
 
 def over_lines_hint(path: Path | str) -> str:
-    """Return a shell command that rewrites a JSON file to one record per line."""
+    """Return a shell command that converts a JSON file to one record per line."""
     return f"{pipe_command(Path(path), 'jq -c .')} > lines.jsonl"
 
 

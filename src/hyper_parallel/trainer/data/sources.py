@@ -244,7 +244,10 @@ class Source:
         return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
-        """Return whether the chat template renders a record; if not, raise NoData (HP602) unless it has only texts."""
+        """Return whether the chat template renders a record; otherwise its texts are concatenated.
+
+        Raise NoData (HP602) if the texts must be concatenated, but the record is no pair of texts.
+        """
         if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
             return True
         pair = is_text_pair(record, self.shape, self.rules, any_name=self.plain == "all")

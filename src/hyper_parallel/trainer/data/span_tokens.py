@@ -98,7 +98,10 @@ def _facts_of(tokenizer: Any) -> _Facts:
 
 
 def _restarts(tokenizer: Any) -> bool:
-    """Return `_Facts.restarts` of a tokenizer, tested on `_SAMPLE`; False if its pre-tokenizer makes no words."""
+    """Return whether the tokens from each word of `_SAMPLE` on are independent of the text before the word.
+
+    Return False if the pre-tokenizer does not split texts into words.
+    """
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
     return len(starts) > _FAR_WORDS and all(
@@ -282,7 +285,10 @@ def _first_token(offsets: Offsets, position: int) -> int:
 
 
 def _targets(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return, for each token, whether it contains a character of a span or, if empty, begins where a span begins."""
+    """Return, for each token, whether it contains a character of a span.
+
+    An empty token, such as a word-start marker, belongs to a span that begins at its position.
+    """
     targets = [False] * len(offsets)
     for start, end in spans:
         token, stop = _first_token(offsets, start), _first_token(offsets, end)

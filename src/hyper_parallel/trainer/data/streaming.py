@@ -45,7 +45,7 @@ class Place(NamedTuple):
     Attributes:
         epoch: Epoch, from 0.
         document: Index of the document in the order of the epoch.
-        part: Position in the document: index of a token in concatenated text, of a piece in padded rows.
+        part: Position in the document: a token index for concatenated text, a piece index for padded rows.
         checksum: Checksum of all documents of the epoch up to the end of this document's shuffle block; "": unknown.
     """
 

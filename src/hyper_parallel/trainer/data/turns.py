@@ -78,7 +78,7 @@ def conversation_of(
     template_values: Mapping[str, Any],
     media: tuple[MediaFile, ...] = (),
 ) -> Conversation:
-    """Return the `Conversation` of messages from `read_turns`; other arguments are as its attributes."""
+    """Return the `Conversation` of messages from `read_turns`; other arguments become attributes of the same name."""
     untrained = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
     trained = frozenset(i for i, message in enumerate(messages) if _TRAINED in message)
     if untrained or trained:
@@ -89,7 +89,7 @@ def conversation_of(
 
 
 def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tuple[Any, ...]:
-    """Return the tools of a record, a list of JSON schemas or its JSON text; () if the record has no tools.
+    """Return the tools of a record, given as a list of JSON schemas or as JSON text; () if there are none.
 
     Raises:
         NoData: HP602 for any other value.

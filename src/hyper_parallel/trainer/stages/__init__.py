@@ -22,7 +22,7 @@ StageInputs = tuple[Microbatches, int | None]
 
 
 class LearningStage:
-    """Interface of a learning stage. All ranks call its methods in the same order.
+    """Interface of a learning stage: inputs and loss of every optimizer step. All ranks call its methods in one order.
 
     Attributes:
         inputs_span: (name, category) of the timeline span of `inputs`.
@@ -31,7 +31,7 @@ class LearningStage:
     inputs_span: ClassVar[tuple[str, str]] = ("data", "data")
 
     def begin(self, batches: Any) -> None:
-        """Prepare for the training data `batches`, after the weights are loaded and before the process's first step."""
+        """Prepare for training on `batches`; called once per process, after the weights are loaded."""
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
         """Return the inputs of `objective` for this rank's rows in optimizer step `step`, counted from 1."""

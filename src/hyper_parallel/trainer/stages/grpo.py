@@ -236,7 +236,8 @@ class GrpoStage(LearningStage):
     ) -> tuple[Tensor, float]:
         """Return [N, S] weights of tokens in the loss, and the number of tokens on all ranks that `mask` keeps.
 
-        `sampled` is the [N, S + 1] mask of sampled tokens, `tokens` their number on all ranks, `size` rows per pass.
+        `sampled` is the [N, S + 1] mask of sampled tokens, and `tokens` is their number on all ranks. A forward pass
+        takes `size` rows.
         """
         counted, count = sampled[:, 1:], len(sampled)
         lengths = sampled.sum(1).double()

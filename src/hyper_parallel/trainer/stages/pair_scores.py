@@ -112,7 +112,10 @@ class PairStage(LearningStage):
         ]
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return further inputs [len(rows)] of the loss by name, for `rows` of `held_out`; None: of the training data."""
+        """Return further inputs of the loss as a dict from name to [len(rows)] tensor.
+
+        `rows` are indices into the data `held_out` or, if it is None, into the training data.
+        """
         raise NotImplementedError
 
     def record(self) -> dict[str, Any]:

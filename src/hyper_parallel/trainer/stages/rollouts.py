@@ -331,7 +331,7 @@ class _SamplingRank:
         recorder: SpanRecorder,
         reference: ReferenceWeights | None,
     ) -> None:
-        """Sample and publish this rank's part of a step; `reference` adds log-probabilities under these weights."""
+        """Sample and publish this rank's part of a step, with log-probabilities under `reference` if it is set."""
         begin_s, microbatch = time.perf_counter(), self._microbatch
         with recorder.span("rollout", "compute"):
             completions = self._sampler.complete(

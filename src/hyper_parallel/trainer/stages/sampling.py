@@ -77,7 +77,7 @@ class Weights:
     """Version of the sampling weights, and functions that load newer ones.
 
     Attributes:
-        version: Version of the loaded weights: the number of rollouts trained on before.
+        version: Version of the loaded weights: the number of rollouts that they were trained on.
         due: Returns whether newer weights are available, called before every forward pass; None: never.
         renew: Loads newer weights on every rank of a model replica, and returns their version; None: weights are fixed.
     """
