@@ -330,7 +330,7 @@ class _Search:
         return [self._places[index] for index in self._of_turn.get(i, ())]
 
     def span(self, i: int) -> tuple[int, int]:
-        """Return the [start, end) characters of the answer in turn `i`; raise BadValue (HP102) if they are not exact."""
+        """Return the [start, end) characters of the answer in turn `i`; raise BadValue (HP102) if a check fails."""
         start = self._start(i)
         end = self._end(i, start)
         self._check_tags(i, start, end)
@@ -434,7 +434,9 @@ class _Search:
         )
         rest = self._text[words_end:limit]
         content = (self._messages[i].get("content") or "").strip()
-        if content and not own and content not in rest:  # a content of tags only has no placeholders
+        if (
+            content and not own and content not in rest
+        ):  # a content of tags only has no placeholders
             raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(content))
         is_last = i == len(self._messages) - 1
         is_call = bool(own) and self._shape.words[own[-1].number].kind in ("name", "argument")

@@ -20,7 +20,7 @@ ALL_UNTRAINED: Final = "every answer is excluded from training by the record"
 EMPTY_ANSWERS: Final = "every answer is empty"
 NO_TARGET: Final = "the chat template writes no token of an answer"
 BEHIND_SEQ_LEN: Final = "no answer begins within data.seq_len tokens"
-BAD_MEDIA: Final = "an image or a recording cannot be read, or has no place in the text"
+BAD_MEDIA: Final = "an image or a recording cannot be read, or has no placeholder in the text"
 LONG_MEDIA: Final = "a conversation with images or audio is longer than data.seq_len tokens"
 EMPTY_RECORD: Final = "the record is empty"
 NO_PROMPT: Final = "no turn before the answer"
@@ -29,12 +29,12 @@ ALLOWED: Final = {
     NO_ANSWER: "conversations with a turn of the assistant",
     PROMPT_ONLY: "conversations with a turn of the assistant after the prompt",
     ALL_UNTRAINED: "conversations with an answer whose flag (`weight`, `train`, ...) is not 0 or false",
-    EMPTY_ANSWERS: "answers with words",
-    NO_TARGET: "a chat template that writes the words of answers",
+    EMPTY_ANSWERS: "answers that are not empty",
+    NO_TARGET: "a chat template that writes the content of answers",
     BEHIND_SEQ_LEN: "conversations with an answer that begins within data.seq_len tokens",
-    BAD_MEDIA: "conversations whose images and recordings can be read and have a place in the text",
+    BAD_MEDIA: "conversations whose images and recordings can be read and have a placeholder in the text",
     LONG_MEDIA: "conversations with images or audio of at most data.seq_len tokens, which are never cut",
-    EMPTY_RECORD: "records with words",
+    EMPTY_RECORD: "records that are not empty",
     NO_PROMPT: "conversations with a turn of the user before the last answer",
 }
 """For each reason to drop a record, a description of acceptable records for error messages."""

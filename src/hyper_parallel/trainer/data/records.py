@@ -369,7 +369,7 @@ def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
             where=str(path),
             got=unknown,
             allowed="the list of records, and keys without influence such as name, version, license",
-            hint=f"jq -c '.[] | arrays | .[]' {path} > records.jsonl, to drop these keys",
+            hint=f"jq -c '.[] | arrays | .[]' {shlex.quote(str(path))} > records.jsonl",
         )
 
 
