@@ -267,7 +267,7 @@ def test_a_column_that_no_record_has_is_named(tmp_path):
         (
             {"chosen": [U, A], "rejected": [{"role": "user", "content": "z"}, A]},
             "dpo",
-            "do not share a prompt",
+            "do not begin with the same prompt",
         ),
     ],
 )
