@@ -36,7 +36,7 @@ from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer.data import Batches
-from hyper_parallel.trainer.engine.cost_balance import TowerPlaces, cost_grid
+from hyper_parallel.trainer.engine.cost_balance import TowerMicrobatches, cost_grid
 from hyper_parallel.trainer.engine.optimizer import set_lr, step_unless
 from hyper_parallel.trainer.engine.step_checks import first_not_finite
 from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder
@@ -392,7 +392,7 @@ class Loop:
             submodels, places = handle(self.model).submodels, None
             if submodels is not None:
                 joint = submodels.joint
-                places = TowerPlaces(submodels.owners, None if joint is None else joint.schedule)
+                places = TowerMicrobatches(submodels.owners, None if joint is None else joint.schedule)
             self._grids[size] = cost_grid(self.plan, batches, places)
         return self._grids[size]
 
