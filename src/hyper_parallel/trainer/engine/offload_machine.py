@@ -141,8 +141,8 @@ def check_offload(
     if why := ungrouped_experts(model, getattr(torch, dtype)):
         other = ", or training.dtype=float32"
         raise CaptureUnsupported(
-            "offload needs tensors of fixed size, but the number of tokens per expert depends on the data and no grouped"
-            f" GEMM runs the experts: {why}",
+            "offload needs tensors of fixed size, but the number of tokens per expert depends on the data, and no "
+            f"grouped GEMM supports the experts: {why}",
             where=where("training.dtype"),
             got=f"training.dtype={dtype}, moe.capacity_factor=null",
             hint="moe.capacity_factor=1.25"
