@@ -1,7 +1,6 @@
-"""Experiment trackers, such as TensorBoard, that show the metrics of a run; only rank 0 has them.
+"""Experiment trackers (TensorBoard, wandb, mlflow) that show the metrics of a run; used on rank 0 only.
 
-Their packages are imported at the start of a run. A resumed run continues the same tracker run, whose id is stored in
-`trackers.json`.
+A resumed run continues the run of each tracker. The ids of these runs are stored in `trackers.json`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hyper_parallel.serde import DecodeError, create_file, read, write_text
 from hyper_parallel.units import MiB
 
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
-"""Package to install with pip, by tracker; the module has the name of the tracker."""
+"""Name of the pip package, by name of tracker and module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def make_trackers(
         directory: Run directory, whose name the trackers show as the run name.
         resumed_step: Last finished step of the run; 0 for a new run.
         recipe: Recipe values that the trackers show.
-        check_directory: Raises when another directory is now at the run directory's path.
+        check_directory: Function that raises HP721 if the run directory was removed, moved or replaced.
 
     Raises:
         TrackerFailed: HP632 when a tracker cannot start a run.
@@ -103,7 +102,7 @@ def make_trackers(
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Return the tracker run ids, by tracker, that an earlier process of the run has stored; {} without such a file.
+    """Read the run ids by tracker that an earlier process of the run has stored; return {} if the file is absent.
 
     Raises:
         TrackerFailed: HP632 for a damaged file.
@@ -124,9 +123,9 @@ def _known_ids(path: Path) -> dict[str, str]:
 def _tensorboard(
     directory: Path, resumed_step: int, check_directory: Callable[[], None]
 ) -> Tracker:
-    """Return a TensorBoard tracker that appends records to one open event file.
+    """Return a TensorBoard tracker that appends to an open event file.
 
-    TensorBoard's own writer reopens the path for each record, in a thread that dies when the disk is full.
+    TensorBoard's own writer is not used: its thread reopens the path for each record, and dies when the disk is full.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -153,7 +152,7 @@ def _tensorboard(
             raise
 
     records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
-    # TensorBoard drops the points of an earlier run from this step on.
+    # This event makes TensorBoard drop the points of an earlier process from this step on.
     start = SessionLog(status=SessionLog.START)
     first = Event(wall_time=now, step=resumed_step + 1, session_log=start)
     records.write(first.SerializeToString())
