@@ -264,7 +264,7 @@ def calibrate_local(
     Args:
         output: Path of the card file; None: the path that `plan` and `train` read.
         ranks: Number of ranks; None: all accelerators, or 4 ranks on a machine without accelerators.
-        check: Recipe to train for a comparison of its measured step with the predictions of the old and new cards; None:
+        check: Recipe to train. Its measured step is compared with the predictions of the old and the new cards. None:
             no comparison.
         steps: Number of steps to train.
     """

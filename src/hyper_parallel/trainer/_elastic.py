@@ -14,8 +14,8 @@ from hyper_parallel.planner import plan_recipe
 def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
     """Return the recipe with `parallel: auto` for `ranks` ranks, to be planned again.
 
-    Of section `parallel` only the sharding rules are kept. `training.tokens_per_step` is kept, while the microbatch size
-    and their number are derived again.
+    Of section `parallel` only the sharding rules are kept. `training.tokens_per_step` is kept. The size and the number
+    of microbatches are derived again.
     """
     recipe, derived = loaded.recipe, f"derived: planned anew for {ranks} ranks"
     rules = {"rules": recipe.parallel.rules} if recipe.parallel.rules else {}

@@ -263,7 +263,7 @@ def sample_data(
         progress: Whether to show a progress bar if a tokenizer is trained.
 
     Raises:
-        NoData: HP701 and other errors of `open_sources`.
+        NoData, BadValue, Contradiction: Errors of `open_sources`.
         TokenizerMissing: HP706 for pretrained weights without a tokenizer.
     """
     typed = loaded.recipe
