@@ -438,7 +438,6 @@ def launched_rank() -> tuple[int, int, int]:
 
 
 def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) -> DegreesMismatch:
-    """Return the error for a strategy whose degrees do not multiply to `num_ranks`."""
     size = strategy.world_size
     dp_shard, remainder = divmod(num_ranks, size // strategy.dp_shard)
     hint = f"ranks=range({size})" if is_subset else f"torchrun --nproc-per-node {size} SCRIPT"

@@ -381,7 +381,6 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
 def _environment(
     rank: int, per_node: int, places: list[tuple[str, str, int, list[str]]], restart: int
 ) -> dict[str, str]:
-    """Return the environment variables of a rank, given the results of `Rank.place` in rank order."""
     first = rank // per_node * per_node
     variables: dict[str, Any] = {
         "RANK": rank,

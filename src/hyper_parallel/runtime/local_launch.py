@@ -112,7 +112,9 @@ def launch(
         HyperParallelError: Coded error of the rank that failed first.
     """
     with scratch_folder() as scratch, _Records(world_size) as records:
-        logs = _create_folder(Path(log_dir or scratch))
+        logs = Path(log_dir or scratch)
+        with written(logs):
+            logs.mkdir(parents=True, exist_ok=True)
         board = HeartbeatBoard(scratch / "board", world_size)
         watch: HangDetector | WaitReporter = WaitReporter(board)
         if deadlines is not None:
@@ -147,13 +149,6 @@ def _world_of_ranks(worlds: Sequence[int]) -> Iterator[range]:
             yield range(first, stop)
 
 
-def _create_folder(folder: Path) -> Path:
-    """Create a folder if it does not exist, and return its path."""
-    with written(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _fork(
     fn: Callable[[int], Any], rank: int, world_size: int, where: tuple[Any, ...]
 ) -> ForkProcess:
@@ -164,7 +159,6 @@ def _fork(
 
 
 def _kill(ranks: Sequence[ForkProcess]) -> None:
-    """Kill all ranks and wait until they have ended."""
     for process in ranks:
         process.kill()
     for process in ranks:
@@ -172,7 +166,6 @@ def _kill(ranks: Sequence[ForkProcess]) -> None:
 
 
 def _hang_error(hang: Hang, logs: Path) -> HyperParallelError:
-    """Return the error of a hang, with the log file and stack of the first rank that causes the hang."""
     first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
     stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
     return hang.error(str(first), "\n".join(stack))

@@ -192,7 +192,6 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> None:
-    """Run a step of the training loop on fake tensors, without reading tensor values."""
     work = plan.workload
     shape = (work.microbatch or 1, work.seq_len)
     inputs = []

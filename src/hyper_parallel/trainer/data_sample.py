@@ -293,7 +293,6 @@ def sample_data(
 
 
 def _vocabulary(values: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary size in the model's config; None if the config has none."""
     inner = values.get("text_config")
     size = values.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
     return size if isinstance(size, int) else None

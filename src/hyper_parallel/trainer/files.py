@@ -150,7 +150,6 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def _remove_partials(directory: Path) -> None:
-    """Remove incomplete files of a killed run from this directory."""
     for path in directory.glob(".*.part"):
         if _PARTIAL.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError):

@@ -91,7 +91,7 @@ def pick_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise BadValue(
-            "unknown device",
+            f"unknown device `{device}`",
             got=device,
             allowed="auto, cpu, cuda",
             where="--device",
@@ -198,6 +198,8 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
         WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
         CheckpointMismatch: HP702 when an adapter was trained on other base weights.
     """
+    run = export.parent if export.name == "export" else "RUN_DIR"
+    export_again = f"hyper-parallel checkpoint export {run}"
     try:
         model, report = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
         if (export / ADAPTER_CONFIG).is_file():
@@ -215,16 +217,14 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
-            hint="--trust-remote-code"
-            if "trust_remote_code" in str(error)
-            else "hyper-parallel checkpoint export RUN_DIR",
+            hint="--trust-remote-code" if "trust_remote_code" in str(error) else export_again,
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(
             "the exported weights lack parameters of the model",
             where=str(export),
             got=sorted(report["missing_keys"])[:3],
-            hint="hyper-parallel checkpoint export RUN_DIR",
+            hint=export_again,
         )
     return model
 
@@ -445,7 +445,6 @@ class Generator:
         batch: PromptBatch,
         interrupt: Callable[[], bool] | None,
     ) -> None:
-        """Continue sequences in place under the budget of device memory."""
         assert self.memory_use is not None
         passes = self._planned_passes(sequences)
         decoder = Decoder(
@@ -460,7 +459,6 @@ class Generator:
             self.memory_use.add(passes.use)
 
     def _planned_passes(self, sequences: Sequence[DecodingSequence]) -> PlannedSlots:
-        """Plan forward passes of all sequences under the budget of device memory."""
         assert self.memory is not None
         limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
         return PlannedSlots(self.model, _fixed_steps(sequences), limits, self.device)

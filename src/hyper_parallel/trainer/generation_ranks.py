@@ -105,7 +105,6 @@ def generate_on_ranks(
 
 
 def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequences]:
-    """Run `rank` on local ranks; return the sequences of each rank."""
     results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
     return [part for parts in results for part in parts]
 
@@ -127,7 +126,6 @@ def _decode_share(
 
 
 def _check_axes(strategy: Strategy) -> None:
-    """Raise UnsupportedSharding (HP205) for parallel axes that decoding does not support."""
     if strategy.cp > 1:
         raise UnsupportedSharding(
             "generation does not support cp, because a decoding step has a single token per sequence",

@@ -260,7 +260,6 @@ class Job:
 
 
 def _worlds(recipe: Recipe, plan: Plan) -> tuple[int, ...]:
-    """Return the world sizes of a run; see `Job.worlds`."""
     trained = plan.strategy.world_size + recipe.parallel.tower_ranks
     return (trained, *[recipe.grpo.copy_ranks] * recipe.grpo.copies)
 
@@ -429,12 +428,10 @@ def with_proof(plan: Plan, proof: Certificate | None) -> Plan:
 
 
 def _bare_job(recipe: Recipe, plan: Plan, packed: PackedData) -> Job:
-    """Return an incomplete job, sufficient for `train_batches`."""
     return Job(recipe, plan, packed, Path(recipe.output_dir), None, {}, False)
 
 
 def _with_submodels(job: Job, model: Any) -> Plan:
-    """Return the plan of a job with the sub-models of its recipe added."""
     batches = job.train_batches()
     if job.recipe.parallel.submodels is None or not isinstance(batches, Batches):
         return job.plan
@@ -478,7 +475,6 @@ def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
-    """Build the batches of a job as a check, and return its recipe with `training.epochs` converted to steps."""
     recipe = job.recipe
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is None or not isinstance(batches, Batches):
@@ -555,8 +551,8 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
             "LoRA adapters need saved base weights, but the model starts from random weights",
             where=where,
             got=f"lora, model.init={recipe.model.init}, checkpoint.export=true",
-            allowed="a directory with config.json, weights and tokenizer, such as RUN_DIR/export",
-            hint="set `model.path=RUN_DIR/export model.init=pretrained`, or `checkpoint.export=false`, or `lora=null`",
+            allowed="a `model.path` with config.json, weights and tokenizer, such as the export of a run",
+            hint="set `checkpoint.export=false`, or `lora=null`",
         )
     return weights
 
@@ -624,7 +620,6 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
 def _capture(
     loaded: LoadedRecipe, plan: Plan, router_loss: str | None
 ) -> tuple[StepPrograms, ...] | None:
-    """Capture the step programs for a back end other than torch; return None for torch."""
     if loaded.recipe.backend == "torch":
         return None
     from hyper_parallel.trainer.engine.step_programs import capture_programs

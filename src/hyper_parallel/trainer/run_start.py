@@ -157,7 +157,10 @@ def _train(
             # This process owns the folder, because a killed rank could not remove it.
             flash = stack.enter_context(run_folder(Path(parent), job.output_dir.name))
         if logs is None:
-            return _launched_rank(job, flash, stop)
+            rank = launched_rank()[0]
+            if rank == 0:  # before any rank joins a process group
+                RolloutFolder(job.output_dir / "rollouts").reset()
+            return train_rank(job, rank, flash, stop)
         # Import transformers once before the fork; all ranks share it.
         import transformers.models.auto.modeling_auto  # noqa: F401
 
@@ -175,14 +178,6 @@ def _train(
         )
     summary: Summary | None = results[0]
     return summary
-
-
-def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary | None:
-    """Train as a rank of torchrun; return the summary on rank 0, None on other ranks."""
-    rank = launched_rank()[0]
-    if rank == 0:  # before any rank joins a process group
-        RolloutFolder(job.output_dir / "rollouts").reset()
-    return train_rank(job, rank, flash, stop)
 
 
 def train_rank(

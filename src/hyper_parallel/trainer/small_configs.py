@@ -413,7 +413,6 @@ def _clip(value: Any, limit: Any) -> Any:
 
 
 def _by_layer(value: Mapping[str, Any]) -> bool:
-    """Return whether a mapping has layer numbers as keys and mappings as values."""
     return bool(value) and all(
         str(key).isdigit() and isinstance(one, Mapping) for key, one in value.items()
     )

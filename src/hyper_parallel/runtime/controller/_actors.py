@@ -91,7 +91,6 @@ class RayEngine:
         return ActorRanks(self._ray, spec, size, options)
 
     def wait(self, busy: Sequence[ActorRanks], most_s: float) -> None:
-        """Wait at most `most_s` seconds until a rank answers or ends."""
         if running := [ref for ranks in busy for ref in ranks.running]:
             self._ray.wait(running, timeout=most_s)
 
@@ -156,14 +155,12 @@ class ActorRanks:
             ) from error
 
     def start_call(self, number: int, method: str, arguments: str) -> None:
-        """Start a call on every rank."""
         self.running = {
             actor.answer.remote(number, method, arguments): rank
             for rank, actor in enumerate(self._actors)
         }
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return, by rank, the answers to the running call that have arrived since the last poll."""
         answers = {}
         refs = list(self.running)
         done, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])

@@ -100,11 +100,9 @@ class InlineRanks:
         self._answer: dict[int, dict[str, Any]] = {}
 
     def start_call(self, number: int, method: str, arguments: str) -> None:
-        """Run a call and store its answer."""
         self._answer = {0: json.loads(self._host.answer(number, method, arguments))}
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return the answer to the last call, by rank."""
         return self._answer
 
     def lost(self) -> None:
@@ -120,7 +118,6 @@ class InlineEngine:
     most_ranks = 1
 
     def start(self, spec: RoleSpec, size: int) -> InlineRanks:
-        """Return the single rank of a role."""
         return InlineRanks(spec)
 
     def wait(self, busy: Sequence[InlineRanks], most_s: float) -> None:

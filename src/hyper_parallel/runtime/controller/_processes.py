@@ -72,11 +72,9 @@ class ProcessEngine:
         return self._started[-1]
 
     def wait(self, busy: Sequence[ProcessRanks], most_s: float) -> None:
-        """Wait at most `most_s` seconds until a rank answers or ends."""
         wait([news for ranks in busy for news in ranks.news()], most_s)
 
     def close(self) -> None:
-        """Remove the folder of calls and answers."""
         self._stack.close()
 
 
@@ -114,7 +112,6 @@ class ProcessRanks:
         return [*self._pipes, *(process.sentinel for process in self.processes)]
 
     def start_call(self, number: int, method: str, arguments: str) -> None:
-        """Start a call on every rank."""
         call = {"number": number, "method": method, "arguments": arguments}
         with written(self._folder):
             write_text(self._folder / "call.json", json.dumps(call))
@@ -123,7 +120,6 @@ class ProcessRanks:
                 pipe.send_bytes(b"call")
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return, by rank, the answers to the running call that have arrived since the last poll."""
         answers = {}
         for rank, pipe in enumerate(self._pipes):
             with suppress(OSError, EOFError):
@@ -173,7 +169,6 @@ def _answer_file(folder: Path, rank: int) -> Path:
 def _rank(
     spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: HeartbeatBoard
 ) -> None:
-    """Run calls in a forked rank until it is killed."""
     status = 1
     try:
         begin_forked()

@@ -53,7 +53,11 @@ from hyper_parallel.memory import (
     summarise,
 )
 from hyper_parallel.runtime import agree_on_plan, gather_objects
-from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, measured_machine
+from hyper_parallel.trainer.engine.offload_machine import (
+    OffloadMachine,
+    budget_too_small,
+    measured_machine,
+)
 from hyper_parallel.trainer.engine.optimizer import set_lr
 from hyper_parallel.trainer.engine.step_gauges import PhaseSpans
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs, statistics
@@ -149,7 +153,8 @@ class PlannedSteps:
             )
         with self._rollback():
             self._captured = self._capture(second, empty)
-        self._program = self._assumed.annotate(self._captured.program)
+        assumed = self._assumed
+        self._program = assumed.roofline.annotate(self._captured.program, assumed.link)
         # On an accelerator the allocator determines the minimum.
         least = self._spill.least_bytes if self._on_cpu else 0
         self.plan = plan_or_refuse(
@@ -551,7 +556,8 @@ def plan_or_refuse(
             raise
         least_bytes = error.least_bytes
     if budget_bytes is not None and planned_bytes != budget_bytes:
-        raise _too_small(budget_bytes, least_bytes, "a step without a plan")
+        text = f"a step without a plan does not fit the device budget of {format_bytes(budget_bytes)}"
+        raise budget_too_small(text, budget_bytes, least_bytes)
     return plan
 
 
@@ -563,17 +569,5 @@ def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
     """
     most = max(gather_objects(peak_bytes))
     if budget_bytes is not None and most > budget_bytes:
-        raise _too_small(budget_bytes, most, what)
-
-
-def _too_small(budget_bytes: int, least_bytes: int, what: str) -> BudgetImpossible:
-    """Return the error for a device budget below `least_bytes`, which its hint proposes as the budget."""
-    error = BudgetImpossible(
-        f"{what} does not fit the device budget of {format_bytes(budget_bytes)}",
-        where="offload.budget",
-        got=f"{budget_bytes} bytes",
-        allowed=f"at least {least_bytes} bytes ({format_bytes(least_bytes)})",
-        hint=f"set `offload.budget={least_bytes}`",
-    )
-    error.least_bytes = least_bytes
-    return error
+        text = f"{what} does not fit the device budget of {format_bytes(budget_bytes)}"
+        raise budget_too_small(text, budget_bytes, most)

@@ -18,8 +18,8 @@ from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.forward_variants import ungrouped_experts
 from hyper_parallel.backends.torch.memory import Measured
 from hyper_parallel.config import Offload, Recipe
-from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.ir import MemoryProgram, Plan
+from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported
+from hyper_parallel.ir import Plan
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
 from hyper_parallel.runtime import host_machine
 from hyper_parallel.topology import detect_local, load_topology
@@ -78,9 +78,18 @@ class OffloadMachine:
         link = Channel(tier.bytes_s.value, tier.latency_s.value)
         return cls(choice, budget, planned, actual, roofline, link, notes)
 
-    def annotate(self, program: MemoryProgram) -> MemoryProgram:
-        """Return a copy of the program with predicted seconds of its device operators and collectives."""
-        return self.roofline.annotate(program, self.link)
+
+def budget_too_small(text: str, budget_bytes: int, least_bytes: int) -> BudgetImpossible:
+    """Return the error `text` for a device budget below `least_bytes`, which the hint proposes as the budget."""
+    error = BudgetImpossible(
+        text,
+        where="offload.budget",
+        got=f"{budget_bytes} bytes",
+        allowed=f"at least {least_bytes} bytes ({format_bytes(least_bytes)})",
+        hint=f"set `offload.budget={least_bytes}`",
+    )
+    error.least_bytes = least_bytes
+    return error
 
 
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:

@@ -50,11 +50,13 @@ def check_trial_step(
 
     def trial(_: int) -> tuple[str | None, str | None]:
         """Return the errors of a step on ordinary tensors and of a step on DTensors; None: no error."""
-        plain = _failure(build, nn.Linear(_SIZE, _SIZE))
+        layer = nn.Linear(_SIZE, _SIZE)
+        plain = _step_failure(build(layer), layer)
         if plain is not None or not (sharded or replicated):
             return plain, None
         with World.fake(0, math.prod(degrees)):
-            return None, _failure(build, _parallelized_layer(degrees))
+            layer = _parallelized_layer(degrees)
+            return None, _step_failure(build(layer), layer)
 
     plain, failure = _in_child_process(trial)
     if plain is not None:
@@ -97,12 +99,8 @@ def _in_child_process(trial: Callable[[int], _Result]) -> _Result:
         return trial(0)
 
 
-def _failure(build: Callable[[nn.Module], torch.optim.Optimizer], layer: nn.Module) -> str | None:
-    """Return the first line of the error of an optimizer step; None if the step succeeds."""
-    return _step_failure(build(layer), layer)
-
-
 def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | None:
+    """Return the first line of the error of an optimizer step; None if the step succeeds."""
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:

@@ -101,7 +101,6 @@ class FrameworkState:
 
 
 def _padded(array: NDArray[Any], shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """Return an array padded with zeros up to a shape."""
     if shape is None or array.shape == shape:
         return array
     return np.pad(array, [(0, wanted - n) for wanted, n in zip(shape, array.shape, strict=True)])
@@ -255,7 +254,6 @@ class ProgramEngine(TorchEngine):
 
     @property
     def _programs(self) -> StepPrograms:
-        """Captured step programs of this rank."""
         programs = self._job.programs
         assert programs is not None
         return programs[self.rank % len(programs)]
@@ -275,7 +273,6 @@ class ProgramEngine(TorchEngine):
         return facts
 
     def _agree(self, text: str | None) -> str:
-        """Return rank 0's text on every rank."""
         texts = [text]
         dist.broadcast_object_list(texts)
         return str(texts[0])

@@ -195,7 +195,6 @@ class _CachedMeasurement:
 
 
 def _measure(model: nn.Module, cached: Path) -> _CachedMeasurement:
-    """Measure the activations that a model saves for backward, and write the result to the file `cached`."""
     measurement = _CachedMeasurement(kept_activations.measure_kept(model))
     save_cached(cached, measurement)
     return measurement

@@ -440,7 +440,6 @@ class Loop:
 
     @property
     def _data_rank(self) -> int:
-        """Data-parallel rank of this process."""
         coordinate = self.plan.mesh.coordinate(self.world.rank)
         return coordinate["dp_replicate"] * self.plan.strategy.dp_shard + coordinate["dp_shard"]
 

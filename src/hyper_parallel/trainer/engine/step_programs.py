@@ -47,7 +47,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Layout, Plan, Strategy
 from hyper_parallel.runtime import World, parallelize
-from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
+from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, budget_too_small
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
 
@@ -215,7 +215,7 @@ def _with_memory_plan(
     )
     budget, least = assumed.budget_bytes, peak_bytes(update)
     if budget is not None and budget < least:
-        raise _too_small("the optimizer update does not fit the device budget", budget, least)
+        raise budget_too_small("the optimizer update does not fit the device budget", budget, least)
     try:
         return plan_program(
             gradients,
@@ -228,22 +228,11 @@ def _with_memory_plan(
         )
     except BudgetImpossible as error:
         least = max(least, error.least_bytes + states)
-        raise _too_small("no memory plan fits the device budget", budget or 0, least) from error
-
-
-def _too_small(text: str, budget_bytes: int, least_bytes: int) -> BudgetImpossible:
-    """Return the error for a device budget below `least_bytes`, which its hint proposes as the budget."""
-    return BudgetImpossible(
-        text,
-        where="offload.budget",
-        got=f"{budget_bytes} bytes",
-        allowed=f"at least {least_bytes} bytes",
-        hint=f"offload.budget={least_bytes}",
-    )
+        text = "no memory plan fits the device budget"
+        raise budget_too_small(text, budget or 0, least) from error
 
 
 def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
-    """Return the module paths of this rank's decoder layers that the strategy recomputes."""
     parallel = attached(model)
     pipeline = None if parallel is None else parallel.pipeline
     stages = [[*view_of(model).layers]] if pipeline is None else [*pipeline.stages.layers.values()]
@@ -290,7 +279,6 @@ def _traced_world(
 
 
 def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
-    """Return the data-parallel sharding of each parameter under a strategy."""
     shards = {}
     for name, layout in layouts.items():
         dims = [(d, a) for d, axes in enumerate(layout.axes) for a in axes if a in _FSDP]
@@ -330,7 +318,6 @@ def _loss_of_model(
 
 
 def _use_static_forms(model: nn.Module) -> None:
-    """Select transformers implementations of attention and experts that have static shapes."""
     for name, form in (
         ("set_attn_implementation", "eager"),
         ("set_experts_implementation", "batched_mm"),
@@ -342,7 +329,6 @@ def _use_static_forms(model: nn.Module) -> None:
 def _check_recipe(
     recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
 ) -> None:
-    """Raise Contradiction (HP104) for the first recipe feature that step programs do not support."""
     training = recipe.training
     refused = {
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
@@ -521,7 +507,6 @@ def _update_program(
 def _adamw(
     own: Mapping[str, Tensor], grad: Tensor, values: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the new parameter and moments, by name, after the update rule of torch.optim.AdamW."""
     first, second = group["betas"]
     param = own["param"] * (1 - values["lr"] * group["weight_decay"])
     mean = own["exp_avg"] + (grad - own["exp_avg"]) * (1 - first)
@@ -533,7 +518,6 @@ def _adamw(
 def _sgd(
     own: Mapping[str, Tensor], grad: Tensor, values: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the new parameter and momentum, by name, after the update rule of torch.optim.SGD without dampening."""
     grad = grad + group["weight_decay"] * own["param"]
     if "momentum_buffer" not in own:
         return {"param": own["param"] - values["lr"] * grad}

@@ -122,7 +122,6 @@ class MetricsLog:
             raise
 
     def _open_lines(self, name: str, resumed_step: int) -> TextIO:
-        """Drop the records of a JSONL file after `resumed_step`, and open the file for appending."""
         path = self._directory / f"{name}.jsonl"
         self.check_directory()
         if line := _keep_until(path, resumed_step):

@@ -10,7 +10,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.received import Limits
 from hyper_parallel.serde import DecodeError, create_file, read, write_text
+from hyper_parallel.trainer.loop.run_facts import flat
 from hyper_parallel.units import MiB
 
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
@@ -52,7 +53,6 @@ def check_trackers(names: Sequence[str], where: str) -> None:
 
 
 def _without(name: str, names: Sequence[str]) -> str:
-    """Return the recipe override that removes tracker `name`."""
     return shlex.quote(f"training.report_to=[{', '.join(n for n in names if n != name)}]")
 
 
@@ -91,7 +91,7 @@ def make_trackers(
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise  # as for other files of the run
             raise TrackerFailed(
-                f"the tracker {name} cannot begin a run",
+                f"the tracker {name} cannot start a run",
                 where="training.report_to",
                 got=" ".join(str(error).split())[:800] or type(error).__name__,
                 hint=_without(name, names),
@@ -174,15 +174,7 @@ def _mlflow(directory: Path, ids: dict[str, str], recipe: Mapping[str, Any]) -> 
 
     run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=directory.name)
     if "mlflow" not in ids:
-        mlflow.log_params(dict(_flat(recipe)))
+        mlflow.log_params(dict(leaf for key, value in recipe.items() for leaf in flat(value, key)))
     ids["mlflow"] = run.info.run_id
     log = lambda step, values: mlflow.log_metrics(values, step=step)  # noqa: E731
     return Tracker("mlflow", log, mlflow.end_run)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
