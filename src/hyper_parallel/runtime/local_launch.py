@@ -222,7 +222,9 @@ def _child(
         begin_forked()
         if logs is not None:
             _redirect(logs / f"rank_{rank}.log")
-        faulthandler.register(signal.SIGUSR1, file=2)  # the parent sends this signal when a rank hangs
+        faulthandler.register(
+            signal.SIGUSR1, file=2
+        )  # the parent sends this signal when a rank hangs
         import torch
 
         torch.set_num_threads(threads)

@@ -311,7 +311,8 @@ def decode(
     """
     if reason := slot_cache_refusal(model):
         logger.warning(
-            "decoding runs without a key-value cache and recomputes the prefix for every token: %s", reason
+            "decoding runs without a key-value cache and recomputes the prefix for every token: %s",
+            reason,
         )
     options = (batch.sampling, batch.stops, slots)
     decoder = make_decoder(model, sequences, *options, ended=batch.ended, interrupt=interrupt)
@@ -524,6 +525,8 @@ def _auto_class(base: str) -> Any:
     if not (Path(base) / "config.json").is_file():  # a name of the Hub
         return AutoModelForCausalLM
     file = read_config(base)
-    with suppress(HyperParallelError):  # a model type that only transformers or custom code can build
+    with suppress(
+        HyperParallelError
+    ):  # a model type that only transformers or custom code can build
         return class_of_config(file)
     return AutoModelForCausalLM

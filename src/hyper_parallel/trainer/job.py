@@ -311,7 +311,9 @@ def prepare_job(
     loaded, notes, proof = resolve_submodels(loaded, training_ranks)
     recipe, training_ranks = loaded.recipe, _training_ranks(loaded.recipe)
     _check_degrees(loaded, training_ranks)
-    from hyper_parallel.backends.torch import check_pretrained  # here, because importing torch takes seconds
+    from hyper_parallel.backends.torch import (
+        check_pretrained,
+    )  # here, because importing torch takes seconds
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.engine.recipe_model import (
         build_model,

@@ -64,7 +64,9 @@ def read_prompts(
     records: list[dict[str, Any]] = []
     prompts: list[str | Generation] = []
     try:
-        lines = read_text(path, _LIMITS).split("\n")  # not splitlines(): texts may contain other line separators
+        lines = read_text(path, _LIMITS).split(
+            "\n"
+        )  # not splitlines(): texts may contain other line separators
     except (OSError, ValueError) as error:
         raise BadValue(
             "the prompt file cannot be read",

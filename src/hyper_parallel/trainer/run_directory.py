@@ -137,7 +137,9 @@ def write_editable(path: Path, text: str) -> None:
         names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
         edited = next(name for name in names if not os.path.lexists(name))
         path.rename(edited)
-        _log.warning("%s was edited after the run wrote it; the edited file is kept as %s", path, edited.name)
+        _log.warning(
+            "%s was edited after the run wrote it; the edited file is kept as %s", path, edited.name
+        )
     write_text(path, text)
     write_marker(place, Marker(RUN, {**known, path.name: file_facts(path)}))
 

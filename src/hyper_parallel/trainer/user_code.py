@@ -22,9 +22,7 @@ def load_class(path: str, base: type, where: str) -> type:
     Raises:
         NotImportable: HP109 when the class cannot be imported, or is not a subclass of `base`.
     """
-    allowed = (
-        f"the dotted path of a subclass of {base.__module__}.{base.__qualname__}, such as `my_module.MyClass`"
-    )
+    allowed = f"the dotted path of a subclass of {base.__module__}.{base.__qualname__}, such as `my_module.MyClass`"
     cls = _imported(path, where, "class", allowed)
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise NotImportable(

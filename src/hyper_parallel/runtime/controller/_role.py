@@ -269,7 +269,10 @@ class Role:
             self._fail(error)
         else:
             description = f"{error.what}; the ranks were started {max_restarts + 1} times"
-            hint = error.hint or "Controller(journal='journal.jsonl') would continue after the answered calls"
+            hint = (
+                error.hint
+                or "Controller(journal='journal.jsonl') would continue after the answered calls"
+            )
             self._fail(
                 RestartsUsedUp(description, allowed=f"max_restarts={max_restarts}", hint=hint)
             )

@@ -499,7 +499,7 @@ def offload_line(plan: MemoryPlan) -> str:
 
 
 def drift_line(step: int, record: OffloadRecord) -> str:
-    """Return a log line for a step that waited longer than planned."""
+    """Return a log line for a step that waited longer for copies than planned."""
     return (
         f"offload: step {step} took {format_seconds(record.sim_step_s)} instead of the planned "
         f"{format_seconds(record.pred_sim_step_s)}, waiting {format_seconds(record.wait_s)} for copies; planned again "
@@ -556,7 +556,9 @@ def plan_or_refuse(
             raise
         least_bytes = error.least_bytes
     if budget_bytes is not None and planned_bytes != budget_bytes:
-        text = f"a step without a plan does not fit the device budget of {format_bytes(budget_bytes)}"
+        text = (
+            f"a step without a plan does not fit the device budget of {format_bytes(budget_bytes)}"
+        )
         raise budget_too_small(text, budget_bytes, least_bytes)
     return plan
 

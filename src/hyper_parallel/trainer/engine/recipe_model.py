@@ -304,7 +304,7 @@ def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
 
 
 def joint_schedule(plan: Plan) -> Schedule | None:
-    """Return the plan's schedule of encoder and pipeline stages together; None if the plan has no such schedule."""
+    """Return the plan's joint schedule: order of the actions of encoder and pipeline stages. None without one."""
     if plan.submodels is None or not plan.submodels.schedule:
         return None
     return Schedule.from_csv(plan.submodels.schedule, name="plan")

@@ -58,7 +58,9 @@ def check_ranks(
     if tied:
         second = _checksums(model, microbatches, tokens, step)
         wrong += [rank for rank in tied if second[rank] != first[rank]] or tied
-        reason = "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority agrees"
+        reason = (
+            "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority agrees"
+        )
     if wrong:
         names = ", ".join(map(str, sorted(wrong)))
         raise RanksDisagree(

@@ -112,7 +112,7 @@ class Engine(Protocol):
         """Load the newest intact checkpoint; return its step and extra values, or (0, {}) for a new run."""
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
-        """Prepare for the steps after step `done`."""
+        """Prepare for the steps after step `done`; called once, after `load`."""
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run optimizer step number `step`, counted from 1.
