@@ -255,5 +255,5 @@ def test_what_does_not_go_together_is_refused_by_name(place):
         (place / f"{family}.json").write_text(json.dumps({**CONFIG, "model_type": family}))
         with pytest.raises(ModelUnreadable, match=match):
             train(place, place / "refused", f"model.path={place / family}.json")
-    with pytest.raises(Contradiction, match="a reward model does not have"):
+    with pytest.raises(Contradiction, match="a reward model has another loss"):
         train(place, place / "refused", "--dry-run", "--topology", "local-cpu")

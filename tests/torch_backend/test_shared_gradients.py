@@ -30,7 +30,7 @@ def _gradients(as_dtensors: bool) -> list[Tensor]:
     for step in range(2):
         # Autograd takes over gradients of plain parameters even if they share storage; negation gives each its own.
         first, second, token, wide, flat = (
-            to_local(p, None) if as_dtensors else -(-p) for p in parameters
+            to_local(p, None) if as_dtensors else p.neg().neg() for p in parameters
         )
         weights = torch.arange(12.0).view(3, 4) + step
         rows = torch.cat([token, (first + second)[1:]])

@@ -178,7 +178,7 @@ def dry(place, name, *words, **keys):
 def test_packing_is_refused_where_documents_see_each_other_and_nowhere_else(place):
     for name in ("sliding", "experts"):
         dry(place, name)
-    with pytest.raises(Contradiction, match="influence each other") as refused:
+    with pytest.raises(Contradiction, match="same sequence attend to each other") as refused:
         dry(place, "linear attention")
     dry(place, "linear attention", refused.value.hint)
 
