@@ -60,12 +60,10 @@ class PlanRequest:
     # strategy with the fields that no search chooses, such as rules and layers per stage
     base: Strategy = field(default_factory=Strategy)
     half_batches: bool = True  # whether layers of the model may run on half-batches
-    token_chunks: bool = (
-        True  # whether attention and MLP may gather and scatter their tokens in chunks
-    )
-    group_sequences: int = (
-        1  # consecutive sequences that must be on one data-parallel rank, such as a GRPO group
-    )
+    # Whether attention and MLP may gather and scatter their tokens in chunks.
+    token_chunks: bool = True
+    # Consecutive sequences that must be on one data-parallel rank, such as a GRPO group.
+    group_sequences: int = 1
 
     def allows(self, name: str, value: float) -> bool:
         """Return whether the pins allow a value of the choice `name`."""
