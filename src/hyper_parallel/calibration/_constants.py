@@ -35,7 +35,7 @@ class Constant:
     cards: tuple[str, ...]  # cards that share the factor
     # paths of the numbers that share the factor, such as `matmul.bfloat16`; `matmul` means all its dtypes
     attributes: tuple[str, ...]
-    rest: bool = False  # whether the factor applies to 1 - x of a number x, as for overlapped fractions
+    rest: bool = False  # whether the factor applies to 1 - x, as for overlapped fractions
 
 
 _HOPPER: Final = ("h100", "h100-96gb")

@@ -26,8 +26,8 @@ from hyper_parallel.calibration._constants import (
     C,
     Constant,
     apply,
-    with_prior_values,
     check_card_file,
+    with_prior_values,
     write_card,
 )
 from hyper_parallel.calibration._prediction import Cards, machine_of, predict, setting_of

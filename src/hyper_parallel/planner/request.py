@@ -46,18 +46,22 @@ class PlanRequest:
     workload: Workload  # number formats and the explicit batch numbers
     num_devices: int  # number of devices to use: the product of the degrees
     notes: tuple[str, ...] = ()  # assumptions, as sentences
-    from_recipe: bool = False  # whether hints are overrides of a recipe, not options of the plan command
+    # whether hints are overrides of a recipe, not options of the plan command
+    from_recipe: bool = False
     offload: HostMemory | None = None  # limits of offload to host memory; None: no offload
     capacity_bytes: float | None = None  # usable memory of a device; None: all of it
     headroom: float = 0.0  # share of the device's memory that a search leaves free
     # fixed choices, see `check_pins`; `tp` is the product of tp_x and tp_y
     pins: Mapping[str, int] = field(default_factory=dict)
-    executable: bool = False  # whether the search is limited to strategies that this version can run
+    # whether the search is limited to strategies that this version can run
+    executable: bool = False
     # strategy with the fields that no search chooses, such as rules and layers per stage
     base: Strategy = field(default_factory=Strategy)
     half_batches: bool = True  # whether layers of the model may run on half-batches
-    token_chunks: bool = True  # whether attention and MLP may gather and scatter their tokens in chunks
-    group_sequences: int = 1  # consecutive sequences that must be on one data-parallel rank, such as a GRPO group
+    # whether attention and MLP may gather and scatter their tokens in chunks
+    token_chunks: bool = True
+    # consecutive sequences that must be on one data-parallel rank, such as a GRPO group
+    group_sequences: int = 1
 
     def allows(self, name: str, value: float) -> bool:
         """Return whether the pins allow a value of the choice `name`."""
