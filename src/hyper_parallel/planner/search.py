@@ -274,7 +274,7 @@ def closed_form_s(rows: Columns, position: int) -> float:
 
 
 class BranchAndBound:
-    """One search, run by the constructor: the best strategies, a lower bound, and counts.
+    """Search, run by the constructor: the best strategies, a lower bound, and counts.
 
     Attributes:
         rows: Complete strategies that were within the threshold when found, unsorted.
