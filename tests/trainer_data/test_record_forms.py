@@ -182,7 +182,7 @@ def test_a_record_that_says_more_than_is_read_is_refused_with_its_place(tmp_path
 
 REFUSED_PAIRS = {
     "a worse answer beside another form": (
-        {"query": "q", "response": "r", "rejected_response": "n"}, "worse answer under an unknown key",
+        {"query": "q", "response": "r", "rejected_response": "n"}, "rejected answer under an unknown key",
         "data.columns.chosen=response data.columns.rejected=rejected_response"),
     "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which key of a record", None),
     "a number that says which is better": (
@@ -267,7 +267,7 @@ def test_a_column_that_no_record_has_is_named(tmp_path):
         (
             {"chosen": [U, A], "rejected": [{"role": "user", "content": "z"}, A]},
             "dpo",
-            "do not share a prompt",
+            "do not begin with the same prompt",
         ),
     ],
 )

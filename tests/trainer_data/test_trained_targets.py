@@ -195,7 +195,7 @@ def test_an_empty_answer_among_others_is_no_target(tmp_path, make):
     one = {"messages": [U, {**A, "content": "", "weight": 0}, U, A]}
     excluded = make(write(tmp_path / "b.jsonl", [one]), stage="sft", holdout=0, seq_len=128)
     assert (labels_of(both) >= 0).sum() == (labels_of(excluded) >= 0).sum()
-    assert any("answers without words" in note for note in both.notes)
+    assert any("with empty answers" in note for note in both.notes)
 
 
 SPLITS = {"train": [{"messages": [U, A]}], "test": [{"messages": [U, A]}]}

@@ -127,6 +127,8 @@ class StackCard:
     # share of the weight gradients of token chunks that is computed while later collectives are in flight; no
     # collective is in flight during the rest
     overlap_weights: float = 1.0
+    # share of the weight gradients of the experts' first chunk that is computed while its rows are in flight
+    overlap_expert_weights: float = 0.0
     overlap_dp: float = 0.9  # share of data-parallel traffic that hides behind compute
     # efficiency of the stack's collectives relative to the device card
     network: float = 1.0

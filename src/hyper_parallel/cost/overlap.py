@@ -7,7 +7,8 @@ tokens repeat the last three tasks. A part has the times of a smaller microbatch
 matmuls. Backward is the same program in reverse, so its span is that of the forward program with other durations.
 
 Chunks of a block's tokens divide its collectives, its column-parallel and its row-parallel matmuls; see
-`block_program`. Weight gradients are tasks of backward only, at the positions where forward reads the weights.
+`block_program`. Weight gradients are tasks of backward only, at the positions where forward reads the weights. With
+chunks of the experts' tokens, backward computes the first chunk's weight gradients while its rows are in flight.
 
     recomputation   runs one layer at a time: the time of a layer is the span of its program
     half-batches    time of a layer: the time that one more layer adds to the span, plus a share of the time at the
@@ -39,6 +40,8 @@ _COUNTS, _SPLITS = 9, 10
 """Rows of `PassSeconds.durations`: exchange of row counts before a dispatch, and reading of the counts by the host."""
 _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel matmuls."""
+_FIRST, _WEIGHTS = 11, 12
+"""Rows of `PassSeconds.durations`: experts of the first chunk, and its weight gradients, if they are separate tasks."""
 _RANKS: Final = 8
 """Maximum number of ranks of a simulated group.
 
@@ -71,6 +74,8 @@ class PassSeconds:
     mlp_column: Array = field(
         default_factory=_no_work
     )  # column-parallel matmuls of the feed-forward part
+    # weight gradients of the first chunk, a part of `experts`, that are computed while its rows are in flight
+    expert_weights: Array = field(default_factory=_no_work)
     # whether ranks exchange the numbers of rows before a dispatch; both halves wait for this exchange
     counts_rows: bool = field(default=False, kw_only=True)
 
@@ -83,7 +88,7 @@ class PassSeconds:
         return (
             self.attention, self.mlp, self.experts, self.attention_collective, self.mlp_collective,
             self.exchange, self.attention_column, self.mlp_column, _no_work(),
-            _no_work(), _no_work(),
+            _no_work(), _no_work(), self.experts - self.expert_weights, self.expert_weights,
         )  # fmt: skip
 
 
@@ -130,7 +135,7 @@ def block_program(chunks: int) -> LaneProgram:
 
 @lru_cache(maxsize=256)
 def layer_program(
-    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 5
+    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 7
 ) -> LaneProgram:
     """Return the forward program of `layers` consecutive layers; durations are those of `PassSeconds.durations`.
 
@@ -171,7 +176,8 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
             begin = position[half]
             for step in range(begin, len(rows)):
                 row, before = rows[step], rows[step - 1] if step > begin else None
-                waits = before in _COLLECTIVES and row not in _COLLECTIVES
+                # Backward computes deferred weight gradients before it waits.
+                waits = before in (*_COLLECTIVES, _WEIGHTS) and row not in (*_COLLECTIVES, _WEIGHTS)
                 if waits and row == _NORM and before in _SCATTERS:
                     soon_starting.add(half)
                 if waits or (before in _COLUMNS and soon_starting - {half}):
@@ -196,7 +202,9 @@ def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, 
         for row in (_NORM, 3, 6, 0, 3, _NORM, 4, 7, 1, 4, _COUNTS, _SPLITS):
             ready = add(row, ready)
         sent = [add(5, ready) for _ in range(chunks)]
-        results = [add(5, add(2, dispatch)) for dispatch in sent]
+        add(_WEIGHTS, ready)
+        work = [_FIRST if used[_WEIGHTS] else 2] + [2] * (chunks - 1)
+        results = [add(5, add(row, dispatch)) for row, dispatch in zip(work, sent, strict=True)]
         ready = tuple(sorted({n for result in results for n in result}))
     return chain
 
@@ -224,6 +232,7 @@ def pass_span(
     durations = seconds.durations()
     used = [bool(np.any(row > 0.0)) for row in durations]
     used[_NORM] = any(used[row] for row in _COLUMNS)
+    used[_FIRST] = used[_WEIGHTS]
     used[_COUNTS] = used[_SPLITS] = bool(seconds.counts_rows)
 
     def program(count: int) -> LaneProgram:
@@ -287,8 +296,9 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
             exposed = _least_exposed(traffic, np.maximum(traffic - compute_s[mask], 0.0), demand)
             tp[mask], ep[mask] = _split(exposed, tp_whole[mask], ep[mask])
         elif chunk < 0:
-            # The first dispatch and the last combine are exposed.
-            rest = np.maximum(ep[mask] - compute_s[mask], ep[mask] / -chunk)
+            # The first dispatch and the last combine are exposed, in backward perhaps only the latter: 3 of 4 exchanges.
+            shown = 1.0 - 0.25 * s.machine.stack.overlap_expert_weights
+            rest = np.maximum(ep[mask] - compute_s[mask], shown * ep[mask] / -chunk)
             ep[mask] = _least_exposed(ep[mask], rest, demand)
         elif half == 1 and chunk > 1:
             ep[mask] = _exposed_exchanges(replace(s, c=c.take(mask)), chunk)
@@ -324,7 +334,8 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
         # Ranks reach the first dispatch at different times, after the other blocks.
         before = seconds.attention + seconds.attention_column + seconds.mlp + seconds.mlp_column
         alone = replace(
-            PassSeconds(*[np.zeros(1)] * 6), attention=before, experts=experts, exchange=seconds.exchange
+            PassSeconds(*[np.zeros(1)] * 6), attention=before, experts=experts, exchange=seconds.exchange,
+            expert_weights=seconds.expert_weights,
         )  # fmt: skip
         span = pass_span(
             alone, 1, chunks, np.ones(1), s.machine.card.collective_share, ranks=_ranks(s)
@@ -413,6 +424,8 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
     traffic = tp_forward, np.maximum(tp - (1.0 + _repeats_forward(s)) * tp_forward, 0.0)
     mlp = 1.0 - np.where((s.c.ep > 1) | s.whole_experts, s.n.moe_share, 0.0)
     exchange = expert_seconds(chunk, 0.0) / 2.0
+    # Half of backward's products are weight gradients.
+    deferred = 0.5 * (chunks > 1) * s.machine.stack.overlap_expert_weights
     columns = [
         np.where(s.c.tp > 1, matmuls(half, part=part, row=False), 0.0)
         for part in ("attention", "mlp")
@@ -421,7 +434,8 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
         PassSeconds(
             blocks[i][0] - (1 + i) * columns[0], blocks[i][1] - (1 + i) * columns[1], experts[i][2],
             traffic[i] / 2.0 / (1.0 + mlp), mlp * traffic[i] / 2.0 / (1.0 + mlp), exchange,
-            (1 + i) * columns[0], (1 + i) * columns[1], counts_rows=i == 0 and bool(np.any(exchange > 0.0)),
+            (1 + i) * columns[0], (1 + i) * columns[1], i * deferred * experts[i][2],
+            counts_rows=i == 0 and bool(np.any(exchange > 0.0)),
         )
         for i in (0, 1)
     )  # fmt: skip

@@ -443,7 +443,7 @@ class Workload:
         if tokens % unit:
             near = max(1, round(tokens / unit)) * unit
             raise BatchMismatch(
-                f"tokens_per_step = {tokens} is no multiple of seq_len * data-parallel ranks = {unit}",
+                "tokens_per_step is not a multiple of seq_len x data-parallel ranks",
                 got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
                 changes={"training.tokens_per_step": near},
             )

@@ -1,8 +1,13 @@
-"""HyperOffload: memory planning as a compiler problem over storages, exact to the byte, without any framework.
+"""HyperOffload: planning of offload, recomputation and addresses for one training step, without any framework.
 
-A step is a `MemoryProgram` (ir). The planner refines its order, decides per storage whether to keep, recompute or
-offload it, emits residency actions, simulates them, and assigns static addresses. `backends` captures the program and
-executes the plan.
+A step is a `MemoryProgram` (`ir`): operators over storages, which are device allocations. The planner works in passes:
+
+    order       reorder the operators; a position is an index in this order
+    rounding    solve a linear program and round it to a choice: storages to offload and to recompute
+    emission    turn the choice into actions (run, copy, wait, free) with simulated times and peak bytes
+    address     give every storage that is resident on the device an offset in one buffer, the arena
+
+`backends` records the program and executes the plan.
 """
 
 from hyper_parallel.memory._address import assign_addresses, find_overlap, wrong_address

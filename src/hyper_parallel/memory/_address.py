@@ -1,9 +1,11 @@
-"""Static addresses: one arena for every live range on the device, without an allocator at run time.
+"""Assignment of static addresses: every live range on the device gets an offset in one buffer, the arena.
 
 Coloring intervals of unequal sizes is NP-hard. First fit (few live ranges) and stacking (many) end within a few percent
 of the lower bound, the live peak: the maximum of bytes live at one time. Ranges that cover the whole step lie at the
 bottom, in an order that does not depend on other ranges. A storage that is resident at both ends of the step but not in
 between has one address at both ends, where the next step finds it.
+
+An item is one live range, or two ranges of a storage that must get the same address.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ _TIGHT = 1.002  # ratio of arena to live peak at which packing stops
 _MANY_ITEMS = 3000  # more items are stacked instead of first fit
 _ROUNDS = 12  # rounds of first fit
 _HOT_FRACTION = 0.9  # fraction of the live peak; ranges live at times above it are placed first
-_PROMOTION = 0.65  # factor on the rank of a range that ended above the live peak
+_PROMOTION = 0.65  # factor on the rank of an item whose end lies above the live peak
 _HEAT_CLASSES = 10  # classes of stacked ranges, by the maximum of bytes live at the same time
 
 Item = tuple[Extent, ...]
-"""Live ranges with one address: a single one, or the last and first of a storage resident at both ends of the step."""
+"""Live ranges that share an address: a single one, or last and first of a storage resident at both ends of the step."""
 
 
 def assign_addresses(
@@ -58,7 +60,7 @@ def assign_addresses(
 
 
 def wrong_address(plan: MemoryPlan) -> str | None:
-    """Return a sentence about the first missing or wrong address of a plan; None if all are right."""
+    """Return an error message about the first missing or invalid address of a plan; None if all are valid."""
     placed = [(e.storage, e.start, e.stop) for e in plan.addresses]
     if placed != [(e.storage, e.start, e.stop) for e in plan.replayed.residency]:
         return "the addresses do not match the live ranges of the actions"
@@ -74,7 +76,7 @@ def wrong_address(plan: MemoryPlan) -> str | None:
 
 
 def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: int) -> str | None:
-    """Return a sentence if two live ranges overlap in time and space, or one exceeds the arena; else None."""
+    """Return an error message if two live ranges overlap in time and space, or one exceeds the arena; else None."""
     real = [e for e in ranges if sizes[e.storage]]
     events = sorted(
         [(e.start, 1, e.offset_bytes, sizes[e.storage]) for e in real]
@@ -96,7 +98,7 @@ def find_overlap(ranges: Sequence[Extent], sizes: Sequence[int], arena_bytes: in
 
 
 def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
-    """Return one item per address: a live range, or both ranges of a storage resident at both ends of the step."""
+    """Return one item per address, with the first and the last range of a storage in one item."""
     first = {
         live_range.storage: live_range
         for live_range in ranges
@@ -117,9 +119,9 @@ def _items(ranges: Sequence[Extent], end: int) -> list[Item]:
 def _pack(items: Sequence[Item], sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     """Return an offset for every item, and the bytes of the arena.
 
-    The first round is first fit by size. Later rounds place items from the time of the peak outwards; each promotes the
-    items that ended above the live peak (squeaky wheel optimization, Joslin and Clements 1999). Many items are stacked
-    instead, which takes a fifth of the time and wastes less space.
+    The first round is first fit by size. Later rounds begin with the items that are live at the peak. After each round,
+    items that end above the live peak move forward in the order (squeaky wheel optimization, Joslin and Clements 1999).
+    Many items are stacked instead, which takes a fifth of the time and wastes less space.
     """
     size = np.array([sizes[item[0].storage] for item in items], np.int64)
     times = np.array(
@@ -201,14 +203,9 @@ def _stack(
 ) -> np.ndarray:
     """Return offsets by stacking: each item lies on all earlier items that it overlaps in time.
 
-    The item with the lowest possible address is placed next.
-
-    Args:
-        clashes: By item, the items that it overlaps in time.
-        size: Bytes of each item.
-        order: Items, preferred ones first.
-        preference: Bytes by which the first item of `order` may lie higher than the last item and still be placed
-            first.
+    `clashes` has, for each item, the items that it overlaps. The item with the lowest possible address is placed next.
+    Early items of `order` are preferred: the last item is treated as if its address were `preference` bytes higher,
+    items before it proportionally less.
     """
     low = np.zeros(len(size), np.int64)
     later = np.empty(len(size))

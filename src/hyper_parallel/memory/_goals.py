@@ -1,7 +1,8 @@
-"""The two goals of planning in one order of the operators: least time under a budget, least peak within a time.
+"""The two planning goals for one order of the operators: least time within a byte budget, or least peak within a time.
 
-Both goals search programs for targets in bytes. A program is judged by its simulated time and by the arena that its
-addresses need, not by an estimate. If no program meets a budget, the error names sufficient bytes.
+Both goals search programs: lists of actions such as run, copy and free. The search aims at targets, numbers of device
+bytes. A program is judged by its simulated time and by the arena, the device buffer that its addresses need. If no
+program fits a budget, the error names sufficient bytes.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ def least_time(
     Args:
         search: Search for programs in one order of the operators.
         budget: Device bytes.
-        finish: Function that packs a program and returns its plan.
-        limit_s: Seconds that a useful plan must beat.
+        finish: Function that assigns addresses to a program and returns its plan.
+        limit_s: Step time in seconds; slower programs are not returned.
 
     Raises:
-        BudgetImpossible: HP402 when no program fits.
-        TierFull: HP403 when more DRAM or flash would make one fit.
+        BudgetImpossible: HP402 when no program fits the budget and the time.
+        TierFull: HP403 when a program would fit with more DRAM or flash.
     """
     try:
         return _least_time(search, budget, finish, limit_s)
@@ -59,7 +60,6 @@ def least_time(
 
 
 def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) -> _PlannedProgram:
-    """Return the fastest program that fits the budget, or raise HP402."""
     best = _fastest_within(search, budget, finish, limit_s)
     if best is not None:
         return best
@@ -75,9 +75,9 @@ def _least_time(search: Search, budget: int, finish: _Finish, limit_s: float) ->
 def _fastest_within(
     search: Search, budget: int, finish: _Finish, limit_s: float
 ) -> _PlannedProgram | None:
-    """Return the fastest program whose packed arena fits the budget, with its plan; None if there is none.
+    """Return the fastest program whose arena fits the budget, with its plan; None if there is none.
 
-    The target peak is lowered in steps, because gaps between addresses also take bytes of the budget.
+    Gaps between addresses also take bytes of the budget, so the target peak is lowered in steps.
     """
     arena_budget = budget - search.program.staging_bytes
     best: _PlannedProgram | None = None
@@ -119,12 +119,13 @@ def _fastest_within(
 
 
 def _fallback_within_budget(search: Search, budget: int, finish: _Finish) -> _PlannedProgram:
-    """Return the fastest program that fits, among those of minimum peak and those for half of the budget.
+    """Return the fastest fitting program among programs of least peak and programs for one lower target.
 
-    The search for the minimum peak does not depend on the budget.
+    The lower target is halfway between the working set and the budget. The search for the least peak does not depend on
+    the budget.
 
     Raises:
-        BudgetImpossible: HP402 with the smallest feasible budget.
+        BudgetImpossible: HP402 with the smallest sufficient budget that the search has found.
     """
     arena_budget = budget - search.program.staging_bytes
     floor = working_set_bytes(search.program)
@@ -158,7 +159,14 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
 def least_peak(
     search: Search, identity: EmittedProgram, limit_s: float, finish: _Finish
 ) -> _PlannedProgram:
-    """Return the program of least peak within `limit_s`, with its plan; `identity` if no program has a lower peak."""
+    """Return the program of least peak that takes at most `limit_s`, with its plan.
+
+    Args:
+        search: Search for programs in one order of the operators.
+        identity: Program without offload and recomputation; the result if no program has a lower peak.
+        limit_s: Limit of the step time in seconds.
+        finish: Function that assigns addresses to a program and returns its plan.
+    """
     programs = {identity.actions: identity}
     if identity.seconds <= limit_s:
         programs |= {e.actions: e for e in _descending_peaks(search, identity, limit_s)}
@@ -179,9 +187,9 @@ def _descending_peaks(
 ) -> list[EmittedProgram]:
     """Return programs with descending peaks that take at most `limit_s`, `best` first.
 
-    The target is bisected twice: with the linear program alone, which is quick and almost exact, then with emitted
-    programs. Each emitted program counts with its actual peak, which may differ from the target. Infeasible targets
-    take longest, so with `refused` fewer of them are tried.
+    The target is bisected twice: first with the linear program alone, which is quick and almost exact, then with
+    emitted programs. An emitted program counts with its own peak, which may differ from the target. With `refused` the
+    result only serves an error message, so fewer infeasible targets are tried: they take longest.
     """
     low, high = working_set_bytes(search.program), best.peak
     start = high
@@ -228,7 +236,7 @@ def _descending_peaks(
 def _capacity_error(
     search: Search, budget: int, finish: _Finish, error: BudgetImpossible
 ) -> TierFull | None:
-    """Return the error HP403 if more DRAM or flash would make the budget possible; else None."""
+    """Return the error HP403 if the budget would suffice with more DRAM or flash; else None."""
     program, machine = search.program, search.machine
     if working_set_bytes(program) > budget - program.staging_bytes:
         return None
@@ -248,11 +256,8 @@ def _capacity_error(
 def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, int]:
     """Return a dict from tier (`dram`, `flash`) to capacity in bytes with which planning succeeds.
 
-    Each capacity is sufficient with the other tier unchanged. A tier without a sufficient capacity is omitted.
-
-    Args:
-        machine: Machine on which planning fails.
-        plan: Function that plans on a machine with other capacities; it returns None if planning fails.
+    Each capacity is sufficient with the other tier unchanged. A tier without a sufficient capacity is omitted. `plan`
+    plans on a machine with other capacities; it returns None if planning fails.
     """
     result = dict[str, int]()
     if machine.dram_bytes is not None:
@@ -275,12 +280,9 @@ def _sufficient_capacity(machine: MemoryMachine, plan: _PlanFor) -> dict[str, in
 def _tier_full(
     budget_bytes: int, machine: MemoryMachine, sufficient: Mapping[str, int]
 ) -> TierFull:
-    """Return the error HP403 with the capacities of the tiers and a hint with sufficient ones.
+    """Return the error HP403 with the capacities of all tiers and a hint with sufficient ones.
 
-    Args:
-        budget_bytes: Device budget.
-        machine: Capacities.
-        sufficient: Dict from tier to bytes that are sufficient if the other tiers stay unchanged.
+    `sufficient` maps a tier to the bytes that are sufficient if the other tiers stay unchanged.
     """
     dram = "unlimited" if machine.dram_bytes is None else f"{machine.dram_bytes} bytes"
     flash = "unlimited" if machine.flash_bytes is None else f"{machine.flash_bytes} bytes"
@@ -294,7 +296,12 @@ def _tier_full(
 
 
 def with_capacity_hint(error: TierFull, sufficient: Mapping[str, int]) -> TierFull:
-    """Return the error with a hint that sets any one of the `sufficient` capacities."""
+    """Return the error with a hint that lists recipe keys; setting any one of them is sufficient.
+
+    Args:
+        error: Error to change.
+        sufficient: Dict from tier to sufficient bytes.
+    """
     keys = {"dram": "dram", "flash": "flash", "device": "budget"}
     options = [
         f"`offload.{key}={sufficient[tier]}`" for tier, key in keys.items() if tier in sufficient

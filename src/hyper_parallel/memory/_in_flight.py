@@ -1,4 +1,7 @@
-"""State of an emission: its actions, their time, valid tiers per storage, and copies in flight."""
+"""State during emission: the actions so far, their simulated time, valid copies of each storage, and copies in flight.
+
+A storage may have valid copies in several tiers. The action `detach` releases the copy in one tier, `free` all copies.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from hyper_parallel.memory.timeline import ProgramClock
 
 
 class EmissionLedger(Residency):
-    """Emitted actions of a program, with the simulated time and the residency after them.
+    """Actions emitted so far, with the simulated clock and the residency of storages after them.
 
     Args:
         program: Program with the storages.
@@ -42,7 +45,7 @@ class EmissionLedger(Residency):
         self.actions: list[MemoryAction] = []
 
     def fits_dram(self, s: int) -> bool:
-        """Return whether DRAM holds the storage or has a free buffer for it."""
+        """Return whether DRAM holds storage `s` or has a free buffer for it."""
         return "dram" in self.valid[s] or self.has_dram_buffer(self._sizes[s])
 
     def has_dram_buffer(self, num_bytes: int) -> bool:
@@ -56,7 +59,7 @@ class EmissionLedger(Residency):
         return slab_bytes(self.buffers.most)
 
     def emit(self, kind: MemoryActionKind, target: int, tier: MemoryTier = "device") -> None:
-        """Append an action, and advance the residency and the clock."""
+        """Append an action, and update the residency and the clock."""
         action = MemoryAction(kind, target, tier)
         self.actions.append(action)
         self.apply(action)
@@ -78,7 +81,7 @@ class InFlightCopies:
         outgoing: Copies out of the device or out of DRAM.
         incoming: Copies towards the device, as (storage, destination tier).
         stored_early: Storages that were copied to DRAM before their eviction; the copy is kept until then.
-        on_arrival: Function of a storage that waits for its copy to the device and drops host copies no longer needed.
+        on_arrival: Callback with a storage: it waits for the copy to the device and releases unneeded host copies.
     """
 
     on_arrival: Callable[[int], None]
@@ -102,7 +105,10 @@ class InFlightCopies:
         self.stored_early: set[int] = set()
 
     def finish(self, item: OutgoingCopy) -> None:
-        """Wait for an outgoing copy, then release its source if the copy detaches it."""
+        """Wait for an outgoing copy; if `item.detaches`, release the source of the copy.
+
+        Otherwise release a copy in DRAM that nothing needs any more.
+        """
         s = item.storage
         if item not in self.outgoing:
             return
@@ -120,11 +126,10 @@ class InFlightCopies:
             self._ledger.emit("detach", s, "dram")
 
     def _is_leaving(self, s: int, destination: str) -> bool:
-        """Return whether a copy of storage `s` to a tier is in flight."""
         return any(p.storage == s and p.destination == destination for p in self.outgoing)
 
     def evict(self, gap: Gap) -> None:
-        """Evict a storage to the tier of its gap; start a copy only if its content is neither there nor in flight."""
+        """Evict a storage to `gap.tier`; copy nothing if that tier has the content or a copy to it is in flight."""
         s = gap.storage
         self.stored_early.discard(s)
         tiers = self._ledger.valid[s]
@@ -153,7 +158,7 @@ class InFlightCopies:
                 self.outgoing.append(OutgoingCopy(s, "flash", True))
 
     def store(self, s: int, *, detaches: bool) -> None:
-        """Start the copy of a storage to DRAM; `detaches`: release its device bytes when the copy ends."""
+        """Start the copy of a storage to DRAM. If `detaches`, its device bytes are released when the copy ends."""
         self._ledger.emit("store", s)
         self.outgoing.append(OutgoingCopy(s, "dram", detaches))
 
@@ -164,10 +169,7 @@ class InFlightCopies:
         self.incoming[s, "dram"] = None
 
     def make_dram_room(self, s: int) -> None:
-        """Wait for copies that free DRAM buffers until DRAM has one for a storage, or no such copy is left.
-
-        A buffer serves only storages of its size, so only copies of that size are waited for.
-        """
+        """Wait for copies until a DRAM buffer is free for storage `s`, or no copy of its size can free one."""
         sizes = self._program.sizes
         while not self._ledger.fits_dram(s):
             running_copies = (

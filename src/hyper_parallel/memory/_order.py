@@ -1,13 +1,13 @@
 """Execution order: move operators without changing their results.
 
-Every pass proposes an order that respects all dependencies. It is accepted if the peak does not rise and the mean of
-device bytes falls. Optimizer updates move into the backward pass, right behind their gradient and the last reader of
-their weight. Weight gradients move to their consumer, and results without an early use to their first use.
+Every pass proposes an order that respects all dependencies. The order is accepted if the peak does not rise and the
+mean of device bytes falls. Optimizer updates move into the backward pass, right behind their gradient and the last
+reader of their weight. Weight gradients move to their consumer, and results without an early use to their first use.
 
-With several ranks, communication is then moved to overlap computation. Collectives keep their recorded order on every
-rank, whatever its memory plan is (`def_use`); only the computation around them moves. Operators without FLOPs that
-prepare the operands of a collective move with it. The earlier a collective begins, the longer its result lives. So it
-begins as late as its lane allows, a limited number of uses ahead.
+With several ranks, collectives are then hoisted to overlap computation. They keep their recorded order on every rank,
+whatever its memory plan is (`def_use`). Operators without FLOPs that prepare the operands of a collective move with it.
+An early collective keeps its result alive for longer, so each begins as late as possible. All communication is assumed
+to run in series.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hyper_parallel.memory.timeline import ProgramClock, clocked
 
 
 def refine_order(program: MemoryProgram) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the proposed order with the least peak; ties prefer the least mean of device bytes over time.
+    """Apply each pass that lowers the mean of device bytes over time without raising their peak.
 
     Returns:
         Operator indices in their new order, and one sentence per pass.
@@ -66,19 +66,22 @@ def _measure(program: MemoryProgram, order: Sequence[int]) -> tuple[int, float]:
 
 
 def order_peak(program: MemoryProgram, order: Sequence[int]) -> int:
-    """Return the exact peak of device bytes of an order without offload and recomputation."""
+    """Return the peak of device bytes of an order, without offload and recomputation."""
     return _measure(program, order)[0]
 
 
 def order_seconds(program: MemoryProgram, order: Sequence[int]) -> float:
-    """Return the simulated seconds of an order without offload and recomputation, waits for other ranks included."""
+    """Return the simulated step time of an order in seconds, without offload and recomputation.
+
+    The time includes waits for other ranks.
+    """
     return clocked(program, None, identity_actions(program, order)).now_s
 
 
 def _updates_early(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the order with optimizer operators right after their last dependency."""
+    """Return the order with every optimizer operator right after its last dependency."""
     del order  # the keys below are positions of the original order
     key: list[int] = []
     for index, op in enumerate(program.operators):
@@ -106,19 +109,19 @@ def _gradients_late(
 def _results_late(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the order with operators sunk to their first consumer if all their operands are alive there anyway."""
+    """Return the order with operators right before their first consumer, if their operands are alive there anyway."""
     last: dict[int, int] = {}
     for index in order:
         for s in program.operators[index].touched:
             last[s] = index
 
-    def only_takes(op: Operator) -> bool:
+    def frees_nothing(op: Operator) -> bool:
         index_free = all(
             program.storages[s].at_end or program.operators[last[s]] is not op for s in op.reads
         )
         return bool(op.allocs) and not op.writes and index_free
 
-    return _sink(program, before, order, only_takes)
+    return _sink(program, before, order, frees_nothing)
 
 
 def _sink(
@@ -127,7 +130,7 @@ def _sink(
     order: tuple[int, ...],
     movable: Callable[[Operator], bool],
 ) -> tuple[int, ...]:
-    """Return the order with operators that are `movable` right before the first operator that depends on them."""
+    """Return the order with every operator that is `movable` right before the first operator that depends on it."""
     place = {index: position for position, index in enumerate(order)}
     after: list[list[int]] = [[] for _ in program.operators]
     for index, deps in enumerate(before):
@@ -173,7 +176,7 @@ def _blocked_updates(program: MemoryProgram, before: list[set[int]]) -> str | No
 
 
 DEPTHS = (1, 2)
-"""Values of `depth` in `overlapped` to try: how many collectives of a kind may begin ahead of their use."""
+"""Values to try for `depth` in `overlapped`: the number of collectives of one kind that may await their first use."""
 
 
 def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tuple[int, ...]:
@@ -182,8 +185,8 @@ def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tupl
     Args:
         program: Operators with their seconds.
         order: Legal order.
-        depth: Number of uses of its kind that a collective may begin ahead. 0: only operators that wait for a
-            collective move.
+        depth: Maximum number of collectives of one kind (operator and group) whose results await their first use. 0:
+            collectives stay, only operators that wait for them move.
     """
     before = dependencies(program)
     if depth:
@@ -194,9 +197,10 @@ def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tupl
 def _hoist_collectives(
     program: MemoryProgram, before: list[set[int]], order: tuple[int, ...], depth: int
 ) -> tuple[int, ...]:
-    """Return the order with collectives hoisted, but no earlier than a serial communication lane requires.
+    """Return the order with each collective hoisted just early enough to end before its first use.
 
-    The operators that only prepare a collective's operands move with it.
+    All communication is assumed to run in series. The operators that only prepare a collective's operands move with it.
+    See `overlapped` for `depth`.
     """
     operators = program.operators
     starts = list(accumulate((operators[i].seconds for i in order), initial=0.0))
@@ -260,7 +264,10 @@ def _hoist_limit(
     low: int,
     hoisted: Container[int],
 ) -> tuple[int, list[int]]:
-    """Return the earliest position that a collective can move to, and the operators that move with it."""
+    """Return the earliest position that a collective can move to, and the operators that move with it.
+
+    The collective is at `position` now and must not move before `low`. `hoisted` has the operators moved before.
+    """
     index = order[position]
     data = {i for i in before[index] if not (operators[i].group or operators[i].message)}
     needs, moved, reached = data, [index], position
@@ -285,9 +292,9 @@ def _hoist_limit(
 def _sink_bookkeeping(
     program: MemoryProgram, before: list[set[int]], order: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the order with operators without FLOPs moved after the collective that they wait for.
+    """Return the order with operators without FLOPs delayed while the collective that they read from is in flight.
 
-    They run as soon as the collective is done, or when their result is needed.
+    A delayed operator runs when the collective is done, or when another operator needs its result.
     """
     operators = program.operators
     clock, running = ProgramClock(program), set[int]()

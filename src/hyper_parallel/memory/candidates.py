@@ -1,4 +1,7 @@
-"""Candidates for offload in one order of operators, and the device bytes at every position without offload."""
+"""Candidates for offload in one order of operators, and the device bytes at every position without offload.
+
+A position is an index in the order. A gap is a range of positions during which a storage is off the device.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class OffloadCandidate:
     Attributes:
         gaps: The gap; for both ends of the step, two gaps.
         num_bytes: Device bytes of the storage.
-        idle_s: Seconds of the gaps without an access.
+        idle_s: Duration of the gaps in seconds.
     """
 
     gaps: tuple[Gap, ...]
@@ -48,9 +51,9 @@ class OffloadCandidate:
 
 
 class OffloadCandidates:
-    """Offload candidates and device bytes per position, of one order with fixed recomputation.
+    """Offload candidates, and device bytes by position, for one order and one set of recomputed storages.
 
-    A gap may be shorter than its copies; the compute lane then waits.
+    A gap may be shorter than its copies; operators then wait for the copies.
 
     Args:
         program: Operators with their seconds.
@@ -79,7 +82,7 @@ class OffloadCandidates:
 
     @cached_property
     def all(self) -> list[OffloadCandidate]:
-        """Every candidate."""
+        """Candidates of all movable storages."""
         return [
             c for s in sorted(self.movable) if self.program.sizes[s] for c in self._for_storage(s)
         ]
@@ -96,7 +99,10 @@ class OffloadCandidates:
         return bool(self._writes[s])
 
     def content_since(self, gap: Gap) -> int:
-        """Return the position of the last write before the gap: from there on the evicted content is final."""
+        """Return the position of the last write before a gap, or of the allocation.
+
+        The evicted content may be copied after this position.
+        """
         s = gap.storage
         writes = self._writes[s]
         index = bisect_right(writes, gap.first)
@@ -105,7 +111,6 @@ class OffloadCandidates:
         return 0 if self.program.storages[s].at_start else self.recomputes.uses[s][0]
 
     def _for_storage(self, s: int) -> list[OffloadCandidate]:
-        """Return the candidates of one storage."""
         size, storage = self.program.sizes[s], self.program.storages[s]
         uses = self.recomputes.uses[s]
         result = [

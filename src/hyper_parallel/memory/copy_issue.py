@@ -1,8 +1,11 @@
-"""Issue of copies: positions of reloads and early stores, and the queue of reloads that lack memory.
+"""Positions at which to issue copies, and the queue of reloads that lack memory.
 
-Reloads are issued as late as possible on serial channels, computed backwards from their deadlines. Stores may run as
-soon as their content is final. Reloads that lack memory are retried in the order of their issue. A reload sleeps until
-the memory that it waits for may be free, so a long queue costs little.
+A position is an index in the order of the operators. A store copies a storage from the device to DRAM. A reload copies
+it back: `copy_in` from flash to DRAM, `prefetch` from DRAM to the device. The copies of one direction run in series.
+
+Reloads are issued as late as possible, computed backwards from their deadlines. Stores may run as soon as their content
+is final. Reloads that lack memory are retried in the order of their issue. A reload sleeps until the memory that it
+waits for may be free, so a long queue costs little.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ class Gap:
 
     Attributes:
         storage: Storage index.
-        first: Position after which it is evicted; -1 if it is off the device at the start of the step.
-        last: Position before which it must be back; the number of operators if it is off the device at the end of the
+        first: Position after which the storage is evicted; -1: the storage is off the device at the start of the step.
+        last: Position before which the storage is reloaded; the number of operators: it stays off until the end of the
             step.
         tier: Tier that holds the storage during the gap.
     """
@@ -42,7 +45,7 @@ class OutgoingCopy:
 
     Attributes:
         storage: Storage index.
-        destination: Tier that it is copied to.
+        destination: Tier that the storage is copied to.
         detaches: Whether the source is released when the copy ends; False if an operator still needs the storage.
     """
 
@@ -57,7 +60,9 @@ def issue_positions(
     program: MemoryProgram,
     machine: MemoryMachine,
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
-    """Return when to issue each reload: as late as one serial channel per direction allows for all deadlines.
+    """Return the latest position at which to issue each reload, with copies of one direction in series.
+
+    The deadline of a reload is the end of its gap.
 
     Args:
         gaps: Gaps to reload from.
@@ -96,10 +101,10 @@ def early_stores(
     writes: Sequence[Sequence[int]],
     dropped: Collection[int],
 ) -> list[list[Gap]]:
-    """Return, per position, the gaps whose content is final after it, so that their store may run before the eviction.
+    """Return, per position, the gaps whose storage gets its final content there and can be stored before its eviction.
 
     Args:
-        gaps: Gaps of evicted storages.
+        gaps: Gaps of evicted storages; gaps on flash are ignored.
         program: Program with the storages.
         num_positions: Length of the order.
         uses: Positions that access each storage.
@@ -122,7 +127,9 @@ def early_stores(
 
 
 class ReloadQueue:
-    """Queue of the reloads of one emission; those that lack memory sleep until it may be free.
+    """Queue of the reloads of one emission. A reload that lacks memory sleeps until enough may be free.
+
+    The methods name a reload by its index in `events`, called `number`.
 
     Args:
         events: Reloads as (position of issue, gap, kind), ascending.
@@ -218,7 +225,7 @@ class ReloadQueue:
             heappush(self._ready, number)
 
     def _next_in_line(self, size: int) -> None:
-        """Try the first reload that waits for a DRAM buffer of `size` bytes."""
+        """Schedule the first reload that waits for a DRAM buffer of `size` bytes."""
         line = self._lines[size]
         while line and line[0] not in self._in_line:
             heappop(line)

@@ -1,10 +1,10 @@
 """Use-definition chains, liveness and dependencies over storages.
 
-Views need no rule, because the capture resolves every view to its storage. An access through any alias is an access
-to the storage, and creating a view is no access.
+Views need no rule, because the capture resolves every view to its storage. An access through any alias is an access to
+the storage, and creating a view is no access.
 
-Collectives and messages are in flight, in parallel to the compute lane, from their `run` to their `join`.
-One communication lane carries them one after another, in the order in which they begin. A collective library has one
+Collectives and messages (point-to-point sends and receives) overlap computation from their action `run` to their action
+`join`, which waits for them. They run one after another, in the order in which they begin. A collective library has one
 queue per process group, but groups share the link. So groups one after another take as long as concurrent groups.
 
 No plan can deadlock, whatever each rank decides about memory. All ranks begin their communication in the recorded
@@ -26,7 +26,9 @@ from hyper_parallel.memory.timeline import ProgramClock
 
 
 class CommsInFlight:
-    """Collectives and messages in flight while a program is emitted, and storage releases that wait for them.
+    """Collectives and messages in flight while a program is emitted, and releases of their storages.
+
+    A storage is released only after the operators in flight that use it are joined.
 
     Args:
         program: Operators and storages.
@@ -53,7 +55,7 @@ class CommsInFlight:
     ) -> list[int]:
         """Return the operators in flight that must be joined before an operator may run.
 
-        `also_read` and `recomputed` are further storages that are read or written before the operator.
+        `also_read` and `recomputed` are storages that recomputation right before the operator reads and writes.
         """
         if not self._running:
             return []
@@ -80,7 +82,7 @@ class CommsInFlight:
         """Defer the release of a storage until the last operator in flight that uses it is joined.
 
         Returns:
-            False if no operator in flight uses it, so that nothing is deferred.
+            True if the release is deferred; False if no operator in flight uses the storage.
         """
         users = [i for i in self._running if storage in self._program.touched[i]]
         for index in users[-1:]:  # the last one to finish
@@ -113,7 +115,8 @@ def plain_actions(
 ) -> list[MemoryAction]:
     """Return actions that run every operator once and free every storage after its last use, without copies.
 
-    A collective is joined before the first use of its results, or when it completes if a `free` waits for it.
+    A collective is joined before the first use of its results. It is joined earlier, when it completes, if a `free`
+    waits for it.
 
     Args:
         program: Operators and storages.
@@ -246,7 +249,7 @@ def dependencies(program: MemoryProgram) -> list[set[int]]:
 
 
 def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[MemoryAction, ...]:
-    """Return the actions of a step without offload: operators run once, storages are freed after their last use."""
+    """Return the actions of a step without offload and recomputation, in an order."""
     chains = use_definitions(program, order)
     keep = [s.at_end for s in program.storages]
     unused = [
@@ -259,5 +262,5 @@ def identity_actions(program: MemoryProgram, order: Sequence[int]) -> tuple[Memo
 
 
 def working_set_bytes(program: MemoryProgram) -> int:
-    """Return the maximum over operators of the bytes of operands and results: a lower bound of every plan's peak."""
+    """Return the largest sum of operand and result bytes of one operator, a lower bound of every plan's peak."""
     return max((sum(program.sizes[s] for s in op.touched) for op in program.operators), default=0)

@@ -1,9 +1,12 @@
 """Emission: conversion of a residency choice (gaps, recomputation) into an executable list of actions.
 
-Emission walks forward over the order with the simulator's clock. A store is issued right after the last use, or earlier
-if the content is final and the lane is idle. The device bytes are released at the first operator boundary after the
-copy, or earlier, by waiting for it, if the budget needs them. A prefetch is issued as late as its serial channel
-allows, computed backwards from the deadlines.
+A position is an index in the order of the operators. A gap is a range of positions during which a storage is off the
+device. A store copies a storage from the device to DRAM, a prefetch copies it back.
+
+Emission walks forward over the order with a simulated clock. A store is issued right after the last use, or earlier if
+the content is final and no other store runs. The device bytes are released at the first operator boundary after the
+copy, or earlier, by waiting for it, if the budget needs them. A prefetch is issued as late as possible, computed
+backwards from the deadlines with all prefetches in series.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ class EmissionOptions:
 
     Attributes:
         budget_bytes: Device bytes that operators and early reloads must not exceed, else they wait; None: no limit.
-        planned: Device bytes that the choice needs at every position; early reloads add theirs.
-        pauses_s: Seconds of waiting and recomputation that are expected at every position.
-        on_demand: Whether every reload is issued only by the operator that needs it.
+        planned: Expected device bytes at every position; emission adds the bytes of early reloads in place.
+        pauses_s: Expected seconds of waiting and recomputation at every position.
+        on_demand: True: the operator that needs a storage issues its reload. False: reloads are issued earlier.
     """
 
     budget_bytes: int | None
@@ -40,7 +43,7 @@ class EmissionOptions:
 
 
 class Emitter:
-    """Emission of one program: `emit` returns the actions, `ledger` holds their bytes and simulated time.
+    """Emitter of one program: `emit` returns the actions, `ledger` has their bytes and simulated time.
 
     Args:
         program: Operators and storages.
@@ -48,7 +51,7 @@ class Emitter:
         order: Order of the operators.
         gaps: Gaps of offloaded storages.
         recomputes: Recomputed storages.
-        options: Limits and expectations.
+        options: Budget, and expected bytes and waits.
 
     Attributes:
         live_bytes: Device bytes while each position runs.
@@ -103,7 +106,7 @@ class Emitter:
 
     @property
     def waited_s(self) -> np.ndarray:
-        """Seconds that the compute lane waited for copies at every position, and at the end of the step."""
+        """Seconds that the device waited for copies at every position, and at the end of the step."""
         return np.diff([*self._waited_s, self.ledger.clock.wait_s])
 
     def _ends(self) -> list[set[int]]:
@@ -149,7 +152,10 @@ class Emitter:
         return tuple(self.ledger.actions)
 
     def _clear(self) -> None:
-        """Release the copies outside a storage's home tier that cancelled evictions left behind."""
+        """Release every copy of a storage outside the tier that holds the storage between steps.
+
+        Cancelled evictions leave such copies.
+        """
         for s, storage in enumerate(self.program.storages):
             if storage.at_end and self.copies.homes[s] in self.ledger.valid[s]:
                 for tier in [t for t in self.ledger.valid[s] if t != self.copies.homes[s]]:
@@ -158,7 +164,7 @@ class Emitter:
     # -- one operator --------------------------------------------------------------------------
 
     def _operator(self, position: int, index: int) -> None:
-        """Emit one operator: joins, waits for memory, reloads, recomputation, the run itself, and releases after it."""
+        """Emit all actions of one operator: joins, waits for memory, reloads, recomputation, the run, and releases."""
         ledger, copies = self.ledger, self.copies
         operators, valid, sizes = self.program.operators, ledger.valid, self.program.sizes
         op = operators[index]
@@ -219,7 +225,6 @@ class Emitter:
                 self._release_or_evict(s, since, position)
 
     def _used_at(self, s: int, position: int) -> bool:
-        """Return whether the operator or the recomputation at a position uses a storage."""
         uses = self.recomputes.uses[s]
         index = bisect_right(uses, position)
         return index > 0 and uses[index - 1] == position
@@ -250,7 +255,7 @@ class Emitter:
     # -- evictions and reloads -----------------------------------------------------------------
 
     def _store_early(self, ready: list[Gap], position: int) -> list[Gap]:
-        """Start stores of storages in `ready` while the store lane is idle; return those that were not started."""
+        """Start stores of storages in `ready` while no store is running; return those that were not started."""
         remaining: list[Gap] = []
         for rank, gap in enumerate(ready):
             if not self.ledger.clock.idle("store"):
@@ -327,11 +332,10 @@ class Emitter:
             self._prefetch(s)
 
     def _free_bytes(self) -> int:
-        """Return the device bytes that may still be allocated."""
         return 0 if self.budget is None else self.budget - self.ledger.live["device"]
 
     def _may_prefetch_early(self, number: int, gap: Gap, position: int) -> bool:
-        """Return whether an early reload leaves the operators before its use enough bytes; if not, queue it again."""
+        """Return whether an early reload fits together with the bytes planned until its use; if not, queue it again."""
         if self.budget is None:
             return True
         size = self.program.sizes[gap.storage]
@@ -357,7 +361,7 @@ class Emitter:
         return None
 
     def _prefetch(self, s: int) -> None:
-        """Start the copy of a storage to the device unless its bytes are there or in flight."""
+        """Start the copy of a storage to the device; if the storage is still resident, cancel its eviction instead."""
         tiers = self.ledger.valid[s]
         if "device" in tiers:
             if self.comms:

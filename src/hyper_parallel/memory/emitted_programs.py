@@ -1,4 +1,9 @@
-"""Search for programs that meet a target in device bytes; every residency choice is judged by its emitted program."""
+"""Search for programs that meet a target in device bytes.
+
+A residency choice states the storages to offload and to recompute. Emission turns it into a program: a list of actions
+with its simulated time and peak bytes. Every choice is judged by its emitted program. Decisions of the linear program
+are fractions between 0 and 1, which are rounded.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,7 @@ class EmittedProgram:
         gaps: Gaps of offloaded storages.
         recomputes: Recomputed storages; None for the program without offload.
         statement: Sentence about the choice.
-        waited_s: Seconds that the compute lane waits for copies at every position, and at the end.
+        waited_s: Seconds that the device waits for copies at every position, and at the end.
     """
 
     actions: tuple[MemoryAction, ...]
@@ -90,7 +95,7 @@ def emit(
     pauses_s: np.ndarray,
     statement: str,
 ) -> EmittedProgram | None:
-    """Return the program of a choice; None if it takes longer than `limit_s`.
+    """Emit the actions of a residency choice and return the program; None if the step takes longer than `limit_s`.
 
     Args:
         program: Operators and storages.
@@ -99,7 +104,7 @@ def emit(
         choice: Storages to offload and to recompute.
         limit_bytes: Device bytes that operators and early reloads must not exceed, else they wait; None: no limit.
         limit_s: Seconds after which emission stops.
-        pauses_s: Seconds of waiting and recomputation that are expected at every position.
+        pauses_s: Expected seconds of waiting and recomputation at every position.
         statement: Sentence about the choice.
     """
     recomputes, emitted = choice.candidates.recomputes, None
@@ -135,7 +140,7 @@ def assign_tiers(
 ) -> list[Gap]:
     """Return the gaps of the chosen candidates, each with the tier to evict to.
 
-    DRAM is filled up to its share; then flash takes the storages with the longest idle time. All chosen candidates are
+    Storages with the shortest idle time fill the DRAM up to `share`; the others go to flash. All chosen candidates are
     assumed to be in DRAM at the same time, which is an upper bound; replay gives the exact peak.
 
     Args:
@@ -188,7 +193,7 @@ class Search:
     )
 
     def __post_init__(self) -> None:
-        self.best_seen = self.identity  # program of least peak
+        self.best_seen = self.identity
 
     def without_cache(self) -> Search:
         """Return the search with an empty cache."""
@@ -209,7 +214,7 @@ class Search:
     ) -> list[EmittedProgram]:
         """Return emitted programs for a target that respect the capacities of DRAM and flash.
 
-        They may miss the target or the time limit; the caller checks.
+        The programs may miss the target or the time limit; the caller checks.
 
         Args:
             target: Device bytes to reach.
@@ -218,12 +223,12 @@ class Search:
         """
         result: list[EmittedProgram] = []
         emissions: list[tuple[ResidencyChoice, EmittedProgram]] = []
-        copied_bytes = 0
+        mean_bytes = 0
         for headroom in self._headrooms:
-            if headroom and not copied_bytes:
+            if headroom and not mean_bytes:
                 break  # no program was emitted
-            for choice, e in self._refine(target - headroom * copied_bytes, target, limit_s):
-                copied_bytes = copied_bytes or choice.copied_bytes
+            for choice, e in self._refine(target - headroom * mean_bytes, target, limit_s):
+                mean_bytes = mean_bytes or choice.mean_offload_bytes
                 emissions.append((choice, e))
                 if e.excess_bytes(self.machine):
                     continue
@@ -245,13 +250,13 @@ class Search:
 
     @property
     def _headrooms(self) -> tuple[int, ...]:
-        """Multiples of the mean size of an offloaded storage by which targets of the linear program are lowered."""
+        """Reductions of the linear program's target, in multiples of the mean size of an offloaded storage."""
         if self._is_fast:
             return _FINER_HEADROOMS
         return _SHARED_HEADROOMS if self.program.communicates else _HEADROOMS
 
     def _shortfall(self, emitted: EmittedProgram, target: int) -> tuple[int, int, float]:
-        """Return (bytes over the capacities, bytes over the target, seconds) of a program, to compare programs."""
+        """Return the sort key of a program: (bytes over the capacities, bytes over the target, seconds)."""
         return emitted.excess_bytes(self.machine), max(emitted.peak - target, 0), emitted.seconds
 
     def _polish(
@@ -263,7 +268,7 @@ class Search:
         *,
         lowers: bool,
     ) -> EmittedProgram:
-        """Return the program improved by local search: flips of the most fractional decisions, if they improve it."""
+        """Return the program improved by local search: reverse the decisions whose fractions are closest to 0.5."""
         enough = 0, 0, 0.0 if lowers else limit_s
         for _ in range(_POLISH_PASSES):
             before = best
@@ -288,9 +293,9 @@ class Search:
     def _refine(
         self, aim: int, target: int, limit_s: float
     ) -> Iterator[tuple[ResidencyChoice, EmittedProgram]]:
-        """Yield (choice, program) for one target `aim` of the linear program.
+        """Yield (choice, program) pairs for one target `aim` of the linear program.
 
-        Each next program leaves more bytes free where the previous one waited unexpectedly.
+        Each round reserves more bytes where the previous choice exceeded `target` or its program waited unexpectedly.
         """
         reserve: dict[int, float] = {}
         shared = self.program.communicates and not self._is_fast

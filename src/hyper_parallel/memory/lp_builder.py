@@ -1,7 +1,9 @@
-"""Builder of the residency linear program: fractions of storages to offload and recompute, with the least waits.
+"""Builder of the residency linear program, with fractions of storages to offload and to recompute as its variables.
 
-One program covers all candidates for offload and recomputation. Gradients that wait for their norm before clipping are
-no special case: they are candidates between their production and their use.
+A position is an index in the order of the operators, and a gap is a range of positions between two uses of a storage. A
+store copies a storage from the device to DRAM. One program covers all candidates for offload and recomputation.
+Gradients that wait for their norm before clipping are no special case: they are candidates between their production and
+their use.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ class LPBuilder:
         positions: Sampled positions, ascending.
 
     Attributes:
-        offloaded_at_start: Storage to the variable of its fraction that is off the device at both ends of the step.
-        offloads: Storage to (low, high, variable) of its fractions offloaded at positions [low, high).
-        recomputed: Storage to the variable of its fraction that is dropped and recomputed.
+        offloaded_at_start: Dict from storage to the variable for the fraction off the device at both ends of the step.
+        offloads: Dict from storage to (low, high, variable) of its fractions offloaded at positions [low, high).
+        recomputed: Dict from storage to the variable for the fraction that is dropped and recomputed.
     """
 
     def __init__(
@@ -63,7 +65,10 @@ class LPBuilder:
 
     @classmethod
     def sampled(cls, candidates: OffloadCandidates, finder: ChainFinder | None) -> LPBuilder:
-        """Return the program sampled at the fullest position of each of many equal intervals of position and time."""
+        """Return the program for sampled positions: in each of many intervals, the position with the most device bytes.
+
+        All intervals have the same length, measured as fraction of the positions plus fraction of the step time.
+        """
         profile, ends_s = candidates.profile, np.cumsum(candidates.seconds)
         along = ends_s / max(ends_s[-1], 1e-30) + np.linspace(0.0, 1.0, len(profile))
         edges = np.searchsorted(along, np.linspace(0.0, 2.0, _SAMPLES + 1)[1:-1])
@@ -74,7 +79,7 @@ class LPBuilder:
         return cls(candidates, finder, np.array(fullest))
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum for a target in device bytes; None if it is infeasible or the solver fails.
+        """Return the optimum for a target in device bytes; None if the target is infeasible or the solver fails.
 
         See `ResidencyLP.solve`.
         """
@@ -85,7 +90,9 @@ class LPBuilder:
             return None
 
     def add_store(self, s: int, since: int, leaves: int) -> int:
-        """Return the variable of the fraction of a storage's content that is copied to DRAM; add it if it is new.
+        """Return the variable for the fraction of a storage that is copied to DRAM; add it on the first call.
+
+        There is one variable per storage and content.
 
         Args:
             s: Storage.
@@ -97,9 +104,9 @@ class LPBuilder:
         return fraction
 
     def add_offload(self, s: int, low: int, high: int, stored: int | None) -> int:
-        """Add the variable of a fraction that is offloaded at positions [low, high), and return it.
+        """Add and return the variable for the fraction of a storage that is offloaded at positions [low, high).
 
-        The fraction is at most that of the variable `stored`; None: no store is needed.
+        The fraction is at most the variable `stored`, the fraction copied to DRAM. None: no store is needed.
         """
         fraction = self.model.add_fraction()
         self.model.add_offload(fraction, low, high, self.sizes[s])
@@ -116,7 +123,7 @@ class LPBuilder:
     def add_early_return(
         self, s: int, gap: tuple[int, int, int], wanted: dict[int, list[int]]
     ) -> None:
-        """Add the reload of an offloaded storage within its gap, for recomputation that reads it there.
+        """Add the variable for an early end of a gap, because recomputations inside the gap read the storage.
 
         Args:
             s: Storage.
@@ -132,7 +139,7 @@ class LPBuilder:
             self.model.add_sum_le([whole, fraction], self._store_of[whole])
 
     def _add_home(self, c: OffloadCandidate) -> int:
-        """Add the variable of the fraction of a storage that is off the device at both ends of the step; return it."""
+        """Add and return the variable for the fraction of a storage that is off the device at both ends of the step."""
         model, fraction = self.model, self.model.add_fraction()
         model.add_dram_bytes(fraction, 0, self.candidates.n, c.num_bytes)
         *inside, (low, high) = c.spans
@@ -148,7 +155,6 @@ class LPBuilder:
         return fraction
 
     def _add_gap(self, c: OffloadCandidate) -> None:
-        """Add the variables of a candidate that is offloaded between two uses."""
         s, gap = c.storage, c.gaps[0]
         stored = self.offloaded_at_start.get(s) if self.candidates.is_unmodified(gap) else None
         if stored is None:
@@ -157,7 +163,7 @@ class LPBuilder:
 
 
 def _add_recomputations(builder: LPBuilder, finder: ChainFinder) -> None:
-    """Add recomputation of all results that may be dropped over their longest gap, with the inputs that it needs."""
+    """Add variables for results that may be dropped over their longest gap and recomputed, and for their inputs."""
     model, uses = builder.model, finder.chains.uses
     runs: dict[tuple[int, int], int] = {}
     # storage -> position of recomputation -> variables of the fractions that need it
@@ -208,18 +214,11 @@ def _add_chain_inputs(
     requested: dict[tuple[int, int], int],
     depth: int,
 ) -> None:
-    """Add early recomputation of the dropped inputs that the recomputation of `s` needs at a position.
+    """Add variables for inputs that are dropped at `position`, where the fraction `fraction` of `s` is recomputed.
 
-    These inputs are then resident until their next use.
-
-    Args:
-        builder: Builder of the linear program.
-        chains: Recomputable storage to its chain and the two positions of its gap.
-        s: Storage that is recomputed at the position.
-        fraction: Variable of its recomputed fraction.
-        position: Position of the recomputation.
-        requested: (storage, position) to the variable added before.
-        depth: Remaining depth to which inputs of inputs are followed.
+    These inputs must be recomputed earlier than planned, and are then resident until their next use. `chains` maps a
+    storage to its chain and the two positions of its gap. `requested` maps (storage, position) to the variable of an
+    earlier call and is extended. Inputs of inputs are followed to `depth`.
     """
     model = builder.model
     for x in chains[s][0].inputs if depth else ():
@@ -238,7 +237,10 @@ def _add_chain_inputs(
 def _add_retained(
     builder: LPBuilder, finder: ChainFinder, x: int, needed: dict[int, list[int]]
 ) -> None:
-    """Add retention of a dead storage until the last recomputation that reads it; it may be offloaded in between."""
+    """Add variables that keep a dead storage alive until the last recomputation that reads it.
+
+    The storage may be offloaded meanwhile. `needed` maps positions to the variables of recomputations there.
+    """
     model, size = builder.model, builder.sizes[x]
     low, writes = finder.chains.uses[x][-1], finder.chains.writes[x]
     since = max(writes, default=finder.chains.uses[x][0])

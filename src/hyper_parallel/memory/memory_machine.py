@@ -21,7 +21,7 @@ class Channel:
     latency_s: float = 10e-6
 
     def seconds(self, num_bytes: int) -> float:
-        """Return the duration of one copy."""
+        """Return the duration of one copy in seconds."""
         return self.latency_s + num_bytes / self.bytes_s
 
     @property
@@ -46,7 +46,7 @@ class Roofline:
         return self.overhead_s + max(op.flops / self.flops_s, op.access_bytes / self.bytes_s)
 
     def annotate(self, program: MemoryProgram, link: Channel | None = None) -> MemoryProgram:
-        """Return the program with `seconds` computed from its FLOPs and access bytes.
+        """Return the program with the `seconds` of every operator from its FLOPs and access bytes.
 
         Args:
             program: Program to annotate.
@@ -64,7 +64,7 @@ class Roofline:
 def with_seconds(program: MemoryProgram, measured: Sequence[float] | None) -> MemoryProgram:
     """Return the program with measured seconds of its operators.
 
-    An operator that communicates, or whose measured seconds are 0, keeps its own. With `measured=None` all keep theirs.
+    Collectives, and operators with 0 measured seconds, keep their present seconds. `None` changes nothing.
     """
     if measured is None:
         return program
@@ -99,7 +99,6 @@ class MemoryMachine:
         """Return the machine with the rate of every channel divided by 1 + margin."""
 
         def slower(channel: Channel | None) -> Channel | None:
-            """Return a channel at the lower rate, or None for None."""
             return channel and replace(channel, bytes_s=channel.bytes_s / (1 + margin))
 
         return replace(

@@ -1,8 +1,8 @@
-"""The planner: least peak at a bounded slowdown, or least time under a byte budget; and a cache of plans in files.
+"""Memory planner and a cache of its plans in files.
 
-There are five passes: ordering of operators, a linear program for offload and recomputation, rounding to whole
-storages, emission of actions, and address assignment. Both goals search emitted programs for targets in bytes. Each
-program is judged by exact replay and simulation, not by an estimate.
+The goal is the least peak at a bounded slowdown, or the least time under a byte budget. There are five passes: ordering
+of operators, a linear program for offload and recomputation, rounding to whole storages, emission of actions, and
+address assignment. Each candidate plan is judged by exact replay and simulation of its actions, not by an estimate.
 
 With the cache, a step is planned once per machine and goal. A file is named by the fingerprint of all inputs of a plan
 (program, machine, goal, planner version) and holds only the decisions, as columns of numbers. Its content is checked:
@@ -127,7 +127,8 @@ def baseline_seconds(program: MemoryProgram, *, reorder: bool) -> float:
 def _orders(program: MemoryProgram, reorder: bool) -> tuple[list[tuple[int, ...]], tuple[str, ...]]:
     """Return the orders of operators to plan in, and one sentence per pass of refinement.
 
-    Without communication this is the order of least peak. With it, there are orders with later and earlier collectives.
+    Without communication, this is the order of least peak. With communication, there is one order per depth of
+    `overlapped`.
     """
     if not reorder:
         return [tuple(range(len(program.operators)))], ()
@@ -157,7 +158,10 @@ def _plan_best_order(
     orders: Sequence[tuple[int, ...]],
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Return the better plan of two orders: the fastest order, and the order of least peak without offload."""
+    """Plan in the fastest order and in the order of least peak, and return the better plan.
+
+    Both orders are selected without offload and recomputation.
+    """
     unmoved = {order: identity_program(program, order) for order in orders}
     fast = min(orders, key=lambda o: (unmoved[o].seconds, unmoved[o].peak))
     small = min(orders, key=lambda o: (unmoved[o].peak, unmoved[o].seconds))
@@ -200,14 +204,9 @@ def _plan_in_order(
 ) -> MemoryPlan:
     """Return the plan of one order.
 
-    Args:
-        program: Operators and storages.
-        true_machine: Stated machine; the search runs on one slower by the margin.
-        goal: Goal of the plan.
-        order: Order of the operators.
-        statement: Sentences about earlier passes.
-        limit_s: Seconds allowed for the least peak; None: `max_slowdown` of this order.
-        best_s: Under a budget, seconds that a useful plan must beat.
+    The search assumes that the channels of `true_machine` are slower by `goal.margin`. `statement` has sentences about
+    earlier passes. When the peak is minimized, `limit_s` limits the seconds of the step; None: `max_slowdown` of this
+    order. With a budget, only plans faster than `best_s` seconds are returned.
     """
     machine = true_machine.derated(goal.margin)
     budget_bytes, max_slowdown = goal.budget_bytes, goal.max_slowdown
@@ -253,7 +252,7 @@ def _to_plan(
     emitted: EmittedProgram,
     statement: tuple[str, ...],
 ) -> MemoryPlan:
-    """Return a program as a plan: replayed, with addresses, and with the reasons of its choices."""
+    """Return the plan of an emitted program: replayed, with addresses, and with one reason per choice."""
     replayed = replay(program, emitted.homes, emitted.actions)
     counted = replayed.peak_bytes, slab_bytes(replayed.host_buffers)
     assert counted == (emitted.peaks, emitted.dram_bytes), (
@@ -427,19 +426,24 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
     """Return the plan decoded from the columns of a cache file, replayed and timed; every index is checked."""
     if document["fingerprint"] != key:
         raise _UnusableFile("it belongs to another program, machine, goal or planner")
-    homes = tuple(MEMORY_TIERS[_natural(i)] for i in document["homes"])
+    homes = tuple(MEMORY_TIERS[_natural_number(i)] for i in document["homes"])
     if len(homes) != len(program.storages):
         raise _UnusableFile("it has another number of storages")
     operators, storages = len(program.operators), len(program.storages)
     actions = []
     for kind_index, target, tier_index in zip(*document["actions"], strict=True):
-        kind = _KINDS[_natural(kind_index)]
-        if _natural(target) >= (operators if kind in OF_OPERATORS else storages):
+        kind = _KINDS[_natural_number(kind_index)]
+        if _natural_number(target) >= (operators if kind in OF_OPERATORS else storages):
             raise _UnusableFile(f"an action refers to {target}, which does not exist")
-        actions.append(MemoryAction(kind, target, MEMORY_TIERS[_natural(tier_index)]))
+        actions.append(MemoryAction(kind, target, MEMORY_TIERS[_natural_number(tier_index)]))
     choices = tuple(
         Choice(
-            s, cast(Any, _CHOICE_KINDS[_natural(w)]), a, b, MEMORY_TIERS[_natural(t)], str(reason)
+            s,
+            cast(Any, _CHOICE_KINDS[_natural_number(w)]),
+            a,
+            b,
+            MEMORY_TIERS[_natural_number(t)],
+            str(reason),
         )
         for s, w, a, b, t, reason in zip(*document["choices"], strict=True)
     )
@@ -447,16 +451,15 @@ def _decode(document: Any, key: str, program: MemoryProgram, machine: MemoryMach
     ranges = plan.replayed.residency  # raises HP404 when an action is illegal
     seconds = clocked(program, machine, plan.actions).now_s
     addresses = tuple(
-        Extent(e.storage, e.start, e.stop, _natural(offset))
+        Extent(e.storage, e.start, e.stop, _natural_number(offset))
         for e, offset in zip(ranges, document["offsets"], strict=True)
     )
     statement = tuple(str(line) for line in document["statement"])
-    arena = _natural(document["arena_bytes"])
+    arena = _natural_number(document["arena_bytes"])
     return MemoryPlan(program, homes, plan.actions, seconds, choices, statement, addresses, arena)
 
 
-def _natural(value: Any) -> int:
-    """Return a decoded value; raise _UnusableFile if it is not a natural number."""
+def _natural_number(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise _UnusableFile(f"{value!r} is not a natural number")
     return value

@@ -25,9 +25,9 @@ class Recomputes:
 
     Attributes:
         uses: Positions that access each storage, including reads by recomputed operators.
-        gaps: Recomputed storage to (last use before it is dropped, first use after).
-        rerun: Position to the operators to run again before it, in recorded order.
-        helpers: Position to recomputed results that exist only there.
+        gaps: Dict from recomputed storage to (last use before it is dropped, first use after).
+        rerun: Dict from position to the operators to run again before it, in recorded order.
+        helpers: Dict from position to recomputed results that exist only there.
         seconds: Compute seconds that recomputation adds.
     """
 
@@ -39,7 +39,7 @@ class Recomputes:
 
     @property
     def dropped(self) -> set[int]:
-        """Storages that are dropped before their recomputation, helpers included."""
+        """Storages that are dropped before their recomputation, including results that only recomputation needs."""
         return {*self.gaps, *(h for helpers in self.helpers.values() for h in helpers)}
 
     def added_seconds(self, program: MemoryProgram) -> dict[int, float]:
@@ -171,10 +171,10 @@ class ChainFinder:
 
 
 def choose_recomputes(finder: ChainFinder, chosen: Collection[int]) -> Recomputes:
-    """Return the chosen storages with the positions at which they are dropped and recomputed.
+    """Return the recomputation of the chosen storages; those that cannot be recomputed are omitted.
 
-    Storages with later producers are placed first: their inputs become uses of earlier storages, which must then be
-    recomputed before them.
+    Storages are added from the latest producer to the earliest. The inputs of a recomputed storage become uses of
+    earlier storages, which must then be recomputed before them.
     """
     program, chains, place = finder.program, finder.chains, finder.place
     result = Recomputes([list(u) for u in chains.uses])

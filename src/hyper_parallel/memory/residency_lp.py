@@ -1,9 +1,12 @@
 """Linear program that minimizes the seconds of waits for copies, under a target of device bytes.
 
-It relaxes emission in two ways. Fractions of storages may be offloaded. Copied bytes are interchangeable: only the
-total of bytes that must be stored or reloaded by each position counts, not which storage they belong to. Its rows state
-the bytes at each position, the traffic of both channels up to the position, and the waits. Positions are sampled; each
-sample is the fullest position of its interval and stands for the others.
+A position is an index in the order of the operators. A store copies a storage from the device to DRAM, a prefetch
+copies it back; each direction is one serial channel. The program relaxes emission in two ways. Fractions of storages
+may be offloaded. Copied bytes are interchangeable: only the total of bytes that must be stored or reloaded by each
+position counts, not which storage they belong to.
+
+The rows state the bytes at each position, the traffic of both channels up to the position, and the waits. Positions are
+sampled: each sample is the position with the most bytes in its interval and stands for the others.
 
 Linear programs are solved by HiGHS. Source: Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018.
 """
@@ -218,7 +221,10 @@ class ResidencyLP:
         self.lp.at_least(dict.fromkeys(fractions, -1.0), -1.0)
 
     def add_dram_bytes(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
-        """Add a fraction of `num_bytes` that is in DRAM, or on flash via a DRAM buffer, at positions [low, high)."""
+        """Add `num_bytes` times a fraction to the bytes in DRAM at positions [low, high).
+
+        If the machine has flash, part of them may pass through a DRAM buffer to flash.
+        """
         if self._dram_bytes is None:
             return
         in_dram = {fraction: 1.0}
@@ -240,14 +246,17 @@ class ResidencyLP:
         return self._sample[a] == self._sample[b]
 
     def add_absence(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
-        """Add a fraction of `num_bytes` that is absent from the device at positions [low, high), without copies."""
+        """Subtract `num_bytes` times a fraction from the device bytes at positions [low, high), without copies.
+
+        Negative `num_bytes` add device bytes.
+        """
         self._spans.append((fraction, low, high, num_bytes))
         self._add_span(self._absent, fraction, low, high, num_bytes)
 
     def add_offload(self, fraction: int, low: int, high: int, num_bytes: int) -> None:
-        """Add a fraction of `num_bytes` that is off the device at positions [low, high) and is then prefetched.
+        """Subtract `num_bytes` times a fraction from the device bytes at positions [low, high), and add its prefetch.
 
-        All its bytes count as resident from the start of the prefetch.
+        All bytes count as resident from the start of the prefetch.
         """
         idle_s = self._starts[high] - self._starts[low]
         copy_s = min(self._prefetch.seconds(num_bytes), idle_s / 2)
@@ -260,7 +269,10 @@ class ResidencyLP:
         self.add_prefetch(fraction, high, num_bytes, begins)
 
     def add_store(self, fraction: int, final: int, leaves: int, num_bytes: int) -> None:
-        """Add a store of a fraction, from `final` on; if it has ended, the bytes leave the device at `leaves`."""
+        """Add a store of `num_bytes` times a fraction, which may start at position `final`.
+
+        The bytes leave the device at position `leaves`, or when the store ends if that is later.
+        """
         self._add(
             self._final[self._sample[final]], fraction, self._channel_units(self._store, num_bytes)
         )
@@ -270,7 +282,10 @@ class ResidencyLP:
         self.lp.costs[fraction] += self._traffic_cost(self._store.seconds(num_bytes))
 
     def add_prefetch(self, fraction: int, position: int, num_bytes: int, begins: int) -> None:
-        """Add a prefetch of a fraction that must complete before a position; its bytes are resident from `begins`."""
+        """Add a prefetch of `num_bytes` times a fraction, which must complete before `position`.
+
+        The bytes are resident from position `begins`.
+        """
         copied = self._channel_units(self._prefetch, num_bytes)
         self._add(self._due[self._sample[position]], fraction, copied)
         self._add(self._started[self._sample[begins]], fraction, copied)
@@ -279,7 +294,10 @@ class ResidencyLP:
     def add_gap_stall(
         self, fraction: int, low: int, high: int, num_bytes: int, stored: bool
     ) -> None:
-        """Add the wait for the copies of a fraction, if they take longer than positions [low, high)."""
+        """Add a wait if the copies of a fraction take longer than the positions [low, high) of its gap.
+
+        The copies are the prefetch and, if `stored`, the store.
+        """
         copies_s = self._prefetch.seconds(num_bytes)
         if stored:
             copies_s += self._store.seconds(num_bytes)
@@ -289,18 +307,18 @@ class ResidencyLP:
             self._stalls.append((fraction, samples, stall_s / self._unit_s))
 
     def add_delay(self, fraction: int, position: int, seconds: float) -> None:
-        """Add a fraction of `seconds` to the duration of a position."""
+        """Add `seconds` times a fraction to the duration of a position."""
         self._add(self._longer[self._sample[position]], fraction, seconds / self._unit_s)
 
     def solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum with the least waits within a target of device bytes; None if there is none.
+        """Return the optimum with the least waits within a target of device bytes; None if the target is infeasible.
 
         No fraction may be added afterwards.
 
         Args:
             target_bytes: Device bytes.
-            reserve: Dict from position to bytes to keep free there. The key after the last position has the bytes that
-                must not be copied at the end of the step.
+            reserve: Dict from position to bytes to keep free there. The entry at the number of positions keeps the
+                store channel free at the end of the step, for the time of that many bytes.
         """
         if not self._waits:
             self._num_fractions = len(self.lp.costs)
@@ -323,7 +341,7 @@ class ResidencyLP:
         return LPOptimum(result[: self._num_fractions], self.step_s + float(waits.sum()), waits)
 
     def violated_positions(self, optimum: LPOptimum, target_bytes: int) -> np.ndarray:
-        """Return the fullest position of each interval between samples in which the optimum exceeds the target.
+        """Return, for each interval between samples that exceeds the target, the position with the most bytes.
 
         Adding these positions as samples is the separation step of the sampled program.
         """
@@ -357,7 +375,7 @@ class ResidencyLP:
         return np.maximum.reduceat(num_bytes, np.concatenate(([0], self.positions[:-1] + 1)))
 
     def _add_sample_rows(self) -> None:
-        """Add the rows of every sample: running totals of the fractions, traffic of both channels, and device bytes."""
+        """Add the rows of every sample: running totals of the fractions, channel traffic, device bytes, waits."""
         lp, count = self.lp, len(self.positions)
         channels = (self._store, self._prefetch)
         unit_s = [self._unit / channel.bytes_s / self._unit_s for channel in channels]

@@ -1,4 +1,7 @@
-"""Rounding of the fractions of the linear program to whole storages to offload and recompute."""
+"""Rounding of the fractions of the linear program to whole storages to offload and recompute.
+
+A position is an index in the order of the operators. The linear program has rows for a sample of the positions only.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class ResidencyChoice:
         return int(self.profile.max(initial=0))
 
     @property
-    def copied_bytes(self) -> int:
+    def mean_offload_bytes(self) -> int:
         """Mean size of the offloaded storages, weighted by size."""
         sizes = [c.num_bytes for c in self.offloaded]
         return sum(size * size for size in sizes) // max(sum(sizes), 1)
@@ -98,7 +101,7 @@ class Rounding:
         )
 
     def _solve(self, target_bytes: int, reserve: Mapping[int, float]) -> LPOptimum | None:
-        """Return the optimum for a target in device bytes; None if it is infeasible.
+        """Return the optimum for a target in device bytes; None if the target is infeasible.
 
         The program is solved for sampled positions, then again with the positions where the optimum exceeds the target.
         """
@@ -129,12 +132,12 @@ class Rounding:
     def choice(
         self, target_bytes: int, reserve: Mapping[int, float], limit_s: float = float("inf")
     ) -> ResidencyChoice | None:
-        """Return the rounded optimum for a target; None if it is infeasible or takes longer than `limit_s`.
+        """Return the rounded optimum for a target; None if the target is infeasible or the step exceeds `limit_s`.
 
         Args:
             target_bytes: Device bytes.
             reserve: Dict from position to bytes to keep free there.
-            limit_s: Seconds of the step.
+            limit_s: Limit of the step time in seconds.
         """
         optimum = self._solve(target_bytes, reserve)
         if optimum is None or optimum.seconds > limit_s * (1 + 1e-9):
@@ -143,7 +146,7 @@ class Rounding:
         return self._residency_choice(self._builder, optimum, target_bytes, recomputed)
 
     def _round_recompute(self, optimum: LPOptimum) -> tuple[int, ...]:
-        """Return the storages to recompute, rounded so that their bytes add up to those of the fractions."""
+        """Round the recomputed fractions to whole storages with about the same bytes in total."""
         result: list[int] = []
         missing = 0.0
         for s, fraction in self._builder.recomputed.items():
@@ -162,7 +165,7 @@ class Rounding:
         return optimum is not None and optimum.seconds <= limit_s * (1 + 1e-9)
 
     def expected_waits_s(self, choice: ResidencyChoice) -> np.ndarray:
-        """Return the seconds that the compute lane waits at every position according to the linear program."""
+        """Return the seconds that the device waits at every position according to the linear program."""
         result = np.zeros(len(self._order))
         result[choice.builder.model.positions] = self._expected_waits_s(choice)[:-1]
         return result
@@ -178,10 +181,10 @@ class Rounding:
         }
 
     def unexpected_waits(self, choice: ResidencyChoice, waited_s: np.ndarray) -> dict[int, float]:
-        """Return a dict from position to the bytes that could be copied during the unexpected waits there.
+        """Return a dict from position to bytes to keep free, because an emitted program waits there unexpectedly.
 
-        A wait is unexpected if the optimum of the linear program does not include it. That many bytes should be kept
-        free at the position, and at the sample before it.
+        A wait is unexpected if the optimum of the linear program does not include it. The bytes are those that could be
+        copied during the wait. The sample before the wait gets the same bytes.
 
         Args:
             choice: Emitted choice.
@@ -205,7 +208,10 @@ class Rounding:
         return waits.clip(0.0)
 
     def most_fractional(self, choice: ResidencyChoice) -> list[int | OffloadCandidate]:
-        """Return the storages to recompute and the candidates to offload whose fractions are closest to 0.5."""
+        """Return the decisions whose fractions are closest to 0.5: storages to recompute and candidates to offload.
+
+        There are at most `_NUM_FRACTIONAL` decisions of each kind.
+        """
         recomputed = {
             s: float(choice.optimum.fractions[fraction])
             for s, fraction in choice.builder.recomputed.items()
@@ -239,7 +245,7 @@ class Rounding:
     def _residency_choice(
         self, builder: LPBuilder, optimum: LPOptimum, target_bytes: int, recomputed: tuple[int, ...]
     ) -> ResidencyChoice:
-        """Return the choice of an optimum with the given storages recomputed."""
+        """Round the offloaded fractions of an optimum, given the storages to recompute."""
         candidates = self._candidates_for(recomputed)
         values = optimum.fractions.tolist()
         fractions = {c: _fraction(builder, values, c) for c in candidates.all}
@@ -278,7 +284,6 @@ class Rounding:
         return replace(choice, offloaded=tuple(chosen), profile=profile)
 
     def _candidates_for(self, recomputed: tuple[int, ...]) -> OffloadCandidates:
-        """Return the candidates for offload when these storages are recomputed."""
         if recomputed not in self._candidates:
             recomputes = choose_recomputes(self._finder, recomputed)
             self._candidates[recomputed] = OffloadCandidates(
@@ -288,7 +293,7 @@ class Rounding:
 
 
 def _fraction(builder: LPBuilder, fractions: Sequence[float], c: OffloadCandidate) -> float:
-    """Return the fraction of a candidate to offload in a solution of the linear program."""
+    """Return the offloaded fraction of a candidate in a solution of the linear program."""
     if c.starts_offloaded:
         return fractions[builder.offloaded_at_start[c.storage]]
     low, high = c.gaps[0].first + 1, c.gaps[0].last
@@ -301,7 +306,7 @@ def _fraction(builder: LPBuilder, fractions: Sequence[float], c: OffloadCandidat
 
 
 def _error_diffusion_round(fractions: Mapping[OffloadCandidate, float]) -> list[OffloadCandidate]:
-    """Return the candidates to offload, rounding fractions in the order of reload and carrying the error in bytes."""
+    """Return the candidates to offload: round fractions in the order of reload and carry the error in bytes."""
     chosen: list[OffloadCandidate] = []
     missing = 0.0  # rounding error: bytes of the fractions less bytes of the chosen candidates
     for c in sorted(fractions, key=lambda c: c.gaps[0].last):

@@ -1,8 +1,10 @@
 """Simulated times of the actions of a memory plan, the timeline of a plan, and summaries of it.
 
-The compute lane issues the actions in program order. An operator on it takes its seconds, every other action no time.
-The other lanes are serial and work in the order of issue; a copy also waits for the copy that fills its source.
-Collectives are on `communication`. A `wait` or `join` waits on the compute lane for the copy or collective it names.
+A lane is a serial queue of work: one for computation, one per copy direction, one for communication. The compute lane
+issues the actions in program order. An operator on it takes its seconds, every other action no time. The other lanes
+work in the order of issue; a copy also waits for the copy that fills its source. A `wait` or `join` waits on the
+compute lane for the copy or collective it names.
+
 Emission asks for the time at which an action would end, thousands of times per plan, so the clock applies one action at
 a time. A test compares it with the event simulation of the same actions.
 """

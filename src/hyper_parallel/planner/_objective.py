@@ -147,9 +147,8 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
         )
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
-            f"the objective {objective} {'needs' if deadline_s is None else 'has no'} deadline",
-            got=f"--objective {objective}, deadline {'not set' if deadline_s is None else deadline_s}",
-            allowed="a deadline with fewest-devices (required) or memory",
+            f"the objective {objective} {'needs' if deadline_s is None else 'does not accept'} a deadline",
+            got=f"objective={objective}, deadline={deadline_s}",
             hint="--objective fewest-devices --deadline 10",
             where="--deadline",
         )

@@ -107,9 +107,7 @@ class RelaxedMachine(Machine):
     devices connected by one tier, such as a node.
     """
 
-    exchange_gain: float = (
-        1.0  # total bandwidth of all sets of links / bandwidth of the fastest set
-    )
+    exchange_gain: float = 1.0  # total bandwidth of all sets of links / that of the fastest set
     first_size: int = 1  # devices in the innermost domain
     domain_size: float = np.inf  # devices in the innermost domain with links of its own
     outside_bytes_s: float = np.inf  # total bandwidth of the links outside of that domain

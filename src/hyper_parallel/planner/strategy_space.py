@@ -181,7 +181,7 @@ class Space:
                             continue
                         dp = r.num_devices // pp // tp // cp
                         uneven = tokens is not None and tokens % (seq_len * dp) > 0
-                        reason = "tokens per step do not divide over the data-parallel ranks"
+                        reason = "the data-parallel ranks do not divide the tokens per step"
                         if not rule_out(reason, uneven) and self._splits(dp):
                             yield pp, x, y, cp, dp
 
@@ -214,7 +214,7 @@ class Space:
             divides &= (micro == w.microbatch) & (steps == w.accumulation_steps)
         divides &= steps == self.request.pins.get("accumulation", steps)
         enough = steps >= table[:, 0]
-        self.rule_out("the batch does not divide", int((~divides).sum()))
+        self.rule_out("the batch is not divisible", int((~divides).sum()))
         self.rule_out("fewer microbatches than pipeline stages", int((divides & ~enough).sum()))
         keep = divides & enough
         return np.column_stack([table[keep], micro[keep], steps[keep]])

@@ -41,10 +41,10 @@ _ALL: Final = 2**31
 """Number of microbatches in flight for schedules that may run all forward passes first: no limit."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
 _JOINT: Final = (
-    "one tower; pp with schedule=1f1b; the tower on the same pipeline stages of each data-parallel rank of `language`; "
-    "at most one rank of a sharded tower per pipeline stage and data-parallel rank"
+    "one encoder; pp with schedule=1f1b; the encoder on the same pipeline stages of each data-parallel rank of "
+    "`language`; at most one rank of a sharded encoder per pipeline stage and data-parallel rank"
 )
-"""Layouts with a joint schedule."""
+"""Layouts with a joint schedule: one schedule that orders the actions of encoder and language part."""
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 
@@ -156,7 +156,7 @@ def _check_schedule(
         return
     if layout is None:
         raise ScheduleError(
-            "tower and language part have no joint schedule",
+            "encoder and language part have no joint schedule in this layout",
             got=f"{strategies}",
             allowed=_JOINT,
             hint="schedule=None",
@@ -370,9 +370,9 @@ def _check_ranks(
     shared = not towers.isdisjoint(ranks[LANGUAGE])
     if strategies[LANGUAGE].pp > 1 and shared and joint_layout(strategies, ranks) is None:
         texts = (f"{name} {s} on ranks {[*ranks[name]]}" for name, s in strategies.items())
-        part = "this tower" if len(strategies) == 2 else "one of several towers"
+        part = "the encoder in this layout" if len(strategies) == 2 else "one of several encoders"
         raise UnsupportedSharding(
-            f"a language part with pipeline stages cannot share ranks with {part} without a joint schedule",
+            f"a language part with pipeline stages cannot share ranks with {part}",
             where="parallel.submodels.language.pp",
             got="; ".join(texts),
             allowed=_JOINT,

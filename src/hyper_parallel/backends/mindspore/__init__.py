@@ -1,1 +1,4 @@
-"""MindSpore back end: executes step programs. Imports MindSpore only in the modules that run there."""
+"""MindSpore back end: executes step programs, which are training steps recorded as ATen operators.
+
+Only the modules `kernels` and `runner` import MindSpore.
+"""

@@ -28,10 +28,10 @@ from hyper_parallel.backends.step_program import Node, Ref, StepProgram, ValueTy
 _EXPAND: Final = "aten.expand.default"
 
 _PACKAGES: Final = {"decorator": "pip install decorator"}
-"""Package that AKG imports and MindSpore does not declare, to the command that installs it."""
+"""Dict from a package that AKG imports and MindSpore does not declare to the command that installs it."""
 
 _PROGRAMS: Final = {"g++": "apt-get install g++"}
-"""Program with which AKG links kernels, to the command that installs it."""
+"""Dict from the program with which AKG links kernels to the command that installs it."""
 
 INEXACT: Final = ("Exp", "Log", "Tanh")
 """Operators of MindSpore that AKG computes inexactly on the CPU, so they are not fused: its exponential is off by up to
@@ -44,10 +44,10 @@ CONTEXT: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "Ascend": {"enable_graph_kernel": True, "graph_kernel_flags": "--kernel_generator=DVM"},
 }
-"""Device to the settings of MindSpore that enable fusion. The Ascend row is untested."""
+"""Dict from device to the settings of MindSpore that enable fusion. Those of Ascend are untested."""
 
 JIT_LEVEL: Final[Mapping[str, str]] = {"CPU": "O0", "Ascend": "O1"}
-"""Device to the optimization level of graphs, `jit_level`. The CPU ignores higher ones; the Ascend row is untested."""
+"""Dict from device to the optimization level `jit_level`. The CPU ignores higher levels; that of Ascend is untested."""
 
 
 FORMS: Final = {"aten.div.Scalar": "real_div", "aten.div.Tensor": "real_div"}
@@ -65,7 +65,7 @@ ELEMENTWISE: Final = tuple(
 
 
 def without_broadcasts(program: StepProgram) -> StepProgram:
-    """Return the program without `expand` operators whose readers broadcast by themselves.
+    """Return the program without `expand` operators whose consumers broadcast by themselves.
 
     AKG does not fuse a broadcast, so its result would be written to memory and read again. Values do not change.
     """
@@ -92,7 +92,7 @@ def without_broadcasts(program: StepProgram) -> StepProgram:
 
 
 def _narrow_values(program: StepProgram) -> set[int]:
-    """Return the results of `expand`, and of elementwise operators on those, that no operator needs expanded."""
+    """Return the values that can stay unexpanded: results of `expand`, and of elementwise operators on those."""
     shapes, readers = program.shapes(), defaultdict[int, list[Node]](list)
     derived = set()  # values that are constant along an expanded dimension
     for node in program.nodes:
@@ -106,7 +106,6 @@ def _narrow_values(program: StepProgram) -> set[int]:
     narrow: set[int] = set()
 
     def broadcasts(node: Node) -> bool:
-        """Return whether an operator accepts arguments that are not expanded."""
         result = node.results[0]
         others = (r.index for r in refs(node.args) if r.index not in derived)
         full = any(shapes[n] == shapes[result] for n in others)
@@ -121,7 +120,7 @@ def _narrow_values(program: StepProgram) -> set[int]:
 
 
 def missing_for_fusion() -> dict[str, str]:
-    """Return the packages and programs that fusion needs and that are not installed, with the commands to install."""
+    """Return the missing packages and programs of fusion, as a dict from name to the command that installs it."""
     packages = {name: fix for name, fix in _PACKAGES.items() if find_spec(name) is None}
     return packages | {name: fix for name, fix in _PROGRAMS.items() if shutil.which(name) is None}
 
@@ -142,10 +141,11 @@ class KernelFolder:
 
     @contextmanager
     def building(self, log: Path) -> Iterator[None]:
-        """Build kernels into the folder; AKG's processes share work and locks through the working directory.
+        """Return a context in which AKG builds kernels into the folder.
 
-        AKG writes a line per kernel to standard output: these lines are appended to the file `log`. Workers of AKG
-        write all their lines to the file of the first call, so the programs of a run share one.
+        The context changes the working directory, through which AKG's processes share work and locks. AKG writes a line
+        per kernel to standard output: these lines are appended to the file `log`. Workers of AKG write all their lines
+        to the file of the first call, so the programs of a run share one file.
         """
         with log.open("ab") as file, chdir(self._folder), _standard_output_to(file.fileno()):
             yield

@@ -575,7 +575,7 @@ def _rows(x, indices):
 
 
 def _front(x, indices):
-    """Return the number of dimensions of a result of `index` that precede the dimensions of the indices."""
+    """Return the number of leading dimensions of `index(x, indices)` that come from dimensions without an index."""
     indexed, _ = _order(x, indices)
     adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
     return indexed[0] if adjacent else 0
@@ -619,7 +619,7 @@ def index_put(x, indices, values, accumulate=False):
 
 
 def _taps(x, weight, padding, dilation):
-    """Return, for each column of the weight, the part of padded `x` that it multiplies."""
+    """Return, for each kernel position of a convolution, the part of padded `x` that is multiplied there."""
     padded = constant_pad_nd(x, (padding[0], padding[0]))
     length = padded.shape[2] - dilation[0] * (weight.shape[2] - 1)
     parts = ()
@@ -633,7 +633,7 @@ def _is_depthwise(weight, groups):
 
 
 def _column(weight, k, groups):
-    """Return a column of the weight: one factor per channel, or a matrix per group."""
+    """Return the weight at kernel position `k`: one factor per channel, or a matrix per group."""
     if _is_depthwise(weight, groups):
         return _narrow(ops.squeeze(weight, 1), 1, k, 1)
     return ops.reshape(select(weight, 2, k), (groups, -1, weight.shape[1]))
@@ -707,7 +707,7 @@ def to_device(x, previous):
 
 
 def _of_members(x, group):
-    """Return the tensors of the ranks of a group, stacked."""
+    """All-gather `x` over all ranks, and return the tensors of the ranks of a group, stacked."""
     rows = ops.AllGather(group[0])(ops.reshape(x, (-1,)))
     everyone = ops.reshape(rows, (group[2], *x.shape))
     parts = ()

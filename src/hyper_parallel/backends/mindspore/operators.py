@@ -146,7 +146,7 @@ OPERATORS: Final = {
     "aten.view.default": "view",
     "aten.where.self": "where",
 }
-"""Operator with overload to the function of `kernels`."""
+"""Dict from operator with overload to the name of a function of `kernels`."""
 
 
 def _of_floats(node: Node) -> bool:
@@ -185,7 +185,7 @@ LIMITS: Final[dict[str, tuple[str, Callable[[Node], bool]]]] = {
     "aten.sort.stable": ("one dimension of integers, ascending", _sorts_integers),
     "aten.topk.default": _FLOATS,
 }
-"""Operator to the calls that are supported, in words and as a predicate; other operators have no limit."""
+"""Dict from operator to (description, predicate) of the supported calls; other operators have no limit."""
 
 
 def is_supported(node: Node) -> bool:

@@ -39,12 +39,12 @@ _SCHEDULER: Final = "import mindspore as ms; ms.set_device('CPU'); ms.communicat
 
 
 class MindSporeRunner:
-    """MindSpore on the CPU of this rank.
+    """Runner of step programs with MindSpore on the CPU of this rank.
 
     Args:
         groups: Dict from name to group of ranks, in the form described in `kernels`.
-        scheduler: Process with which the ranks have registered, on the rank that started it.
-        kernels: Folder of generated kernels, with fusion.
+        scheduler: MindSpore's scheduler process, with which the ranks have registered, on the rank that started it.
+        kernels: Folder of generated kernels; None: no fusion.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MindSporeRunner:
         return array
 
     def close(self, *, failed: bool) -> None:
-        """Release the process and the files of this rank.
+        """Release the scheduler process and the files of this rank.
 
         After a failure, the scheduler is killed. Otherwise it is left running: other ranks need it until they end, and
         it ends after the last of them. Files of generated kernels are deleted; loaded kernels keep working.

@@ -15,7 +15,7 @@ def to_source(
     groups: Mapping[str, tuple[Any, ...]],
     forms: Mapping[str, str] = OPERATORS,
 ) -> str:
-    """Return the source of a module with a function of the inputs and constants that returns the outputs.
+    """Return the source of a Python module whose function `step` maps inputs and constants to outputs.
 
     Args:
         program: The program.
@@ -50,7 +50,7 @@ def to_source(
 
 
 def _call(node: Node, forms: Mapping[str, str], previous: str) -> str:
-    """Return the source line of an operator; a collective waits for `previous`, the result of the collective before."""
+    """Return the source line of an operator; a collective waits for `previous`, the result of the preceding one."""
     if node.op in OWN:
         return f"v{node.results[0]} = k.{node.op.split('.')[1]}({', '.join(map(_text, node.args))})"
     kwargs = {k: v for k, v in node.kwargs.items() if k not in _IGNORED and v is not None}

@@ -51,7 +51,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     count = plan.workload.accumulation_steps or 1
     if joint and lanes.padded(count) != count:
         raise BatchMismatch(
-            "the microbatches of a step do not fill the rounds of a sharded encoder on shared ranks",
+            "accumulation_steps is not a multiple of the ranks of a sharded encoder that shares ranks with stages",
             where=loaded.where("training.accumulation_steps"),
             got=f"{count} microbatches",
             allowed=f"a multiple of {lanes.width}",

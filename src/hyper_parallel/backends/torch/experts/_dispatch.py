@@ -214,10 +214,7 @@ def _assign_uneven(
 ) -> list[_Assignment]:
     """Assign a slot in the send buffer to every row of each chunk of tokens, after one exchange of row counts.
 
-    Args:
-        chunks: Rows of each chunk.
-        group: Expert-parallel ranks.
-        load: Number of rows of each expert for the routing statistics; None: all sent rows.
+    `load` is the number of rows of each expert for the routing statistics; None: all sent rows.
     """
     degree = group.size()
     counts = torch.stack([c.counts.view(degree, -1) for c in chunks], dim=1)
@@ -240,13 +237,7 @@ def _assign_uneven(
 
 
 def _assign_capacity(rows: _SortedRows, capacity: Capacity, degree: int) -> _Assignment:
-    """Assign the rows of each expert to the expert's slots, in token order; sizes do not depend on the data.
-
-    Args:
-        rows: Rows of all tokens.
-        capacity: Slots of an expert.
-        degree: Number of expert-parallel ranks.
-    """
+    """Assign the rows of each expert to the expert's slots, in token order; sizes do not depend on the data."""
     counts, num_experts = rows.counts, len(rows.counts)
     num_slots, limit = num_experts * capacity.slots, capacity.limit
     num_kept = counts.clamp(max=limit).sum()
@@ -293,13 +284,14 @@ def dispatch(
         hidden: Tokens [N, D].
         index: Experts [N, k] of the tokens. A row is one of the k choices of one token.
         num_experts: Number of experts; each rank of the group has an equal, contiguous range.
-        group: Expert-parallel ranks; None: all experts are on this rank.
+        group: Expert-parallel ranks; None: all experts are on this rank, which requires a capacity.
         capacity: Maximum number of rows per expert and rank; None: unlimited.
         routing: Statistics to which the rows of this pass are added.
         work: Computation of the experts.
         computed: Mask [N] of the tokens to compute; None: all.
         load: Number of rows of each expert for the statistics; None: all computed rows.
-        chunks: Number of chunks of tokens; rows of one are in flight while another is computed. 1 with a capacity.
+        chunks: Number of chunks of tokens, 1 with a capacity. Rows of one chunk are in flight while another chunk is
+            computed.
     """
     masks = [None] * chunks if computed is None else computed.tensor_split(chunks)
     sorted_rows = [
@@ -343,7 +335,7 @@ def _exchange_and_work(
 ) -> list[Tensor]:
     """Return the results of each chunk, in the slots of its send buffer.
 
-    With several chunks, the rows of the next ones and the results of the previous ones are in flight during `work`. In
+    With several chunks, the rows of later chunks and the results of earlier chunks are in flight during `work`. In
     backward, the weight gradients of the first chunk overlap with the last exchange.
     """
     if len(assigned) == 1:

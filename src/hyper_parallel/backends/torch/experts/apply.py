@@ -55,7 +55,7 @@ def expert_state(
 
     Args:
         model: The model.
-        styles: Dict from module name to style.
+        styles: Dict from module name to its sharding style.
         routing: Options of routing.
         group: Expert-parallel ranks.
         world_group: All ranks; None for one rank.
@@ -119,7 +119,7 @@ def apply_to_experts(
 def _is_supported(
     module: nn.Module, name: str, state: ExpertState, tokens: Tokens, in_decoder: bool
 ) -> bool:
-    """Return whether to wrap a module of experts; False: it runs unchanged. Raise HP205 if dispatch is impossible."""
+    """Return whether to wrap a module of experts; else the module runs unchanged. Raise HP205 if neither works."""
     group, capacity, tp = state.group, state.options.capacity_factor, tokens.tp
     in_list = isinstance(module, ExpertList) or is_list(module)
     signature = inspect.signature(type(module).forward)

@@ -130,7 +130,7 @@ class BalanceLoss:
         wrap(router, forward)
 
     def messages(self) -> tuple[Tensor, Tensor]:
-        """Return two buffers to receive into from other stages: routing counts [2 E + 1], and derivatives [E].
+        """Return two empty buffers to receive from other stages: routing counts [2 E + 1], and derivatives [E].
 
         Counts are sent along with activations, derivatives along with gradients.
         """
@@ -145,8 +145,8 @@ class BalanceLoss:
             previous: Counts [2 E + 1] of the previous stages; None for the first stage.
 
         Returns:
-            The layers' sums of probabilities [E], on which backward is called; None without routed tokens. And the
-            counts [2 E + 1] of all stages so far.
+            Sums [E] of the probabilities of this stage, on which backward is called; None without routed tokens. The
+            second result is the counts [2 E + 1] of all stages so far.
         """
         if not self._logits:
             return None, self.messages()[0].zero_() if previous is None else previous
@@ -178,7 +178,7 @@ class BalanceLoss:
         return weight * value / self._data_ranks, weight * slope
 
     def record_share(self, loss: Tensor, share: Tensor | float) -> Tensor:
-        """Record the microbatch's share of the step for `close` and return `loss` unchanged."""
+        """Record this rank's share of the step's cross entropy for `close`; return `loss` unchanged."""
         self._share = share
         return loss
 
@@ -207,8 +207,8 @@ class BalanceLoss:
         """Count the routed rows of this rank's layers in the running pass, and release their logits.
 
         Returns:
-            Sums of probabilities [E] with their autograd graph. And counts [2 E + 1], float64, without a graph: rows of
-            each expert, the same sums, and the number of (layer, token) pairs.
+            Sums of probabilities [E] with their autograd graph. The second result is the counts [2 E + 1] in float64,
+            without a graph: rows of each expert, the same sums, and the number of (layer, token) pairs.
         """
         all_logits, num_experts = self._logits.copy(), self._facts.num_experts
         self._logits.clear()
@@ -257,7 +257,7 @@ def disable_model_router_loss(model: nn.Module, routing: Routing, strategy: Stra
             raise UnsupportedSharding(
                 "router logits are not returned; `loss` already includes the auxiliary loss of all ranks",
                 where=type(module).__name__,
-                hint="moe.aux_loss_coef=0.001",
+                hint=f"call the model without `{FLAG}=True`",
             )
         return args, {**kwargs, FLAG: False}
 

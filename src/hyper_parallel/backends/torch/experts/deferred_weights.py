@@ -26,11 +26,11 @@ from hyper_parallel.backends.torch.tensor.overlapped_tokens import is_needed
 
 
 class _Gradients(NamedTuple):
-    """Functions for the gradients of one kind of product; `offs`: where each expert's rows end in a grouped product.
+    """Gradient functions of one kind of product.
 
     Attributes:
         dims: Number of dims of the weight.
-        of_rows: Function of (output gradient, weight, offs).
+        of_rows: Function of (output gradient, weight, offs); `offs`: end of each expert's rows in a grouped product.
         of_weight: Function of (rows, output gradient, weight, offs).
     """
 
@@ -146,7 +146,7 @@ class _Product(torch.autograd.Function):
 
 
 class DeferredWeights(TorchFunctionMode):
-    """Context of the experts' code for one chunk of rows, whose weight gradients are deferred."""
+    """Context that defers the weight gradients of expert code, for one chunk of rows."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         """Create the nodes of the weights, after the start of the exchange of the rows.

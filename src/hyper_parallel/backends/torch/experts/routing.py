@@ -153,7 +153,7 @@ def check_routing(
         value = getattr(routing, key)
         if not is_present and (value or (key == "capacity_factor" and value is not None)):
             raise UnsupportedSharding(
-                f"this model has no {part}",
+                f"`moe.{key}` is set, but the model has no {part}",
                 where=where or type(model).__name__,
                 got=f"{key}={value}",
                 hint=f"moe.{key}={'0' if key == 'bias_update_rate' else 'null'}",
@@ -162,7 +162,6 @@ def check_routing(
 
 
 def _describe(facts: RouterLoss, coefficient: float | None) -> str:
-    """Return a description of the router loss of a step."""
     own = f"{facts.coefficient:g} (the model's own)"
     weight = own if coefficient is None else f"{coefficient:g}"
     return (

@@ -1,9 +1,12 @@
-"""Capture of a step of an unmodified model: every operator at storage level, as a call that can be replayed.
+"""Capture of one step of an unmodified model as a list of replayable operator calls on storages.
 
-Capture works on real and on fake tensors. It includes graph breaks, autograd and the optimizer, because it sits below
-all of them. A view is recorded as an address. Only operators that allocate or write bytes become part of the program.
-For a DTensor, the operators on its local shard are recorded. When the owner of a storage resizes it (FSDP frees and
-refills gathered parameters that way), the recorded storage ends and a fresh allocation begins.
+Capture works on real and on fake tensors. It runs below graph breaks, autograd and the optimizer, so their operators
+are recorded too. A tensor is recorded as a view of its storage (one allocation). Only operators that allocate or write
+bytes become part of the program. For a DTensor, the operators on its local shard are recorded.
+
+Some storages are resized in place by the code that owns them: FSDP frees and refills gathered parameters. A resize ends
+the recorded storage and begins a new one. A guard is a value that Python code has read; planned steps must read the
+same value.
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ class StepCapture:
         training: True: the phases are forward, backward (inside autograd) and optimizer (after it). False: inference.
         alignment_bytes: Rounding of every allocation.
         empty: Storages that are empty now and that the step refills; see `LruSpillMode.emptied_storages`.
-        make_resident: Function that makes a tensor resident before its bytes are read; see `LruSpillMode`.
+        make_resident: Function that copies an evicted tensor to the device before its bytes are read.
 
     Attributes:
         part: Current phase, if the step sets it; None: inferred from autograd.
@@ -131,7 +134,7 @@ class StepCapture:
     def view(
         self, tensor: torch.Tensor, name: str = "constant", kind: StorageKind = "input"
     ) -> View:
-        """Return the address of a tensor in its storage; an unknown storage becomes state of the step."""
+        """Return a tensor as a `View` of its numbered storage; an unknown storage is recorded as state of the step."""
         self._make_resident(tensor)
         storage = self._find(tensor)
         base = tensor.untyped_storage()
@@ -156,9 +159,9 @@ class StepCapture:
         return storage is not None and self._entries[storage].num_bytes == base.nbytes()
 
     def _record_refill(self, tensor: torch.Tensor, former: int | None) -> int:
-        """Record a storage that its owner has resized as a new allocation, and return the index of the new storage.
+        """Record a resized storage as a new allocation, and return its new index.
 
-        The storage with the index `former` ends.
+        `former` is the index that the storage has now, if any.
         """
         if former is not None and self._entries[former].at_start:
             raise resize_error(self._entries[former].name)
@@ -178,9 +181,9 @@ class StepCapture:
         return index
 
     def _record_constant(self, tensor: torch.Tensor) -> int:
-        """Record a real tensor in a fake step, such as the index of `x[..., [-1]]`, as an operator without inputs.
+        """Record a real tensor in a fake step as an operator without inputs, and return the index of its storage.
 
-        Return the index of its storage.
+        An example is the index of `x[..., [-1]]`.
         """
         index = self.storages.add(tensor, Entry("numbers", 0, "scratch"))
         view = View(index, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0)
@@ -243,7 +246,7 @@ class StepCapture:
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
-                hint="record on real tensors: the value becomes a guard of the program",
+                hint="capture with real tensors: later steps then check that the value has not changed",
             ) from error
         if func.namespace == "c10d" and not message:
             out = without_work(out)
@@ -323,7 +326,7 @@ class StepCapture:
             )
 
     def _add_results(self, flat: Sequence[Any], name: str) -> list[tuple[int, View]]:
-        """Add the fresh storages of an operator's outputs, and return (position, view) of each."""
+        """Add the new storages among an operator's outputs, and return (flat output index, view) of each."""
         results: list[tuple[int, View]] = []
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and self._find(tensor) is None:
@@ -337,13 +340,16 @@ class StepCapture:
         self._staging_bytes = max(self._staging_bytes, sum(operator.scratch_bytes))
 
     def _end_messages(self) -> None:
-        """Record the messages of the current batch as one operator, which ends when the last of them has ended."""
+        """Record the current batch of point-to-point messages as one operator."""
         messages, self._messages = self._messages, []
         if messages:
             self._append(*coalesce(messages, self.phase))
 
     def _end_sends(self) -> None:
-        """Record the completion of single sends, after all backward passes; their storages stay in place until here."""
+        """Record one operator that completes all sends outside of batches, before the optimizer or at the end.
+
+        The sent storages are never moved or recomputed.
+        """
         sent, self._single_sends = self._single_sends, []
         if not sent:
             return
@@ -420,9 +426,9 @@ class StepCapture:
 
 
 def model_state(model: torch.nn.Module) -> Named:
-    """Return parameters and buffers with their kinds, by name.
+    """Return the parameters and buffers of a model, as a dict from name to (local tensor, storage kind).
 
-    A DTensor is represented by its local shard. A tied parameter appears once.
+    A tied parameter appears once.
     """
     state: Named = {}
     for name, parameter in model.named_parameters():
@@ -437,7 +443,7 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     other_params: Sequence[torch.Tensor] = (),
 ) -> Named:
-    """Return the state tensors of an optimizer with their kinds, by name.
+    """Return the state tensors of an optimizer, as a dict from name to (local tensor, storage kind).
 
     `other_params` are parameters of the optimizer that do not belong to the model.
     """
@@ -518,7 +524,7 @@ def _refuse_non_tensors(inputs: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
-    """Set the storage kind of each named parameter's gradient in a recording, as soon as it is accumulated."""
+    """Set the kind of each parameter's gradient to `gradient` in a recording, when autograd accumulates it."""
 
     def mark(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
@@ -537,7 +543,6 @@ def _marked_gradients(recorder: StepCapture, named: Named) -> Iterator[None]:
 
 
 def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """Return a function that runs `step` with the current autocast settings."""
     kinds = dict.fromkeys(("cpu", device.type))
     casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
 
@@ -552,7 +557,10 @@ def _with_current_autocast(step: Callable[..., Any], device: torch.device) -> Ca
 
 
 def _unaliased(inputs: Mapping[str, torch.Tensor], named: Named) -> dict[str, torch.Tensor]:
-    """Return the inputs on distinct storages: labels may alias the token ids now, but not in the next step."""
+    """Return the inputs, cloned where they share a storage or have a stride of 0.
+
+    Labels may be an alias of the token ids now, but not in the next step.
+    """
     seen = {tensor.untyped_storage()._cdata for tensor, _ in named.values()}
     unaliased = {}
     for name, tensor in inputs.items():

@@ -37,8 +37,8 @@ class Captured:
         source: Model and optimizer, if known; StepChanged is raised if they have changed since.
         named: Views of the named state, and of other state that the step changes, by name.
         run_eager: Function that runs the same step without a plan, on inputs by name; None: impossible.
-        owned: See `LruSpillMode`.
-        seconds: Measured seconds of every operator, 0 where unmeasured; None: on a simulated device.
+        owned: Function that returns the tensors that FSDP empties and refills in place.
+        seconds: Measured seconds of every operator, 0 where unmeasured; None: nothing was measured.
     """
 
     program: MemoryProgram
@@ -117,7 +117,7 @@ def refuse_leaks(
     named: Named,
     make_resident: Callable[[torch.Tensor], None],
 ) -> None:
-    """Refuse gradients that outlive the step, and state that the step replaced instead of changing it in place.
+    """Refuse gradients that still exist after the step, and state tensors with a new storage.
 
     Raises:
         CaptureUnsupported: HP511.

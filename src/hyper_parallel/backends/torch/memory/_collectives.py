@@ -61,7 +61,7 @@ def group_of(func: Any, args: tuple[Any, ...]) -> dist.ProcessGroup | None:
 def sent_bytes(func: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
     """Return the bytes that this rank sends in a collective by a ring algorithm; exact for an all-to-all with splits.
 
-    An operator without a kind, such as the receipt of a message, counts with all its bytes.
+    For other operators, such as a receive, return the bytes of the largest argument.
     """
     kind, ranks = kind_of(func.__name__), group.size()
     if kind == "all_to_all":
@@ -89,7 +89,7 @@ def _sent_to_others(args: tuple[Any, ...], group: dist.ProcessGroup) -> int:
 
 
 def group_axes(rank: int, *meshes: Mesh) -> dict[frozenset[int], tuple[str, ...]]:
-    """Return the mesh axes that span each process group of a rank, by the ranks of the group.
+    """Return, for one rank, a dict from the ranks of each process group to the mesh axes that the group spans.
 
     Axes of degree 1 are omitted. If groups of several meshes have the same ranks, the first mesh applies.
     """
@@ -139,7 +139,7 @@ def _is_functional(func: Any) -> bool:
 
 
 def coalesce(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]:
-    """Return one operator, and its call, for a batch of messages; it ends when all messages have ended."""
+    """Return one operator, and its call, for a batch of messages; the operator completes with the last message."""
     calls = tuple(args for _, args, _ in messages)
     writes = tuple(dict.fromkeys(s for *_, written in messages for s in written))
     funcs = tuple(func for func, *_ in messages)
@@ -159,9 +159,10 @@ def coalesce(messages: Sequence[Message], phase: Phase) -> tuple[Operator, Call]
 
 
 def bind_collective(call: Call) -> Callable[[Any, Any, list[torch.Tensor]], _Begin] | None:
-    """Return a function that binds a functional collective to arguments and result tensors; None for other operators.
+    """Return a binder for a functional collective; None for other operators.
 
-    The function returns the call that begins the collective.
+    The binder takes (positional arguments, keyword arguments, result tensors) and returns the call that begins the
+    collective.
     """
     func = call.func
     if not _is_functional(func):

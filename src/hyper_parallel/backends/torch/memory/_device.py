@@ -39,12 +39,12 @@ class Measured:
     Attributes:
         peak_bytes: Peak bytes per tier; for the device, only those of the storages in the arena.
         device_bytes: Peak allocated device bytes, including the arena. On an accelerator the allocator reports them.
-        dram_bytes: Host memory of the slabs that buffers are cut from.
+        dram_bytes: Bytes of the host slabs from which the DRAM buffers are cut.
         seconds: Time of the step: by the virtual clock, or on an accelerator by events.
-        wait_s: Part of `seconds` in which the compute lane waited for copies.
-        join_s: Part of `seconds` in which the compute lane waited for other ranks.
+        wait_s: Part of `seconds` in which the operators waited for copies.
+        join_s: Part of `seconds` in which the operators waited for other ranks.
         copied: Number of copies, their bytes and their seconds, per kind of copy.
-        timeline: Spans of the lanes and counters of the tiers, if requested.
+        timeline: Spans of work and byte counters of the tiers, if requested.
     """
 
     peak_bytes: dict[str, int]
@@ -62,20 +62,20 @@ class PlannedDevice:
 
     Args:
         captured: The recorded step.
-        plan: A plan for its program.
+        plan: Plan of the recorded program.
         machine: Capacities; on the simulated device also the machine of the virtual clock.
         copies: When the simulated device moves the bytes of a copy: as it is issued, as it is waited for, or on one
-            thread per direction. A correct plan gives equal bits in all three. An accelerator uses streams and
-            events instead, which can also be passed here.
+            thread per direction. A correct plan gives equal bits in all three. An accelerator uses streams and events
+            instead, which can also be passed here.
         flash: Folder of the file tier; required when the plan uses it.
         check: True: run the eager step before the first planned step, roll it back, and compare the results. On an
             accelerator it runs twice. A step that was recorded without values is not checked. A `ReferenceStep`:
             compare the first planned step with these results.
-        source: Spill mode that has evicted bytes of the owner tensors; None: the owner tensors have all bytes.
+        source: Mode that has evicted bytes of model and optimizer tensors; None: these tensors have all their bytes.
 
     Attributes:
         state: State tensors in the tiers.
-        hardware: Meters, buffers and copy lanes.
+        hardware: Byte counters, buffers and copies in flight of the device.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class PlannedDevice:
         return self.state.materialize(spill)
 
     def read_state(self, name: str) -> torch.Tensor:
-        """Return a copy of a named persistent tensor, from its home tier."""
+        """Return a copy of a named state tensor, read from the tier that holds it between steps."""
         return self.state.read(name)
 
     def write_state(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
+        """Overwrite a named state tensor between steps, for example to reset a KV cache or to load a checkpoint."""
         self.state.write(name, value)
 
     def close(self) -> None:
@@ -184,7 +184,6 @@ class PlannedDevice:
         )
 
     def _outputs(self) -> Any:
-        """Return copies of the outputs of the step."""
         return tree_map_only(
             View, lambda v: v.as_tensor(self._base(v.storage)).clone(), self.captured.outputs
         )
@@ -213,12 +212,9 @@ class PlannedDevice:
             yield
 
     def _compare(self, outputs: Any, expected: ReferenceStep) -> None:
-        """Compare the first planned step with the eager one.
+        """Raise StepChanged (HP512) if the first planned step's results differ from those of the eager step.
 
         Results must be equal bit for bit, or up to rounding where the eager step itself is not deterministic.
-
-        Raises:
-            StepChanged: HP512 when they differ.
         """
         try:
             expected.check(StepOutcome.of(outputs, dict(self.state.named())))

@@ -1,9 +1,11 @@
-"""LRU eviction for code without a plan that exceeds device memory.
+"""LRU eviction for code without a memory plan that exceeds device memory.
 
 A step must run once before it can be planned, and an evaluation has no plan. Inside this context every operand of an
 operator is made resident before the operator runs. To make room, the least-recently-used storages are copied to host
 memory and emptied in place. Tensors keep their storages, so autograd, the optimizer and a recorder below see the same
 step with the same bits. This is slow: every copy synchronises the device.
+
+FSDP also empties and refills storages in place. It is called their owner here; such storages are never evicted.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class _Record:
 
 
 class LruSpillMode:
-    """Context that evicts storages so that resident bytes stay within a limit, if every single operator fits.
+    """Context that evicts storages to keep resident bytes within a limit, if every single operator fits.
 
     Operators over lists with independent entries (`_fused_adamw_`, `_foreach_*`) are split when the lists do not fit.
     Collectives are waited for at once. The cost per operator depends on its own operands, not on the number of
@@ -123,7 +125,7 @@ class LruSpillMode:
         peak_bytes: Peak of the resident bytes inside the context.
         moved_bytes: Evicted bytes, in total.
         least_bytes: Smallest sufficient limit: the largest sum of fixed storages, operands and results of an operator.
-        owned: Function that returns the tensors that their owner empties and refills in place.
+        owned: Function that returns the tensors that FSDP empties and refills in place.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class LruSpillMode:
     def track_offloaded(self, base: torch.UntypedStorage, num_bytes: int, content: Content) -> None:
         """Track an empty storage whose content is in host memory or in a file.
 
-        Writes through `on_current_tier` change that host memory.
+        Writes to a tensor of `on_current_tier` change that host memory.
         """
         record = self._add(base)
         record.num_bytes = num_bytes
@@ -159,7 +161,7 @@ class LruSpillMode:
         self._lru.pop(base._cdata, None)
 
     def pop_content(self, base: torch.UntypedStorage) -> Content:
-        """Stop tracking a storage and return its content: its host copy if that is current, else the storage itself."""
+        """Stop tracking a storage; return the host copy of its bytes if that is current, else the storage itself."""
         record = self._records.get(base._cdata)
         if record is None:
             return base
@@ -167,12 +169,12 @@ class LruSpillMode:
         return record.copy if record.current and record.copy is not None else base
 
     def num_bytes(self, base: torch.UntypedStorage) -> int:
-        """Return the size of a storage while resident, even if it is evicted and empty now."""
+        """Return the bytes of a storage when resident, even if the storage is evicted and empty now."""
         record = self._records.get(base._cdata)
         return base.nbytes() if record is None or record.resident else record.num_bytes
 
     def on_current_tier(self, tensor: torch.Tensor, *, write: bool = False) -> torch.Tensor:
-        """Return a tensor on the current bytes of `tensor`, which are on the device or in host memory.
+        """Return `tensor` with its current bytes, on the device or in host memory.
 
         Call this outside of the context only.
 
@@ -219,7 +221,7 @@ class LruSpillMode:
         return [record.ref for record in records if record.resized and not record.num_bytes]
 
     def require(self, num_bytes: int) -> None:
-        """Increase `least_bytes` to `num_bytes`, the bytes that an operator needs at once, if it is smaller."""
+        """Increase `least_bytes` to `num_bytes`, the bytes that one operator needs, if `least_bytes` is smaller."""
         self.least_bytes = max(self.least_bytes, num_bytes)
 
     # -- operators -----------------------------------------------------------------------------
@@ -335,7 +337,6 @@ class LruSpillMode:
             self._fixed_bytes -= record.num_bytes if record.fixed else 0
 
     def _fix(self, record: _Record) -> None:
-        """Pin a resident storage to the device."""
         if record.fixed or (base := record.ref()) is None:
             return
         record.fixed = True
@@ -461,7 +462,7 @@ def _key_and_base(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage]:
 
 
 class ResultBytes:
-    """Cache of the bytes that operators allocate for their results, by the shapes and numbers of a call."""
+    """Cache of the bytes that operators allocate for their results, by the shapes and numeric arguments of a call."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int | None] = {}
@@ -535,7 +536,13 @@ def spill_mode(
 ) -> LruSpillMode:
     """Return an LRU spill mode whose limit is the budget.
 
-    On an accelerator the limit is a share (`FILLED`) of the smaller of budget and allocatable memory.
+    On an accelerator the limit is the fraction `FILLED` of the smaller of budget and allocatable memory.
+
+    Args:
+        device: Device of the step.
+        budget_bytes: Device bytes; None: no limit on a CPU, all allocatable memory on an accelerator.
+        keep_offloaded: See `LruSpillMode`.
+        owned: See `LruSpillMode`.
     """
     if device.type != "cpu":
         free_bytes = allocatable_bytes(device)
@@ -550,7 +557,9 @@ def spill_mode(
 def within_device(
     device: torch.device, owned: Callable[[], Iterable[torch.Tensor]] = tuple
 ) -> AbstractContextManager[Any]:
-    """Return a context that keeps a step without a plan within an accelerator's free memory; no effect on a CPU.
+    """Return a context that evicts storages when a step without a plan exceeds an accelerator's free memory.
+
+    The context has no effect on a CPU.
 
     Args:
         device: Device of the step.

@@ -1,6 +1,7 @@
-"""Owner tensors of a recorded step's state, and detection of their use while a planned device owns their bytes.
+"""Tensors of model and optimizer (owner tensors), and detection of their use while a planned device owns their bytes.
 
-During that time a stub replaces each owner tensor. A use of the stub raises an error instead of reading freed memory.
+A planned device executes a memory plan. During that time the owner tensors are stubs: empty tensors of a subclass. A
+use of a stub raises an error instead of reading freed memory.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class _StubMixin:
 
 
 class TensorStub(_StubMixin, Tensor):
-    """Tensor whose bytes a planned device owns."""
+    """Empty tensor whose bytes a planned device owns."""
 
 
 class ParameterStub(_StubMixin, Parameter):
-    """Parameter whose bytes a planned device owns."""
+    """Empty parameter whose bytes a planned device owns."""
 
 
 _STUB_CLASSES: Final[dict[type, type]] = {Tensor: TensorStub, Parameter: ParameterStub}
@@ -64,7 +65,7 @@ def _has_no_bytes(value: Any) -> bool:
 
 
 def make_stubs(tensors: Iterable[Tensor]) -> list[tuple[Tensor, type]]:
-    """Turn tensors without bytes into stubs, as torch itself does with uninitialised parameters.
+    """Change the class of tensors without bytes to a stub class, as torch does with uninitialised parameters.
 
     Returns:
         Each changed tensor, and its former class.
@@ -91,7 +92,7 @@ _KEY = attrgetter("_cdata")
 
 
 class Owners:
-    """Tensors that own the state of a step.
+    """Tensors of model and optimizer that own the state of a step.
 
     Args:
         captured: The recorded step.
@@ -109,7 +110,7 @@ class Owners:
         self._written = {s for operator in operators for s in operator.writes}
 
     def check(self) -> None:
-        """Check that model and optimizer own the recorded storages and are as they were when the step was recorded.
+        """Check that model and optimizer still have the recorded storages and settings.
 
         Raises:
             StepChanged: HP512 that names the change.
@@ -130,10 +131,13 @@ class Owners:
             )
 
     def check_bytes(self, num_bytes: Callable[[torch.UntypedStorage], int]) -> None:
-        """Check that every owner has its bytes, resident or evicted.
+        """Check that the storage of every state tensor has its full size, resident or evicted.
+
+        Args:
+            num_bytes: Function that returns the size of a storage when resident.
 
         Raises:
-            StepChanged: HP512 when another offloaded step owns them.
+            StepChanged: HP512 when another offloaded step has taken the bytes.
         """
         for s, tensor in self._captured.state.items():
             if num_bytes(tensor.untyped_storage()) != self._captured.program.storages[s].num_bytes:
@@ -165,7 +169,7 @@ class Owners:
             self._captured.source.allow_use()
 
     def kept_by_caller(self, s: int) -> bool:
-        """Return whether a storage stays with the caller: an input of the step, or input state that it only reads."""
+        """Return whether the caller keeps the bytes of a storage: step inputs, and buffers that the step only reads."""
         read = self._captured.program.storages[s].kind == "input" and s not in self._written
         return read or s in self._captured.input_storages
 

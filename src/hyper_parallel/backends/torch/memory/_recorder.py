@@ -131,7 +131,7 @@ class Recording:
 
     Attributes:
         program: Storages and operators.
-        actions: Operators, and the ends of storages, in the order in which they happened.
+        actions: Runs of operators and frees of storages, in recorded order.
         entries: Properties of each storage that the program does not contain.
         segments: (first action, name) of every segment of the program (forward, backward, ...).
         groups: Dict from the name of every process group to its ranks.
@@ -147,7 +147,9 @@ class Recording:
 
 
 class Recorder(OperatorMode):
-    """Context that records operators over the storages that they allocate or send, and over named storages.
+    """Context that records operators with their storages.
+
+    Recorded storages are named ones, those that an operator allocates, and operands of collectives.
 
     Args:
         alignment_bytes: See `Storages`.
@@ -404,7 +406,7 @@ def _segment(recording: Recording, action: int) -> tuple[int, str]:
 
 
 def _category(entry: Entry, live_range: Extent, recording: Recording) -> str:
-    """Return the category of a storage for reports, from its kind if it is named, else from its live range."""
+    """Return the report category of a storage: from its kind if the storage is named, else from its live range."""
     if entry.kind in _OF_KIND:
         return _OF_KIND[entry.kind]
     if entry.resized:

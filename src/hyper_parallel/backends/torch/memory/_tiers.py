@@ -98,7 +98,7 @@ class Meter:
 
 
 class AllocatorGauge:
-    """Bytes of a plan on an accelerator, as its allocator counts them.
+    """Device bytes of a memory plan on an accelerator, as the allocator counts them.
 
     Allocations outside of the plan are excluded: workspaces, buffers of the collective library, the caller's tensors.
     Their bytes may change between steps. They are measured at every reset, as all allocated bytes except the arena.
@@ -300,7 +300,7 @@ def run_folder(parent: Path, name: str) -> Iterator[Path]:
 
 
 def _remove_dead(parent: Path) -> None:
-    """Remove folders of this user whose lock is free."""
+    """Remove folders of dead runs of this user."""
     for mark in parent.glob("*.lock"):
         with suppress(OSError):
             lock = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -44,7 +44,10 @@ _CODE: Final = (type, FunctionType, MethodType, ModuleType, nn.Module, torch.opt
 
 
 def digest(base: torch.UntypedStorage) -> tuple[int, ...]:
-    """Return checksums of a storage's words, computed on its device; other contents very rarely have equal ones."""
+    """Return checksums of a storage's bytes, computed on the storage's device.
+
+    Different contents have equal checksums only by rare chance.
+    """
     with _disable_current_modes():
         words = base.nbytes() // 8
         empty = torch.empty(0, dtype=torch.int64, device=base.device)
@@ -153,7 +156,7 @@ class UntrackedEffects:
         """Observe the call of an operator in this context; check custom operators against their schemas.
 
         Raises:
-            CaptureUnsupported: HP511 when it writes an argument that its schema declares as read-only.
+            CaptureUnsupported: HP511 when the operator writes an argument that its schema declares as read-only.
         """
         call, declared = _CallEffects(), {id(tensor) for tensor in written}
         foreign = func.namespace not in TORCH and fake_mode() is None
@@ -176,7 +179,7 @@ class UntrackedEffects:
     def after_operator(
         self, func: Any, reads: Sequence[int], writes: Sequence[int], allocated: Sequence[int]
     ) -> None:
-        """Update the uninitialised storages after an operator; refuse a read of one that no operator has written.
+        """Refuse an operator that reads a storage that no operator has written, and update the set of such storages.
 
         Raises:
             CaptureUnsupported: HP511 with the name of the storage.

@@ -30,7 +30,7 @@ class ActionBinder:
     """Factory of calls that execute the actions of one memory plan.
 
     Args:
-        state: State of the plan. Calls hold its storages, streams and files, which do not change while it is open.
+        state: State of the plan. Its storages, streams and files must not change while the calls are in use.
     """
 
     def __init__(self, state: ArenaState) -> None:
@@ -90,7 +90,6 @@ class ActionBinder:
             _copy_staged(ready, tree_flatten(out)[0])
 
     def _join(self, index: int) -> None:
-        """Wait for a collective."""
         timed = self._hardware.timed
         begin = None if timed is None else timed.now()
         with self._hardware.in_library():
@@ -131,11 +130,7 @@ class ActionBinder:
 
 
 def _copy_staged(ready: Prepared, flat: list[Any]) -> None:
-    """Copy the staged results of an operator to their addresses, and check its guards.
-
-    Raises:
-        StepChanged: HP512 when a size or a number differs from the recorded one.
-    """
+    """Copy staged results to their addresses; raise HP512 if a size or a guarded value differs from the recording."""
     for position, view, target in ready.staged:
         result = flat[position]
         base = result.untyped_storage() if isinstance(result, torch.Tensor) else None

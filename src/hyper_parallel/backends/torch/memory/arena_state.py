@@ -1,4 +1,8 @@
-"""Model and optimizer state of a planned step in the memory tiers, taken from its tensors and returned to them."""
+"""Model and optimizer state of planned steps, held in the memory tiers instead of its tensors.
+
+The tensors of model and optimizer, the owner tensors, are empty during that time. The home tier of a storage is the
+tier that holds it between steps. The arena is the device buffer of a plan.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,9 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
         captured.calls
     ):
         raise MemoryPlanInvalid(
-            "the plan was made for another program",
-            got=plan.program.name,
-            allowed=captured.program.name,
+            "the storages or operators of the plan differ from those of the captured step",
+            got=f"`{plan.program.name}`, {len(plan.program.operators)} operators",
+            allowed=f"`{captured.program.name}`, {len(captured.calls)} operators",
             hint="plan the captured program again",
         )
     if wrong := wrong_address(plan):  # replays the plan: raises HP404 for an illegal action
@@ -66,12 +70,12 @@ class ArenaState:
     Args:
         captured: See `PlannedDevice`.
         plan: See `PlannedDevice`.
-        hardware: Meters, buffers and copy lanes.
+        hardware: Byte counters, buffers and copies in flight.
         flash: See `PlannedDevice`.
         spill: Mode that has the evicted bytes of the owner tensors.
 
     Attributes:
-        hardware: Meters, buffers and copy lanes.
+        hardware: Byte counters, buffers and copies in flight.
         files: The file tier.
         storages: Bytes on the device and in DRAM, by storage.
         actions: Actions of the plan, bound to their buffers.
@@ -118,7 +122,6 @@ class ArenaState:
         self._inside.add(-self._sizes[s])
 
     def _release_device(self) -> None:
-        """Release all storages on the device, and the arena itself."""
         for s in list(self.storages["device"]):
             self.release(s)
         self.actions, self.arena = [], None
@@ -196,16 +199,10 @@ class ArenaState:
         staged: StorageBytes,
         staging: torch.device,
     ) -> None:
-        """Move a storage's bytes from `source` to a buffer or file of its home tier.
+        """Move a storage's bytes to a buffer or file of its home tier, from `source`: `base` itself, or its host copy.
 
-        If the home tier is the device, the bytes are put into `staged`, because there is no arena yet.
-
-        Args:
-            s: Index of the storage.
-            source: The storage itself, or its copy in host memory.
-            base: The storage itself.
-            staged: Bytes for the device, by storage; filled.
-            staging: Device of these bytes.
+        If the home tier is the device, the bytes are copied into `staged` on the device `staging`, because there is no
+        arena yet.
         """
         home, size = self.plan.homes[s], self._num_bytes(s)
         if self._is_input(s) and not base.nbytes():
@@ -238,7 +235,6 @@ class ArenaState:
         return self.captured.program.storages[s].num_bytes
 
     def _return_state(self) -> None:
-        """Return the state's bytes to the owner tensors."""
         self.owners.restore_tensors()
         tensors = {
             s: t for s, t in self.captured.state.items() if not self.owners.kept_by_caller(s)
@@ -261,7 +257,6 @@ class ArenaState:
         self.storages["dram"].clear()
 
     def _close_without_state(self) -> None:
-        """Close without moving the state."""
         self.closed = True
         self.hardware.lanes.close()
         self._release_device()
@@ -282,8 +277,8 @@ class ArenaState:
     def materialize(self, spill: LruSpillMode | None = None) -> Iterator[None]:
         """Give the tensors of model and optimizer their bytes while this context is active, between two steps.
 
-        Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Its memory is
-        not counted.
+        Code inside the context, such as an evaluation or a checkpoint, reads and writes these tensors. Memory that it
+        allocates is not counted.
 
         Args:
             spill: Mode that makes the state resident on use, from its home tier. None: all of the state becomes
@@ -308,7 +303,7 @@ class ArenaState:
             self._acquire()
 
     def materialize_on_use(self, spill: LruSpillMode) -> None:
-        """Let a spill mode make each state tensor resident when it is used; the bytes stay in their home tier."""
+        """Hand the state to `spill`, which makes each tensor resident on use; the bytes stay in the home tier."""
         self.owners.restore_tensors()
         for s, tensor in self.captured.state.items():
             if self.owners.kept_by_caller(s):
@@ -344,7 +339,7 @@ class ArenaState:
             raise TransferFailed(
                 "the state could not be moved between memory tiers",
                 got=f"{type(error).__name__}: {error}",
-                hint="remove the cause named above, and continue from the last checkpoint",
+                hint="fix this error, and continue from the last checkpoint",
             ) from error
 
     def close(self) -> None:
@@ -369,7 +364,7 @@ class ArenaState:
             )
 
     def on_home_tier(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of model or optimizer on its bytes in the home tier; if that is the file tier, a copy.
+        """Return a tensor of model or optimizer with its bytes in the home tier; from the file tier, a copy.
 
         Call it between two steps.
         """
@@ -380,17 +375,17 @@ class ArenaState:
             return as_view(tensor, s).as_tensor(self._bytes(s))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a copy of a named persistent tensor, from its home tier."""
+        """Return a copy of a named state tensor, read from its home tier."""
         storage, view = self._state(name)
         return view.as_tensor(self._bytes(storage)).clone()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of each named state tensor as by `on_home_tier`; files are read one at a time."""
+        """Yield (name, tensor) of the named state, with the bytes in the home tier; files are read one at a time."""
         for name, view in self.captured.named.items():
             yield name, view.as_tensor(self._bytes(view.storage))
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Overwrite a named persistent tensor between steps: reset a cache, load a checkpoint."""
+        """Overwrite a named state tensor in its home tier, between two steps."""
         storage, view = self._state(name)
         base = self._bytes(storage)
         view.as_tensor(base).copy_(value)
@@ -398,7 +393,7 @@ class ArenaState:
             self.files.write(storage, base)
 
     def _bytes(self, storage: int) -> torch.UntypedStorage:
-        """Return the bytes of a persistent storage in its home tier between steps; if that is the file tier, a copy."""
+        """Return the bytes of a storage in its home tier, between two steps; from the file tier, a copy."""
         home = self.plan.homes[storage]
         if home != "flash":
             return self.storages[home][storage]

@@ -56,7 +56,7 @@ class StepOutcome:
 
     @classmethod
     def of(cls, outputs: Any, state: Mapping[str, Tensor]) -> StepOutcome:
-        """Return the outcome of a run, with digests and samples on the host.
+        """Return the results of a run as digests and samples on the host.
 
         Args:
             outputs: Result of the step; only its tensors are compared.
@@ -76,10 +76,10 @@ class ReferenceStep:
 
     Args:
         first: Results of the eager step.
-        second: Results of a second eager run; None: on deterministic hardware.
+        second: Results of a second eager run; None: the hardware is deterministic.
 
     Attributes:
-        spread: Largest difference of the two runs by tensor; empty when they are equal.
+        spread: Largest difference between the two runs, by tensor name; empty when they are equal.
     """
 
     def __init__(self, first: StepOutcome, second: StepOutcome | None = None) -> None:
@@ -119,13 +119,13 @@ class ReferenceStep:
         return cls(*runs)
 
     def check(self, got: StepOutcome) -> None:
-        """Compare the results of a planned step with the expected ones.
+        """Raise if the results of a planned step differ from those of the eager step.
 
         Args:
             got: Results of the planned step.
 
         Raises:
-            StepChanged: HP512 with the first value that differs.
+            StepChanged: HP512 with the first tensor that differs.
         """
         for name, digest in self._first.digests.items():
             expected, dtype = self._first.samples[name]
@@ -141,7 +141,7 @@ class ReferenceStep:
                 where=name,
                 got=actual.item() if is_scalar else "other bytes",
                 allowed=expected.item() if is_scalar else None,
-                hint="a Python value changes between steps: keep it in a tensor, or train "
+                hint="if a Python value changes between steps, keep it in a tensor; or train "
                 "without a memory plan (`offload.budget=null` in a recipe)",
             )
 
@@ -263,8 +263,8 @@ def _flat(tensor: Tensor) -> Tensor:
 def _digest(tensor: Tensor) -> int:
     """Return a checksum of a tensor's bytes: the sum of word times an odd number for its position, modulo 2**64.
 
-    It is computed on the tensor's device, because a copy of gigabytes to the host would take longer than the step. All
-    devices give the same result.
+    The checksum is computed on the tensor's device, because a copy of gigabytes to the host would take longer than the
+    step. All devices give the same result.
     """
     flat, digest = _flat(tensor), 0
     words = flat.view(_WORDS[flat.element_size()])
@@ -285,13 +285,13 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, tolerance: float = 0.0) -> bool:
-    """Return whether two samples of a tensor differ only by rounding: `ULPS` units of the largest value.
+    """Return whether two samples of a tensor differ by at most `ULPS` units in the last place of the largest value.
 
     Args:
         a: Sample of the planned step.
         b: Sample of the eager step.
         dtype: The tensor's dtype.
-        tolerance: Additional tolerance, which a share `_OUTLIER_SHARE` of the elements may exceed.
+        tolerance: Additional absolute tolerance, which the fraction `_OUTLIER_SHARE` of the elements may exceed.
     """
     unit = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     largest = b.abs().max() if b.numel() else 0.0

@@ -1,7 +1,7 @@
-"""Generation under a device budget: prompt and decode steps are captured on fake tensors, planned and run.
+"""Generation under a device budget: prompt (prefill) and decode steps are captured on fake tensors, planned and run.
 
-Weights and KV cache are on the home tiers of the plans and are streamed. The operators are those of generation without
-a budget, so every token is the same.
+Weights and KV cache are streamed from the tiers in which the plans keep them. The operators are those of generation
+without a budget, so every token is the same.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ _CPU = torch.device("cpu")
 
 class PlannedSlots(FixedPasses):
     """Prompt and decode passes under a device budget; all prompts precede all decoding.
+
+    A slot is a row of the fixed-size batch. Construction records and plans both steps.
 
     Args:
         model: Model in host memory, in eval mode; its tensors are empty until `close`.
@@ -196,7 +198,7 @@ class PlannedSlots(FixedPasses):
             )
         if full := [e.enough_bytes["dram"] for e in errors if isinstance(e, TierFull)]:
             raise TierFull(
-                "the bytes beyond the device budget exceed DRAM and flash",
+                "the tensors that exceed the device budget do not fit in DRAM and flash",
                 got=f"device {limits.device_bytes} bytes, dram {limits.machine.dram_bytes} bytes, "
                 f"flash {'none' if limits.flash is None else 'unlimited'}",
                 hint=f"--dram {max(full)}",
@@ -215,7 +217,7 @@ class PlannedSlots(FixedPasses):
         )
 
     def enter_decode(self) -> None:
-        """Move the state to the planned device of the decode step, unless that one is active."""
+        """Move the state to the planned device of the decode step, unless it is there already."""
         assert self._planned_device is not None
         if len(self._plans) > 1 and self._planned_device.plan is self._plans[0]:
             self._planned_device.close()
@@ -278,7 +280,7 @@ def _bind(captured: Captured, real: Mapping[str, Tensor], inputs: Mapping[str, T
 
 
 def _own_storages(model: Any) -> None:
-    """Copy the tensors of a model whose storages cannot be resized: those in mapped files or foreign memory."""
+    """Clone tensors of a model whose storages cannot be resized, such as those in memory-mapped files."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()

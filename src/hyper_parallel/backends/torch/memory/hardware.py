@@ -1,4 +1,4 @@
-"""Meters, buffers and copy lanes of one device, simulated on the CPU or with its own streams; reused DRAM buffers."""
+"""Byte counters, buffers and copies in flight of one device, simulated on the CPU or with its own streams."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ CopyMode = Copies | DeviceApi
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that observes every operator of a planned step, whose tensors are plain ones.
+    """Mode that reports every operator of a planned step, in which all tensors are plain ones.
 
     Args:
         on_results: Function called with the outputs of each operator.
@@ -124,7 +124,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Hardware:
-    """The three memory tiers and the copy lanes between them.
+    """The three memory tiers of a device, and the copies between them.
 
     Args:
         device: Device of the operators.
@@ -133,11 +133,10 @@ class Hardware:
         copies: See `CopyMode`; an accelerator uses its own streams unless this is a `DeviceApi`.
 
     Attributes:
-        gauge: Allocated device bytes: the arena and all results of operators, or the count of an accelerator's
-            allocator.
+        gauge: Counter of allocated device bytes: the arena and all results of operators, or an accelerator's allocator.
         num_operators: Number of operators that the dispatcher has seen inside `watched`.
         counts: True if the dispatcher observes the operators.
-        inside: Bytes of the storages in the arena.
+        inside: Counter of the bytes of storages in the arena.
         lanes: Copies in flight.
         pool: DRAM buffers.
     """
@@ -166,7 +165,7 @@ class Hardware:
 
     @property
     def timed(self) -> StreamLanes | None:
-        """Copy lanes, which measure time by events; None if a virtual clock computes the time."""
+        """Copies in flight that measure time by events; None if a virtual clock computes the time."""
         return self.lanes if isinstance(self.lanes, StreamLanes) else None
 
     def reserve(self, plan: MemoryPlan) -> None:
@@ -211,7 +210,6 @@ class Hardware:
             self._counts_results = True
 
     def _count_results(self, out: Any) -> None:
-        """Count an operator and its results."""
         self.num_operators += 1
         if type(out) is torch.Tensor and out.data_ptr() in self._arena:
             return  # most results: one tensor, in the arena
@@ -222,7 +220,7 @@ class Hardware:
                 self.gauge.adopt(base)
 
     def in_dram(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a counted DRAM buffer.
+        """Return a DRAM buffer and count its bytes until it is destroyed.
 
         Raises:
             TierFull: HP403 when the capacity is exceeded.

@@ -3,9 +3,9 @@
 Workspace depends on the kernel that a device chooses: sums in float32, sorted rows, scratch buffers. On an accelerator
 the allocator measures it while the step is recorded, and events measure the time of every kernel.
 
-The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed a
-few columns at a time in a staging buffer. A column depends only on the same column of the incoming gradient and is
-summed in the order of the rows, so columns that are computed separately have the same bits.
+The gradient of an embedding is as large as the table, and no kernel writes it at a given address. So it is computed in
+pieces, a few columns at a time, in a staging buffer. A column depends only on the same column of the incoming gradient
+and is summed in the order of the rows, so columns that are computed separately have the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MIN_PIECE_BYTES: Final = 64 * KiB  # smaller pieces cost more in launches than 
 
 
 def staged_result_bytes(call: Call, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Return the bytes of each result that a call cannot write at its planned address."""
+    """Return the bytes of each result that a call cannot write at its planned address; () if there is none."""
     if not call.results or out_variant(call) is not None:
         return ()
     if pieces := columns(call):
@@ -99,12 +99,10 @@ def run_measured(
 def kernel_seconds(
     operators: Sequence[Operator], timed: Sequence[Timed]
 ) -> tuple[float, ...] | None:
-    """Return the seconds of every operator, measured by the events around it; None if there are no events at all.
+    """Return the seconds of every operator, measured by events; None if there are no events at all.
 
-    Operators without events get 0.
-
-    If the device waited for the host, the time between the events includes the host's time, which is subtracted. If the
-    kernels of a step take less time than the host, every operator takes at least the median time of issuing one.
+    Operators without events get 0. If the device waited for the host, the host's seconds are subtracted. If the kernels
+    of a step take less time than the host, every operator takes at least the median time of issuing one.
     """
     if not timed:
         return None

@@ -1,8 +1,8 @@
 """Storages, and captured operator calls: a torch operator with tensors replaced by views of numbered storages.
 
-The unit is the storage (one allocation), tracked by a weak reference: it is live exactly as long as Python and autograd
-reference it. When the owner of a storage resizes it (FSDP frees and refills gathered parameters that way), the recorded
-storage ends and a fresh one begins.
+A storage is one allocation, tracked by a weak reference: it is live exactly as long as Python and autograd reference
+it. FSDP, the owner of gathered parameters, frees and refills their storages in place. Such a resize ends the recorded
+storage and begins a fresh one.
 
 Collectives are ordinary operators on the group of their capture, but their call only begins them, and a plan places
 their waits. All collectives are ordered, so every rank issues them in the order of its capture.
@@ -118,7 +118,10 @@ class Storages:
         return self.begin(key, entry)
 
     def begin(self, key: int, entry: Entry) -> int:
-        """Assign the next number to an existing storage whose former live range has ended, and return it."""
+        """Assign the next number to an existing storage whose former live range has ended, and return the number.
+
+        `key` is the `_cdata` of the storage.
+        """
         base = self._refs[key]()
         entry.num_bytes = 0 if base is None else base.nbytes()
         if key in self._watched:
@@ -166,7 +169,7 @@ class Storages:
         return ended
 
     def _resized_keys(self) -> list[int]:
-        """Return the keys of watched storages whose size has changed; this must be fast: it runs at every operator."""
+        """Return the keys of watched storages whose size has changed. It runs at every operator, so it must be fast."""
         return [
             key
             for key, (ref, num_bytes) in list(self._watched.items())
@@ -315,7 +318,7 @@ def _is_work(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SendsComplete:
-    """Operator that marks the completion of all single sends."""
+    """Operator that marks the completion of all point-to-point sends outside of batches."""
 
     def __call__(self) -> None:
         """Do nothing; as an operator of the program it delays freeing its operands until the sends are complete."""
@@ -453,7 +456,7 @@ def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
 
 
 def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> float:
-    """Return the FLOPs of Q K^T and P V; with a causal flag, flash kernels skip the part above the diagonal."""
+    """Return the FLOPs of Q K^T and P V; with `causal`, without the part above the diagonal."""
     batch, heads, q_len, dim = q.shape
     k_len = k.shape[-2]
     pairs = q_len * k_len

@@ -92,7 +92,7 @@ def out_variant(call: Call) -> OutVariant | None:
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...], frozenset[str]] | None:
     """Return (overload, names of its results, options that it does not accept) for an operator's `out` overload.
 
-    Returns None if the operator has no usable one.
+    Return None if the operator has no usable `out` overload.
     """
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
     plain = [pair for pair in wanted if pair[0] not in _OPTIONS]
@@ -132,7 +132,6 @@ def _has_fixed_size(call: Call) -> bool:
 
 
 def _is_contiguous(view: View) -> bool:
-    """Return whether a view is contiguous."""
     steps, step = [], 1
     for size in reversed(view.size):
         steps.append(step)

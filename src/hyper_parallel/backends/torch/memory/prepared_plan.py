@@ -51,7 +51,7 @@ class Prepared:
 
 
 class Addresses:
-    """Address range in the arena for each live range of a plan, and the actions bound to them.
+    """Address ranges in the arena for the live ranges of a plan, and the actions bound to them.
 
     Args:
         captured: The recorded step.

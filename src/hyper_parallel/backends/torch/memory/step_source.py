@@ -112,7 +112,10 @@ class CaptureSource:
                 yield ("the optimizer's parameter", str(number)), "identity of the state", tensors
 
     def block_use(self) -> None:
-        """Make attempts to run, save or load model and optimizers raise, while a planned device owns their bytes."""
+        """Make model and optimizers raise when they are run, saved or loaded.
+
+        A planned device owns their bytes during that time.
+        """
         parts = self._model if isinstance(self._model, torch.nn.ModuleList) else ()
         for model in (self._model, *parts):
             if next(model.parameters(), None) is not None:  # excludes loss modules
@@ -125,7 +128,7 @@ class CaptureSource:
             self._hooks.append(optimizer.register_load_state_dict_pre_hook(_refuse))
 
     def allow_use(self) -> None:
-        """Allow the use of model and optimizers again, because they own their bytes."""
+        """Undo `block_use`, because model and optimizers own their bytes again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -179,7 +182,6 @@ class _IdentityStamp:
         self._objects_before, self._sizes = list(self._objects()), self._sizes_now()
 
     def is_unchanged(self) -> bool:
-        """Return whether all attributes still refer to the same objects."""
         try:
             return (
                 not any(self._empty)

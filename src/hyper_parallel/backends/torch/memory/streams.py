@@ -59,7 +59,6 @@ class _Copies:
     num_bytes: int = 0
 
     def add(self, storage: int, begin: Any, end: Any, num_bytes: int) -> None:
-        """Add a copy."""
         self.storages.append(storage)
         self.begins.append(begin)
         self.ends.append(end)
@@ -128,8 +127,8 @@ class Times:
 class StreamLanes:
     """Copies in flight: one stream per direction, and one thread per direction of files.
 
-    Events are created once and reused in every step; all work issued at one point of the compute stream shares an
-    event. A copy begins when it is issued or when the preceding copy on its stream ends.
+    A direction is called a lane. Events are created once and reused in every step; all work issued at one point of the
+    compute stream shares an event. A copy begins when it is issued or when the preceding copy on its stream ends.
 
     Args:
         api: Streams and events of the device.

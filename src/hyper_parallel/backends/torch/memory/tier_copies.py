@@ -93,7 +93,7 @@ class CopyLanes:
                 finish(task)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the copy threads."""
         for lane in self._lanes.values():
             lane.shutdown()
 
@@ -103,7 +103,7 @@ def _no_op() -> None:
 
 
 def finish(copy: _Task | None) -> Any:
-    """Complete a copy in flight, deferred or on a thread, and return the result of its thread.
+    """Complete a copy in flight, deferred or on a thread, and return its result.
 
     Raises:
         TransferFailed: HP513 when the copy failed.
@@ -118,5 +118,5 @@ def finish(copy: _Task | None) -> Any:
         raise TransferFailed(
             "a copy between memory tiers failed",
             got=f"{type(error).__name__}: {error}",
-            hint="remove the cause named above, and continue from the last checkpoint",
+            hint="fix this error, and continue from the last checkpoint",
         ) from error

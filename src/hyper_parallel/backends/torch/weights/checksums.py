@@ -31,10 +31,10 @@ _MASK: Final = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class PartChecksum:
-    """Checksum of the elements of a stored tensor within some ranges.
+    """Checksum of a part of a stored tensor.
 
     Attributes:
-        box: Index ranges of the elements in the stored tensor, with its name.
+        box: Name of the tensor, and the index range of the part in each dim.
         dtype: Dtype of the elements.
         shape: Shape of the full tensor.
         value: The checksum.
@@ -49,9 +49,9 @@ class PartChecksum:
     def of(
         cls, name: str, part: Tensor, shape: tuple[int, ...], ranges: Ranges = ()
     ) -> PartChecksum:
-        """Return the checksum of `part`, the elements of a tensor within `ranges`; dims without a range are complete.
+        """Return the checksum of `part`, the elements of a tensor within `ranges`.
 
-        `name` and `shape` are those of the full tensor.
+        `name` and `shape` are those of the full tensor. Dims after the last range are complete.
         """
         box = Box(name, (*ranges, *((0, size) for size in shape[len(ranges) :])))
         dtype = str(part.dtype).removeprefix("torch.")
@@ -83,7 +83,7 @@ def joint_checksum(parts: Iterable[PartChecksum], read_whole: Callable[[str], Te
 
 
 def state_checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return one checksum of full tensors in host memory, which are given by name."""
+    """Return one checksum of named full tensors in host memory."""
     parts = [PartChecksum.of(n, t, tuple(t.shape)) for n, t in tensors.items()]
     return joint_checksum(parts, lambda name: tensors[name])
 

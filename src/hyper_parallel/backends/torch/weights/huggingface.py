@@ -2,8 +2,8 @@
 
 Checkpoints store one tensor per expert, while current models have one parameter for all experts of a layer.
 transformers publishes the mapping as data: renamings, and converters composed of a few operations. Here renamings,
-stacking and concatenation become boxes: each stored tensor fills one box of one parameter, so a rank reads only its
-shard. Other conversions run the code of transformers on full stored tensors.
+stacking and concatenation become boxes, index ranges per dim: each stored tensor fills one box of one parameter, so a
+rank reads only its shard. Other conversions run the code of transformers on full stored tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from hyper_parallel.ir import Box, Ranges
 
 COMPLETE: Final = "_hyper_parallel_complete"
-"""Attribute of a part of a Hugging Face model that is no Hugging Face model itself: the model."""
+"""Attribute of a module that is only a part of a Hugging Face model: the complete model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Conversion:
     """Conversion of stored tensors to parameters by a converter of transformers."""
 
     name: str
-    """The first parameter."""
+    """Name of the first parameter that the conversion produces."""
     converter: Any
     keys: dict[str, list[str]]
     """Names of the stored tensors, by the pattern of the converter that matches them."""
@@ -56,13 +56,16 @@ class Conversion:
 
 
 def model_of_part(model: nn.Module) -> nn.Module:
-    """Return the complete Hugging Face model of a part, such as a tower on its own ranks; any other model unchanged."""
+    """Return the complete Hugging Face model that a module is a part of, such as a vision tower.
+
+    Other modules are returned unchanged.
+    """
     complete: nn.Module = model.__dict__.get(COMPLETE, model)
     return complete
 
 
 def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module | None:
-    """Return an unsharded copy of a Hugging Face model on the meta device, of its original class; None for others.
+    """Return an unsharded meta copy of a Hugging Face model, of its original class; None for other models.
 
     transformers identifies a model by its class, which `fully_shard` replaces. Parameters that transformers has untied,
     because the files have different values for them, are untied in the copy.
@@ -88,7 +91,6 @@ def hf_reference_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn
 
 
 def _on_meta(cls: type[nn.Module], config: Any, dtype: torch.dtype | None) -> Any:
-    """Return a model of a class on the meta device."""
     with torch.device("meta"):
         return cls(config) if dtype is None else cls._from_config(config, dtype=dtype)
 
@@ -102,7 +104,7 @@ def untied_config(config: Any) -> Any:
 
 
 def tied_names(reference: nn.Module) -> dict[str, str]:
-    """Return a dict from target name to source name of the parameters that the class ties if its config allows ties."""
+    """Return the parameters that a model class ties when its config allows it: dict from tied name to source name."""
     own = copy.deepcopy(reference.config)
     for part in (own, own.get_text_config()):
         part.tie_word_embeddings = True
@@ -114,7 +116,7 @@ def tied_names(reference: nn.Module) -> dict[str, str]:
 def published_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype of every parameter and buffer, by name, of a model that transformers loads with `dtype`.
 
-    Some stay in float32, for example the router of deepseek_v3.
+    Some parameters stay in float32, for example the router of deepseek_v3.
     """
     reference = hf_reference_model(model, dtype)
     if reference is None:
@@ -232,10 +234,8 @@ def _stacks(converter: Any) -> bool:
 def _gap(converter: Any, by_source: _Sources, size: int | None) -> str | None:
     """Return the first missing stored name of a parameter, or the pattern that no name matches; None without a gap.
 
-    Args:
-        converter: Converter of the parameter.
-        by_source: Stored names of the parameter by pattern.
-        size: Number of experts; None: detect only gaps between numbers.
+    `by_source` has the stored names by pattern. `size` is the number of experts; None: detect only gaps between
+    numbers.
     """
     for numbered in by_source.values():
         numbers = {number for number, _ in numbered if number is not None}

@@ -33,7 +33,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def canonical_name(name: str) -> str:
-    """Return a module or parameter name without the segments of compile and recompute wrappers."""
+    """Return a module or parameter name without the segments that compile and recompute wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -94,7 +94,7 @@ def allocate_and_fill_buffers(
     fresh: Collection[str] = (),
     seed: int = 0,
 ) -> None:
-    """Allocate a model before its weights are read; compute buffers from the meta device, which files do not contain.
+    """Allocate a model before its weights are read, and compute the meta buffers that files do not contain.
 
     The parameters named in `fresh` get initial values derived from `seed`.
     """
@@ -223,7 +223,10 @@ class _Rules:
         return values
 
     def _unset(self, name: str) -> Tensor:
-        """Return a full-size CPU tensor of NaN (zeros for integers) to run a rule on, or a real buffer's value."""
+        """Return the input of a rule for one tensor: NaN (zeros for integers), or the value of a real buffer.
+
+        The result is a full-size tensor on the CPU.
+        """
         module_name, _, key = name.rpartition(".")
         module = self._model.get_submodule(module_name)
         if key in module._buffers and not isinstance(module._buffers[key], DTensor):
@@ -264,7 +267,7 @@ class _Rules:
 def _replace_tensors(
     module: nn.Module, name: str, tensors: dict[str, Tensor]
 ) -> Iterator[dict[str, tuple[dict[str, Tensor], str, Tensor]]]:
-    """Replace all tensors in `module` by `tensors`, others by meta tensors; restore them at the end of the context.
+    """Replace the tensors of `module` by those in `tensors`, or else by meta tensors, inside the context.
 
     Yield a dict from name to (dict that contains the tensor, its key, replacement).
     """

@@ -1,6 +1,7 @@
 """Inventory of pretrained weights: the stored source of each tensor of a model, and the use of each stored tensor.
 
-Loading, errors, exports and reports all derive from one inventory. Each stored name has exactly one `Fate`.
+Loading, errors, exports and reports all derive from one inventory. The use of a stored tensor is its `Fate`; each
+stored name has exactly one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hyper_parallel.errors import WeightsUnreadable
 from hyper_parallel.ir import Box
 
 Source = list[StoredPart] | tuple[Conversion, str, tuple[int, ...]]
-"""Stored tensors and their places, or a conversion with the name and shape of its result."""
+"""Stored tensors with their index ranges, or a conversion with the name and shape of its result."""
 
 
 class Fate(StrEnum):
@@ -139,7 +140,7 @@ class _InventoryBuilder:
         return inventory
 
     def _record_known(self, names: NameMap) -> None:
-        """Record the source of each parameter in the name map, and the fates of the stored names in the source."""
+        """Record the source of each parameter in the name map, and the fates of the stored names that it uses."""
         for name, parts in names.parts.items():
             first = self._files.tensors[parts[0].key]
             if len(parts) > 1 and all(
@@ -151,6 +152,7 @@ class _InventoryBuilder:
                             f"`{parts[0].key}` and `{part.key}` are the same parameter, with different values",
                             where=str(self._files.tensors[part.key].file),
                             allowed=f"one tensor for `{name}`",
+                            hint="fetch the weights again",
                         )
                 parts = parts[:1]
             self._stored[name] = parts
@@ -165,11 +167,7 @@ class _InventoryBuilder:
                 self._inventory.fates |= dict.fromkeys(keys, Fate.CONVERTED)
 
     def _converted_shapes(self, conversion: Conversion) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters that a conversion produces.
-
-        Raises:
-            WeightsUnreadable: HP703 when transformers cannot convert the stored tensors.
-        """
+        """Return the shapes of the parameters that a conversion produces; raise HP703 if transformers fails."""
         shapes = self._inventory.shapes
         try:
             converted = conversion.run(lambda key: torch.empty(shapes[key], device="meta"))
@@ -294,10 +292,10 @@ class _InventoryBuilder:
         missing = self._files.missing_tensors
         lacks = f"`{missing[gap]}` has no tensor" if gap in missing else "no file contains"
         raise WeightsUnreadable(
-            f"{lacks} `{gap}`, one of the elements of `{name}`",
+            f"{lacks} `{gap}`, one of the parts of `{name}`",
             where=str(self._files.directory),
             got=f"{len(_keys(self._stored[name]))} parts" if name in self._stored else None,
-            hint=f"fetch `{missing[gap]}` again" if gap in missing else None,
+            hint=f"fetch `{missing[gap]}` again" if gap in missing else "fetch the weights again",
         )
 
     def _equal(self, first: str, second: str) -> bool:
@@ -338,14 +336,14 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _keys(source: Source) -> list[str]:
-    """Return the stored names in the source of a parameter."""
+    """Return the stored names that a source reads."""
     if isinstance(source, list):
         return [part.key for part in source]
     return [key for keys in source[0].keys.values() for key in keys]
 
 
 def _is_recomputed(key: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a stored tensor is a buffer that models compute instead of loading it."""
+    """Return whether a stored tensor is a buffer that models compute instead of loading."""
     return any(re.search(pattern, key) and len(shape) in dims for pattern, dims in _RECOMPUTED)
 
 

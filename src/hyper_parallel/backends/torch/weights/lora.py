@@ -52,7 +52,7 @@ class Adapter:
 
 
 def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
-    """Add an adapter to a linear module; its own parameters do not change.
+    """Add an adapter to a linear module; the module's own parameters do not change.
 
     Args:
         module: A module of `linear_maps`.
@@ -67,9 +67,9 @@ def adapt(module: nn.Module, a: Tensor, b: Tensor, adapter: Adapter) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether any module of a model, or of the complete model of a part, has an adapter.
+    """Return whether any module of a model has an adapter.
 
-    The modules with adapters may all be on other ranks.
+    For a part of a model, the modules with adapters may all be on other ranks.
     """
     known = CONFIGURATION in model_of_part(model).__dict__
     return known or next(adapted_modules(model), None) is not None
@@ -117,7 +117,7 @@ def adapter_layouts(
 
     Raises:
         UnsupportedSharding: HP205 for experts, which have another mesh, and for weights gathered over tp_y.
-        NotDivisible: HP203 when data parallelism must shard the rank of an adapter and does not divide it.
+        NotDivisible: HP203 when the data-parallel ranks must shard the rank of an adapter and do not divide it.
     """
     result: dict[str, Layout] = {}
     shapes = (strategy.attention_shape, strategy.mlp_shape)

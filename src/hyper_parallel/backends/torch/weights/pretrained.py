@@ -58,7 +58,7 @@ class LoadReport:
     Attributes:
         tensors: Number of filled tensors.
         bytes_read: Bytes read from files.
-        seconds: Duration.
+        seconds: Duration in seconds.
         fates: Use of each stored name.
         checksums: Checksums of the parts that were read, if requested.
     """
@@ -166,11 +166,7 @@ def _log_inventory(inventory: Inventory, files: WeightFiles) -> None:
 
 
 def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) -> None:
-    """Raise if the files untie parameters of a model that passed through `parallelize`, whose layouts are fixed.
-
-    Raises:
-        WeightsUnreadable: HP703.
-    """
+    """Raise HP703 if the files untie parameters of a model that passed through `parallelize`: layouts are fixed."""
     sharded = HANDLE in model.__dict__ or any(isinstance(p, DTensor) for p in model.parameters())
     name, first = next(iter(inventory.untied.items()))
     if sharded:
@@ -184,7 +180,7 @@ def _check_untied(model: nn.Module, inventory: Inventory, files: WeightFiles) ->
 
 
 def _untie(model: nn.Module, inventory: Inventory) -> None:
-    """Give own storage to parameters that the model ties but the files do not, and update the model's config."""
+    """Give separate storage to parameters that the model ties but the files do not, and update the model's config."""
     tensors: dict[str, Tensor] = named_tensors(model)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     for name, first in inventory.untied.items():
@@ -215,7 +211,7 @@ def _read(files: WeightFiles, part: StoredPart, box: Box) -> Tensor:
 _ATTRIBUTE: Final = "_carried_weights"
 
 CARRIED_FILE: Final = "carried_weights.json"
-"""File next to the config of a run: directory and names of the unused tensors that its exports include."""
+"""File next to the config of a run: directory and names of unused tensors that exports of the run include."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +247,7 @@ class CarriedWeights:
 
 
 def remember_carried(model: nn.Module, carried: CarriedWeights) -> None:
-    """Attach to a model the description of its files' unused tensors."""
+    """Attach the result of `carried_weights` to a model."""
     object.__setattr__(model, _ATTRIBUTE, carried)
 
 

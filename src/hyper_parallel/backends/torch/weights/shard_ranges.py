@@ -2,7 +2,7 @@
 
 `local_runs` converts the placements of a DTensor into runs of consecutive indices per dim. With them a rank slices its
 weights from a full tensor or reads them from a file without communication. A dim that tensor parallelism and FSDP both
-shard (`_StridedShard`) may have several runs.
+shard (`_StridedShard`) may have several runs. A box has one index range per dim.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_runs(tensor: Tensor, name: str = "tensor") -> tuple[Runs, ...]:
-    """Return the runs of indices on this rank for each dim.
+    """Return, for each dim, the runs of consecutive indices that this rank has.
 
     Raises:
         UnsupportedSharding: HP205 when the tensor is partial, or the placement of its uneven shards is ambiguous.
@@ -85,7 +85,7 @@ def copy_parts(
     sources: Iterable[tuple[_S, Box]],
     read: Callable[[_S, Box], Tensor],
 ) -> None:
-    """Fill this rank's shard of a tensor from stored boxes; sources that do not overlap it are not read.
+    """Fill this rank's shard of a tensor from stored boxes; sources that do not overlap the shard are not read.
 
     Args:
         target: Local tensor.
