@@ -118,9 +118,9 @@ class PlanRequest:
         return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
 
     def with_headroom(self, share: float | None = None) -> PlanRequest:
-        """Return the request with a fraction of device memory left free; None: `HEADROOM`, but 0 on a CPU.
+        """Return the request with a fraction of device memory left free, unless `capacity_bytes` limits the memory.
 
-        If `capacity_bytes` is set, it is the limit, and nothing more is left free.
+        None is `HEADROOM`, but 0 on a CPU.
         """
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
@@ -190,13 +190,7 @@ def resolve(
     workload: Workload | None,
     num_devices: int | None,
 ) -> PlanRequest:
-    """Return the request for a model, a machine and a workload.
-
-    Args:
-        model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
-        topology: Preset name, YAML file, `local` for this machine, or a Supernode.
-        workload: Training step; missing batch numbers are assumed, with a note. None: `default_workload`.
-        num_devices: Number of devices to use; None: all of the topology.
+    """Return the request for a model, a machine and a workload; arguments as for `hyper_parallel.plan`.
 
     Raises:
         UnknownModel: HP304 for an unknown model name.
