@@ -100,7 +100,7 @@ def test_an_axis_is_used_once():
 
 
 def test_names_match_the_dims():
-    with pytest.raises(LayoutError, match="1 names, 2 dims"):
+    with pytest.raises(LayoutError, match="1 names for 2 dims"):
         Layout(((), ()), dims=("embed",))
 
 

@@ -35,9 +35,7 @@ class Constant:
     cards: tuple[str, ...]  # cards that share the factor
     # paths of the numbers that share the factor, such as `matmul.bfloat16`; `matmul` means all its dtypes
     attributes: tuple[str, ...]
-    rest: bool = (
-        False  # whether the factor applies to 1 - x of a number x, as for overlapped fractions
-    )
+    rest: bool = False  # whether the factor applies to 1 - x, as for overlapped fractions
 
 
 _HOPPER: Final = ("h100", "h100-96gb")
@@ -134,13 +132,9 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 
 
 def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
-    """Write one file with this machine's cards for all measured numbers of concurrent ranks.
+    """Write one file with this machine's cards; `by_ranks` is a dict from number of concurrent ranks to the cards.
 
     The file has all numbers for the largest number of ranks, and for smaller ones only the numbers that differ.
-
-    Args:
-        path: File to write.
-        by_ranks: Dict from number of concurrent ranks to the cards.
     """
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
     max_ranks, (device, stack) = numbers.popitem()

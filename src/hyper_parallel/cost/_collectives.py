@@ -278,13 +278,8 @@ def step_collectives(
     """
     rank_part = rank_model(model, strategy, workload.seq_len, pp_rank)
     recomputed = recomputed_layers(model, strategy, workload.seq_len, pp_rank)
-    step = _Step(
-        rank_part,
-        layouts,
-        strategy,
-        workload,
-        tuple(split_recomputed(rank_part.blocks, recomputed)),
-    )
+    blocks = tuple(split_recomputed(rank_part.blocks, recomputed))
+    step = _Step(rank_part, layouts, strategy, workload, blocks)
     return step.collectives(
         step.sharing(), step.tensor(), step.projections(), step.context(), step.experts(rows),
         step.pipeline(model, pp_rank), step.gradient_norm(),

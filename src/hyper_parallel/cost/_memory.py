@@ -224,16 +224,8 @@ def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
     """Return columns on which memory depends: rows that are equal in all of them have equal peak bytes."""
     c = columns
     named = (
-        "pp",
-        "vpp",
-        "schedule",
-        "dp_shard",
-        "cp",
-        "microbatch",
-        "accumulation",
-        "zero",
-        "offload",
-    )
+        "pp", "vpp", "schedule", "dp_shard", "cp", "microbatch", "accumulation", "zero", "offload",
+    )  # fmt: skip
     several = (c["ep"], c.get("dp_replicate", np.ones_like(c["pp"])))
     counts = [c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], *(np.minimum(x, 2.0) for x in several)]
     padded = positions(c["cp"], c.get("cp_ulysses", 1.0), seq_len)

@@ -280,14 +280,8 @@ def _gradients(stage: _Stage) -> _Columns:
     )
     embedding = np.where(piped, earlier, np.maximum(earlier, inner))
     end = np.where(several, gradients, inner + np.where(s.copies, 0.0, stage.outer_gradients))
-    return (
-        earlier,
-        earlier,
-        np.maximum(earlier, first) + copied,
-        accumulated + copied,
-        embedding,
-        end,
-    )
+    next_layer = np.maximum(earlier, first) + copied
+    return earlier, earlier, next_layer, accumulated + copied, embedding, end
 
 
 def _gradient_buffers(stage: _Stage) -> _Columns:

@@ -220,14 +220,11 @@ class Candidates:
             ),
         )  # fmt: skip
         if strategy.pp == 1:  # without a pipeline its choices have defaults
-            default = Strategy()
-            strategy = replace(
-                strategy,
-                schedule=default.schedule,
-                schedule_file=default.schedule_file,
-                virtual_stages=default.virtual_stages,
-                stage_layers=default.stage_layers,
+            names, default = (
+                ("schedule", "schedule_file", "virtual_stages", "stage_layers"),
+                Strategy(),
             )
+            strategy = replace(strategy, **{name: getattr(default, name) for name in names})
         resolved = replace(
             workload, microbatch=row["microbatch"], accumulation_steps=row["accumulation"]
         ).resolve(strategy.dp)
@@ -315,14 +312,10 @@ def split_layers_closed_form(
         slowest_alone = _by_stages(p, lambda k: 1.0 / pace(k)[0])
         most_work = _by_stages(p, lambda k: np.max(k * pace(k)))
         share = np.maximum(slowest_alone, total / p / slowest / most_work)
-    return StageSplit(
-        fullest,
-        last,
-        np.where(with_head, last, fullest) * share,
-        np.where(with_head, 1.0, 0.0) * share,
-        np.maximum(total - slowest * share, 0.0),
-        slowest * share,
-    )
+    layers_of_slowest, head = np.where(with_head, last, fullest) * share, with_head * share
+    slowest = slowest * share
+    remaining_s = np.maximum(total - slowest, 0.0)
+    return StageSplit(fullest, last, layers_of_slowest, head, remaining_s, slowest)
 
 
 def bubble_seconds(

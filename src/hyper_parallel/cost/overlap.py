@@ -296,7 +296,7 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
             exposed = _least_exposed(traffic, np.maximum(traffic - compute_s[mask], 0.0), demand)
             tp[mask], ep[mask] = _split(exposed, tp_whole[mask], ep[mask])
         elif chunk < 0:
-            # The first dispatch and the last combine are exposed, in backward perhaps only the latter: 3 of 4 exchanges.
+            # The first dispatch and the last combine of a pass are exposed; weight gradients may hide one in backward.
             shown = 1.0 - 0.25 * s.machine.stack.overlap_expert_weights
             rest = np.maximum(ep[mask] - compute_s[mask], shown * ep[mask] / -chunk)
             ep[mask] = _least_exposed(ep[mask], rest, demand)

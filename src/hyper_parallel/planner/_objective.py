@@ -68,8 +68,7 @@ def plan(
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
         workload: Training step; missing batch numbers are assumed, with a note. None: a default workload.
-        num_devices: Number of devices to use; None: the product of the degrees of `strategy`, else all devices of the
-            topology.
+        num_devices: Number of devices to use; None: those of `strategy`, else all of the topology.
         strategy: Strategy to evaluate; None: search for the best one.
         pins: Choices that the search must use, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. If
             this version cannot run them, the plan is a prediction only, with a note; on `local` they are refused.

@@ -126,12 +126,8 @@ def _plan_auto(
             changes={"parallel.world_size": world_size},
         )
     # The search has no columns for these choices.
-    base = Strategy(
-        rules=strategy.rules,
-        schedule_file=strategy.schedule_file,
-        stage_layers=strategy.stage_layers,
-        overlap=strategy.overlap,
-    )
+    names = ("rules", "schedule_file", "stage_layers", "overlap")
+    base = Strategy(**{name: getattr(strategy, name) for name in names})
     request = _request(recipe, model, world_size or parallel.world_size, trained)
     pins = _pins(recipe, strategy, where)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)

@@ -107,14 +107,10 @@ class RelaxedMachine(Machine):
     devices connected by one tier, such as a node.
     """
 
-    exchange_gain: float = (
-        1.0  # total bandwidth of all tiers with links of their own, divided by the fastest one's
-    )
+    exchange_gain: float = 1.0  # total bandwidth of all sets of links / that of the fastest set
     first_size: int = 1  # devices in the innermost domain
     domain_size: float = np.inf  # devices in the innermost domain with links of its own
-    outside_bytes_s: float = (
-        np.inf
-    )  # total bandwidth of the links outside the domain of `domain_size` devices
+    outside_bytes_s: float = np.inf  # total bandwidth of the links outside of that domain
 
     @classmethod
     def relax(cls, machine: Machine) -> RelaxedMachine:

@@ -46,23 +46,21 @@ class PlanRequest:
     workload: Workload  # number formats and the explicit batch numbers
     num_devices: int  # number of devices to use: the product of the degrees
     notes: tuple[str, ...] = ()  # assumptions, as sentences
-    from_recipe: bool = (
-        False  # whether hints are overrides of a recipe, not options of the plan command
-    )
+    # whether hints are overrides of a recipe, not options of the plan command
+    from_recipe: bool = False
     offload: HostMemory | None = None  # limits of offload to host memory; None: no offload
     capacity_bytes: float | None = None  # usable memory of a device; None: all of it
     headroom: float = 0.0  # share of the device's memory that a search leaves free
     # fixed choices, see `check_pins`; `tp` is the product of tp_x and tp_y
     pins: Mapping[str, int] = field(default_factory=dict)
-    executable: bool = (
-        False  # whether the search is limited to strategies that this version can run
-    )
+    # whether the search is limited to strategies that this version can run
+    executable: bool = False
     # strategy with the fields that no search chooses, such as rules and layers per stage
     base: Strategy = field(default_factory=Strategy)
     half_batches: bool = True  # whether layers of the model may run on half-batches
-    # Whether attention and MLP may gather and scatter their tokens in chunks.
+    # whether attention and MLP may gather and scatter their tokens in chunks
     token_chunks: bool = True
-    # Consecutive sequences that must be on one data-parallel rank, such as a GRPO group.
+    # consecutive sequences that must be on one data-parallel rank, such as a GRPO group
     group_sequences: int = 1
 
     def allows(self, name: str, value: float) -> bool:
@@ -120,9 +118,9 @@ class PlanRequest:
         return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
 
     def with_headroom(self, share: float | None = None) -> PlanRequest:
-        """Return the request with a fraction of device memory left free; None: `HEADROOM`, but 0 on a CPU.
+        """Return the request with a fraction of device memory left free, unless `capacity_bytes` limits the memory.
 
-        If `capacity_bytes` is set, it is the limit, and nothing more is left free.
+        None is `HEADROOM`, but 0 on a CPU.
         """
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
@@ -192,13 +190,7 @@ def resolve(
     workload: Workload | None,
     num_devices: int | None,
 ) -> PlanRequest:
-    """Return the request for a model, a machine and a workload.
-
-    Args:
-        model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
-        topology: Preset name, YAML file, `local` for this machine, or a Supernode.
-        workload: Training step; missing batch numbers are assumed, with a note. None: `default_workload`.
-        num_devices: Number of devices to use; None: all of the topology.
+    """Return the request for a model, a machine and a workload; arguments as for `hyper_parallel.plan`.
 
     Raises:
         UnknownModel: HP304 for an unknown model name.

@@ -274,7 +274,7 @@ def closed_form_s(rows: Columns, position: int) -> float:
 
 
 class BranchAndBound:
-    """One search, run by the constructor: the best strategies, a lower bound, and counts.
+    """Search, run by the constructor: the best strategies, a lower bound, and counts.
 
     Attributes:
         rows: Complete strategies that were within the threshold when found, unsorted.
@@ -564,13 +564,10 @@ class BranchAndBound:
         offload, regather, kind = pricer.choices[-1]
         # Full recomputation re-gathers its inputs in any case.
         regather = regather if kind != FULL else pricer.fastest_choice[1]
-        chosen = {
-            "zero": pricer.leanest[0],
-            "order": self.space.request.pins.get("order", 0),
-            "offload": offload,
-            "recompute": kind,
-            "regather": regather,
-        }
+        order, zero = self.space.request.pins.get("order", 0), pricer.leanest[0]
+        chosen = dict(
+            zip(("zero", "order", *FREED), (zero, order, offload, regather, kind), strict=True)
+        )
         memory = pricer.peak(columns)[-1]
         columns |= {n: np.full(len(indices), float(v)) for n, v in chosen.items()}
         return columns | dict(

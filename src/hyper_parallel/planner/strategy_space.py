@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -409,12 +409,9 @@ class Space:
 
     def overlaps_with(self, offload: int, regather: int) -> bool:
         """Return whether overlap of tensor-parallel collectives is legal with these values of offload and regather."""
-        strategy = Strategy(
-            tp_x=2,
-            offload=bool(offload),
-            gathered_inputs="re-gather" if regather else "keep",
-            overlap=Overlap(half_batch=True),
-        )
+        inputs: Literal["keep", "re-gather"] = "re-gather" if regather else "keep"
+        half = Overlap(half_batch=True)
+        strategy = Strategy(tp_x=2, offload=bool(offload), gathered_inputs=inputs, overlap=half)
         try:
             check_overlap(strategy, Workload(8, microbatch=2))
         except UnsupportedSharding:
