@@ -57,7 +57,7 @@ def compare_fingerprints(
             continue
         if saved.get(key) != expected.get(key):
             raise CheckpointMismatch(
-                f"the checkpoint was saved by a run with a different `{key}`",
+                f"the checkpoint was saved by a run with another `{key}`",
                 where=str(path / files.MANIFEST),
                 got=expected.get(key),
                 allowed=saved.get(key),
