@@ -381,5 +381,5 @@ def test_groups_of_other_members_keep_their_decay_and_refuse_other_differences(t
     checkpointer(tmp_path / "decay").load(model, loaded)
     assert loaded.param_groups[0]["weight_decay"] == 0.3
     assert loaded.param_groups[0]["lr"] == 1e-2
-    with pytest.raises(CheckpointMismatch, match="differ from those of its parameter group"):
+    with pytest.raises(CheckpointMismatch, match="differ from those of other parameters"):
         checkpointer(tmp_path / "eps").load(model, loaded)
