@@ -57,7 +57,7 @@ def compare_fingerprints(
             continue
         if saved.get(key) != expected.get(key):
             raise CheckpointMismatch(
-                f"the checkpoint was saved by a run with a different `{key}`",
+                f"the checkpoint was saved by a run with another `{key}`",
                 where=str(path / files.MANIFEST),
                 got=expected.get(key),
                 allowed=saved.get(key),
@@ -163,7 +163,7 @@ def restore_optimizer(
         numbers = {n: {k: v for k, v in saved[n].items() if k in values} for n in members}
         if mismatched := next((n for n in members if numbers[n] != values), None):
             raise CheckpointMismatch(
-                f"the saved optimizer settings of `{mismatched}` differ from those of its parameter group in this run",
+                f"the saved optimizer settings of `{mismatched}` differ from those of other parameters in its group",
                 where=str(path),
                 hint=_OTHER_RUN,
             )

@@ -138,9 +138,7 @@ def num_bytes_of(value: Any) -> int:
         one = stack.pop()
         if isinstance(one, str):
             total += len(one)
-        elif isinstance(
-            one, (dict, Mapping)
-        ):  # `dict` first, because testing for `Mapping` is slow
+        elif isinstance(one, (dict, Mapping)):  # `dict` first: testing for `Mapping` is slow
             stack += [*one, *one.values()]
         elif isinstance(one, (list, tuple)):
             stack += one

@@ -434,9 +434,7 @@ class _Search:
         )
         rest = self._text[words_end:limit]
         content = (self._messages[i].get("content") or "").strip()
-        if (
-            content and not own and content not in rest
-        ):  # a content of tags only has no placeholders
+        if content and not own and content not in rest:  # a content of tags only
             raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(content))
         is_last = i == len(self._messages) - 1
         is_call = bool(own) and self._shape.words[own[-1].number].kind in ("name", "argument")

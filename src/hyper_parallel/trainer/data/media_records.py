@@ -188,9 +188,7 @@ def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> 
             where=where,
             hint=f"pip install 'hyper-parallel[{extra}]'",
         ) from error
-    except (
-        Exception
-    ) as error:  # Pillow and soundfile raise many exception classes for damaged files
+    except Exception as error:  # damaged files raise many exception classes
         raise BadMedia(
             f"{KINDS[kind].one} cannot be decoded",
             where=where,

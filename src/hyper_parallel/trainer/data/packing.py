@@ -183,9 +183,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
             (directory / MEDIA_BLOB).unlink()
         tokens = _map(tokens_file, dtype)
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
-        if (
-            stage == "kto" and spans
-        ):  # the stream ends with the mismatched answer to the first prompt
+        if stage == "kto" and spans:  # the mismatched answer to the first prompt comes last
             spans.insert(1, spans.pop())
         return Flat(
             tokens, spans, learn, stage in PAIRED_STAGES, facts, stage == "rm", stage, reasons

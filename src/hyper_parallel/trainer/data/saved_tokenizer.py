@@ -158,9 +158,7 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
         )
     where = f"data.tokenizer: {directory}"
     check_files(directory, tokenizer_files(directory))
-    if (
-        directory / _MODEL_CONFIG
-    ).is_file():  # check the limits of the file before transformers reads it
+    if (directory / _MODEL_CONFIG).is_file():  # check the file before transformers reads it
         read_config_values(directory / _MODEL_CONFIG)
     try:
         with tokenizing(where):
