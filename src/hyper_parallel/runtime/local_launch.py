@@ -92,7 +92,7 @@ def launch(
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
     Args:
-        fn: Function that each rank calls with its rank; may be a closure. Its result must be picklable.
+        fn: Function of the rank; may be a closure. Its result must be picklable.
         world_size: Number of ranks.
         log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory.
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
@@ -107,13 +107,11 @@ def launch(
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         RankHung: HP620 when a rank exceeds its deadline; the error names the rank that caused the hang.
-        RankFailed: HP601 when a rank cannot be started or has failed. The error has the full traceback of the first
-            failure, and a line per other rank.
+        RankFailed: HP601 when a rank cannot be started or fails, with the full traceback of the first failure.
         HyperParallelError: Coded error of the rank that failed first.
     """
     with scratch_folder() as scratch, _Records(world_size) as records:
-        logs = Path(log_dir or scratch)
-        with written(logs):
+        with written(logs := Path(log_dir or scratch)):
             logs.mkdir(parents=True, exist_ok=True)
         board = HeartbeatBoard(scratch / "board", world_size)
         watch: HangDetector | WaitReporter = WaitReporter(board)
@@ -126,8 +124,14 @@ def launch(
                 for rank, world in enumerate(_world_of_ranks(worlds or (world_size,))):
                     if ending():
                         raise KeyboardInterrupt
-                    log_folder = None if rank == echo_rank else logs
-                    where = (world, scratch, log_folder, threads, board, records)
+                    where = (
+                        world,
+                        scratch,
+                        None if rank == echo_rank else logs,
+                        threads,
+                        board,
+                        records,
+                    )
                     ranks.append(_fork(fn, rank, world_size, where))
                     if deadlines is not None:
                         board.started(rank, ranks[-1].pid or 0)

@@ -238,12 +238,11 @@ def check_optimizer(
     try:
         build_optimizer(nn.Linear(2, 2), training)
     except (TypeError, ValueError) as error:
-        allowed = [*inspect.signature(optimizer_class(name)).parameters][1:]
         raise BadValue(
             f"{name} rejects its arguments: {error}",
             where=where("training.optimizer_args"),
             got=training.optimizer_args,
-            allowed=allowed,
+            allowed=[*inspect.signature(optimizer_class(name)).parameters][1:],
             hint="set `training.optimizer_args={}`",
         ) from error
     if name == "muon":

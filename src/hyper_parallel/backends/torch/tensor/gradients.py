@@ -165,7 +165,7 @@ class TpGradients:
         self.enabled = False
 
     def reduce_deferred(self) -> None:
-        """All-reduce the gradients of the backward passes since `defer`."""
+        """Sum over ranks the gradients of the backward passes since `defer`."""
         self.enabled = True
         self._end_backward()
 
