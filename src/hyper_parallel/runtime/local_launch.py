@@ -100,8 +100,7 @@ def launch(
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
         deadlines: Maximum time of a rank in a phase of a step. None: no limit; if all ranks wait, a line is printed.
         worlds: Sizes of several worlds (process groups), in rank order; (): a single world of all ranks.
-        ending: Function that returns whether a signal has asked ranks to end after the current step. Deadlines are
-            then shorter, and all ranks are killed at once if no rank has begun a step. No effect without deadlines.
+        ending: Function that returns whether ranks must end after the current step, or at once before the first step.
 
     Raises:
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
@@ -124,14 +123,8 @@ def launch(
                 for rank, world in enumerate(_world_of_ranks(worlds or (world_size,))):
                     if ending():
                         raise KeyboardInterrupt
-                    where = (
-                        world,
-                        scratch,
-                        None if rank == echo_rank else logs,
-                        threads,
-                        board,
-                        records,
-                    )
+                    folder = None if rank == echo_rank else logs
+                    where = (world, scratch, folder, threads, board, records)
                     ranks.append(_fork(fn, rank, world_size, where))
                     if deadlines is not None:
                         board.started(rank, ranks[-1].pid or 0)
