@@ -527,7 +527,7 @@ def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch
     """Return the number of target tokens of a step over all ranks, at least 1."""
     count = torch.zeros((), dtype=torch.float64, device=attached.device)
     for part in microbatches:
-        count += (targets_of(model, part) != -100).sum()
+        count += (targets_of(model, part) != _IGNORED).sum()
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     if any(coordinate[axis] for axis in ("pp", "cp", "tp_x", "tp_y")):
         count.zero_()  # another rank counts the same tokens

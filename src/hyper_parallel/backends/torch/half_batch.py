@@ -277,7 +277,7 @@ class HalfBatch:
         return [partial(halves.run, index) for index in range(2)]
 
     def _in_unit(self, layer: nn.Module, parts: int) -> Callable[..., Any]:
-        """Gather a layer's parameters; return a function to call (forward, *args) `parts` times, then free them."""
+        """Gather the parameters of a layer if FSDP shards it; return the function that calls the layer's forward."""
         if layer not in self._units:
             return lambda forward, *args, **kwargs: forward(*args, **kwargs)
         self._unit_pass = self._units[layer].begin(parts, self._unit_pass)

@@ -131,7 +131,7 @@ def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, f
 
 
 def _kinds(model: nn.Module, layers: nn.ModuleList) -> list[int]:
-    """Return for every layer the index of the first layer of the same kind."""
+    """Return for every layer the index of the first layer of the same kind, see `measure_kept`."""
     types, first = getattr(text_config(model), "layer_types", None), dict[Any, int]()
     kinds = []
     for index, layer in enumerate(layers):

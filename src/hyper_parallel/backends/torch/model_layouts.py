@@ -85,7 +85,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     strategy = plan.strategy
     if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):
         raise UnsupportedSharding(
-            "reversible layers recompute activations in their own backward, without collectives",
+            "tp, cp and pp do not support reversible layers, whose backward recomputes without collectives",
             where=type(model).__name__,
             got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
             allowed="dp_replicate, dp_shard",

@@ -37,7 +37,7 @@ raises HP622."""
 
 
 class HostExchange:
-    """Sum of a few host integers over ranks, invisible to dispatch modes that record a step."""
+    """Collective minimum of a few host integers, invisible to dispatch modes that record a step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

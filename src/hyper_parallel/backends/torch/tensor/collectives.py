@@ -40,7 +40,7 @@ def padded(tokens: Tensor, rows: int) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Gather slices along a dim; backward is a reduce-scatter, because ranks use the result differently."""
+    """Gather slices along a dim from all ranks; backward is a reduce-scatter, as ranks use the result differently."""
     return collective(*gather_pair(dim, group, name), x)  # type: ignore[no-any-return]
 
 
@@ -68,7 +68,7 @@ def scatter_pair(
 
 
 def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Gather slices along a dim; backward selects this rank's slice, because all ranks use the result equally."""
+    """Gather slices along a dim from all ranks; backward selects this rank's slice, as ranks use the result equally."""
 
     def select_slice(grad: Tensor) -> Tensor:
         return grad.chunk(group.size(), dim)[group.rank()].contiguous()

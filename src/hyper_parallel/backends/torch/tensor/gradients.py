@@ -165,7 +165,7 @@ class TpGradients:
         self.enabled = False
 
     def reduce_deferred(self) -> None:
-        """Sum over ranks the gradients of the backward passes since `defer`."""
+        """Sum the gradients of the backward passes since `defer` over ranks, by one all-reduce."""
         self.enabled = True
         self._end_backward()
 
