@@ -261,7 +261,7 @@ class DryRun:
 
     @property
     def fits(self) -> bool:
-        """Whether `peak_bytes` plus `reserved_bytes` fit the device memory."""
+        """True if `peak_bytes` plus `reserved_bytes` fit the device memory."""
         return self.peak_bytes + self.reserved_bytes <= self.capacity_bytes
 
 

@@ -209,7 +209,7 @@ class DataSample:
 
     @property
     def complete(self) -> bool:
-        """Whether all records were read."""
+        """True if all records were read."""
         return all(one.complete for one in self.sources)
 
     @property

@@ -150,7 +150,7 @@ class Decoder:
 
     @property
     def busy(self) -> bool:
-        """Whether any sequence is queued or in a slot."""
+        """True if any sequence is queued or in a slot."""
         return bool(self._waiting or self._slots)
 
     def add(self, sequences: Iterable[DecodingSequence]) -> None:

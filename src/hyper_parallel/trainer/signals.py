@@ -61,7 +61,7 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
-        """Whether this process or its parent has received a signal."""
+        """True if this process or its parent has received a signal."""
         return self._asked or self._shared[0] == 1
 
     @property

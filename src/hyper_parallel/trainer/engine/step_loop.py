@@ -125,7 +125,7 @@ class SkipPolicy:
 
     @property
     def on(self) -> bool:
-        """Whether the rule is enabled."""
+        """True if the rule is enabled."""
         return self.nonfinite or self.max_norm is not None
 
     def skips(self, shared: Tensor) -> Tensor:

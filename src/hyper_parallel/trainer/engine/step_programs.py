@@ -450,7 +450,7 @@ class _Clip:
         return cls(strategy, group_name(range(first, first + tp)), max_norm, copies, shared)
 
     def __call__(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """All-reduce the gradients over replicas; return their global norm and the clipped gradients."""
+        """Sum the gradients over replicas; return their global norm and the clipped gradients."""
         grads = dict(grads)
         grads |= {name: sum_over(grads[name], "pp") for name in self.shared if name in grads}
         if self.strategy.dp_replicate > 1:

@@ -75,7 +75,7 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient norm are finite."""
+        """True if loss and gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 

@@ -25,7 +25,7 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training must stop."""
+        """True if training must stop."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
