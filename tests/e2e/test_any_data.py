@@ -164,7 +164,7 @@ def test_positions_that_a_model_has_no_row_for_are_refused(place, caplog):
     dry(place, source, f"model.path={place / 'gpt2.json'}", "data.seq_len=64")
     assert "max_position_embeddings" not in caplog.text
     dry(place, source, "data.seq_len=256")
-    assert "data.seq_len=256 is above the model's max_position_embeddings=128" in caplog.text
+    assert "data.seq_len=256 exceeds the model's max_position_embeddings=128" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["opt", "mamba"])

@@ -191,7 +191,7 @@ def test_flash_attention_takes_packed_documents_in_rows_of_their_own(place):
              "training.tokens_per_step=64")  # fmt: skip
     loaded = load_recipe(place / "recipe.yaml", words)
     plan = plan_recipe(loaded.recipe, None, loaded.where, read_spec(str(path)))
-    with pytest.raises(Contradiction, match="microbatches of one row") as refused:
+    with pytest.raises(Contradiction, match="microbatches of a single sequence") as refused:
         check_properties(loaded, plan)
     loaded = load_recipe(place / "recipe.yaml", (*words, refused.value.hint))
     plan = plan_recipe(loaded.recipe, None, loaded.where, read_spec(str(path)))
