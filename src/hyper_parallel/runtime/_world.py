@@ -102,7 +102,7 @@ class Hosts:
         return HostLost(
             f"the connection to {', '.join(lost) or where} is lost",
             where=f"rank {self._rank} on {socket.gethostname()}",
-            hint="start the run again with `checkpoint.resume=must` to resume from the newest checkpoint",
+            hint="checkpoint.resume=must continues from the newest checkpoint",
         )
 
 

@@ -100,13 +100,13 @@ def launch(
         echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
         deadlines: Maximum time of a rank in a phase of a step. None: no limit; if all ranks wait, a line is printed.
         worlds: Sizes of several worlds (process groups), in rank order; (): a single world of all ranks.
-        ending: Function that returns whether ranks must end after the current step, or at once before the first step.
+        ending: Function that returns whether a signal has asked ranks to end after their step; needs `deadlines`.
 
     Raises:
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
         ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
         RankHung: HP620 when a rank exceeds its deadline; the error names the rank that caused the hang.
-        RankFailed: HP601 when a rank cannot be started or fails, with the full traceback of the first failure.
+        RankFailed: HP601 when a rank cannot be started or has failed, with the traceback of the first failure.
         HyperParallelError: Coded error of the rank that failed first.
     """
     with scratch_folder() as scratch, _Records(world_size) as records:

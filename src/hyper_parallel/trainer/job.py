@@ -147,7 +147,7 @@ class Job:
 
     @property
     def ignore_checkpoints(self) -> bool:
-        """True if the run starts over: checkpoints of an earlier run in the output directory are removed."""
+        """True if the run starts over and removes the checkpoints of an earlier run in the output directory."""
         return self.recipe.checkpoint.resume == "never" and not self.restarted
 
     def has_started_since(self, time_s: float) -> bool:
@@ -311,7 +311,8 @@ def prepare_job(
     loaded, notes, proof = resolve_submodels(loaded, training_ranks)
     recipe, training_ranks = loaded.recipe, _training_ranks(loaded.recipe)
     _check_degrees(loaded, training_ranks)
-    from hyper_parallel.backends.torch import check_pretrained  # importing torch takes seconds
+    # Imported here, because importing torch takes seconds.
+    from hyper_parallel.backends.torch import check_pretrained
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.engine.recipe_model import (
         build_model,
@@ -345,8 +346,7 @@ def prepare_job(
     )
     job = _with_media_costs(job, model)
     resolved = _resolve_epochs(loaded, job)
-    job = _with_notes(replace(job, recipe=resolved.recipe), model, proof)
-    _check_newest(job, resolved)
+    _check_newest(job := _with_notes(replace(job, recipe=resolved.recipe), model, proof), resolved)
     return job
 
 

@@ -203,9 +203,7 @@ def check_optimizer(
     For Muon, also log which parameters Muon and AdamW update.
 
     Raises:
-        BadValue: HP102 for an unknown name or an invalid argument.
-        MissingDependency: HP501 when the package of a named optimizer is not installed.
-        NotImportable: HP109 for a dotted path that is not an optimizer class.
+        BadValue, MissingDependency, NotImportable: See `optimizer_class`; also HP102 for an invalid argument.
         Contradiction: HP104 for an optimizer that does not support the layout, float16 experts or offload.
     """
     training, s = recipe.training, plan.strategy

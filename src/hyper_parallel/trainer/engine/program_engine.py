@@ -200,7 +200,7 @@ class ProgramLoop(Loop):
 
 
 class ProgramEngine(TorchEngine):
-    """Engine of a back end that executes step programs, such as a graph compiler."""
+    """Engine of a back end that executes step programs."""
 
     _make_loop: Callable[..., Loop] = ProgramLoop
     _executes_plans = False  # the step programs already contain the memory plan
