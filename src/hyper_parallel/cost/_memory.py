@@ -115,7 +115,7 @@ def activation_bytes(s: PricingCase) -> Array:
 
 
 def kept_bytes(s: PricingCase, one_layer: Array | None = None) -> Array:
-    """Return the bytes that one average layer and microbatch keeps from forward to backward, with recomputation.
+    """Return the bytes that one average layer and microbatch keeps for backward, given the candidate's recomputation.
 
     Args:
         s: Pricing case.

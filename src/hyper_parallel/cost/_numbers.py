@@ -266,8 +266,6 @@ class ModelNumbers:
     def whole_bytes(self, uncut: Uncut, width: float, eager: float) -> float:
         """Return the bytes per token and layer of saved activations that tensor parallelism replicates.
 
-        They are part of `saved_elements` and, with unfused operators, of `eager_bytes`.
-
         Args:
             uncut: Parts that tensor parallelism replicates.
             width: Bytes of an activation element.

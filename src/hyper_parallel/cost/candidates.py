@@ -291,7 +291,7 @@ def split_layers_closed_form(
         return StageSplit(all_layers, all_layers, all_layers, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
-        """Return the layers of the fullest stage without the head, and the seconds of the slowest stage."""
+        """Return (layers of the fullest other stage, seconds of the slowest stage) for `last` layers on the last."""
         # The other p - 1 stages have the remaining layers; the fullest of them or the last stage is slowest.
         fullest = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
         return fullest, np.maximum(fullest * layer_s, last * layer_s + head_s)

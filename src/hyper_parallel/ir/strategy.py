@@ -267,7 +267,7 @@ class Strategy:
         return expert_axes
 
     def degrees(self) -> dict[str, int]:
-        """Return a dict from recipe key to degree, including `ep`."""
+        """Return a dict from recipe key to degree, for all mesh axes and `ep`."""
         return {**{name: int(getattr(self, name)) for name in AXES}, "ep": self.ep}
 
     def __str__(self) -> str:

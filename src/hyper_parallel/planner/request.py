@@ -133,9 +133,9 @@ class PlanRequest:
         return replace(self, headroom=share, notes=(*self.notes, note))
 
     def sharing_cores_with(self, ranks: int) -> PlanRequest:
-        """Return the request with the speed of a rank on this machine if `ranks` ranks run in total.
+        """Return the request for this machine with `ranks` ranks in total, which share its cores and memory.
 
-        Ranks on one machine share its cores and memory. On other topologies, the request is returned unchanged.
+        A request for a topology other than `local` is returned unchanged.
         """
         if self.supernode.name != LOCAL or self.supernode.num_devices == ranks:
             return self

@@ -232,7 +232,7 @@ class Space:
         return self.request.model.num_heads % ranks == 0 and self.kv_legal(ranks)
 
     def shapes(self, x: int, y: int) -> tuple[list[int], list[int]]:
-        """Return the legal shapes of (attention, MLP) on x times y ranks, as indices into `cost.SHAPES`.
+        """Return the legal shapes (see `ir.BLOCK_SHAPES`) of attention and MLP, as indices into `cost.SHAPES`.
 
         1-D requires heads and widths divisible by x y. 2-D attention requires heads divisible by x (see `whole_heads`)
         and the residual width by x and y; a 2-D MLP requires widths divisible by x. Weight-moving attention requires

@@ -61,5 +61,5 @@ def _has_adapter(module: str, inside: bool, lora: Lora) -> bool:
 
 
 def _is_one_of(module: str, ends: tuple[str, ...]) -> bool:
-    """Return whether a module path ends with one of `ends`, compared in whole names."""
+    """Return whether a module path such as `layers.0.mlp.up_proj` ends with one of `ends`, in whole names."""
     return any(module == end or module.endswith(f".{end}") for end in ends)
