@@ -61,7 +61,6 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Return whether any other tensor has the storage of `tensor`."""
     if type(tensor) is not Tensor:  # a fake tensor
         return False
     storage = tensor.untyped_storage()  # this Python object counts as one use
