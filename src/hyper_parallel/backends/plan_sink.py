@@ -101,7 +101,6 @@ def timed_operators(program: StepProgram) -> MemoryProgram:
 
 
 def _flops(node: Node, shapes: Mapping[int, tuple[int, ...]]) -> float:
-    """Return the FLOPs of a matrix product; 0 for other operators."""
     if node.op not in _PRODUCTS:
         return 0.0
     inner = shapes[node.args[_PRODUCTS[node.op]].index][-1]

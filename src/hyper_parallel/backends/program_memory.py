@@ -186,7 +186,6 @@ class _Rewriter:
         self.nodes.append(node)
 
     def _last_computed(self) -> int:
-        """Return the number of the last value computed on the device."""
         return next(
             number
             for n in reversed(self.nodes)

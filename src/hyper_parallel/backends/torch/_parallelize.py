@@ -98,7 +98,6 @@ def _shard_data(
     average: bool,
     sync_replicas: bool,
 ) -> tuple[nn.Module, ...]:
-    """Wrap the model and the layers of this rank with FSDP; return the modules that FSDP manages."""
     strategy = plan.strategy
     synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
     # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.

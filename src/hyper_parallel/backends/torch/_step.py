@@ -382,7 +382,6 @@ def _run(
     train: bool,
     scale: float = 1.0,
 ) -> Tensor:
-    """Run all microbatches, with backward if `train`; arguments and result as in `forward_backward`."""
     attached = handle(model)
     submodels = attached.submodels
     arguments = (num_tokens, span, objective, over, train, scale)

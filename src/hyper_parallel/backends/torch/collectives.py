@@ -79,7 +79,6 @@ class _Flight:
 
 
 def _new_flight() -> _Flight | None:
-    """Return a record of the collective that starts now; None without a listener."""
     listener = None if torch.compiler.is_compiling() else _listener.get()
     return None if listener is None else _Flight(listener)
 

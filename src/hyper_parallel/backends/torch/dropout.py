@@ -38,10 +38,7 @@ Rates = list[tuple[tuple[str, ...], str, Any]]
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Disable dropout and other randomness of a model in training mode, in place; see the module docstring.
-
-    `original_config` returns the model's config with the original rates, for an export.
-    """
+    """Disable dropout and other randomness of a model in place; `original_config` keeps the rates for an export."""
     config = getattr(model, "config", None)
     rates: Rates = []
     for path, part in _configs(config):

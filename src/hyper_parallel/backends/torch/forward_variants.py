@@ -1,4 +1,4 @@
-"""Changes of a model's forward: activation recomputation, float64 in every operation, experts run one by one."""
+"""Changes of a model's forward: recompute activations, compute in float64 throughout, run experts one by one."""
 
 from __future__ import annotations
 

@@ -270,7 +270,6 @@ class HalfBatch:
         return self._run([partial(call, index) for index in range(2)], dim, joins)
 
     def _forwards(self, layer: nn.Module, inner: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """Return the forward of a layer for each half-batch; a recomputed layer has a separate one for each."""
         if layer not in self._recomputed or not torch.is_grad_enabled():
             return [inner, inner]
         halves = self._recomputed[layer]()

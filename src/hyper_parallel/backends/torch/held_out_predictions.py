@@ -25,9 +25,7 @@ _counted: ContextVar[HeldOutPredictions | None] = ContextVar("held_out_predictio
 
 @dataclass
 class HeldOutPredictions:
-    """Counters of targets and answers on this rank, and of the correctly predicted ones.
-
-    Code under `torch.compile` does not update the counters.
+    """Counters of targets, answers and correct predictions on this rank; code under `torch.compile` updates none.
 
     Attributes:
         whole_rows: False if rows are sharded over ranks, in which case answers are not counted.

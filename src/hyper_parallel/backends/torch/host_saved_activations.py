@@ -52,10 +52,7 @@ class HostSavedActivations:
 
 
 def save_activations_on_host(layers: list[nn.Module], inputs: bool = True) -> None:
-    """Make recomputed layers keep the outputs of matrix products and attention in host memory.
-
-    With `inputs`, the inputs of the layers are offloaded too.
-    """
+    """Make recomputed layers keep outputs of matrix products and attention, and `inputs`, in host memory."""
     for layer in layers:
         setattr(layer, HOST_SAVED, HostSavedActivations(inputs))
 
@@ -67,7 +64,6 @@ class _HostCopy:
 
 
 def _to_host(tensor: Tensor) -> _HostCopy:
-    """Return a copy of a tensor in host memory; for an accelerator, an asynchronous copy to pinned memory."""
     pinned = tensor.device.type != "cpu"
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
     return _HostCopy(host.copy_(tensor, non_blocking=pinned), tensor.device)

@@ -227,7 +227,6 @@ class _Run:
             self.rows = max(self.rows, args[0].numel() / args[0].shape[-1])
 
     def _skip_layer(self, kind: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states unchanged, in the structure that the measured layer of the same kind returns."""
         output = self._outputs[kind]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
@@ -276,7 +275,6 @@ class _Counts:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Replace torch's attention by `FusedAttention` in this context, because meta tensors have no fused kernel."""
     plain = F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

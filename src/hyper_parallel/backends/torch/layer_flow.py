@@ -145,8 +145,6 @@ def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Mod
 
 
 class _LayerTrace(SlotList):
-    """Layer list that replaces the model's layer list during the trace."""
-
     def __init__(self, model: nn.Module, view: ModelView) -> None:
         super().__init__(view.layers)
         self.flow = LayerFlow(view.path, len(view.layers))

@@ -1,7 +1,4 @@
-"""Parts of a model, found by its structure: decoder layers, final norm, config of the language model.
-
-Placeholders replace modules that are on other pipeline ranks.
-"""
+"""Parts of a model (layers, norm, config), found by its structure, and placeholders for those of other ranks."""
 
 from __future__ import annotations
 

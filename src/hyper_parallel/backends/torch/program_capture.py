@@ -522,7 +522,6 @@ def _is_empty(node: FxNode) -> bool:
 
 
 def _type(tensor: Tensor | None) -> ValueType:
-    """Return the type of a value; None, such as the gradient of an unused tensor, has the dtype `none`."""
     if tensor is None:
         return ValueType((), "none")
     return ValueType(tuple(tensor.shape), _dtype_name(tensor.dtype))

@@ -75,10 +75,7 @@ def _by_document(module: Any, inner: Callable[..., Any], lengths: Lengths) -> Ca
 def _groups(
     module: Any, kind: str, layer_type: str | None, lengths: Tensor
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield a mask [B, S] of each set of tokens with equal frequencies, and a document length that gives them.
-
-    Lengths ascend.
-    """
+    """Yield (mask [B, S], length): tokens with equal frequencies, and a document length with these frequencies."""
     if kind == _LONGROPE:  # this case reads no tensor values, so that the pass can be traced
         rope = module.config.rope_parameters
         rope = rope if layer_type is None else rope[layer_type]

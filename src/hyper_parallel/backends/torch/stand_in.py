@@ -16,10 +16,7 @@ _T = TypeVar("_T", bound="StandIn")
 
 
 class StandIn(Tensor):
-    """Placeholder for a tensor that is not computed yet.
-
-    Shape, dtype and device can be read at once; any other use completes the tensor first.
-    """
+    """Placeholder for a tensor that is not computed yet; uses except of shape, dtype and device complete it first."""
 
     @classmethod
     def like(cls: type[_T], part: Tensor, shape: tuple[int, ...]) -> _T:

@@ -138,10 +138,7 @@ def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dic
 
 
 def mask_argument(model: Any, inputs: dict[str, Tensor]) -> Any:
-    """Return the `attention_mask` argument of a model from inputs named as in `masks`.
-
-    The argument is a dict of masks by kind of layer, one mask for all layers, or None without masks.
-    """
+    """Return a model's `attention_mask` from the result of `masks`: a dict by kind of layer, one mask, or None."""
     by_kind = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
     if by_kind and not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
         (mask,) = by_kind.values()

@@ -35,10 +35,7 @@ class Tokens:
     running: RunningPass = field(default_factory=RunningPass)
 
     def token_rows(self, rows: int, device: torch.device) -> Tensor | None:
-        """Return the indices of the rows that are not padding of the layout; None if all rows are tokens.
-
-        `rows` is the number of rows of the layer's input on this rank.
-        """
+        """Return the indices of the `rows` local rows that are not padding of the layout; None if all are tokens."""
         start, total = 0, rows
         if self.tp is not None and self.tp.shard_sequences_over_y:
             is_token = self.tp.grid.token_indices(self.tp.rank) >= 0
@@ -104,10 +101,7 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
 
 
 def watch_padding(model: nn.Module, tokens: Tokens) -> None:
-    """Add a hook to a model that records the padding of the batch in the `PassContext` before each forward.
-
-    Under context parallelism, the hook must run after the hook that shards sequences.
-    """
+    """Add a hook that records the batch's padding in the `PassContext`, after the hook that shards sequences."""
     names = list(inspect.signature(model.forward).parameters)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -126,7 +126,6 @@ def context_attention(
 def _exchange_tokens_for_heads(
     context: ContextState, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
-    """Move the sharding of query, key and value from tokens to heads, by an all-to-all in each ring position."""
     ulysses = context.ulysses
     if query.shape[1] % ulysses:
         raise UnsupportedSharding(
@@ -141,7 +140,6 @@ def _exchange_tokens_for_heads(
 
 
 def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) -> None:
-    """Raise HP205 for options of attention that context parallelism does not support."""
     running = isinstance(context, ContextState)
     packed = running and context.running.context.view.documents is not None
     for name, unsupported in (
@@ -246,8 +244,6 @@ def _slices(spans: tuple[Interval, ...]) -> Iterator[tuple[slice, Interval]]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of this rank's queries over the keys of all ring positions."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -173,10 +173,7 @@ class AttentionBlock:
     def _scores(
         self, q: Tensor, k: Tensor, rows: slice, cols: slice
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of a tile, minus infinity if masked, and the derivative of the softcap, None without one.
-
-        Both have the shape [B, G, (H / G) rows, cols].
-        """
+        """Return the scores [B, G, (H / G) rows, cols], -inf if masked, and the derivative of the softcap or None."""
         exact, slope, softcap = score_dtype(q.dtype), None, self.rules.softcap
         grouped = _group(q[:, :, rows], k.shape[1]).to(exact)
         scores = (grouped @ k[:, :, cols].to(exact).transpose(-1, -2)).mul_(self.rules.scale)
@@ -233,7 +230,6 @@ def _group(x: Tensor, groups: int) -> Tensor:
 
 
 def _ungroup(x: Tensor, heads: int) -> Tensor:
-    """Reshape [B, G, (H / G) Q, K] to [B, H, Q, K]; inverse of `_group`."""
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
 
 

@@ -219,7 +219,7 @@ def reduce_now(module: nn.Module) -> None:
 
 
 def complete_gradients(root: nn.Module, names: Set[str]) -> None:
-    """Give parameters without a gradient a zero gradient if another data-parallel rank has a gradient for them.
+    """Give unused parameters a zero gradient if another data-parallel rank has a gradient for them.
 
     Args:
         root: The root module, before its gradients are reduced.

@@ -285,7 +285,6 @@ class TensorParallel:
             self._guard()
 
     def _column_module(self, module: nn.Module, name: str, style: str, splits_logits: bool) -> None:
-        """Wrap a column-parallel projection, or the head, of a model with replicated activations."""
         state, region = self.state, self._region_of(name)
         rows = self._key_value_rows(module) if style == "kv_replicate" else None
         colwise(module, name, region, rows)

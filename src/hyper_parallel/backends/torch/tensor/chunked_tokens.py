@@ -146,13 +146,11 @@ class ChunkedTokens(OverlappedTokens):
         return self._whole
 
     def _chunk(self, index: int) -> Tensor:
-        """Wait for a chunk and return it, [1, P n / C, D] for P ranks and C chunks."""
         if index == len(self._chunks):
             self._chunks.append(self._pending[index].finish())
         return self._chunks[index]
 
     def _joined(self, chunks: list[Tensor]) -> Tensor:
-        """Join chunks [1, P n / C, F] to [B, S, F], without padding."""
         by_rank = [chunk.view(self._ranks, -1, chunk.shape[-1]) for chunk in chunks]
         tokens = torch.cat(by_rank, 1).view(-1, chunks[0].shape[-1])
         batch = self.shape[:2]

@@ -4,9 +4,8 @@
     chunks      `chunked_tokens`: the products of one chunk run while other chunks are in flight
     symmetric   `symmetric_tokens`: an operator of torch runs a collective together with its products
 
-The wrapper of the module (`Region`) passes its input to `gather`, and calls the module with the resulting
-`OverlappedTokens`. Column-parallel projections read their products from this object; row-parallel projections call
-`scatter`.
+The module's wrapper (`Region`) passes its input to `gather`, and calls the module with the resulting
+`OverlappedTokens`, from which column-parallel projections read their products. Row-parallel ones call `scatter`.
 """
 
 from __future__ import annotations

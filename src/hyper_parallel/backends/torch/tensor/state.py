@@ -336,10 +336,7 @@ class TpState:
         self.whole_blocks += not fits
 
     def take_counts(self) -> dict[str, int]:
-        """Return `chunked_blocks` and `whole_blocks` by name and reset them; {} without an executor.
-
-        A recomputed block counts twice.
-        """
+        """Return `chunked_blocks` and `whole_blocks` by name and reset them; {} without an executor."""
         counts = {"chunked_blocks": self.chunked_blocks, "whole_blocks": self.whole_blocks}
         self.chunked_blocks = self.whole_blocks = 0
         return {} if self.executor is None else counts

@@ -75,10 +75,7 @@ class _GatherAndMultiply(torch.autograd.Function):
 def _scattered_gradient(
     tokens_grad: Tensor | None, pairs: list[tuple[Tensor, Tensor]], group: ProcessGroup
 ) -> Tensor | None:
-    """Return the gradient [n, D] of this rank's tokens.
-
-    `tokens_grad` is the direct gradient of the gathered tokens, and `pairs` are (output gradient, weight) of products.
-    """
+    """Return this rank's gradient [n, D] from that of the gathered tokens and (output gradient, weight) of products."""
     name = Purpose.SEQUENCE_GATHER.backward
     if not pairs and tokens_grad is None:
         return None
@@ -156,7 +153,6 @@ class SymmetricTokens(OverlappedTokens):
         return self._whole
 
     def _of_batch(self, tokens: Tensor) -> Tensor:
-        """Reshape tokens [P n, F] to [B, S, F], without padding."""
         batch = self.shape[:2]
         return tokens[: math.prod(batch)].view(*batch, -1)
 
