@@ -707,7 +707,7 @@ def to_device(x, previous):
 
 
 def _of_members(x, group):
-    """All-gather `x` over all ranks, and return the tensors of the ranks of a group, stacked."""
+    """Gather `x` from all ranks, and return the tensors of the ranks of a group, stacked."""
     rows = ops.AllGather(group[0])(ops.reshape(x, (-1,)))
     everyone = ops.reshape(rows, (group[2], *x.shape))
     parts = ()
