@@ -261,7 +261,7 @@ RECORDS: Final[dict[str, Input]] = {
     "grpo, turns": _of({"prompt": [_S, _U], "solution": "left"}, Row((_S, _U), is_prompt=True), stage="grpo"),
     "dpo, a worse answer beside another form": _refused(
         {"query": "Which way?", "response": "To the left.", "rejected_response": "No idea."},
-        "worse answer under an unknown key", stage="dpo"),
+        "rejected answer under an unknown key", stage="dpo"),
     "pair, stage sft": _refused(_PAIR, "dpo|preference|chosen"),
 }  # fmt: skip
 """Inputs by name."""

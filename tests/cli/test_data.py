@@ -235,7 +235,7 @@ def test_words_that_are_markers_of_the_tokenizer_are_counted_in_a_note(tmp_path)
         tmp_path, "sft", records, seq_len=128, data={"cache_dir": f"{tmp_path}/cache"}
     )
     (note,) = sample(place)["notes"]
-    assert note.startswith("2 conversations with special tokens of the tokenizer in their words")
+    assert note.startswith("2 conversations whose texts contain special tokens of the tokenizer")
     train(place, tmp_path / "run")
     assert note in json.loads((tmp_path / "run" / "data.json").read_text())["notes"]
 

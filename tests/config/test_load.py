@@ -429,7 +429,7 @@ def test_a_list_of_texts_is_a_mixture_of_equal_weights(write):
 def test_one_name_in_the_data_has_one_meaning(write, section):
     names = ("prompt", "completion") if section == "columns" else ("user", "assistant")
     path = write(f"model: {{path: tiny}}\n{SFT}")
-    with pytest.raises(Contradiction, match="one meaning") as caught:
+    with pytest.raises(Contradiction, match="map to the same name") as caught:
         load_recipe(path, [f"data.{section}.{name}=q" for name in names])
     assert caught.value.hint == f"set `data.{section}.{names[1]}=NAME`"
 

@@ -112,17 +112,19 @@ def test_a_scatter_hides_behind_the_column_products_of_the_other_half_alone():
         ("0234568", 2),
         ("01259a", 2),
         ("02345689a", 2),
+        ("025bc", 2),
     ],
 )
 def test_turns_of_halves_are_those_of_the_runtime(used, chunks):
-    used = tuple(f"{row:x}" in used for row in range(11))
+    used = tuple(f"{row:x}" in used for row in range(13))
     half = layer_program(3, 1, chunks, used).rows
     turns, order = Turns(), []
 
     def call(index):
         before = None
         for row in half:
-            if before in (3, 4, 5) and row not in (3, 4, 5):  # this task waits for a collective
+            # This task waits for a collective. Backward computes deferred weight gradients (12) before it waits.
+            if before in (3, 4, 5, 12) and row not in (3, 4, 5, 12):
                 turns.suspend(index, leads_to_start=before in (3, 4) and row == 8)
             elif before in (6, 7):
                 turns.offer(index)
@@ -132,6 +134,16 @@ def test_turns_of_halves_are_those_of_the_runtime(used, chunks):
     turns.add([partial(call, index) for index in range(2)])
     turns.finish()
     assert tuple(order) == layer_program(3, 2, chunks, used).rows
+
+
+def test_deferred_weight_gradients_hide_the_last_exchange_of_backward():
+    chunked = seconds(experts=4.0, exchange=1.0)
+    assert pass_span(chunked, 1, 4, np.ones(1), 0.0)[0] == 1.0 + 4 * 4.0 + 1.0
+    deferred = dataclasses.replace(chunked, expert_weights=np.array([2.0]))
+    assert pass_span(deferred, 1, 4, np.ones(1), 0.0)[0] == 4 * 4.0 + 1.0
+    # Of a short task, only its own time is hidden.
+    deferred = dataclasses.replace(chunked, expert_weights=np.array([0.5]))
+    assert pass_span(deferred, 1, 4, np.ones(1), 0.0)[0] == 0.5 + 4 * 4.0 + 1.0
 
 
 def test_numbers_of_rows_wait_for_the_dispatch_of_the_other_half():

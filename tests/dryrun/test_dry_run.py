@@ -173,7 +173,7 @@ def test_a_type_that_no_reader_knows_is_planned_and_traced_as_the_module_it_is(r
 
 
 def test_a_process_that_is_a_rank_is_refused(recipe):
-    with World.fake(0, 4), pytest.raises(Contradiction, match="process group"):
+    with World.fake(0, 4), pytest.raises(Contradiction, match="is initialized"):
         dry_run(load_recipe(recipe, ["topology=cloudmatrix384"]))
 
 

@@ -164,7 +164,7 @@ def test_positions_that_a_model_has_no_row_for_are_refused(place, caplog):
     dry(place, source, f"model.path={place / 'gpt2.json'}", "data.seq_len=64")
     assert "max_position_embeddings" not in caplog.text
     dry(place, source, "data.seq_len=256")
-    assert "data.seq_len=256 is above the model's max_position_embeddings=128" in caplog.text
+    assert "data.seq_len=256 exceeds the model's max_position_embeddings=128" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["opt", "mamba"])
@@ -178,7 +178,7 @@ def test_a_model_that_cannot_tell_documents_apart_is_refused(place, family):
         f"data.source={conversations(place)}",
         f"model.path={place / family}.json",
     )
-    with pytest.raises(Contradiction, match="do see each other") as caught:
+    with pytest.raises(Contradiction, match="same sequence attend to each other") as caught:
         dry(place, *words)
     dry(place, *words, caught.value.hint)
     dry(place, *words, "data.mask_documents=false")

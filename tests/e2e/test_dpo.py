@@ -234,7 +234,7 @@ def test_orpo_is_a_stage_too_with_adapters_on_four_ranks_as_on_one(place):
     train(place, place / "stage", *adapters, tokens, "stage=orpo", "orpo.beta=0.3", *axes)
     assert_same_curve(curve(place / "stage"), curve(place / "loss"))
     assert not (place / "stage" / "reference.npy").exists()
-    with pytest.raises(Contradiction, match=r"`dpo.beta` has no effect in another stage"):
+    with pytest.raises(Contradiction, match=r"`dpo.beta` applies to `stage: dpo` only"):
         train(place, place / "refused", "stage=orpo", "dpo.beta=0.3")
 
 

@@ -401,7 +401,7 @@ def test_rewards_by_name():
         (["data.packing=true"], Contradiction, "one conversation in a sequence"),
         (["parallel.pp=2"], Contradiction, "cannot use pipeline"),
         (["grpo.num_generations=6"], Contradiction, "whole groups"),
-        (["stage=sft"], Contradiction, "no effect in another stage"),
+        (["stage=sft"], Contradiction, "applies to `stage: grpo` only"),
         (
             ["grpo.reward_funcs=[own_rewards.none]"],
             NotImportable,

@@ -152,7 +152,7 @@ def test_what_does_not_go_together_is_refused_by_name(place, tmp_path):
         (NoData, f"data.source={tmp_path / 'alone.jsonl'}", "there is only one record"),
         (Contradiction, f"data.source={tmp_path / 'pairs.jsonl'}", "answers with labels, but the"),
         (Contradiction, "training.microbatch=1", "in the same microbatch"),
-        (Contradiction, "dpo.beta=0.2", "no effect in another stage"),
+        (Contradiction, "dpo.beta=0.2", "applies to `stage: dpo` only"),
     ):
         with pytest.raises(error, match=match):
             train(place, place / "refused", change)

@@ -216,7 +216,7 @@ def test_no_checkpoint_is_written_to_a_directory_that_replaced_the_run(tmp_path)
     saver.save(1, model, None, {})
     run.rename(tmp_path / "moved")
     run.mkdir()
-    with pytest.raises(OutputNotWritable, match="replaced by another one"):
+    with pytest.raises(OutputNotWritable, match="replaced during the run"):
         saver.save(2, model, None, {})
     saver.close()
     assert not list(run.iterdir())
@@ -229,7 +229,7 @@ def test_a_folder_of_checkpoints_that_was_replaced_is_not_pruned(place, tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = ("training.callbacks=[mine_replaces.Remove]", "checkpoint.every=2", "checkpoint.keep=1")
-    with pytest.raises(OutputNotWritable, match="replaced by another one"):
+    with pytest.raises(OutputNotWritable, match="replaced during the run"):
         train(place, Path("out"), *FEW, *words, "checkpoint.asynchronous=false")
     assert published(tmp_path / "out") == ["step_00000002"]
     assert RunDirectoryLost.code == "HP721"

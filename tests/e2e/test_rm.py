@@ -244,16 +244,19 @@ def test_the_loss_is_that_of_its_formula():
 
 def test_what_does_not_go_together_is_refused_by_name(place):
     for change, match in (
-        ("sample_prompt=hello", "does not predict tokens"),
-        ("stage=dpo", "`rm.center_rewards_coefficient` has no effect in another stage"),
+        ("sample_prompt=hello", "needs a model that predicts tokens"),
+        ("stage=dpo", "`rm.center_rewards_coefficient` applies to `stage: rm` only"),
         ("training.microbatch=1", "in the same microbatch"),
     ):
         with pytest.raises(Contradiction, match=match):
             train(place, place / "refused", CENTRED, change)
     # A family whose classifier has no linear head of the last hidden state, and one without a classifier.
-    for family, match in (("cohere", "no sequence classifier"), ("bert", "has no head `score`")):
+    for family, match in (
+        ("cohere", "cannot build a sequence classifier"),
+        ("bert", "has no head `score`"),
+    ):
         (place / f"{family}.json").write_text(json.dumps({**CONFIG, "model_type": family}))
         with pytest.raises(ModelUnreadable, match=match):
             train(place, place / "refused", f"model.path={place / family}.json")
-    with pytest.raises(Contradiction, match="a reward model does not have"):
+    with pytest.raises(Contradiction, match="a reward model has another loss"):
         train(place, place / "refused", "--dry-run", "--topology", "local-cpu")

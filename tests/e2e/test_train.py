@@ -346,7 +346,7 @@ def test_ranks_that_are_lost_again_and_again_are_planned_anew_on_fewer(
     elastic = ("parallel.dp_shard=2", "training.elastic=true", "checkpoint.every=1", *CURVE)
     train(place, tmp_path / "run", *elastic, "training.max_restarts=2", "checkpoint.asynchronous=false",
           "training.callbacks=[losing.Lose]")  # fmt: skip
-    assert "planned anew on 1 of 2 ranks" in caplog.text
+    assert "replanned for 1 of 2 ranks" in caplog.text
     assert_same_curve(curve(tmp_path / "run"), curve(one_rank))
     assert Plan.load(tmp_path / "run" / "plan.json").strategy.world_size == 1
 

@@ -163,7 +163,7 @@ def test_refusals_name_the_cause(hub, tmp_path, monkeypatch, published):
         assert what in caught.value.what, name
         assert hint in (caught.value.hint or ""), name
     trusted = load_recipe(path, ["model.trust_remote_code=true"])
-    with pytest.raises(HyperParallelError, match="code of a hub model is not downloaded"):
+    with pytest.raises(HyperParallelError, match="Python code is not downloaded"):
         prepare_job(trusted, progress=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = len(hub.requests)

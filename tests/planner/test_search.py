@@ -319,7 +319,7 @@ def test_gathering_again_is_chosen_pinned_excluded_and_told():
     assert not any(
         "inputs are re-gathered because it is the fastest" in note for note in again.notes
     )
-    with pytest.raises(BadValue, match="pinned and excluded"):
+    with pytest.raises(BadValue, match="excluded and pinned"):
         plan(
             "llama-3-8b",
             pins={**pins, "gathered_inputs": "re-gather"},

@@ -184,7 +184,7 @@ def test_axes_of_degree_one_cost_nothing():
         (Layout(((),)), Layout(((),), partial=("a",)), (4,), "partial sums"),
         (Layout(((),)), Layout(((),), memory="dram"), (4,), "between memory kinds"),
         (Layout(((),)), Layout((("z",),)), (4,), "does not have"),
-        (Layout(((),)), Layout(((),)), (4, 4), "number of dims"),
+        (Layout(((),)), Layout(((),)), (4, 4), "1 dims, but the tensor has 2"),
     ],
 )
 def test_what_is_no_redistribution_is_refused(src, dst, shape, says):

@@ -329,7 +329,7 @@ def test_a_model_of_which_nothing_is_split_is_refused():
     params = [(f"{AT}.mlp.in_proj.weight", (96, EMBED), ())]
     error = refused(UnsupportedSharding, Strategy(tp_x=2, dp_shard=2), rules, params)
     assert error.code == "HP205"
-    assert error.got == f"tp=2; whole: `{AT}.mlp.in_proj`"
+    assert error.got == f"tp=2; replicated: `{AT}.mlp.in_proj`"
     assert error.hint == "parallel.tp=1 parallel.dp_shard=4"
 
 

@@ -80,7 +80,7 @@ def test_a_loss_that_python_reads_is_refused_while_the_state_is_there(read) -> N
     [
         (torch.optim.Adam, "fused=True"),
         (torch.optim.NAdam, "capturable=True"),
-        (None, "after the step"),
+        (None, "outside of the step"),
     ],
 )
 def test_what_python_counts_is_refused_with_what_to_write(kind, hint) -> None:

@@ -387,7 +387,7 @@ REFUSED = [
     (
         loop("<|assistant|>{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}<|end|>"),
         PAIR,
-        "omit words",
+        "omits words",
         2,
     ),
 ]  # fmt: skip

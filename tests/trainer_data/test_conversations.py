@@ -105,7 +105,7 @@ def test_turns_that_are_no_list_are_named(value):
 @pytest.mark.parametrize(
     ("record", "match"),
     [
-        ({"chosen": "x", "rejected": "y"}, "a string needs a prompt under its own key"),
+        ({"chosen": "x", "rejected": "y"}, "a text needs the prompt under a key of its own"),
         ({"prompt": "q", "chosen": turns("u:p a:x"), "rejected": turns("u:p a:y")}, "differs from the prompt"),
         ({"prompt": "q", "chosen": turns("a:x"), "rejected": turns("u:p a:y")}, "differs from the prompt"),
         ({"instruction": "q", "chosen": turns("u:p a:x"), "rejected": turns("u:p a:y")}, "differs from the prompt"),

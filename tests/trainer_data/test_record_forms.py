@@ -182,7 +182,7 @@ def test_a_record_that_says_more_than_is_read_is_refused_with_its_place(tmp_path
 
 REFUSED_PAIRS = {
     "a worse answer beside another form": (
-        {"query": "q", "response": "r", "rejected_response": "n"}, "worse answer under an unknown key",
+        {"query": "q", "response": "r", "rejected_response": "n"}, "rejected answer under an unknown key",
         "data.columns.chosen=response data.columns.rejected=rejected_response"),
     "names that say nothing": ({"prompt": "q", "response_a": "r", "response_b": "n"}, "which key of a record", None),
     "a number that says which is better": (
@@ -224,7 +224,7 @@ def test_keys_without_influence_are_counted_and_placeholders_are_never_letters(t
     assert source.counts.notes == ["ignored keys: id (2), score (1)"]
     assert source.counts.losses == []
     record = {"messages": [{"role": "user", "content": "<image>q"}, A], "images": ["x.png"]}
-    with pytest.raises(NoData, match="`<image>` stands for") as caught:
+    with pytest.raises(NoData, match="`<image>` refers to") as caught:
         read(tmp_path, record, ignore_keys=["images"])
     assert caught.value.hint is None
     assert len(read(tmp_path, {**record, "images": []})[0]) == 1
@@ -267,7 +267,7 @@ def test_a_column_that_no_record_has_is_named(tmp_path):
         (
             {"chosen": [U, A], "rejected": [{"role": "user", "content": "z"}, A]},
             "dpo",
-            "do not share a prompt",
+            "do not begin with the same prompt",
         ),
     ],
 )

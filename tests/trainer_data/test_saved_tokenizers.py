@@ -182,7 +182,7 @@ def test_a_copy_that_its_config_reads_otherwise_is_refused(folder, tmp_path):
     target = tmp_path / "export"
     target.mkdir()
     (target / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(BadValue, match="other tokens than training"):
+    with pytest.raises(BadValue, match="different tokens than in training"):
         copy_tokenizer(folder(), target)
 
 

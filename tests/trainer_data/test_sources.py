@@ -221,7 +221,7 @@ def test_a_dangling_link_is_refused_as_missing(tmp_path):
 def test_a_link_to_a_file_of_another_format_is_refused(tmp_path, target):
     (tmp_path / target).write_text("a password\n")
     (tmp_path / "table.csv").symlink_to(tmp_path / target)
-    with pytest.raises(NoData, match="another format") as caught:
+    with pytest.raises(NoData, match="a different format") as caught:
         resolve(Data(source=str(tmp_path / "table.csv"), seq_len=8), "sft")
     assert caught.value.hint == f"data.source={tmp_path / target}"
     assert "password" not in caught.value.render()

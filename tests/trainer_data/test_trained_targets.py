@@ -111,7 +111,7 @@ IN_PROMPT = {
 @pytest.mark.parametrize("stage", sorted(IN_PROMPT))
 def test_a_flag_of_the_prompt_is_not_ignored(tmp_path, stage):
     path = write(tmp_path / "a.jsonl", [IN_PROMPT[stage]])
-    with pytest.raises(NoData, match="a flag marks a turn of the prompt as trained on") as caught:
+    with pytest.raises(NoData, match="a flag selects a turn of the prompt for training") as caught:
         list(resolve(Data(source=str(path)), stage).documents())
     assert caught.value.where == f"{path}:1, turn 2"
     assert caught.value.hint == "data.ignore_keys=[weight]"
@@ -195,7 +195,7 @@ def test_an_empty_answer_among_others_is_no_target(tmp_path, make):
     one = {"messages": [U, {**A, "content": "", "weight": 0}, U, A]}
     excluded = make(write(tmp_path / "b.jsonl", [one]), stage="sft", holdout=0, seq_len=128)
     assert (labels_of(both) >= 0).sum() == (labels_of(excluded) >= 0).sum()
-    assert any("answers without words" in note for note in both.notes)
+    assert any("with empty answers" in note for note in both.notes)
 
 
 SPLITS = {"train": [{"messages": [U, A]}], "test": [{"messages": [U, A]}]}

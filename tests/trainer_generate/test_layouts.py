@@ -126,5 +126,5 @@ def test_an_adapter_is_not_laid_out(tmp_path, prompts, run_dir):
     for file in (run_dir / "export").glob("tokenizer*"):
         (adapter / file.name).write_bytes(file.read_bytes())
     (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(UnsupportedSharding, match="merged into their model on one rank"):
+    with pytest.raises(UnsupportedSharding, match="adapters are merged on a single rank"):
         generated(adapter, prompts, "--parallel", "tp=2")

@@ -178,7 +178,7 @@ def dry(place, name, *words, **keys):
 def test_packing_is_refused_where_documents_see_each_other_and_nowhere_else(place):
     for name in ("sliding", "experts"):
         dry(place, name)
-    with pytest.raises(Contradiction, match="do see each other") as refused:
+    with pytest.raises(Contradiction, match="same sequence attend to each other") as refused:
         dry(place, "linear attention")
     dry(place, "linear attention", refused.value.hint)
 
@@ -191,7 +191,7 @@ def test_flash_attention_takes_packed_documents_in_rows_of_their_own(place):
              "training.tokens_per_step=64")  # fmt: skip
     loaded = load_recipe(place / "recipe.yaml", words)
     plan = plan_recipe(loaded.recipe, None, loaded.where, read_spec(str(path)))
-    with pytest.raises(Contradiction, match="microbatches of one row") as refused:
+    with pytest.raises(Contradiction, match="microbatches of a single sequence") as refused:
         check_properties(loaded, plan)
     loaded = load_recipe(place / "recipe.yaml", (*words, refused.value.hint))
     plan = plan_recipe(loaded.recipe, None, loaded.where, read_spec(str(path)))
@@ -215,7 +215,7 @@ def test_a_plan_and_doctor_say_what_was_measured(place):
     assert plan["properties"] == shown
     assert shown["model_class"] == "LlamaForCausalLM"
     text = command("doctor", "--model", str(path)).stdout
-    assert "packed documents do not see each other: yes" in text
+    assert "packed documents do not influence each other: yes" in text
     assert isinstance(properties_of(read_config(str(path))), ModelProperties)
 
 

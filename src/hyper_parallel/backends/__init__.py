@@ -1,6 +1,6 @@
 """Back ends: framework-specific code. Each folder imports its own framework and no other back end.
 
-This module is the table of their names. It imports none of them, so recipes and `doctor` read it without a framework.
+This module lists them without importing them. Recipe checks and the command `doctor` therefore need no framework.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class BackEnd:
-    """Framework that computes steps.
+    """Framework that computes training steps.
 
     Attributes:
-        framework: Package of the framework.
-        programs: Package with modules `operators`, `fusion` and `runner`, which execute step programs; None: the
-            framework runs the model itself.
+        framework: Python package of the framework.
+        programs: Package with the modules `operators`, `fusion` and `runner`, which execute step programs (see
+            `step_program`). None: the framework runs the model's own code.
         setup: Command that installs the framework.
-        packages: Optional distributions, the framework included, each with the feature that it provides.
-        commands: Optional programs of the machine, each with the feature that it provides.
+        packages: Optional Python distributions, each with the feature that it provides; includes the framework.
+        commands: Optional executables, each with the feature that it provides.
     """
 
     framework: str
@@ -48,4 +48,4 @@ BACKENDS: Final[Mapping[str, BackEnd]] = {
         commands={"g++": "graph kernels of MindSpore"},
     ),
 }
-"""Value of `backend` in a recipe to the framework."""
+"""Back ends by value of the recipe key `backend`."""

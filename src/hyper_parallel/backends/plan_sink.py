@@ -1,8 +1,8 @@
 """Memory plans of step programs for frameworks that execute by themselves.
 
-The planner decides per result of the program: keep, recompute or offload to the host. The decisions become operators of
-the program. `TO_HOST` copies a value to host memory, and `TO_DEVICE` copies it back once another value is computed. A
-framework without separate host memory executes both as identities: its peak is *simulated*, and values do not change.
+For each operator result, the planner decides: keep, recompute or offload to the host. The decisions are inserted into
+the program as operators. `TO_HOST` copies a value to host memory. `TO_DEVICE` copies it back after another value has
+been computed. A framework without separate host memory executes both as identities, so its peak is only simulated.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from hyper_parallel.memory import MemoryMachine, Roofline, identity_actions, pla
 _PRODUCTS: Final = {
     "aten.mm.default": 0, "aten.bmm.default": 0, "aten.addmm.default": 1, "aten.baddbmm.default": 1,
 }  # fmt: skip
-"""Matrix product to the position of its left factor."""
+"""Matrix product operators, each with the index of the left matrix among its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValuePlan:
-    """Period in which one value of a program is off the device.
+    """Interval in which one value of a program occupies no device memory.
+
+    The interval is given by positions in the plan's order of operators.
 
     Attributes:
-        value: Number of the value in the unplanned program.
-        op: Operator that computes it.
-        module: Path of the module that called it; empty outside of one.
-        residency: `offload` or `recompute`.
+        value: Number of the value in the program before planning, see `step_program`.
+        op: Operator that computes the value.
+        module: Path of the module that called the operator; empty outside of modules.
+        residency: Whether the value is offloaded or recomputed.
         num_bytes: Bytes of the value.
-        first: Position, in the plan's order of operators, of the last operator before the value leaves the device.
+        first: Position of the last operator before the value leaves the device.
         last: Position of the first operator after the copy back or the recomputation has begun.
     """
 
@@ -58,13 +60,13 @@ class ProgramMemory:
     """Predicted memory and time of a planned program, and the values that leave the device.
 
     Attributes:
-        peak_bytes: Peak of device memory in the program, with its inputs.
-        unplanned_bytes: Peak without the plan.
-        host_bytes: Bytes of host memory.
-        seconds: Simulated seconds of the program on the assumed machine.
-        unplanned_s: Seconds without the plan.
+        peak_bytes: Peak device memory of the program, inputs included.
+        unplanned_bytes: The same peak without the plan.
+        host_bytes: Host memory that the plan needs.
+        seconds: Simulated seconds of the program on the machine passed to `plan_program`.
+        unplanned_s: The same seconds without the plan.
         values: Values that leave the device.
-        statement: Explanation by the planner.
+        statement: Lines of text in which the planner explains the plan.
     """
 
     peak_bytes: int
@@ -77,9 +79,9 @@ class ProgramMemory:
 
 
 def timed_operators(program: StepProgram) -> MemoryProgram:
-    """Return the storages of a program, and its operators with FLOPs and bytes of access.
+    """Return the storages and operators of a program; each operator has its FLOPs and the bytes it reads and writes.
 
-    Results can be computed again except those of collectives, which keep their order.
+    All operators may be recomputed except collectives. Collectives keep their order.
     """
     memory, shapes = memory_program(program), program.shapes()
     operators = []
@@ -107,7 +109,7 @@ def _flops(node: Node, shapes: Mapping[int, tuple[int, ...]]) -> float:
 
 
 def peak_bytes(program: StepProgram) -> int:
-    """Return the peak device bytes of the inputs and results of a program."""
+    """Return the peak bytes of inputs and live results when the operators of a program run in order."""
     memory = memory_program(program)
     actions = identity_actions(memory, range(len(memory.operators)))
     return replay(memory, memory.on_device, actions).peak_bytes["device"]
@@ -123,22 +125,23 @@ def plan_program(
     recompute: bool = True,
     reorder: bool = True,
 ) -> tuple[StepProgram, ProgramMemory]:
-    """Return a program with the decisions of the memory planner as operators, and the prediction.
+    """Plan the memory of a program; return the program with recomputation and copies inserted, and the forecast.
 
-    Inputs and outputs stay on the device. Collectives keep their order.
+    Inputs and outputs stay on the device. Collectives keep their order. Exactly one of `budget_bytes` and
+    `max_slowdown` must be given.
 
     Args:
-        program: The program.
-        machine: Channels to the host, and its capacity.
-        roofline: Rates for the seconds of operators.
-        budget_bytes: Device bytes of inputs and results at the same time; this or `max_slowdown` is given.
-        max_slowdown: Allowed extra time as a share, for the least device bytes.
-        recompute: Whether results may be computed again.
+        program: The program before planning.
+        machine: Copy bandwidths between device and host, and the capacity of host memory.
+        roofline: Rates from which the seconds of operators are computed.
+        budget_bytes: Limit of device memory, inputs included; the plan minimizes time.
+        max_slowdown: Allowed extra time as a fraction (0.02 is 2 %); the plan minimizes device memory.
+        recompute: Whether results may be recomputed.
         reorder: Whether operators may change their order.
 
     Raises:
-        BudgetImpossible: HP402 when no plan fits.
-        TierFull: HP403 when only the host is too small.
+        BudgetImpossible: HP402 when no plan fits into the budget.
+        TierFull: HP403 when a plan fits into the budget, but not into host memory.
     """
     memory = roofline.annotate(timed_operators(program))
     plan = plan_memory(
@@ -163,7 +166,7 @@ def plan_program(
 
 
 def _values(program: StepProgram, plan: MemoryPlan) -> tuple[ValuePlan, ...]:
-    """Return one entry per copy back to the device and per recomputed result, in the order of the plan."""
+    """Return one entry per copy from the host and per recomputed result, in the order of the plan."""
     numbers = storage_values(program)
     producers = {r: node for node in program.nodes for r in node.results}
     left: dict[int, int] = {}  # storage to the position after which it left the device
@@ -188,7 +191,7 @@ def _values(program: StepProgram, plan: MemoryPlan) -> tuple[ValuePlan, ...]:
 
 
 def _execution_plan(program: StepProgram, plan: MemoryPlan) -> ExecutionPlan:
-    """Return the steps of a plan: operators, repeated operators, and copies."""
+    """Convert a plan of the memory planner into the form that `planned` applies to a program."""
     numbers = storage_values(program)
     producers = {r: i for i, node in enumerate(program.nodes) for r in node.results}
     steps: list[int | Move] = []

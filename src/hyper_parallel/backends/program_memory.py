@@ -1,7 +1,8 @@
-"""Memory of step programs: order, recomputation and copies to the host, and bytes per operator.
+"""Memory of step programs: application of memory plans, and bytes that are live at each operator.
 
-A planned program computes the same values: a recomputed operator is a second node with the same arguments, whose inputs
-wait for the node before it (`AFTER`), and later nodes read its results.
+A planned program computes the same values. To recompute an operator, it contains a second node with the same
+arguments, and later nodes read the results of the second node. `AFTER` operators delay the inputs of the second node,
+so that a compiler neither merges both nodes nor runs the second one early.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hyper_parallel.ir import MemoryProgram, Operator, Storage, StorageKind, rep
 from hyper_parallel.memory import identity_actions
 
 Residency = Literal["keep", "recompute", "offload"]
-"""Memory of the results of a node between their uses."""
+"""Treatment of a node's results between their uses: keep in device memory, recompute, or offload to the host."""
 
 _VIEWS: Final = (
     "aten.view.default",
@@ -39,15 +40,15 @@ _VIEWS: Final = (
 _INPUT_KINDS: Final[Mapping[str, StorageKind]] = {
     "param": "weight", "sum": "gradient", "grad": "gradient", "batch": "input",
 }  # fmt: skip
-"""First part of an input's name to its kind; other inputs are states of the optimizer."""
+"""Kind of an input by the prefix of its name, up to the first dot; all other inputs are optimizer states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy of a value to the host, or back to the device; later nodes read the copy on the device.
+    """Copy of a value from device to host, or from host to device.
 
     Attributes:
-        value: Number of the value in the unplanned program, not of a view.
+        value: Number of the value in the program before planning; it must not be a view.
         place: Destination.
     """
 
@@ -60,9 +61,9 @@ class ExecutionPlan:
     """Order of the nodes of a step program, and residency of their results.
 
     Attributes:
-        order: Indices of nodes in execution order, with copies between them. A repeated index recomputes the results
-            of the node; later nodes read these.
-        residency: Node index to the residency of its results; other results are kept.
+        order: Node indices in execution order, and copies between them. The second occurrence of an index recomputes
+            the results of the node.
+        residency: Residency of the results by node index; results of other nodes are kept.
     """
 
     order: tuple[int | Move, ...]
@@ -72,18 +73,18 @@ class ExecutionPlan:
 def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPlan:
     """Return the plan that recomputes layers in backward from their inputs.
 
-    Results of a layer that forward nodes outside of it read are kept: they are the inputs of other layers.
+    Results of a layer that other layers read in forward are kept, because they are the inputs of those layers.
 
     Args:
         program: Program of loss and gradients.
-        layers: Paths of the modules.
+        layers: Module paths of the layers.
     """
     before: dict[int, list[int]] = {}
     residency: dict[int, Residency] = {}
     forward = [i for i, node in enumerate(program.nodes) if node.module]
     for layer in layers:
         own = [i for i in forward if f"{program.nodes[i].module}.".startswith(f"{layer}.")]
-        reader, repeated = _recomputed(program, own, forward[-1])
+        reader, repeated = _nodes_to_recompute(program, own, forward[-1])
         if repeated:
             before.setdefault(reader, []).extend(repeated)
             residency |= dict.fromkeys(repeated, "recompute")
@@ -93,13 +94,15 @@ def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPl
     return ExecutionPlan(tuple(order), residency)
 
 
-def _recomputed(program: StepProgram, own: Sequence[int], last: int) -> tuple[int, list[int]]:
-    """Return the first node of backward that reads dropped results of a layer, and the nodes to repeat before it.
+def _nodes_to_recompute(
+    program: StepProgram, own: Sequence[int], last: int
+) -> tuple[int, list[int]]:
+    """Return the indices of the first backward node that reads dropped results, and of the nodes to recompute for it.
 
     Args:
         program: The program.
-        own: Nodes of the layer in forward.
-        last: Last node of forward.
+        own: Indices of a layer's forward nodes.
+        last: Index of the last forward node of the model.
     """
     producers = {r: i for i in own for r in program.nodes[i].results}
     inside, reads = set(own), [_reads(node) for node in program.nodes]
@@ -120,7 +123,7 @@ def _reads(node: Node) -> set[int]:
 
 
 def planned(program: StepProgram, plan: ExecutionPlan) -> StepProgram:
-    """Return a program with the order, the recomputation and the annotations of a plan."""
+    """Return the program in the order of a plan, with recomputation and copies inserted, and residencies set."""
     rewriter = _Rewriter(program, plan)
     for step in plan.order:
         if isinstance(step, Move):
@@ -133,13 +136,7 @@ def planned(program: StepProgram, plan: ExecutionPlan) -> StepProgram:
 
 @dataclass
 class _Rewriter:
-    """Rewriter of a step program, which emits the nodes in the order of a plan.
-
-    Attributes:
-        program: The program.
-        plan: The plan.
-        nodes: Nodes emitted so far.
-    """
+    """Rewriter that emits the nodes of a step program in the order of a plan."""
 
     program: StepProgram
     plan: ExecutionPlan
@@ -162,7 +159,7 @@ class _Rewriter:
         }
 
     def run(self, index: int) -> None:
-        """Emit a node, or the second run of a node that is recomputed."""
+        """Emit the node with this index; if it has been emitted before, emit a node that recomputes its results."""
         node, repeated = self.program.nodes[index], index in self._seen
         if not repeated:
             self._barrier, self._own = None, {}
@@ -177,7 +174,7 @@ class _Rewriter:
         self._own |= {r: r for r in results}
 
     def move(self, move: Move) -> None:
-        """Emit a copy to the host, or one back to the device that waits for the node before it."""
+        """Emit a copy; a copy to the device waits for the last value computed on the device."""
         kind, number = self._kinds[move.value], self._number()
         if move.place == "host":
             node = Node(TO_HOST, (Ref(self._latest[move.value]),), {}, (number,), (kind,))
@@ -189,7 +186,7 @@ class _Rewriter:
         self.nodes.append(node)
 
     def _last_computed(self) -> int:
-        """Return the number of the last value that a node has computed on the device."""
+        """Return the number of the last value computed on the device."""
         return next(
             number
             for n in reversed(self.nodes)
@@ -199,7 +196,10 @@ class _Rewriter:
         )
 
     def value(self, number: int) -> int:
-        """Return the number of the latest computation of a value; a view of a repeated node is computed again."""
+        """Return the number under which the next node must read a value, after recomputation and copies.
+
+        A view of a recomputed or copied value is emitted again.
+        """
         view = self._views.get(number)
         if view is None or number not in self._latest:
             return self._latest[number]
@@ -245,16 +245,15 @@ def _renamed(argument: Any, names: Mapping[int, int]) -> Any:
 
 
 def storage_values(program: StepProgram) -> list[int]:
-    """Return the numbers of the values with memory of their own: inputs, constants, and results that are no views."""
+    """Return the numbers of the values that own memory: inputs, constants, and results that are not views."""
     numbers = [*(number for number, _ in program.inputs.values()), *program.constants]
     return [*numbers, *(r for n in program.nodes if n.op not in _VIEWS for r in n.results)]
 
 
 def memory_program(program: StepProgram) -> MemoryProgram:
-    """Return the program as operators over storages; the storages are those of `storage_values`, in the same order.
+    """Return the program as a `MemoryProgram`, with one storage per number in `storage_values`, in the same order.
 
-    Inputs and constants are stored outside of the step, copies on the host have no bytes, and operators have no
-    seconds.
+    Inputs and constants occupy memory from the start to the end. Host copies count 0 bytes. Operators have no times.
     """
     storages: list[Storage] = []
     roots: dict[int, int] = {}
@@ -287,9 +286,10 @@ def memory_program(program: StepProgram) -> MemoryProgram:
 
 
 def live_bytes(program: StepProgram) -> tuple[int, ...]:
-    """Return, per node, the bytes of live results: from the node that computes them to the last one that reads them.
+    """Return the bytes of live results at each node.
 
-    Inputs and constants, whose bytes a plan does not change, are not counted. Views have no bytes of their own.
+    A result is live from the node that computes it to the last node that reads it. Inputs and constants are not
+    counted, because a plan does not change their bytes. Views count 0 bytes.
     """
     memory = memory_program(program)
     actions = identity_actions(memory, range(len(memory.operators)))

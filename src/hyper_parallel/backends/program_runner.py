@@ -15,7 +15,7 @@ from hyper_parallel.backends import BACKENDS
 from hyper_parallel.backends.step_program import StepProgram
 
 CompiledProgram = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Compiled program: values of the back end by name in, values by name out."""
+"""Function from the inputs of a program to its outputs; both are dicts from names to tensors of the framework."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class FusedKernel:
 
     Attributes:
         name: Name of the kernel.
-        operators: Its operators in the names of the back end, in order.
+        operators: Names of the fused operators in the back end, in order.
     """
 
     name: str
@@ -32,10 +32,10 @@ class FusedKernel:
 
 
 class ProgramRunner(Protocol):
-    """Framework of one rank; its values are opaque to callers."""
+    """Runner of step programs on one rank. Its values are tensors of the framework, which callers only pass on."""
 
     def compile(self, program: StepProgram, source: Path) -> CompiledProgram:
-        """Compile a program; `source` is the file for generated code, which ends in `.py`."""
+        """Compile a program; generated code is written to `source`, a path that ends in `.py`."""
         ...
 
     def value(self, array: NDArray[Any]) -> Any:
@@ -43,23 +43,24 @@ class ProgramRunner(Protocol):
         ...
 
     def array(self, value: Any) -> NDArray[Any]:
-        """Return a value of the framework as an array."""
+        """Return a value of the framework as a numpy array."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """End the services of this rank; at once if the run has failed, else when all ranks have ended."""
+        """Release the processes and files of this rank; with `failed`, also processes that other ranks still use."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Return name and version of the framework for the record of the run, and `fused_kernels` with fusion.
+        """Return name and version of the framework, which are recorded with the run.
 
-        `fused_kernels` lists the kernels built so far, each as an object with the attributes of `FusedKernel`.
+        With operator fusion, the key `fused_kernels` lists the kernels built so far, with the attributes of
+        `FusedKernel`.
         """
         ...
 
 
 def unsupported_operators(backend: str, program: StepProgram) -> dict[str, str]:
-    """Return the operators that a back end lacks, each with the path of the first module that needs it.
+    """Return the operators that a back end does not support, each with the path of the first module that uses it.
 
     A partly supported operator is included if the program needs an unsupported case, such as a data type.
     """
@@ -86,14 +87,14 @@ def join_ranks(
     *,
     fuse: bool = False,
 ) -> ProgramRunner:
-    """Return the runner of this rank; imports its framework.
+    """Import a framework, connect this rank with the other ranks, and return its runner.
 
     Args:
         backend: Name in `BACKENDS` of a back end that executes step programs.
         rank: Rank of this process.
         ranks: Number of processes.
-        agree: Function that returns the text of rank 0 on every rank; other ranks pass None.
-        groups: Dict from an axis that collectives of the programs name to the ranks of this rank's group.
+        agree: Broadcast from rank 0: called with a text on rank 0 and with None elsewhere, it returns the text.
+        groups: Ranks of this rank's process group, by the mesh axis that collectives name.
         fuse: Whether to fuse operators into generated kernels.
     """
     join = _module(backend, "runner").join
@@ -102,5 +103,4 @@ def join_ranks(
 
 
 def _module(backend: str, name: str) -> ModuleType:
-    """Return a module of the package that executes step programs."""
     return import_module(f"{BACKENDS[backend].programs}.{name}")

@@ -1,8 +1,8 @@
 """Step program: one rank's training step as a list of core ATen operators, without torch.
 
-A back end that does not run torch executes it. Values are numbered in the order of creation: inputs, constants, then
-one value per result of a node. All shapes are static. The last argument of a collective names its group: a mesh axis,
-or the ranks of the group, see `group_name`.
+A back end without torch, such as MindSpore, executes the program. Values are numbered in the order of creation: inputs,
+constants, then one value per result of a node. All shapes are static. The last argument of a collective names its
+process group: a mesh axis, or a list of ranks, see `group_name`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TO_DEVICE: Final = "hyper_parallel.to_device.default"
 """Operator that copies its first argument from host memory once the second one is computed."""
 
 OWN: Final = (AFTER, TO_HOST, TO_DEVICE)
-"""Operators that are not of ATen; every back end executes them."""
+"""Operators defined here instead of by ATen; every back end must implement them."""
 
 _RANKS: Final = "ranks_"
 _ITEM_BITS: Final = {"bool": 8, "none": 0}
@@ -73,7 +73,8 @@ class Node:
         results: Numbers of the values that the operator returns.
         types: Types of these values.
         module: Path of the submodule that called the operator; empty outside of submodules.
-        residency: `keep` the results from forward to backward, or let a later node `recompute` or `offload` them.
+        residency: Treatment of the results between forward and backward. `keep`: they stay in device memory.
+            `recompute`: a later node computes them again. `offload`: later nodes copy them to the host and back.
     """
 
     op: str
@@ -114,7 +115,7 @@ class StepProgram:
         return shapes
 
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """Return the groups of collectives that are not mesh axes: a dict from group name to ranks."""
+        """Return the ranks of each process group that collectives name by its ranks instead of a mesh axis."""
         names = {n.args[-1] for n in self.nodes if n.op.startswith(COLLECTIVES)}
         return {
             name: tuple(map(int, name.removeprefix(_RANKS).split("_")))
@@ -150,7 +151,7 @@ class StepProgram:
 
 
 def group_name(ranks: Iterable[int]) -> str:
-    """Return the name of the group with these ranks; `StepProgram.groups` reads the ranks from the name."""
+    """Return the name of the process group of `ranks`; `StepProgram.groups` reads the ranks from the name."""
     return _RANKS + "_".join(map(str, ranks))
 
 

@@ -1,4 +1,7 @@
-"""Calibration: prediction of published runs, fit of cards to these runs or to this machine, and card files."""
+"""Calibration: fit of cost-model constants to published training runs or to measurements of this machine.
+
+A card is a file with the fitted constants of a device or of a training framework (stack), see `cost`.
+"""
 
 from hyper_parallel.calibration._constants import (
     Constant,

@@ -1,6 +1,7 @@
-"""Constants of cards that a fit may change, with priors and the cards that share them; and writing of card files.
+"""Constants of cards that a fit may change, with their priors; and writing of card files.
 
-A card file contains every number with its source, and fitted numbers with their prior.
+A card file contains every number with its source, and fitted numbers also with their prior. The path of a number is its
+key in the file, such as `passes` or `matmul.bfloat16`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Factor that a fit may apply to numbers of one or several cards at once."""
+    """Constant of a fit: a factor on one or several numbers of cards, such as all link bandwidths."""
 
     name: str  # displayed name
     sd: float  # standard deviation of the prior on the natural logarithm of the factor
     cards: tuple[str, ...]  # cards that share the factor
-    # attributes (`matmul.bfloat16`, `passes`) that share the factor; `matmul` means all its dtypes
+    # paths of the numbers that share the factor, such as `matmul.bfloat16`; `matmul` means all its dtypes
     attributes: tuple[str, ...]
     rest: bool = False  # whether the factor applies to 1 - x, as for overlapped fractions
 
@@ -87,11 +88,11 @@ CONSTANTS: Final = (
     Constant("bias passes", 0.40, _STACKS, ("bias_passes",)),
     Constant("expert overlap", 0.30, _MODERN, ("overlap_ep",), rest=True),
 )  # fmt: skip
-"""Constants that `calibrate --runs` may change."""
+"""Constants that `hyper-parallel calibrate --runs` may change."""
 
 
 def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANTS) -> Cards:
-    """Return cards with each constant multiplied by the exponential of its entry in `factors`."""
+    """Return cards with each constant multiplied by its factor; `factors` are natural logarithms."""
     device, stack = dict(cards.device), dict(cards.stack)
     for constant, log_factor in zip(constants, factors, strict=True):
         for name in constant.cards:
@@ -103,7 +104,7 @@ def apply(cards: Cards, factors: Array, constants: Sequence[Constant] = CONSTANT
 
 
 def _scaled(card: C, constant: Constant, factor: float) -> C:
-    """Return a card with the numbers of one constant multiplied by `factor`."""
+    """Return a card with the numbers of one constant multiplied by `factor`; see `Constant.rest`."""
     changed = {}
     for path, value in numbers_of(card).items():
         if {path, path.partition(".")[0]} & {*constant.attributes}:
@@ -112,7 +113,7 @@ def _scaled(card: C, constant: Constant, factor: float) -> C:
     return with_numbers(card, changed)
 
 
-def believed(cards: Cards) -> Cards:
+def with_prior_values(cards: Cards) -> Cards:
     """Return cards with every fitted number reset to its prior value."""
     return Cards(
         {name: with_numbers(card, card.priors) for name, card in cards.device.items()},
@@ -131,9 +132,9 @@ def write_card(path: Path, device: DeviceCard | None, stack: StackCard | None, n
 
 
 def write_local_cards(path: Path, by_ranks: Mapping[int, tuple[DeviceCard, StackCard]]) -> None:
-    """Write this machine's cards to one file, for all measured numbers of concurrent ranks.
+    """Write one file with this machine's cards; `by_ranks` is a dict from number of concurrent ranks to the cards.
 
-    The file has all numbers for the most ranks, and for fewer ranks only the numbers that differ.
+    The file has all numbers for the largest number of ranks, and for smaller ones only the numbers that differ.
     """
     numbers = {ranks: [_numbers_of(card) for card in by_ranks[ranks]] for ranks in sorted(by_ranks)}
     max_ranks, (device, stack) = numbers.popitem()
@@ -167,7 +168,7 @@ def _dump(path: Path, data: dict[str, Any]) -> None:
 
 
 def _numbers_of(card: DeviceCard | StackCard) -> dict[str, Any]:
-    """Return a dict of the numbers of a card that have a source, as written to a file; others are defaults."""
+    """Return the content of a card file for all numbers of a card that have a source; others are defaults."""
 
     def number(path: str, value: float) -> dict[str, Any]:
         prior = {"prior": card.priors[path]} if path in card.priors else {}

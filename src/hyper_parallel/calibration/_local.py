@@ -1,8 +1,9 @@
 """Cards of this machine, fitted to micro-benchmarks of its ranks and to short training steps of several layouts.
 
 Micro-benchmarks measure the speed of kernels and links. On a CPU, most of a small step is host work: operator launches,
-hooks of the parallel axes, and waits for ranks without a core. The step time is linear in the constants of host work.
-They are fitted by non-negative least squares of relative errors, regularized towards the micro-benchmarks.
+hooks of the parallel axes, and waits of ranks for a core. The step time is linear in the constants of host work, such
+as the seconds of a launch. The constants are fitted by non-negative least squares of relative errors, regularized
+towards the micro-benchmarks.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from hyper_parallel.units import DTYPE_BYTES
 Array = NDArray[np.float64]
 
 AXES: Final = ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y", "ep", "pp")
-"""Parallel axes that cause host work; the keys of `StackCard.host_s`."""
+"""Parallel axes with host work: the keys of `StackCard.host_s`."""
 _SATURATIONS: Final = (1e-3, 8.0)
 """Allowed range of `DeviceCard.saturation`, from none to fully memory-bound matmuls."""
 _HEADS: Final = (1e-3, 128.0)
 """Allowed range of `DeviceCard.attention_head`, the head width with half of the attention rate."""
 _PULL: Final = {"compute": 0.15, "latency": 0.05, "link": 0.10, "moe": 0.05}
-"""Weight of each constant's micro-benchmark value in the fit; the relative error of one step has weight 1."""
+"""Weight of the penalty that pulls a constant to its micro-benchmark value; the error of one step has weight 1."""
 _HOST_PULL: Final = 0.01
-"""Weight of the prior value 0 of host work, which micro-benchmarks do not measure."""
+"""Weight of the penalty that pulls constants of host work, which have no micro-benchmark, to 0."""
 _UNITS: Final = {"kernel_s": 1e-5, "step_s": 1e-2, "moe_host_s": 1e-3}
-"""Unit of each constant in seconds, so that all unknowns are near 1; host work of axes has that of `moe_host_s`."""
+"""Unit of each constant in seconds, such that all unknowns are near 1; `host_s` has the unit of `moe_host_s`."""
 _ON_DEVICE: Final = ("kernel_s", "latency", "link")
 """Constants on the device card; the others are on the stack card."""
 _ROUNDS: Final = 2
-"""Rounds of the linear fit; the second is needed because the pace of pipelines is nonlinear."""
+"""Rounds of the linear fit; more than one because the time of pipelines is not linear in the constants."""
 _FASTEST: Final = 1e9
 """Multiple of a link's bandwidth that stands for a link of zero cost."""
 _TINY: Final = 1e-9
@@ -60,24 +61,24 @@ _TINY: Final = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class LocalRates:
-    """Micro-benchmark results of a rank, or the mean over all ranks of a machine."""
+    """Micro-benchmark results of one rank, or means over all ranks of a machine."""
 
     # dtype to (rows, outputs, inputs, seconds of forward and both gradients)
     matmul: Mapping[str, tuple[tuple[int, int, int, float], ...]]
     # dtype to (batch, sequence, heads, head width, seconds of causal forward and backward)
     attention: Mapping[str, tuple[tuple[int, int, int, int, float], ...]]
-    # (bytes kept for backward, seconds) of element-wise chains, forward and backward
+    # (bytes kept for backward, seconds of forward and backward) of chains of element-wise kernels
     passing: tuple[tuple[float, float], ...]
     stream: tuple[float, float]  # (bytes, seconds) of an optimizer step
     # (gathered bytes, seconds) of all-gathers over all ranks
     rings: tuple[tuple[float, float], ...] = ()
-    # (active ranks, seconds) of a small layer while the other ranks wait, all ranks first; nan if this rank waited
+    # (active ranks, seconds) of a small layer while the other ranks wait, first for all ranks; nan if this rank waited
     layers: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Measured training step: model, strategy, resolved workload and seconds."""
+    """Training step with its measured seconds; the workload is resolved."""
 
     model: ModelSpec
     strategy: Strategy
@@ -86,12 +87,12 @@ class MeasuredStep:
 
 
 def mean_rates(all_ranks: Sequence[LocalRates]) -> LocalRates:
-    """Return the mean of the measurements of all ranks, excluding ranks that waited."""
+    """Return the mean over all ranks of each measurement, without ranks that only waited."""
     return _combined(all_ranks, lambda seconds: float(np.nanmean(seconds)))
 
 
 def fastest_rates(turns: Sequence[LocalRates]) -> LocalRates:
-    """Return the minimum of each measurement over several rounds of one rank."""
+    """Return the minimum of each measurement over several rounds of measurements on one rank."""
     return _combined(turns, lambda seconds: float(np.fmin.reduce(seconds)))
 
 
@@ -116,8 +117,8 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
     Args:
         rates: Micro-benchmark results.
-        supernode: The machine, to whose peak rates the shares refer.
-        source: Source to record for the numbers.
+        supernode: The machine with the peak rates; the numbers of a card are fractions of them.
+        source: Text to record as the source of the numbers.
     """
     device = supernode.device
     base = device_card(device.name, device.kind)
@@ -156,7 +157,7 @@ def fit_device(rates: LocalRates, supernode: Supernode, source: str) -> DeviceCa
 
 
 def _glob(name: str) -> str:
-    """Return a glob for a device name, with a wildcard in place of the part that depends on the number of ranks."""
+    """Return a glob for a device name, with a wildcard in place of the cores, which depend on the number of ranks."""
     plain = re.sub(r" \(.* cores .*\)$", "", name)
     return re.sub(r"([\[\]*?])", "?", plain) + "*"
 
@@ -167,10 +168,16 @@ def _fit_shares(
     flops: Callable[[float, list[Array]], Array],
     bounds: tuple[float, float],
 ) -> tuple[float, dict[str, float]] | None:
-    """Return a shape constant and a dict from dtype to share of the peak, fitted by least squares of the log ratio.
+    """Return (size constant, dict from dtype to fraction of the peak FLOP/s), fitted by least squares of log ratios.
 
-    `rates` maps a dtype to (sizes, seconds). `flops` is a function of (shape constant, sizes) to FLOPs multiplied by
-    the overhead of the shape. The shape constant is within `bounds`. None without measurements.
+    Args:
+        rates: Dict from dtype to rows of sizes, with the measured seconds last.
+        supernode: The machine with the peak FLOP/s.
+        flops: Function from (size constant, columns of sizes) to FLOPs, increased by the overhead of small sizes.
+        bounds: Range of the size constant.
+
+    Returns:
+        None without measurements.
     """
     from scipy.optimize import minimize_scalar
 
@@ -202,7 +209,7 @@ def _attention_flops(head: float, sizes: list[Array]) -> Array:
 
 
 def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tuple[float, float]:
-    """Return (share of the link bandwidth, factor on latency), assuming seconds that are linear in the bytes sent."""
+    """Return (fraction of the link bandwidth, factor on the latency) from the smallest and the largest all-gather."""
     if not rates.rings:
         return base.link, base.latency
     ranks = float(supernode.num_devices)
@@ -217,7 +224,7 @@ def _fit_rings(rates: LocalRates, supernode: Supernode, base: DeviceCard) -> tup
 
 
 def _fit_pace(rates: LocalRates) -> dict[str, float]:
-    """Return a dict from the fraction of active ranks to the speed of one, relative to its speed with all active."""
+    """Return a dict from fraction of active ranks to the speed of one rank, relative to its speed with all active."""
     pace, slowest = dict[str, float](), 1.0
     for ranks, seconds in rates.layers[1:]:
         max_ranks, full_s = rates.layers[0]
@@ -226,12 +233,11 @@ def _fit_pace(rates: LocalRates) -> dict[str, float]:
 
 
 def _compute_dtype(supernode: Supernode) -> str:
-    """Return the compute dtype of the ranks of a machine."""
     return "float32" if supernode.device.kind == "cpu" else "bfloat16"
 
 
 def _base_stack(supernode: Supernode) -> StackCard:
-    """Return the shipped stack card of our own runtime for this kind of device."""
+    """Return the shipped stack card of HyperParallel's own runtime for this kind of device."""
     return stack_card("cpu" if supernode.device.kind == "cpu" else "hyper-parallel")
 
 
@@ -259,13 +265,11 @@ def fit_stack(
 ) -> tuple[DeviceCard, StackCard]:
     """Return cards with kernel launch time and fixed time per step fitted to two small measured steps.
 
-    The steps differ only in their number of layers.
-
     Args:
-        steps: Two measured steps, the one with fewer layers first.
-        card: The device card of the machine.
+        steps: Two measured steps that differ only in their number of layers, the one with fewer layers first.
+        card: Device card of the machine.
         supernode: The machine.
-        source: Source to record for the numbers.
+        source: Text to record as the source of the numbers.
     """
     base = _base_stack(supernode)
     kernels = base.kernels_forward + base.kernels_backward
@@ -294,13 +298,13 @@ def fit_stack(
 def fit_probes(
     steps: Sequence[MeasuredStep], card: DeviceCard, supernode: Supernode, source: str
 ) -> tuple[DeviceCard, StackCard]:
-    """Return the device and stack cards whose predictions are closest to the measured steps.
+    """Return the device card and the stack card whose predictions are closest to the measured steps.
 
     Args:
-        steps: Measured steps of several layouts, with different widths, layers and microbatches.
+        steps: Measured steps with several layouts, widths, numbers of layers and microbatches.
         card: Device card from the micro-benchmarks.
         supernode: The machine.
-        source: Source to record for the numbers.
+        source: Text to record as the source of the numbers.
     """
     from scipy.optimize import nnls
 
@@ -337,9 +341,9 @@ def fit_probes(
 def _with(
     values: Mapping[str, float], card: DeviceCard, base: StackCard
 ) -> tuple[DeviceCard, StackCard]:
-    """Return cards with some constants replaced.
+    """Return `card` and `base` with the constants in `values` replaced.
 
-    The values are in units in which step time is linear, such as seconds per byte of a link.
+    Values are in units in which step time is linear: that of `link` is an inverse bandwidth.
     """
     device = {name: values[name] for name in _ON_DEVICE}
     device["link"] = 1.0 / max(values["link"], 1.0 / _FASTEST)

@@ -1,4 +1,4 @@
-"""Predictions for the runs in a CSV: step time, memory, cost terms, an interval, and assumptions."""
+"""Predictions for the training runs in a CSV: step time, memory, cost terms, an interval, and assumptions."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ It is above 1, because published runs use options that save memory and are not p
 _FIRST: Final = {
     "predicted_step_s": 6, "predicted_tok_s_dev": 6, "predicted_mem_gib": 4, "interval_low_s": 6, "interval_high_s": 6,
 }  # fmt: skip
-"""Significant digits of each output column, for the columns before those of the cost terms."""
+"""Significant digits of each column that precedes the cost terms in the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """Device and stack cards by name, which take precedence over shipped cards."""
+    """Device and stack cards by name, which take precedence over the shipped cards."""
 
     device: Mapping[str, DeviceCard] = field(default_factory=dict)
     stack: Mapping[str, StackCard] = field(default_factory=dict)
 
     def device_for(self, name: str, kind: str) -> DeviceCard:
-        """Return the device card for a device name and kind."""
+        """Return the card of a device; without a matching card, the shipped card for the device or its kind."""
         for card in self.device.values():
             if any(fnmatch.fnmatchcase(name.lower(), g.lower()) for g in card.devices):
                 return card
         return device_card(name, kind)
 
     def stack_for(self, name: str) -> StackCard:
-        """Return the stack card named `name`."""
+        """Return the stack card `name`, of this object or else a shipped one; raise CardUnreadable if there is none."""
         return self.stack.get(name) or stack_card(name)
 
 
 def read_cards(folder: str | Path | None = None) -> Cards:
-    """Return all shipped cards, with those in a folder taking precedence.
+    """Return all shipped cards, replaced by cards of the same name in `folder`.
 
     Raises:
         CardUnreadable: HP313 when a file of the folder is not a card.
@@ -102,11 +102,11 @@ class Prediction:
 
     @property
     def memory_gib(self) -> float:
-        """Predicted peak memory of the fullest device."""
+        """Predicted peak memory of the fullest device in GiB."""
         return float(self.scores.memory_bytes[0]) / GiB
 
     def columns(self) -> dict[str, str]:
-        """Return a dict from column to text, to add to the row of the run."""
+        """Return a dict from output column to text, to be added to the row of the run."""
         low, high = (self.step_s * math.exp(s * self.half_width) for s in (-1.0, 1.0))
         values = (self.step_s, self.tokens_per_device_s, self.memory_gib, low, high)
         return {
@@ -117,7 +117,7 @@ class Prediction:
 
 
 def machine_of(run: PublishedRun, cards: Cards) -> Machine:
-    """Return the machine of a run: topology, device card, and stack card adjusted to the options in the row."""
+    """Return the machine of a run, with a stack card adjusted to the release and the options that the row states."""
     device, stack = run.supernode.device, cards.stack_for(run.stack)
     card = cards.device_for(device.name, device.kind)
     release = run.release_month
@@ -139,7 +139,7 @@ def machine_of(run: PublishedRun, cards: Cards) -> Machine:
 def setting_of(
     run: PublishedRun, numbers: ModelNumbers, machine: Machine, recompute: str
 ) -> PricingCase:
-    """Return the pricing case of a run; optimizer states and gradients are in float32."""
+    """Return the inputs of the cost formulas for one run; optimizer states and gradients are in float32."""
     d = run.degrees
     workload = Workload(
         run.seq_len, run.sequences * run.seq_len, run.microbatch, run.accumulation, machine.compute_dtype
@@ -153,9 +153,9 @@ def setting_of(
 
 
 def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
-    """Return the prediction for one run.
+    """Return the predicted step time and memory of one run; `cards` None: the shipped cards.
 
-    If the row does not state recomputation, the first of none and selective that fits in memory is assumed.
+    If the row does not state the recomputation, none is assumed if the run then fits in memory, else selective.
     """
     notes = list(run.assumptions)
     machine = machine_of(run, cards or Cards())
@@ -179,28 +179,33 @@ def predict(run: PublishedRun, cards: Cards | None = None) -> Prediction:
 
 
 def _is_prediction(text: str) -> bool:
-    """Return whether the header line of a CSV has the last column of predictions."""
+    """Return whether a CSV text is an output of `predict_file`, by its header line."""
     return "assumptions" in text.partition("\n")[0].strip().split(",")
 
 
 def predict_file(
     source: str | Path, output: str | Path, cards: Cards | None = None
 ) -> tuple[int, int]:
-    """Predict every row of a CSV and write a CSV with the predictions added; return the number of rows.
+    """Predict the run in every row of a CSV file, and write a CSV file with the predictions added.
 
     Columns added: predicted_step_s, predicted_tok_s_dev, predicted_mem_gib, interval_low_s, interval_high_s, one
     `term: NAME` in seconds per cost term, assumptions. An empty `step_s`, `tok_s_dev` or `mem_gib` is filled with the
     prediction; a measured value is never replaced. A row that lacks a required value, or describes an impossible run,
-    keeps its cells, with the reason in `assumptions`. Any other failure is a bug of this package: it is raised with a
-    note that names the row.
+    is not predicted; `assumptions` then has the reason.
+
+    Args:
+        source: CSV file to read; see `RunRow` for its columns.
+        output: CSV file to write.
+        cards: Cards for the predictions; None: the shipped cards.
 
     Returns:
-        Number of predicted rows, and number of rows in the file.
+        (number of predicted rows, number of rows in the file).
 
     Raises:
         RunsUnreadable: HP314 when the file cannot be read or no row can be predicted. In the second case the output is
             written, with the reason for every row.
         OutputNotWritable: HP105 when the output cannot be written.
+        Exception: For any other failure, which is a bug of this package, with a note that names the row.
     """
     check_output_file(Path(output), _is_prediction, "a prediction", "--output")
     columns, rows = read_rows(source)
@@ -238,7 +243,6 @@ def predict_file(
 
 
 def _write_table(path: Path, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
-    """Write rows as CSV, or raise HP105."""
     try:
         table = StringIO(newline="")
         writer = csv.DictWriter(table, header, restval="")

@@ -1,4 +1,7 @@
-"""Published training runs: rows of a CSV, completed by stated assumptions, as inputs of the cost formulas."""
+"""Published training runs, one per row of a CSV: inputs of the cost formulas, with assumptions for missing values.
+
+Functions that complete a row append a sentence about each assumption to the argument `notes`.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ _LAST_UNFUSED: Final = 2022
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """Training run in a row of a CSV, with missing values filled by assumptions."""
+    """Training run of one row of a CSV, with missing values filled by assumptions."""
 
     row: RunRow  # the row as read
     model: ModelSpec
@@ -93,23 +96,26 @@ class PublishedRun:
 
     @property
     def group(self) -> str:
-        """Key that near-duplicate rows share: column `group`, else source, model, device and precision."""
+        """Key that is equal for near-duplicate runs: column `group`, else source, model, device and precision."""
         row = self.row
         return row.group or "|".join((row.source, row.model, row.device, row.precision))
 
     @property
     def release_month(self) -> float | None:
-        """Months from 2020 to the release in the stack's name, such as 26.04; None without one."""
+        """Months from January 2020 to the release in column `stack`, such as 26.04; None without a release."""
         release = re.search(r"\b(2\d)\.(0[1-9]|1[0-2])\b", self.row.stack)
         return (int(release[1]) - 20) * 12.0 + int(release[2]) - 1 if release else None
 
     def priced_as_unknown(self) -> PublishedRun:
-        """Return the run priced as if its stack had no card of its own."""
+        """Return the run with the stack card that is used for unknown stacks."""
         return replace(self, stack=_stand_in(self.zero), known_stack=False)
 
 
 def read_run(cells: Mapping[str, str]) -> PublishedRun:
-    """Return the run in a row, with missing values filled by assumptions.
+    """Return the run of one row, with missing values filled by assumptions.
+
+    Args:
+        cells: Dict from column to text.
 
     Raises:
         RowError: When a required number is missing or not a number, or the degrees do not fit the devices.
@@ -168,12 +174,12 @@ def read_run(cells: Mapping[str, str]) -> PublishedRun:
 
 
 def _first(table: Sequence[tuple[str, str]], text: str) -> str | None:
-    """Return the value of the first pattern in a table that matches a text; None without a match."""
+    """Return the value of the first (pattern, value) in `table` whose pattern occurs in `text`; None if none does."""
     return next((meant for pattern, meant in table if re.search(pattern, text)), None)
 
 
 def _preset(row: RunRow, notes: list[str]) -> ModelSpec | None:
-    """Return the shipped model that a row names; None if it names none or states a shape."""
+    """Return the shipped model named in the row; None if there is none, or if the row states the model's shape."""
     if any(getattr(row, name) for name in SHAPE):
         return None
     dashed = re.sub(r"(?<=[a-zA-Z])(?=\d)", "-", row.model, count=1)
@@ -202,7 +208,6 @@ def _degrees(row: RunRow, notes: list[str]) -> dict[str, int]:
 
 
 def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
-    """Raise RowError for parallel degrees that are impossible for the model."""
     heads = max((b.attention.num_heads for b in model.blocks if b.attention), default=1)
     for axis, limit, unit in (
         ("pp", model.num_layers, "layers"), ("tp", heads, "heads"), ("cp", seq_len, "tokens of a sequence"),
@@ -213,7 +218,7 @@ def _check(model: ModelSpec, degrees: Mapping[str, int], seq_len: int) -> None:
 
 
 def _matmul_format(row: RunRow, notes: list[str]) -> str:
-    """Return the dtype of matmul inputs named in column `precision`, bfloat16 by default."""
+    """Return the dtype of matmul inputs by column `precision`; bfloat16 if unknown or not stated."""
     text = row.precision.lower()
     if dtype := _first(_PRECISIONS, text):
         return dtype
@@ -236,7 +241,7 @@ def _recomputation(row: RunRow, notes: list[str]) -> str | None:
 
 
 def _supernode(row: RunRow, notes: list[str]) -> Supernode:
-    """Return the topology of a run's device; for an unknown device, the one with the nearest peak rate."""
+    """Return the topology of a run's device; for an unknown device, the topology with the nearest peak FLOP/s."""
     text, peak = row.device.lower(), row.peak_tflops
     name = _first(_DEVICES, text)
     # Variants of a part are often named only in the notes.
@@ -269,10 +274,7 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
-    """Return (name of the stack card of a run, whether the card is for exactly this stack).
-
-    The name follows from the columns stack and notes, and from the year in the source.
-    """
+    """Return (name of a stack card, whether it is the card of the run's own stack), by stack, notes and source."""
     text = f"{row.stack} {row.notes}".lower()
     if name := _first(_STACKS, text):
         old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)
@@ -289,7 +291,7 @@ def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
 
 
 def _stand_in(zero: int) -> str:
-    """Return the name of the stack card that replaces that of an unknown stack, by ZeRO stage."""
+    """Return the name of the stack card that is used for an unknown stack, by ZeRO stage."""
     return "torch-fsdp" if zero == 3 else "megatron"
 
 
@@ -304,11 +306,11 @@ _VOCABULARY: Final = 128_000
 
 
 def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
-    """Return the model spec of a row that states layers, hidden size and heads.
+    """Return the model of a row that states layers, hidden size and heads.
 
     Raises:
         RowError: When the numbers do not form a model.
-        ModelUnreadable: HP305 for errors that only the reader of the model family detects.
+        ModelUnreadable: HP305 for numbers that the model family does not allow.
     """
     assert row.layers, "it is stated"
     assert row.hidden, "it is stated"
@@ -365,7 +367,7 @@ def model_of(row: RunRow, notes: list[str]) -> ModelSpec:
 
 
 def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
-    """Return a block with its MLP made ungated unless `gated`, and with `shared` shared experts added."""
+    """Return a block whose MLP has no gate unless `gated`, with `shared` shared experts added."""
     mlp, params = block.mlp, block.params
     if mlp is None:
         return block
@@ -392,7 +394,7 @@ def _changed(block: Block, hidden: int, gated: bool, shared: int) -> Block:
 
 
 def _named_as_tied(row: RunRow, values: dict[str, int]) -> bool:
-    """Return whether the parameter count in a dense model's name implies tied embeddings: one matrix, not two."""
+    """Return whether the parameter count in a dense model's name fits one vocabulary matrix (tied), not two."""
     billions = re.search(r"(\d+(?:\.\d+)?)B\b", row.model)
     if not billions:
         return False

@@ -1,9 +1,12 @@
-"""Fit of cards to published runs: few constants, each with a prior, and equal weight per group of runs.
+"""Fit of cards to published runs: robust regression of few constants, each with a prior.
 
-A constant x is fitted as a factor on its prior value (or on 1 - x), regularized by the width of the prior. The residual
-of a run is the natural logarithm of predicted over measured step time. Near-duplicate rows (a group) have the weight of
-one run, and large residuals count linearly (Huber). So a constant without informative runs keeps its value, and an
-outlier has little effect.
+A constant x is fitted as a factor on its prior value (or on 1 - x), regularized by the width of the prior. A constant
+without informative runs therefore keeps its prior value. The residual of a run is the natural logarithm of predicted
+over measured step time. A group of near-duplicate runs has the weight of one run, and large residuals count linearly
+(Huber), so that an outlier has little effect.
+
+For cross-validation, runs are divided into folds, such as all runs of one model. The fit without a fold predicts the
+runs in it, which are then left out.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from hyper_parallel.calibration._constants import (
     C,
     Constant,
     apply,
-    believed,
     check_card_file,
+    with_prior_values,
     write_card,
 )
 from hyper_parallel.calibration._prediction import Cards, machine_of, predict, setting_of
@@ -38,14 +41,15 @@ Array = NDArray[np.float64]
 Names = NDArray[np.str_]
 
 NOISE: Final = 0.04
-"""Typical log ratio of step times between repeated runs of one configuration."""
+"""Typical natural logarithm of the ratio of step times between two runs of one configuration."""
 HUBER: Final = 1.5
 """Residual, in units of `NOISE`, above which a run counts linearly instead of quadratically."""
 _STEP: Final = 1e-3
 """Step of a log factor in numerical derivatives."""
 _ROUNDS: Final = 6
 _SETTLED: Final = 0.02
-"""Maximum number of Gauss-Newton steps, and the change, in standard deviations of the prior, at which they end."""
+"""`_ROUNDS`: maximum number of Gauss-Newton steps. `_SETTLED`: change of all constants below which the steps end, in
+standard deviations of the priors."""
 _RESERVE_STEP: Final = 1e7
 """Unit of `StackCard.reserve_bytes` in a fit: published memory is rounded to 0.01 GiB."""
 _FITTED: Final = "fitted to published runs; believed: "
@@ -58,11 +62,11 @@ FOLDS: Final[Mapping[str, Callable[[PublishedRun], str]]] = {
     # Dense runs are kept, to evaluate predictions for a mixture of experts without its own runs.
     "moe_model": lambda run: run.row.model if run.kind == "moe" else "",
 }
-"""Functions from run to fold for cross-validation, by kind of fold; the fold "" is never left out."""
+"""Dict from kind of fold to the function from run to name of its fold; the fold "" is never left out."""
 
 
 def read_runs(path: str | Path) -> list[PublishedRun]:
-    """Return the runs in the valid rows of a CSV; other rows are skipped."""
+    """Return the runs in the valid rows of a CSV file; invalid rows are skipped."""
     runs = []
     for row in read_rows(path)[1]:
         try:
@@ -74,7 +78,7 @@ def read_runs(path: str | Path) -> list[PublishedRun]:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Published run prepared for prediction with many cards."""
+    """Published run, prepared for prediction with many different cards."""
 
     run: PublishedRun
     numbers: ModelNumbers
@@ -83,13 +87,12 @@ class _Case:
 
     @classmethod
     def of(cls, run: PublishedRun, cards: Cards) -> _Case:
-        """Return a run with its recomputation; if not stated, the one that fits in memory by the cards."""
+        """Return the case of a run; if the recomputation is not stated, `cards` decide which one fits in memory."""
         assert run.step_s, "only measured runs are fitted"
         recompute = run.recompute or predict(run, cards).recompute
         return cls(run, ModelNumbers.of(run.model), recompute, run.step_s)
 
     def card_names(self, cards: Cards) -> set[str]:
-        """Return the names of the cards on which the prediction of this run depends."""
         machine = machine_of(self.run, cards)
         return {machine.card.name, machine.stack.name}
 
@@ -102,26 +105,26 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Result of a fit of cards: the cards, residuals, and intervals by cross-validation."""
+    """Result of a fit: the fitted cards, residuals of all runs, and prediction intervals by cross-validation."""
 
     cards: Cards  # cards with the fitted numbers
-    factors: Mapping[str, float]  # log factor of every constant
+    factors: Mapping[str, float]  # natural logarithm of the factor on every constant
     runs: tuple[PublishedRun, ...]  # runs used in the fit
-    before: Array  # log ratio of predicted over measured step time with the prior values
-    after: Array  # the same ratio with the fitted cards
-    left_out: Array  # the same ratio of each run with cards fitted without its fold
+    before: Array  # residual of every run with the prior values
+    after: Array  # residual of every run with the fitted cards
+    left_out: Array  # residual of every run with cards fitted without its fold
     # half width of the 80 % interval in natural logarithm: by kind of model, from runs whose model was left out; and
-    # under `KIND_unknown_stack`, from runs whose stack was left out and priced with the card of another stack
+    # under `KIND_unknown_stack`, from runs whose stack was left out and predicted with the card of another stack
     interval: Mapping[str, float]
-    # kind of model to the fraction of left-out groups of runs inside intervals derived without them
+    # dict from kind of model to the fraction of left-out runs inside the interval derived from the other folds
     coverage: Mapping[str, float]
 
     def errors(self, log_ratios: Array, kind: str) -> Array:
-        """Return the absolute relative error of every group of runs of one kind of model: the median over the group.
+        """Return the relative error of the predicted step time of every group: the median over its runs.
 
         Args:
-            log_ratios: `before`, `after` or `left_out`.
-            kind: dense or moe.
+            log_ratios: Residuals `before`, `after` or `left_out`.
+            kind: Kind of model of the groups: dense or moe.
         """
         groups = defaultdict[str, list[float]](list)
         for run, value in zip(self.runs, log_ratios, strict=True):
@@ -149,7 +152,7 @@ class Fit:
 
 
 def write_cards(folder: Path, fit: Fit) -> list[Path]:
-    """Write a complete file for every card that a fit may change, and return the paths."""
+    """Write a complete card file for every card that a fit may change, and return the paths of the files."""
     names = sorted({name for constant in CONSTANTS for name in constant.cards})
     for name in names:
         check_card_file(Path(folder) / f"{name}.yaml")
@@ -176,7 +179,7 @@ def fit_runs(
         constants: Constants to fit.
         leave_out: Kind of fold for cross-validation, a key of `FOLDS`; None: no cross-validation.
     """
-    start = believed(shipped)
+    start = with_prior_values(shipped)
     cases = [_Case.of(run, start) for run in runs if run.step_s]
     runs = tuple(case.run for case in cases)
     sizes = Counter(run.group for run in runs)
@@ -208,7 +211,7 @@ def fit_runs(
 
 @dataclass(frozen=True)
 class _Solution:
-    """Solution of a fit: log factors, residuals of the runs, and their derivatives [runs, constants]."""
+    """Solution of a fit: log factors, residuals of the runs, and derivatives of the residuals [runs, constants]."""
 
     factors: Array
     residuals: Array
@@ -226,16 +229,14 @@ class _Problem:
 
     @property
     def prior_stds(self) -> Array:
-        """Standard deviations of the priors."""
         return np.asarray([c.sd for c in self.constants])
 
     def residuals(self, factors: Array) -> Array:
-        """Return the residual of every run with the given log factors."""
         cards = apply(self.start, factors, self.constants)
         return np.asarray([case.log_ratio(cards) for case in self.cases])
 
     def solve(self, before: Array) -> _Solution:
-        """Return the solution by Gauss-Newton steps from the priors, at which the residuals are `before`."""
+        """Return the solution by Gauss-Newton steps from the prior values, whose residuals are `before`."""
         uses = [case.card_names(self.start) for case in self.cases]
         factors, residuals, prior_stds = np.zeros(len(self.constants)), before, self.prior_stds
         slopes = np.zeros((len(self.cases), len(self.constants)))
@@ -258,12 +259,12 @@ class _Problem:
     ) -> Array:
         """Return the residual of each run with cards fitted without its fold.
 
-        The fit without a fold is linearized at the full fit.
+        The fit without a fold uses the derivatives of the fit with all runs.
 
         Args:
-            solution: Solution with all runs.
-            folds: Fold of every run; runs of the fold "" are never left out.
-            unknown_stack: Whether to price left-out runs as runs of an unknown stack.
+            solution: Solution of the fit with all runs.
+            folds: Name of the fold of every run; runs of the fold "" are never left out.
+            unknown_stack: Whether to predict left-out runs with the card for unknown stacks.
         """
         left_out = solution.residuals.copy()
         for name in dict.fromkeys(folds):
@@ -284,10 +285,10 @@ class _Problem:
 
 
 def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds: Array) -> Array:
-    """Return the log factors that minimize Huber's loss of the residuals, linearized at `factors`, with priors.
+    """Return the log factors that minimize Huber's loss of the residuals plus quadratic penalties for the priors.
 
-    `now` are the residuals [runs], `slopes` their derivatives [runs, constants], and `prior_stds` the standard
-    deviations of the priors. Source: robust regression, Huber 1964; priors as ridge penalties.
+    The residuals are linearized at `factors`: `now` are their values there [runs], `slopes` their derivatives [runs,
+    constants]. `prior_stds` are the standard deviations of the priors. Source: robust regression, Huber 1964.
     """
     from scipy.optimize import least_squares
 
@@ -313,7 +314,7 @@ def _solve(now: Array, slopes: Array, factors: Array, weights: Array, prior_stds
 
 
 def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
-    """Return cards with the smallest `reserve_bytes` per stack at which no published memory is predicted too low."""
+    """Return cards with the smallest `reserve_bytes` per stack with which no predicted memory is below the measured."""
     for run in runs:
         short = (run.row.mem_gib or 0.0) * GiB - float(predict(run, cards).scores.memory_bytes[0])
         if short > 0.0:
@@ -325,10 +326,10 @@ def _memory_not_too_low(cards: Cards, runs: Sequence[PublishedRun]) -> Cards:
 
 
 def half_width(residual: Array, weights: Array, folds: Names) -> float:
-    """Return the absolute residual that 80 % of future runs, by weight, are expected not to exceed.
+    """Return the bound on the absolute residual that 80 % of future runs, by weight, are expected to satisfy.
 
-    Runs of one fold are similar, so k folds have the information of k runs. The quantile is therefore 0.8 (1 + 1/k), at
-    most 1.
+    The bound is the quantile 0.8 (1 + 1/k), at most 1, of the given residuals. k is the number of folds, because the
+    runs of one fold are similar and count as one.
 
     Source: split conformal prediction, Papadopoulos et al. 2002.
     """
@@ -341,7 +342,7 @@ def half_width(residual: Array, weights: Array, folds: Names) -> float:
 
 
 def coverage(residual: Array, weights: Array, folds: Names) -> float:
-    """Return the fraction of the runs, by weight, inside the half width derived from the other folds."""
+    """Return the fraction of the runs, by weight, whose absolute residual is within `half_width` of the other folds."""
     inside = 0.0
     for name in dict.fromkeys(folds):
         in_fold = folds == name
@@ -353,7 +354,7 @@ def coverage(residual: Array, weights: Array, folds: Names) -> float:
 def _described(
     start: Cards, fitted: Cards, constants: Sequence[Constant], interval: Mapping[str, float]
 ) -> Cards:
-    """Return the fitted cards with the source and the prior of every changed number recorded."""
+    """Return the fitted cards with the prior, the source and the fit of every changed number recorded."""
     changed = {name for c in constants for name in c.cards}
     fold_text = {True: "stack was left out and priced as another", False: "model was left out"}
     of_interval = {

@@ -1,6 +1,6 @@
-"""Rows of a CSV of runs: parsed from common notations and checked; errors name the column and the text.
+"""Parsing of a CSV of training runs, one run per row; errors name the column and the text of the cell.
 
-A cell without information (blank, n/a, NaN, -) counts as not stated. All other text must be valid.
+A cell without information, such as a blank, `n/a` or `-`, counts as not stated. All other text must be valid.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from hyper_parallel.received import Limits, read_text
 from hyper_parallel.units import MiB
 
 MEASURED: Final = ("step_s", "tok_s_dev", "mem_gib")
-"""Columns of measured values."""
+"""Columns of measured values: seconds per step, tokens per second and device, GiB of peak memory."""
 SHAPE: Final = ("layers", "hidden", "heads")
 """Columns of a model's shape, required unless a preset has the name of the model."""
 _LIMITS: Final = Limits(64 * MiB)
 REQUIRED: Final = ("seq", "device", "n_dev")
 """Columns required for a prediction."""
 SURPLUS: Final = "more cells than columns"
-"""Key under which a row has its cells beyond the last column."""
+"""Key of a row for its cells beyond the last column."""
 _BLANKS: Final = ("", "nan", "n/a", "na", "#n/a", "-", "--", "none", "null", "?")
 _YES_NO: Final = {"true": "1", "yes": "1", "false": "0", "no": "0"}
 
 
 class RowError(ValueError):
-    """Error for a row that lacks a required value or describes an impossible run, with the problem as text."""
+    """Error for a row that lacks a required value or describes an impossible run; the text names the problem."""
 
 
 def stated(text: str | None) -> str:
@@ -44,7 +44,7 @@ def stated(text: str | None) -> str:
 
 
 def _number(text: str) -> float | None:
-    """Return the finite number in a text, else None. A comma groups thousands (1,024); 3,5 is ambiguous: None."""
+    """Return the finite number in a text, else None; `1,024` is 1024, and `3,5` is None because it is ambiguous."""
     plain = text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text) else text
     try:
         value = float(plain)
@@ -54,13 +54,13 @@ def _number(text: str) -> float | None:
 
 
 def _whole(cell: str, maximum: int = 10**12) -> int | None:
-    """Return the whole number in a cell, None for no information; raise ValueError above `maximum`."""
+    """Return the whole number in a cell, None if not stated; raise ValueError for other text or above `maximum`."""
     text = stated(cell)
     value = _number(text) if text else 0.0
     if value is None or value < 0 or value != int(value):
         raise ValueError(f"is not a whole number: {text}")
     if value > maximum:
-        raise ValueError(f"is far beyond any training run: {text}")
+        raise ValueError(f"is {text}, more than the maximum of {maximum:,}")
     return int(value) if text else None
 
 
@@ -69,7 +69,7 @@ def _zero(cell: str) -> int | None:
     text = stated(cell).lower()
     stage = re.fullmatch(r"(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])(?:\.0*)?", text)
     if text and not stage and "fsdp" not in text:
-        raise ValueError(f"is {cell}; it is 0 to 3")
+        raise ValueError(f"is {cell}, not a ZeRO stage from 0 to 3")
     return int(stage[1]) if stage else 3 if text else None
 
 
@@ -79,7 +79,7 @@ def _peak(cell: str) -> float | None:
     if value is None:
         raise ValueError(f"is not a number: {text}")
     if not 1 <= value <= 100_000:
-        raise ValueError(f"is {value:g}; it is in TFLOP/s, 1 to 100000")
+        raise ValueError(f"is {value:g}, not 1 to 100000 TFLOP/s")
     return value if text else None
 
 
@@ -98,7 +98,7 @@ Measured = Annotated[float | None, BeforeValidator(_measured)]
 
 
 class RunRow(BaseModel):
-    """Row of a CSV with parsed numbers, None for cells without information; see docs/explanation/cost_model.md."""
+    """Row of the CSV with parsed cells; None: not stated. docs/explanation/cost_model.md describes the columns."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -143,10 +143,10 @@ class RunRow(BaseModel):
 
     @classmethod
     def of(cls, cells: Mapping[str, str]) -> RunRow:
-        """Return the row with its cells parsed.
+        """Return the parsed row of a dict from column to text.
 
         Raises:
-            RowError: When a cell that should contain a number contains other text.
+            RowError: When a cell contains other text where a number is expected.
         """
         try:
             return cls.model_validate(cells)
@@ -157,12 +157,12 @@ class RunRow(BaseModel):
 
 
 def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and the rows of a CSV of runs; a row is a dict from column to text.
+    """Return (column names, rows) of a CSV file of runs; a row is a dict from column to text.
 
-    Delimiters are commas, semicolons or tabs. Column names may have any case.
+    Delimiters are commas, semicolons or tabs. Known column names may have any case.
 
     Raises:
-        RunsUnreadable: HP314 when the file cannot be read or lacks required columns.
+        RunsUnreadable: HP314 when the file cannot be read, has a column twice, or lacks required columns.
     """
     try:
         text = read_text(Path(path), _LIMITS).removeprefix("\ufeff")
@@ -182,7 +182,7 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     twice = [name for name, count in Counter(columns).items() if name and count > 1]
     if twice:
         raise RunsUnreadable(
-            "the CSV file of runs has a column twice",
+            f"the CSV file of runs has the column `{twice[0]}` twice",
             where=str(path),
             got=", ".join(twice),
             hint="rename or remove one of the two columns",
@@ -190,13 +190,13 @@ def read_rows(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     shape = () if "model" in columns else SHAPE
     if missing := [name for name in (*shape, *REQUIRED) if name not in columns]:
         raise RunsUnreadable(
-            "the CSV file of runs lacks required columns", where=str(path), got=f"without {', '.join(missing)}",
+            f"the CSV file of runs lacks the columns {', '.join(missing)}", where=str(path),
             allowed=", ".join((*SHAPE, *REQUIRED)), hint=f"add the columns {', '.join(missing)}",
         )  # fmt: skip
     return [name for name in columns if name], rows
 
 
 def _column(text: str) -> str:
-    """Return the name of a column, in lower case if it is a known column, else unchanged."""
+    """Return a column name, in lower case if the column is known."""
     low = text.strip().lower().replace(" ", "_")
     return low if low in RunRow.model_fields else text.strip()

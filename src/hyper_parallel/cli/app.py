@@ -50,10 +50,10 @@ NoCode = Annotated[
 def build_app(
     commands: Sequence[Callable[..., None]], groups: Sequence[typer.Typer] = ()
 ) -> typer.Typer:
-    """Return an application with the given commands.
+    """Return a typer application with the given commands.
 
     Args:
-        commands: Functions that define a command by name, signature and docstring.
+        commands: Functions whose name, signature and docstring define a command each.
         groups: Named applications that become commands with subcommands.
     """
     app = typer.Typer(
@@ -111,7 +111,7 @@ def is_quiet() -> bool:
 
 
 def collect_cycles() -> None:
-    """Enable garbage collection of cycles, except among the objects that imports have created so far."""
+    """Enable the cyclic garbage collector, but exclude all objects that exist now, most of them from imports."""
     gc.freeze()
     gc.enable()
 

@@ -49,7 +49,7 @@ def converse(model: Generator, sampling: Sampling) -> None:
 def _answer(
     model: Generator, sampling: Sampling, turns: list[dict[str, str]]
 ) -> list[dict[str, str]]:
-    """Print the answer to the last turn and return the turns including it; drop the last turn if it is rejected."""
+    """Print the answer to the last turn, and return the turns with the answer, or without a rejected last turn."""
     pieces: list[str] = []
     try:
         for piece in model.stream(turns, sampling, chat=True):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +74,7 @@ def inspect(
         raise CheckpointCorrupt(
             "the checkpoint is damaged",
             where=str(error),
-            hint="hyper-parallel checkpoint list RUN_DIR, then choose an intact one with --step",
+            hint=f"hyper-parallel checkpoint list {shlex.quote(str(run_dir))}, then choose an intact one with --step",
         ) from None
     tensors = [
         {
@@ -105,7 +106,6 @@ def inspect(
 
 
 def _fact_lines(prefix: str, facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line `a.b: value` per value of nested mappings."""
     for key, value in facts.items():
         if isinstance(value, dict) and value:
             yield from _fact_lines(f"{prefix}{key}.", value)
@@ -309,7 +309,7 @@ def _model_path(recipe: Path) -> Path:
         raise RunUnreadable(
             "config.yaml of the run does not name its model",
             where=str(recipe),
-            hint="hyper-parallel checkpoint export RUN_DIR --model MODEL_DIR",
+            hint=f"hyper-parallel checkpoint export {shlex.quote(str(recipe.parent))} --model MODEL_DIR",
         )
     name = parse_name(path)
     return Path(path) if name is None else fetch(name, "model", where=f"{recipe}: model.path")

@@ -94,7 +94,6 @@ def doctor(
 
 
 def _print_properties(model: str, as_json: bool, trusted: bool) -> None:
-    """Print the measured properties of a model on standard output."""
     from hyper_parallel.model import QUESTIONS, read_config
     from hyper_parallel.trainer.model_properties import properties_of
 

@@ -108,7 +108,7 @@ class _ModelSource:
 
 
 def _check_code_options(run_dir: Path, no_code: bool, trusted: bool) -> None:
-    """Raise Contradiction (HP104) if code is both forbidden and allowed."""
+    """Raise Contradiction (HP104) for `--no-code` together with `--trust-remote-code`."""
     if no_code and trusted:
         raise Contradiction(
             "--trust-remote-code allows code that --no-code forbids",
@@ -118,7 +118,7 @@ def _check_code_options(run_dir: Path, no_code: bool, trusted: bool) -> None:
 
 
 def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Contradiction:
-    """Return the error for an option that cannot be combined with a file of prompts."""
+    """Return the error for an option that `--prompts` does not support."""
     problem = "--prompt and --json apply to a single prompt"
     if parallel and source.memory is not None:
         problem = "--device-memory applies to a single device"
@@ -132,7 +132,6 @@ def _prompts_conflict(source: _ModelSource, prompts: Path, parallel: str) -> Con
 def _memory(
     device: str | None, dram: str | None, flash_dir: Path | None, topology: str
 ) -> DeviceMemory | None:
-    """Return the memory budget of the options, or None without `--device-memory`."""
     from hyper_parallel.trainer.generation_memory import DeviceMemory
 
     if device is not None:
@@ -178,7 +177,6 @@ def _continue_prompt(
 
 
 def _print_memory_use(model: Generator, topology: str) -> None:
-    """Print predicted and measured memory peaks on standard error, for a model with a memory budget."""
     from hyper_parallel.trainer.generation_memory import describe_use
 
     if model.memory_use is not None:

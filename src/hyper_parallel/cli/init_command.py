@@ -59,7 +59,7 @@ def _description(path: Path) -> str:
 
 
 def _next_lines(folder: Path, name: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the commands to run after `init`: recipes whose results this one reads, keys to edit, and the run."""
+    """Yield the commands to run after `init`: recipes whose output this recipe reads, keys to edit, the training."""
     from hyper_parallel.config import load_recipe, paths_read
     from hyper_parallel.hub import parse_name
     from hyper_parallel.model import find_preset

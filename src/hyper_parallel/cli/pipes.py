@@ -21,7 +21,7 @@ class BrokenPipeSafeStream:
         name: Name of the stream, for errors.
 
     Attributes:
-        lost: First write error. None: all text was written, or the reader closed the pipe.
+        lost: First write error other than a closed pipe; None if there was none.
     """
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -98,7 +98,7 @@ def broken_pipe_safe_output() -> Iterator[None]:
 
 
 def check_output() -> int:
-    """Return exit status 1 if output was lost, else 0; for a process that exits inside `broken_pipe_safe_output`."""
+    """Return exit status 1 if output was lost, else 0. Call it before exiting inside `broken_pipe_safe_output`."""
     streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, BrokenPipeSafeStream)]
     for stream in streams:
         stream.flush()

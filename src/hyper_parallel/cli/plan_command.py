@@ -115,14 +115,13 @@ class _Search:
 
 
 def _difference(left: Path, right: Path) -> str:
-    """Return the differences between two plan files as text."""
     from hyper_parallel.ir import Plan
 
     return Plan.load(left).diff(Plan.load(right)) or "the plans do not differ"
 
 
 def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
-    """Raise an error if a file to write exists and was not written by this command."""
+    """Raise an error if an output file exists and was not written by this command."""
     from hyper_parallel.owned_folder import check_output_file
 
     if output is not None:
@@ -132,7 +131,6 @@ def _check_files(output: Path | None, schedule_csv: Path | None) -> None:
 
 
 def _write_files(chosen: Plan, output: Path | None, schedule_csv: Path | None) -> None:
-    """Write the plan and its pipeline schedule to the files that were requested."""
     if schedule_csv is not None:
         write_schedule(chosen, schedule_csv)
         say(f"schedule written to {schedule_csv}", err=True)
@@ -183,7 +181,7 @@ def _is_plan(text: str) -> bool:
 
 
 def _read(model: str, where: str | None = None) -> ModelSpec:
-    """Return the model spec: from the config if its family is supported, else from transformers' module on meta."""
+    """Return the model spec, from the config, or for other families from transformers' module on the meta device."""
     from hyper_parallel.model import is_read, load_model, read_config
 
     values = read_config(model, where=where).values
@@ -202,7 +200,6 @@ def _plan_model(
     batch: tuple[int | None, int | None],
     search: _Search,
 ) -> Plan:
-    """Return the best plan of a model on a topology."""
     from hyper_parallel import planner
     from hyper_parallel.topology import detect_local, load_topology
 
@@ -236,7 +233,7 @@ def _plan_model(
 
 
 def _tower_notes(spec: ModelSpec, towers: Sequence[Tower], media: int | None) -> Iterator[str]:
-    """Yield a note for each tower of a model whose cost the plan does not include."""
+    """Yield a note for each encoder (tower) of a model whose cost the plan does not include."""
     from hyper_parallel.model import tower_kinds
 
     priced = [tower.name for tower in towers]
@@ -251,10 +248,10 @@ def _tower_notes(spec: ModelSpec, towers: Sequence[Tower], media: int | None) ->
 
 
 def _towers(spec: ModelSpec, model: str, search: _Search) -> tuple[Tower, ...]:
-    """Return the towers whose cost a plan includes; empty with `--media 0` and for models without towers.
+    """Return the encoders (towers) whose cost a plan includes; empty with `--media 0` and for models without encoders.
 
     Raises:
-        BadValue: HP102 for options of media for a model without a tower that can be priced.
+        BadValue: HP102 for options of media if the cost of no encoder of the model can be predicted.
     """
     from hyper_parallel.model import fixed_image_size, read_config, towers_of
 
@@ -306,9 +303,9 @@ def _plan_text(plan: Plan, explain: bool, gantt: bool) -> str:
 def _next_commands(
     ctx: typer.Context, recipe: Path | None, topology: str | None, chosen: Plan, output: Path | None
 ) -> Iterator[str]:
-    """Yield lines with the suggested next commands.
+    """Yield the suggested next commands, as lines: write a recipe, then train.
 
-    They write a recipe and train it, with `--dry-run` if this machine has too few ranks.
+    The training command has `--dry-run` if this machine has too few devices.
     """
     from hyper_parallel.topology import find_accelerators, rank_capacity
 
@@ -360,7 +357,6 @@ def _as_named(plan: Plan, model: str, topology: str) -> Plan:
 def _plan_recipe(
     recipe: Path, devices: int | None, topology: str | None, no_code: bool
 ) -> tuple[Plan, tuple[str, str]]:
-    """Return the plan of a recipe, and the names of its model and topology."""
     from hyper_parallel.config import load_recipe, refuse_code
     from hyper_parallel.planner import plan_recipe
 
@@ -380,7 +376,7 @@ def _plan_recipe(
 
 
 def _share(text: str) -> float:
-    """Return the fraction that a text such as `5%` or `0.05` states."""
+    """Parse a fraction written as `5%` or `0.05`."""
     try:
         share = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:

@@ -32,7 +32,7 @@ def plan_to_generate(
 
     Raises:
         BadValue: HP102 for an unknown purpose, or without a model.
-        Contradiction: HP104 for an option of the other purpose.
+        Contradiction: HP104 for an option that applies to `--for train` only.
     """
     chosen = ctx.params
     typed = _typed_options(ctx)

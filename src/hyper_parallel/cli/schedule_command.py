@@ -1,4 +1,4 @@
-"""Output of a plan's pipeline: stages and schedule grid as text, and the CSV file that torch reads."""
+"""Output of a plan's pipeline: stages and schedule grid as text, and the schedule as CSV in torch's format."""
 
 from __future__ import annotations
 

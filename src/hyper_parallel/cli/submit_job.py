@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def describe_submit(launcher: str, job: Job, words: Sequence[str]) -> str:
-    """Return a text about the ranks that a run would start and the files that it would write, for a dry run.
+    """Return the text of a dry run: ranks that the run would start, and files that it would write.
 
     Args:
         launcher: local, torchrun, slurm, ray or kubernetes.

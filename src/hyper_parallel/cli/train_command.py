@@ -194,7 +194,6 @@ def _train(
     no_calibrate: bool,
     check_plan: Callable[[Plan], None],
 ) -> None:
-    """Prepare the job of a recipe, print its plan, and run or submit it."""
     from hyper_parallel.cli.submit_job import describe_submit, submit_job
     from hyper_parallel.trainer import prepare_job, under_torchrun
 
@@ -311,7 +310,7 @@ def _is_newer(path: Path, other: Path) -> bool:
 def _kernel_lines(kernels: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield lines about the fused kernels of a run.
 
-    `kernels` are the operators of each kernel, the kernel with the most operators first.
+    `kernels` lists the operators of each kernel; the kernel with the most operators comes first.
     """
     if not kernels:
         return

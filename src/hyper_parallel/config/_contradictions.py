@@ -1,4 +1,4 @@
-"""Table of contradictions: values of a recipe that are each allowed, but not together."""
+"""Table of contradictions: recipe values that are each allowed, but not together. Rows are `Rule`s, see `_rules.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ _STAGE_RULES: Final[Rules] = (
 
 
 def _repeated_names(recipe: Recipe) -> list[dict[str, str]]:
-    """Return rule-text placeholders for each of `data.columns` and `data.roles` in which a name occurs twice."""
+    """Return the placeholder values of the error text, one dict for each mapping with a repeated name.
+
+    The mappings are `data.columns` and `data.roles`.
+    """
     repeated = []
     for key in ("columns", "roles"):
         entries = getattr(recipe.data, key)
@@ -75,10 +78,10 @@ _DATA_RULES: Final[Rules] = (
     Rule("{name}.{setting}",
          lambda r: [{"name": name, "setting": setting} for name in PREFERENCE_STAGES if name != r.stage
                     for setting in sorted(getattr(r, name).model_dump(exclude_defaults=True))[:1]],
-         "`{name}.{setting}` has no effect in another stage",
+         "`{name}.{setting}` applies to `stage: {name}` only",
          "stage={stage}", "set `stage={name}`, or leave out `{name}.{setting}`"),
     Rule("data.{key}", _repeated_names,
-         "two entries of `data.{key}` have the same value, but a name in the data has one meaning",
+         "two entries of `data.{key}` map to the same name in the data",
          "{shown}", "set `data.{key}.{last}=NAME`"),
     Rule("data.mask_documents", lambda r: not r.data.packing and r.data.mask_documents is not None,
          "document masks need packing: without it, a sequence contains one document",
@@ -107,7 +110,7 @@ _DATA_RULES: Final[Rules] = (
     Rule("data.mask_documents", lambda r: r.offload.on and r.data.masks(r.stage),
          "a memory plan replays one recorded step, but masks of packed documents differ between batches",
          "offload with data.packing=true",
-         "set `data.packing=false`, or `data.mask_documents=false` to let documents see each other"),
+         "set `data.packing=false`, or `data.mask_documents=false` to let documents attend to each other"),
 )  # fmt: skip
 
 
@@ -116,7 +119,10 @@ def _halves_batches(recipe: Recipe) -> bool:
 
 
 def _misses_evaluations(recipe: Recipe) -> dict[str, int] | None:
-    """Return a common interval if the best checkpoint is kept but not every checkpoint has an evaluation; else None."""
+    """Return an interval for both checkpoints and evaluations as `common`, if `keep_best` needs one; else None.
+
+    `keep_best` needs an evaluation at every checkpoint.
+    """
     every, eval_every = recipe.checkpoint.every, recipe.training.eval_every
     if not recipe.checkpoint.keep_best or (eval_every and every and every % eval_every == 0):
         return None
@@ -166,7 +172,7 @@ _TRAINING_RULES: Final[Rules] = (
              "overlap.tp=symmetric, with the section lora",
              "set `overlap.tp=chunks`, or `lora=null`"),
         Rule("overlap.tp", lambda r: r.overlap.tp == "symmetric" and r.parallel.auto,
-             "the planner cannot choose degrees for operators over symmetric memory: its search has no price",
+             "the planner cannot choose degrees for `overlap.tp: symmetric`, whose time it cannot predict",
              "overlap.tp=symmetric, parallel=auto",
              "set `overlap.tp=chunks`, or the degrees of `parallel`"),
     ),

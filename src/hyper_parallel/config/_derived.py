@@ -53,7 +53,7 @@ def derive_end(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_preference_stages(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Set one conversation per sequence, and both answers of a pair per microbatch, for preference stages."""
+    """Set defaults of preference stages: `packing: false`, and a microbatch of 2 for the two answers of a pair."""
     data, training = recipe.data, recipe.training
     if (
         recipe.stage in PREFERENCE_STAGES
@@ -79,7 +79,7 @@ def derive_holdout(recipe: Recipe, origins: dict[str, str]) -> Recipe:
 
 
 def derive_submodels(recipe: Recipe, origins: dict[str, str]) -> Recipe:
-    """Set the degrees of the layout to those of the language part of `parallel.submodels`."""
+    """Copy the degrees of `parallel.submodels.language` to the keys of `parallel` that the recipe does not set."""
     parallel = recipe.parallel
     if parallel.submodels is None or parallel.submodels.auto:
         return recipe

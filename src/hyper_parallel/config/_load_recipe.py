@@ -221,7 +221,7 @@ def refuse_data_file(path: Path, command: str) -> None:
 
     Args:
         path: File given as the recipe.
-        command: Words of the command, for the hint.
+        command: Name of the command for the hint, such as `train`.
 
     Raises:
         RecipeUnreadable: HP103 with the command that reads the file as data.
@@ -285,8 +285,8 @@ def with_submodels(
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
-        parts: Keys of `parallel.submodels`.
-        origin: Origin of the values.
+        parts: Values of `parallel.submodels` by part: `language`, `vision`, `audio`.
+        origin: Origin of the values, for `LoadedRecipe.origins`.
 
     Raises:
         Contradiction: HP104 if the recipe cannot run with these values.
@@ -496,7 +496,6 @@ def _merge_layers(
 
 
 def _drop(merged: dict[_Key, tuple[Any, str]], key: _Key) -> None:
-    """Remove a key and all keys below it, so that their defaults apply."""
     for known in [k for k in merged if k[: len(key)] == key]:
         del merged[known]
 
@@ -552,7 +551,7 @@ def _merge_parallel(
 def _merge_word(
     merged: dict[_Key, tuple[Any, str]], layer: dict[_Key, Any], section: _Key, words: Sequence[str]
 ) -> None:
-    """Replace a word that stands for a whole section, such as `overlap: none`, by its keys, before merging a layer."""
+    """Before merging a layer, replace a word in place of a section, such as `overlap: none`, by the section's keys."""
     auto = (*section, "auto")
     keys = [key for key in layer if key[: len(section)] == section]
     if (word := layer.get(section)) in words:
@@ -591,7 +590,7 @@ def _nest(path: Path, merged: Mapping[_Key, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with absolute paths, and with Hub snapshots by name and commit; valid in any directory."""
+    """Return a recipe that is valid in any directory: paths are absolute, and Hub snapshots are name and commit."""
 
     def absolute(value: str | None, written: bool) -> str | None:
         if not value or value in _WORDS:

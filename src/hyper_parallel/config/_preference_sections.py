@@ -50,7 +50,8 @@ class Grpo(Section):
     """FSDP degree of a sampling replica. Its ranks sample different sequences and gather parameters in every forward
     pass."""
     rollout_ep: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Expert-parallel degree of a sampling replica. Its ranks are those of `rollout_dp_shard` x `rollout_tp`."""
+    """Expert-parallel degree of a sampling replica. It divides the ranks of `rollout_dp_shard` x `rollout_tp` among the
+    experts, so it adds no ranks."""
     reference_role: Literal["learner", "sampler"] = "learner"
     """Ranks that run the forward pass of the reference model when `beta` > 0: the training ranks (learner) or the
     sampling ranks (sampler)."""
@@ -73,15 +74,14 @@ class Grpo(Section):
     """Treatment of tokens beyond the cap. truncate: their importance weight is the cap. mask: they are excluded from
     loss and token count, as are ratios below 1 / cap; costs one extra forward pass."""
     min_effective_samples: float | None = Field(default=None, gt=0, le=1)
-    """Skip a step whose effective sample size is a smaller fraction of its tokens: its samples are too far off-policy.
-    None: never."""
+    """Skip a step as too far off-policy if its effective sample size per token is smaller. None: never."""
     num_iterations: int = Field(default=1, ge=1, le=MOST_REPEATS)
     """Optimizer steps on the same completions (TRL's name)."""
     epsilon: float = Field(default=0.2, gt=0)
-    """PPO clip range, used when `num_iterations` > 1: lower limit of the probability ratio is 1 - epsilon, relative to
-    the first of these steps."""
+    """PPO clip range, used when `num_iterations` > 1. Ratios of current to old probability are clipped at 1 - epsilon;
+    the old policy is that of the first iteration."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """Upper limit of the ratio is 1 + epsilon_high. None: `epsilon`."""
+    """Ratios are clipped at 1 + epsilon_high from above. None: `epsilon`."""
     loss_type: Literal["grpo", "dapo"] = "dapo"
     """Normalization of the loss. dapo: every token of the step has equal weight. grpo: every completion has equal
     weight."""

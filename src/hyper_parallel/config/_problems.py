@@ -143,10 +143,10 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def nearest_key(model: type[BaseModel], path: Sequence[str | int]) -> str | None:
-    """Return the key that an unknown key probably means, or None.
+    """Return the key that the user probably meant by an unknown key, or None.
 
-    Order of preference: the same word in another section, a similar sibling, the only sibling that begins with the
-    word, a similar word in another section.
+    Order of preference: an equal key of another section; a similar key of the same section; the only key there that
+    begins with the unknown key; a similar key of another section.
     """
     section = _section_at(model, path[:-1]) or model
     word, prefix = str(path[-1])[:80].lower(), dotted(path[:-1])
@@ -228,7 +228,7 @@ def _near_value(
 def _near_word(value: str, words: Sequence[str]) -> str | None:
     """Return the word most likely meant by `value`, or None.
 
-    A candidate equals `value` except for case, is a prefix of it, begins with it, or is similar.
+    Candidates are words that differ only in case, words of which one is a prefix of the other, and similar words.
     """
     lower = {word.lower(): word for word in words}
     text = value.lower()
@@ -319,7 +319,6 @@ def _is_foreign(model: type[BaseModel], path: Sequence[str | int]) -> bool:
 
 
 def _leaves_of(value: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and value of every leaf of a nested mapping."""
     for name, inner in value.items():
         if isinstance(inner, dict) and inner:
             yield from (((str(name), *path), leaf) for path, leaf in _leaves_of(inner))
@@ -407,7 +406,6 @@ class _InvalidValues:
         return [problem]
 
     def _unknown_key(self, path: tuple[str | int, ...], value: object) -> UnknownKey:
-        """Return the error for an unknown key, with the probably intended key as the hint."""
         key, section = dotted(path), _section_at(self.model, path[:-1])
         hint = self._foreign_hint(key, value)
         if hint is None and (near := nearest_key(self.model, path)):
@@ -460,7 +458,6 @@ class _InvalidValues:
         return self._item_hint(path, near[0])
 
     def _item_hint(self, path: Sequence[str | int], value: object) -> str:
-        """Return the hint that replaces the item at `path`."""
         key, whole = _whole_value(path, value, self.data)
         return f"write `{self.as_override(key, whole, key)}`"
 
@@ -472,9 +469,9 @@ class _InvalidValues:
         return f"write `{self.as_override(key, field.default, key)}`, the default"
 
     def _main_key_hint(self, field: FieldInfo, key: str, value: object) -> str | None:
-        """Return the hint for a plain value in place of a section; None without one.
+        """Return the hint for a plain value in place of a section; None if the section has no main key.
 
-        The hint sets the section's main key to the value, or the keys that a text such as `tp2,pp=2` names.
+        The hint sets the main key to the value, or the keys that a text such as `tp2,pp=2` names.
         """
         section = optional_section(field.annotation)
         if section is None:

@@ -36,9 +36,9 @@ Bytes = Annotated[int, BeforeValidator(size)]
 
 
 class Offload(Section):
-    """Planned device memory: idle state and activations are offloaded to host memory or files, or recomputed.
+    """Planned device memory: tensors that are not in use are offloaded to host memory or files; some are recomputed.
 
-    Enabled when one goal is given: `budget` or `max_slowdown`.
+    Enabled by one goal: `budget` or `max_slowdown`.
     """
 
     budget: Annotated[int | Literal["auto"] | None, BeforeValidator(size_or_auto)] = None
@@ -77,8 +77,8 @@ class Offload(Section):
 
 
 NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
-"""Linear modules that all-linear excludes when a model's experts are one parameter: peft addresses the experts by these
-names."""
+"""Names of linear modules that `target_modules: all-linear` excludes in a model with fused experts, because peft would
+apply an adapter for such a name to the experts' parameter."""
 
 _NAMES: Final = re.compile(r"[\w.]+(\s*,\s*[\w.]+)+")
 _LONGEST_PATTERN: Final = 10_000

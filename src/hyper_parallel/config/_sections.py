@@ -50,9 +50,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     KEY_ALIASES: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Other names of keys, accepted on input only."""
+    """Aliases of keys, accepted on input only: alias to key."""
     MAIN_KEY: ClassVar[str] = ""
-    """Key that is probably meant when a plain value replaces the section. Empty: none."""
+    """Key that hints suggest if the user gives a plain value instead of the section. Empty: none."""
     WORDS: ClassVar[tuple[str, ...]] = ()
     """Words that stand for the whole section: `parallel: auto`."""
     FOREIGN_KEYS: ClassVar[Mapping[str, ForeignKey]] = MappingProxyType({})
@@ -81,7 +81,8 @@ class Model(Section):
     """Initial weights. random: new ones from `training.seed`. pretrained: the safetensors files of `path`. auto:
     pretrained if `path` has such files, else random."""
     attn_implementation: str | None = None
-    """Attention implementation: a name in transformers' attention registry. None: `sdpa` if the model supports it."""
+    """Attention implementation: a name in transformers' attention registry. None: `sdpa` if the model supports it, else
+    `eager`."""
     trust_remote_code: bool = False
     """Run the Python code in `model.path`, for architectures that transformers does not contain. There is no
     interactive question: false rejects such models."""
@@ -104,7 +105,7 @@ ColumnName = Literal[
     "prompt", "completion", "instruction", "input", "output", "answer", "system", "history", "messages", "chosen",
     "rejected", "tools", "label", "margin", "images", "audio", "role", "content",
 ]  # fmt: skip
-"""Record keys that a reader knows: first keys of records, then keys of turns."""
+"""Names that `data.columns` can map: first keys of records, then keys of turns."""
 RoleName = Literal["system", "developer", "user", "assistant", "tool", "function_call"]
 
 
@@ -155,9 +156,9 @@ class Data(Section):
         ],
         Discriminator(source_tag),
     ] = "python-stdlib"
-    """Training data: a file, a directory, a folder written by `datasets`, a dataset name on the Hugging Face Hub, or
-    `python-stdlib` (source text of this machine's standard library, so that a first run needs no download). A list of
-    `{source, weight}` entries, or of texts, is mixed."""
+    """Training data: a file, a directory, a folder written by `datasets`, or a dataset name on the Hugging Face Hub.
+    `python-stdlib` is the source text of this machine's standard library, so that a first run needs no download. A list
+    of `{source, weight}` entries, or of texts, is mixed."""
     name: str | None = None
     """Configuration of the dataset, if it has several."""
     split: str | None = None
@@ -314,7 +315,7 @@ class Training(Section):
     """Number of layers per rank that `recompute` applies to, counted from the first layer of its stages. None: all."""
     compile: bool | Literal["graph-kernel"] = False
     """Fusion of operators. true: torch.compile fuses each decoder layer. graph-kernel: a `backend` other than torch
-    fuses whole step programs into generated kernels."""
+    fuses operators of the captured step into generated kernels."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations on held-out data. 0: only before the first step and after the last one."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
@@ -353,7 +354,7 @@ class Training(Section):
 
 
 class TowerDegrees(Section):
-    """Ranks of the encoder of images and videos, or of audio."""
+    """Degrees and ranks of one encoder: of images and videos, or of audio."""
 
     dp_replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.dp_replicate`."""
@@ -362,8 +363,8 @@ class TowerDegrees(Section):
     ranks: tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...] | None = Field(
         default=None, max_length=MOST_RANKS
     )
-    """Ranks of this part; its mesh has them in ascending order. Parts may share ranks. None: as many ranks as the
-    product of its degrees, from rank 0 for `language`, and for an encoder the next ones that no other part has."""
+    """Ranks of this part, in ascending order in its mesh. Parts may share ranks. None: as many ranks as the product of
+    the degrees; `language` starts at rank 0, and an encoder uses the next ranks without a part."""
 
     @property
     def num_ranks(self) -> int:
@@ -373,19 +374,19 @@ class TowerDegrees(Section):
 
 
 class LanguageDegrees(TowerDegrees):
-    """Ranks of the language part."""
+    """Degrees and ranks of the language part."""
 
     tp_x: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_x`."""
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Like `parallel.tp_y`."""
     pp: int = Field(default=1, ge=1, le=MOST_STAGES)
-    """Like `parallel.pp`. Features go to the first stage, and to the stages of later layers that read them. Ranks with
-    stages may also run the encoder, if it is the only one: one schedule then orders the work of both parts."""
+    """Like `parallel.pp`. Encoders send features to the first stage, and to later stages whose layers read features. A
+    single encoder may share ranks with the stages: one schedule then orders the actions of both."""
 
 
 class Submodels(Section):
-    """Parts of a multimodal model on separate ranks: `language`, and `vision`, `audio` or both; or `auto`."""
+    """Layouts of the parts of a multimodal model: `language`, and an encoder `vision`, `audio` or both; or `auto`."""
 
     WORDS: ClassVar[tuple[str, ...]] = ("auto",)
 
@@ -452,8 +453,7 @@ class Parallel(Section):
     tp_y: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel degree on axis y, the second axis of 2-D tensor parallelism."""
     ep: int = Field(default=1, ge=1, le=MOST_RANKS)
-    """Expert-parallel degree. Its ranks are those of dp_shard x cp x tp, so it does not multiply the number of
-    ranks."""
+    """Expert-parallel degree. Experts are distributed over ranks of dp_shard x cp x tp, so `ep` adds no ranks."""
     attention_shape: Literal["1d", "2d", "weight"] = "2d"
     """Attention on two tensor-parallel axes. 1d: x and y act as one axis. 2d: activations are communicated over y.
     weight: weights are gathered over y."""
@@ -463,8 +463,8 @@ class Parallel(Section):
     """Attention with shape 2d. head: y shards the heads, and attention needs no communication over y. token: y shards
     the sequence, and keys and values are gathered over y."""
     gathered_inputs: Literal["keep", "re-gather"] = "keep"
-    """Gathered inputs of a matmul: keep them for the backward pass, or gather them again there (less memory, more
-    traffic)."""
+    """Gathered inputs of a matmul. keep: they stay in memory until the backward pass. re-gather: the backward pass
+    gathers them again (less memory, more traffic)."""
     cp_kind: Literal["ring", "ulysses", "hybrid", "all_gather"] = "ring"
     """Context-parallel attention: ring (zigzag), ulysses, hybrid (both), or all_gather (gather all keys and values)."""
     cp_ulysses: int = Field(default=1, ge=1, le=MOST_RANKS)
@@ -487,14 +487,13 @@ class Parallel(Section):
     """1: shard only the optimizer state (ZeRO-1). Parameters are then gathered and gradients reduced once per step, not
     once per microbatch. None: `reshard_after_forward` decides."""
     one_order: bool = True
-    """Assume that data-parallel ranks call layers in the same order and number as in the first steps; a rank may skip
-    layers. false: order and number may vary, because ranks agree on each parameter gather, by a message between
-    hosts."""
+    """Assume that all data-parallel ranks call layers in the order of the first steps; a rank may skip layers. false:
+    the order may vary, because the ranks agree on each parameter gather by a message between hosts."""
     rules: dict[str, str] = {}
     """Overrides of the built-in sharding: glob pattern of module names to colwise, rowwise, vocab or replicate."""
     submodels: Submodels | None = None
-    """Ranks of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`; the degrees of
-    `language` then replace those of this section. `auto`: the planner chooses. None: one layout for the whole model."""
+    """Ranks of the parts of a multimodal model, such as `{vision: {dp_shard: 1}, language: {tp_x: 2}}`. The degrees of
+    `language` replace the degrees of this section. auto: the planner chooses. None: one layout for the whole model."""
     world_size: int | None = Field(default=None, ge=1, le=MOST_RANKS)
     """Number of ranks for `auto`, also of `submodels`. None: all accelerators, or 4 ranks on a machine without any."""
 
@@ -556,8 +555,8 @@ class Overlap(Section):
     symmetric memory. half-batch: layers run on two halves of the sequences of a microbatch, and one
     half computes while a collective of the other is in flight."""
     ep: Literal["none", "chunks", "half-batch"] = "none"
-    """Exchange of tokens between experts. chunks: rows of one chunk of tokens travel while those of another are
-    computed. half-batch: as for `tp`; one setting covers both."""
+    """All-to-all of tokens to experts and back. chunks: one chunk of tokens is sent while another is computed.
+    half-batch: as for `tp`; either key sets it for both."""
     chunks: int = Field(default=4, ge=2, le=MOST_CHUNKS)
     """Chunks of tokens, for `tp: chunks` and `ep: chunks`."""
 
@@ -586,8 +585,8 @@ class Checkpoint(Section):
     keep: int = Field(default=2, ge=1)
     """Number of newest intact checkpoints to keep."""
     keep_best: bool | Literal["loss"] = False
-    """Also keep the checkpoint with the lowest held-out loss. Only checkpoints saved right after an evaluation
-    compete."""
+    """Also keep the checkpoint with the lowest held-out loss. Only checkpoints saved right after an evaluation are
+    candidates."""
     on_error: Literal["stop", "continue"] = "stop"
     """Reaction to a write error of the disk: end the run (stop), or log it and skip this checkpoint (continue). A
     failed last checkpoint always ends the run."""

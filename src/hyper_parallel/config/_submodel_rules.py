@@ -22,7 +22,7 @@ def _no_tower(recipe: Recipe) -> dict[str, str] | None:
 
 
 def _wrong_number_of_ranks(recipe: Recipe) -> dict[str, Any] | None:
-    """Return rule-text placeholders for the first part whose degrees do not multiply to its number of ranks."""
+    """Return the placeholder values of the error text for the first part with a wrong number of ranks; else None."""
     parts = _submodels(recipe)
     for name, part in {"language": parts.language, **parts.towers}.items():
         if part.ranks is not None and len({*part.ranks}) != part.num_ranks:
@@ -94,13 +94,13 @@ SUBMODEL_RULES: Final[Rules] = (
          "{count} ranks, {name}.ranks={ranks}",
          "set `parallel.submodels.{name}.ranks=null`", "{count} different ranks"),
     Rule("parallel.submodels.language.pp", _stages_beside_several_towers,
-         "pipeline stages share ranks with only one encoder, and the model has several",
+         "pipeline stages can share ranks with one encoder only, but the model has several",
          "pp={pp}, {members}", "set `parallel.submodels.language.pp=1`", "one encoder, or ranks that are not shared"),
     Rule("parallel.submodels", _idle_ranks,
          "a rank has no part of the model", "rank {first} of {count}", "{hint}",
          "ranks from 0, each with at least one part"),
     Rule("parallel.{axis}", _other_degrees,
-         "with sub-models, `parallel.submodels.language` gives the degrees",
+         "`parallel.{axis}` differs from the degree in `parallel.submodels.language`",
          "parallel.{axis}={own}, parallel.submodels.language: {axis}={degree}",
          "set `parallel.{axis}={degree}`"),
     Rule("{name}", _excluded_settings,

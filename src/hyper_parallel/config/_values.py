@@ -103,7 +103,7 @@ MOST_REPEATS: Final = 2**16
 MOST_SECONDS: Final = 1e9
 """Maximum seconds or minutes of a deadline: 1e9 s is about thirty years."""
 MOST_WEIGHT: Final = 1e9
-"""Maximum weight of a mixed source; the minimum is its inverse. Within these bounds float64 sums and shares are
-exact enough."""
+"""Maximum weight of a mixed source; the minimum is 1 / this value. Within these bounds, rounding errors of float64 are
+negligible."""
 MOST_CHUNKS: Final = 64
 """Maximum chunks of one rank's tokens. Each is a separate collective; large batches become slower with far fewer."""

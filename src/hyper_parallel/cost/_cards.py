@@ -1,12 +1,13 @@
-"""Cards: efficiency of a device and of a training stack, as YAML with a source for every number.
+"""Cards: efficiency of a device and of a training framework (stack), as YAML with a source for every number.
 
-A device card has the shares of the topology's peak rates that kernels and links reach. A stack card describes a
-training framework: overlap, recomputation, launch costs. Shipped cards are in `cost/cards`; `hyper-parallel calibrate`
-writes cards of the same form.
+A device card has the fractions of the topology's peak rates that kernels and links achieve. A stack card has the
+constants of a training framework: overlap, recomputation, launch costs. Shipped cards are in `cost/cards`;
+`hyper-parallel calibrate` writes cards of the same form. The path of a number is its key in the file, such as `link` or
+`matmul.bfloat16`.
 
 Cards of this machine depend on the number of concurrent ranks, which share cores, caches and memory of one host.
-`calibrate` measures 1, 2, 4, ... concurrent ranks. Between two measured counts the constants follow a power law of the
-ranks; beyond the last they are constant.
+`calibrate` measures 1, 2, 4, ... concurrent ranks. Between two measured counts the constants follow a power law in the
+number of ranks; beyond the largest count they are constant.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _INTERPOLATED: Final = "not on the card: the share of bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class DeviceCard:
-    """Efficiency of a device's kernels and links, as shares of the peak rates in the topology."""
+    """Efficiency of a device's kernels and links, as fractions of the peak rates in the topology."""
 
     name: str
     devices: tuple[str, ...]  # globs over the device names that the card applies to
@@ -46,7 +47,7 @@ class DeviceCard:
     saturation: float
     # share of the peak FLOP/s of the two attention products on long sequences and wide heads, by dtype
     attention: Mapping[str, float]
-    # share of the `attention` rate of portable kernels, which are not specific to this device
+    # rate of portable attention kernels, which are not specific to this device, as a share of the `attention` rate
     portable: float
     attention_head: float  # head width that reaches half of the `attention` rate
     attention_len: float  # sequence length that reaches half of the `attention` rate
@@ -85,11 +86,11 @@ class DeviceCard:
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
-        """Return the source of a number, such as `matmul.bfloat16` or `link`."""
+        """Return the source of the number with path `name`, such as `matmul.bfloat16`."""
         return f"device card {self.name}: {self.sources.get(name, _INTERPOLATED)}"
 
     def share(self, table: str, dtype: str) -> float:
-        """Return the entry of `matmul` or `attention` for a dtype; the default is the share of bfloat16."""
+        """Return the entry for a dtype in the table `matmul` or `attention`; without one, that of bfloat16."""
         values: Mapping[str, float] = getattr(self, table)
         return values.get(dtype, values.get("bfloat16", next(iter(values.values()))))
 
@@ -126,6 +127,8 @@ class StackCard:
     # share of the weight gradients of token chunks that is computed while later collectives are in flight; no
     # collective is in flight during the rest
     overlap_weights: float = 1.0
+    # share of the weight gradients of the experts' first chunk that is computed while its rows are in flight
+    overlap_expert_weights: float = 0.0
     overlap_dp: float = 0.9  # share of data-parallel traffic that hides behind compute
     # efficiency of the stack's collectives relative to the device card
     network: float = 1.0
@@ -180,11 +183,11 @@ class StackCard:
     priors: Mapping[str, float] = field(default_factory=dict)
 
     def half_width(self, kind: str) -> float:
-        """Return half the width of a prediction interval, in natural logarithm, for a kind of model (dense, moe)."""
+        """Return h of the 80 % prediction interval from `t / e**h` to `t * e**h`; `kind`: dense or moe."""
         return self.interval.get(kind, UNFITTED_HALF_WIDTH)
 
     def source(self, name: str) -> str:
-        """Return the source of a number."""
+        """Return the source of the number with path `name`."""
         return f"stack card {self.name}: {self.sources.get(name, 'default')}"
 
 
@@ -192,13 +195,13 @@ C = TypeVar("C", DeviceCard, StackCard)
 
 
 def numbers_of(card: DeviceCard | StackCard) -> dict[str, float]:
-    """Return a dict from path, such as `link` or `matmul.bfloat16`, to each number of a card."""
+    """Return a dict from path, such as `link` or `matmul.bfloat16`, to number, for all numbers of a card."""
     named = {f.name: getattr(card, f.name) for f in fields(card) if f.name not in _NO_NUMBERS}
     return _by_path(named)
 
 
 def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict by path, such as `matmul.bfloat16`, of a dict by field; the inverse of `by_field`."""
+    """Return nested tables flattened, with paths such as `matmul.bfloat16` as keys; the inverse of `by_field`."""
     flat: dict[str, Any] = {}
     for name, value in named.items():
         table = isinstance(value, Mapping)
@@ -207,7 +210,7 @@ def _by_path(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict by field of a dict by path: `matmul.bfloat16` becomes the entry `bfloat16` of the dict `matmul`."""
+    """Return a dict with paths as keys in nested form: `matmul.bfloat16` becomes the key `bfloat16` in `matmul`."""
     named: dict[str, Any] = {}
     for path, value in values.items():
         name, _, key = path.partition(".")
@@ -219,14 +222,14 @@ def by_field(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_numbers(card: C, values: Mapping[str, float]) -> C:
-    """Return a card with the numbers in `values`, a dict by path, replaced."""
+    """Return a card with some numbers replaced; `values` is a dict from path to number."""
     named = by_field(values)
     tables = {k: {**getattr(card, k), **v} for k, v in named.items() if isinstance(v, dict)}
     return replace(card, **(named | tables))
 
 
 class _Number(Section):
-    """Number in a card file, with its source."""
+    """Number in a card file."""
 
     value: float
     """The number."""
@@ -241,7 +244,7 @@ _Numbers = dict[str, _Number]
 
 
 class _Part(Section):
-    """Numbers of a device card and of a stack card."""
+    """Numbers in a card file: those of a device card and those of a stack card."""
 
     device: dict[str, _Number | dict[str, _Number]] = Field(default_factory=dict)
     """Numbers of the device card."""
@@ -249,7 +252,7 @@ class _Part(Section):
     """Numbers of the stack card."""
 
     def over(self, base: tuple[_Numbers, _Numbers]) -> tuple[_Numbers, _Numbers]:
-        """Return (device numbers, stack numbers) by path: those of `base`, replaced by the numbers of this section."""
+        """Return (device numbers, stack numbers) by path: `base`, updated with the numbers of this section."""
         return base[0] | _by_path(self.device), base[1] | _by_path(self.stack)
 
 
@@ -268,7 +271,7 @@ class _CardFile(_Part):
     """Numbers that differ with fewer concurrent ranks, by the number of ranks."""
 
     def numbers(self) -> tuple[_Numbers, _Numbers]:
-        """Return (device numbers, stack numbers) by path, with those of the extended card as defaults."""
+        """Return (device numbers, stack numbers) by path, with those of the card in `extends` as defaults."""
         base = _parsed(_FOLDER / f"{self.extends}.yaml").numbers() if self.extends else ({}, {})
         return self.over(base)
 
@@ -290,11 +293,12 @@ def card_names() -> tuple[str, ...]:
 
 
 def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
-    """Return the device card and the stack card of a file; one of them may be None.
+    """Return the device card and the stack card in a file; None in place of a card that the file lacks.
 
     Raises:
-        CardUnreadable: HP313 when the file is no YAML mapping or a number is missing or unknown.
-        UnknownKey: HP101, BadValue: HP102 when a key is unknown or its value is not allowed.
+        CardUnreadable: HP313 when the file is no YAML mapping, or a number is missing or unknown.
+        UnknownKey: HP101 for an unknown key.
+        BadValue: HP102 for a value that is not allowed.
     """
     path = Path(path)
     file = _parsed(path)
@@ -302,7 +306,7 @@ def read_card(path: str | Path) -> tuple[DeviceCard | None, StackCard | None]:
 
 
 def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
-    """Return a dict from number of concurrent ranks, ascending, to the cards of a file for that number.
+    """Return a dict from number of concurrent ranks, ascending, to the cards in a file for that number.
 
     Raises:
         CardUnreadable: HP313 when the file is damaged, or lacks the device, the stack or the number of ranks.
@@ -328,7 +332,7 @@ def read_cards_by_ranks(path: Path) -> dict[int, tuple[DeviceCard, StackCard]]:
 def load_card(name: str) -> tuple[DeviceCard | None, StackCard | None]:
     """Return a shipped card by name; result and errors as for `read_card`."""
     if name not in card_names():
-        raise CardUnreadable("no calibration card has this name", got=name, allowed=card_names())
+        raise CardUnreadable(f"no card is named `{name}`", got=name, allowed=card_names())
     return read_card(_FOLDER / f"{name}.yaml")
 
 
@@ -349,33 +353,31 @@ def device_card(device_name: str, kind: str) -> DeviceCard:
 
 
 def stack_card(name: str) -> StackCard:
-    """Return a shipped stack card."""
+    """Return a shipped stack card by name; raise CardUnreadable (HP313) if there is none."""
     card = load_card(name)[1]
     if card is None:
-        raise CardUnreadable("the calibration card has no stack constants", got=name)
+        raise CardUnreadable(f"the card `{name}` has no section `stack`", got=name)
     return card
 
 
 def _parsed(path: Path) -> _CardFile:
-    """Return the parsed card file at `path`."""
     return read_section(path, _CardFile, CardUnreadable, "card")
 
 
 def _values(card: type[DeviceCard | StackCard], numbers: _Numbers, path: Path) -> dict[str, Any]:
-    """Return the constructor arguments of a card: its numbers, their sources and priors."""
+    """Return keyword arguments for the constructor of a card: numbers, their sources and priors."""
     known = {f.name: f for f in fields(card) if f.name not in _NO_NUMBERS}
     for number in numbers:
         name, _, key = number.partition(".")
         if name not in known or bool(key) != ("Mapping" in str(known[name].type)):
             raise CardUnreadable(
-                "a calibration card has an unknown key", where=str(path), got=number, allowed=sorted(known)
+                f"the card has an unknown key `{number}`", where=str(path), got=number, allowed=sorted(known)
             )  # fmt: skip
     values = by_field({key: number.value for key, number in numbers.items()})
     needed = {k for k, f in known.items() if f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(needed - set(values)):
         raise CardUnreadable(
-            "a device card lacks required keys", where=str(path), got=f"without {', '.join(missing)}",
-            hint="extends: accelerator",
+            f"the device card lacks the keys {', '.join(missing)}", where=str(path), hint="extends: accelerator",
         )  # fmt: skip
     return {
         **values, "sources": {key: number.source for key, number in numbers.items()},
@@ -390,12 +392,12 @@ Cards = tuple[DeviceCard, StackCard]
 
 
 def own_path() -> Path:
-    """Return the path of this machine's cards: `card.yaml` in the user's cache."""
+    """Return the path of the file with this machine's cards: `card.yaml` in the user's cache folder."""
     return cache_dir() / "card.yaml"
 
 
 def own_cards(device_name: str, ranks: int, path: Path | None = None) -> Cards | None:
-    """Return the cards that `calibrate` wrote for this device; None if it was not calibrated.
+    """Return the cards that `hyper-parallel calibrate` wrote for this device; None if it was not calibrated.
 
     Args:
         device_name: Name of the device in its topology.
@@ -410,7 +412,7 @@ def own_cards(device_name: str, ranks: int, path: Path | None = None) -> Cards |
 
 
 def own_cards_by_ranks(device_name: str, path: Path | None = None) -> dict[int, Cards]:
-    """Return a dict from measured number of ranks to the cards of this device; empty if it was not calibrated.
+    """Return a dict from measured number of ranks to this device's cards; empty if the device was not calibrated.
 
     Raises:
         CardUnreadable: HP313 when the file is damaged.

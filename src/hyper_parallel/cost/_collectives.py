@@ -1,13 +1,14 @@
 """Split of layers into pipeline stages, and the collectives of one optimizer step on a rank, in calls and bytes.
 
-The slowest stage limits a pipeline, so the split minimizes the largest stage cost, and among the optimal splits the sum
-of squares, which balances the rest. Costs are training FLOPs of one token: matmul weights and causal attention of every
-layer, the output projection on the last stage. The embedding lookup has no FLOPs, as in `ModelSpec`.
+The slowest stage limits a pipeline, so the split minimizes the cost of the most expensive stage. Among these splits,
+the one with the least sum of squared costs is chosen, to balance the other stages. The cost of a layer is its training
+FLOPs per token: matmuls and causal attention. The last stage adds the output projection; the embedding has no FLOPs.
 
-Collectives follow the boundary table of `shard`. Parity and dry-run tests compare the list with the collectives of real
-and traced ranks, to the byte. The gradient norm, and gradients of parameters that tensor parallelism replicates, are
-summed once per step. With pipeline stages, and with ZeRO-1, FSDP also reduces gradients once per step, and parameters
-not freed after forward stay gathered for the step.
+A `shard.Boundary` is a collective with its elements, its group and its calls per forward, backward and recomputation.
+`shard` lists the boundaries of every kind of layer, and this module adds them up over a step. Tests compare the result
+with the collectives of real ranks, to the byte. The gradient norm, and gradients of parameters that tensor parallelism
+replicates, are summed once per step. With pipeline stages, and with ZeRO-1, FSDP also reduces gradients once per step,
+and parameters not freed after forward stay gathered for the step.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ from hyper_parallel.units import DTYPE_BYTES
 
 
 def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Return the number of layers per stage that minimizes the cost of the most expensive stage; at least one each.
+    """Return the number of layers per stage, at least one, such that the most expensive stage costs least.
 
-    Exact, by dynamic programming over (layer, stage). Among splits with the least maximum, the least sum of squares
-    wins. Ties prefer fewer layers in the earlier stages, which hold the most activations.
+    Exact, by dynamic programming over (layer, stage). Among splits with the least maximum, the least sum of squared
+    costs wins. Ties prefer fewer layers in the earlier stages, which hold the most activations.
 
     Args:
-        costs: Cost of every layer, first layer first; whole numbers, so that the result does not depend on rounding.
+        costs: Cost of every layer, in order; whole numbers, for exact comparisons.
         stages: Number of stages.
         first: Cost added to the first stage, for modules before the layers.
         last: Cost added to the last stage, for modules after the layers.
@@ -77,7 +78,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
         return prefix[stop] - prefix[start] + extra
 
     def ends(start: int, stage: int) -> range:
-        """Return the possible ends of a stage that begins at `start`, such that every later stage gets a layer."""
+        """Return the possible ends of a stage that begins at layer `start`; every later stage needs a layer."""
         later_stages = stages - 1 - stage
         return (
             range(count, count + 1)
@@ -87,7 +88,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     @cache
     def largest(start: int, stage: int) -> int:
-        """Return the least possible cost of the most expensive stage among this stage and all later ones."""
+        """Return the least possible cost of the most expensive stage from `stage` on, if that begins at `start`."""
         if stage == stages:
             return 0
         stops = ends(start, stage)
@@ -97,7 +98,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     @cache
     def squares(start: int, stage: int) -> tuple[float, int]:
-        """Return the least sum of squared costs from this stage on, within the limit, and the end of this stage."""
+        """Return (least sum of squared costs of `stage` and later stages, end of `stage`); no cost exceeds `limit`."""
         if stage == stages:
             return 0, count
         costs_to = {s: cost(start, s, stage) for s in ends(start, stage)}
@@ -113,10 +114,9 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
 
 def _check_stage_count(stages: int, layers: int) -> None:
-    """Raise NotDivisible (HP203) for more stages than layers."""
     if not 1 <= stages <= layers:
         raise NotDivisible(
-            "a pipeline has more stages than the model has layers",
+            f"{stages} pipeline stages are more than the {layers} layers of the model",
             got=f"{stages} stages, {layers} layers",
             allowed=f"1 to {layers} stages",
             changes={"parallel.pp": layers, "parallel.virtual_stages": 1},
@@ -125,11 +125,11 @@ def _check_stage_count(stages: int, layers: int) -> None:
 
 @lru_cache(maxsize=256)
 def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[int, ...]:
-    """Return the number of decoder layers of each (virtual) stage: explicit in the strategy, else split by cost.
+    """Return the number of decoder layers of each (virtual) stage: `strategy.stage_layers` if set, else `cut_layers`.
 
     Args:
         model: The model.
-        strategy: Stages, and `stage_layers` if explicit.
+        strategy: Strategy with the number of stages.
         seq_len: Tokens per sequence, for the FLOPs of attention.
 
     Raises:
@@ -145,10 +145,10 @@ def stage_layers(model: ModelSpec, strategy: Strategy, seq_len: int) -> tuple[in
 
 
 def check_stage_layers(strategy: Strategy, layers: int) -> None:
-    """Raise an error if the explicit split does not match a model of `layers` layers.
+    """Raise an error if `strategy.stage_layers` is set and does not fit the stages and a model of `layers` layers.
 
     Raises:
-        NotDivisible: HP203 with a split that matches.
+        NotDivisible: HP203; the suggested change is an even split.
     """
     stages, explicit = strategy.stages, strategy.stage_layers
     if explicit and (len(explicit) != stages or sum(explicit) != layers or min(explicit) < 1):
@@ -163,7 +163,6 @@ def check_stage_layers(strategy: Strategy, layers: int) -> None:
 
 
 def _layer_flops(block: Block, seq_len: int) -> int:
-    """Return the training FLOPs of one token in one layer of a block."""
     attention = block.attention
     scores = attention.forward_flops_per_token(seq_len, causal=True) if attention else 0.0
     return 6 * block.num_matmul_params + round(3 * scores)
@@ -205,7 +204,7 @@ def recomputed_layers(
 def split_recomputed(
     blocks: Iterable[Block], recomputed: frozenset[int]
 ) -> Iterator[tuple[Block, bool]]:
-    """Yield (block, True if backward recomputes its layers); a block with layers of both kinds is split in two."""
+    """Yield (block, whether backward recomputes its layers); a block with layers of both kinds is split in two."""
     for block in blocks:
         redone_layers = tuple(i for i in block.layers if i in recomputed)
         plain_layers = tuple(i for i in block.layers if i not in recomputed)
@@ -216,14 +215,13 @@ def split_recomputed(
 
 
 def _stages(model: ModelSpec, strategy: Strategy, seq_len: int, pp_rank: int) -> list[range]:
-    """Return the range of layers of each stage of a pipeline rank."""
     per_stage = stage_layers(model, strategy, seq_len)
     ends = [sum(per_stage[:s]) for s in range(len(per_stage) + 1)]
     return [range(ends[s], ends[s + 1]) for s in strategy.stages_of(pp_rank)]
 
 
 def _untied(block: Block, model: ModelSpec) -> Block:
-    """Return a head that is not tied to the embedding: a shared weight becomes its own, with the same name."""
+    """Return a head with its own parameter in place of each weight tied to the embedding, under the same name."""
     params = {p.name: p for b in model.blocks for p in b.params}
     return replace(
         block,
@@ -250,10 +248,10 @@ Entries = tuple[int, bool, Iterable[Boundary]]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Token rows that a rank's experts exchanged in the forwards of one layer and step, over all microbatches."""
+    """Numbers of routed tokens that a rank sent and received in one expert layer, in all forwards of a step."""
 
-    sent: int  # rows sent to experts on other ranks
-    received: int  # rows received for experts of this rank
+    sent: int  # tokens sent to experts on other ranks
+    received: int  # tokens received for experts on this rank
 
 
 def step_collectives(
@@ -275,18 +273,13 @@ def step_collectives(
         layouts: Layout of every parameter, as returned by `shard.plan_layouts`.
         strategy: Degrees of the axes.
         workload: Batch numbers resolved, and number formats.
-        rows: Dict from layer to the measured rows that its experts exchanged; None: uniform routing.
+        rows: Dict from expert layer to the measured numbers of routed tokens; None: uniform routing.
         pp_rank: Coordinate of the rank on the axis `pp`.
     """
     rank_part = rank_model(model, strategy, workload.seq_len, pp_rank)
     recomputed = recomputed_layers(model, strategy, workload.seq_len, pp_rank)
-    step = _Step(
-        rank_part,
-        layouts,
-        strategy,
-        workload,
-        tuple(split_recomputed(rank_part.blocks, recomputed)),
-    )
+    blocks = tuple(split_recomputed(rank_part.blocks, recomputed))
+    step = _Step(rank_part, layouts, strategy, workload, blocks)
     return step.collectives(
         step.sharing(), step.tensor(), step.projections(), step.context(), step.experts(rows),
         step.pipeline(model, pp_rank), step.gradient_norm(),
@@ -295,7 +288,7 @@ def step_collectives(
 
 @dataclass(frozen=True)
 class _Step:
-    """Builder of the collectives of a step on one rank, from the blocks of its pipeline rank."""
+    """Builder of the collectives of a step on one rank, from the blocks on its pipeline stages."""
 
     model: ModelSpec
     layouts: Mapping[str, Layout]
@@ -304,7 +297,7 @@ class _Step:
     blocks: tuple[tuple[Block, bool], ...]
 
     def collectives(self, *parts: Iterable[Entries]) -> tuple[Collective, ...]:
-        """Return the collectives of all entries, with calls and bytes summed by kind, axes and purpose."""
+        """Return the collectives of all entries, with calls and bytes added up by kind, axes and purpose."""
         w = self.workload
         compute, param = DTYPE_BYTES[w.compute_dtype], DTYPE_BYTES[w.param_dtype]
         widths = {
@@ -328,14 +321,13 @@ class _Step:
         return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
 
     def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the mesh axes that a group spans, without axes of degree 1; expert axes are expanded."""
+        """Return the main mesh's axes that a group spans, without axes of degree 1; see `Strategy.spanning_axes`."""
         if {"ep", "edp"} & {*names}:
             return self.strategy.spanning_axes(names)
         return tuple(a for a in names if getattr(self.strategy, a) > 1)
 
     @cached_property
     def cut(self) -> TokenCut:
-        """Sharding of the tokens of a microbatch."""
         return TokenCut.of(self.strategy, self.workload)
 
     @cached_property
@@ -346,25 +338,22 @@ class _Step:
 
     @cached_property
     def part_cut(self) -> TokenCut:
-        """Sharding of the tokens of a part of a microbatch."""
         sequences = (self.workload.microbatch or 1) // self.parts
         return TokenCut.of(self.strategy, replace(self.workload, microbatch=sequences))
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches."""
         return self.workload.accumulation_steps or 1
 
     def params(self, block: Block) -> list[ParamSpec]:
-        """Return the parameters of a block that are not tied to another."""
+        """Return the parameters of a block that are not tied to another parameter."""
         return [p for p in block.params if p.tied_to is None]
 
     def sharding_axes(self, param: ParamSpec) -> set[str]:
-        """Return the axes that shard a parameter."""
         return {*self.layouts[param.name].sharding_axes}
 
     def sharing(self) -> Iterator[Entries]:
-        """Yield FSDP collectives: one group per decoder layer, and one for the rest."""
+        """Yield FSDP collectives: one parameter group per decoder layer, and one group of all other parameters."""
         s = self.strategy
         rest: list[ParamSpec] = []
         for block in self.model.blocks:
@@ -375,7 +364,7 @@ class _Step:
         yield 1, False, self.fsdp_group(rest, False)  # empty on middle stages
 
     def fsdp_group(self, params: Iterable[ParamSpec], freed: bool) -> Iterator[Boundary]:
-        """Return the collectives of one FSDP group; `freed`: gathered parameters are freed after forward."""
+        """Return the collectives of one FSDP parameter group; `freed`: forward frees the gathered parameters."""
         s, total = self.strategy, 0
         shards = s.dp_shard * s.cp
         for param in params:
@@ -422,8 +411,8 @@ class _Step:
         for block, recomputed in self.blocks:
             layers = block.count * self.parts
             yield layers, recomputed, norm_boundaries(self.part_cut, self.norms(block))
-            # Recomputation ends with the last tensor of each part that backward needs. An operator that also scatters
-            # the tokens runs before it saves them.
+            # Recomputation stops once all tensors that backward needs are saved. An operator that fuses a matmul with
+            # the scatter saves its tensors after the scatter, so recomputation repeats the scatter.
             table = self.layer(block, may_end=not self.strategy.overlap.tp_symmetric)
             yield layers, recomputed, _in_chunks(table, self.token_chunks, *_TOKENS_MOVED)
         elements: dict[tuple[str, ...], int] = {}
@@ -439,7 +428,7 @@ class _Step:
             yield _once_per_step("all_reduce", axes, ranks, size, Purpose.WHOLE_PARAMETERS)
 
     def norms(self, block: Block) -> int:
-        """Return how many statistics the norms of a block all-reduce over tp_y: one per norm, two with a bias."""
+        """Return the number of all-reduces over tp_y for norm statistics: one per norm, two for a norm with a bias."""
         inside = {_parent(p.name) for p in self.params(block) if len(p.shape) == 2}
         return sum(
             self.sharding_axes(p) & {*_TP} == {"tp_y"} and _parent(p.name) not in inside
@@ -449,13 +438,13 @@ class _Step:
 
     @cached_property
     def hidden_cut(self) -> bool:
-        """True if the residual stream is sharded over y, according to the layouts of its norms."""
+        """True if the hidden dim of the residual stream is sharded over tp_y, as the layouts of the norms show."""
         return any(self.norms(block) for block in self.model.blocks)
 
     def layer(self, block: Block, may_end: bool = True) -> Iterator[Boundary]:
-        """Yield collectives of attention and MLP modules whose matrices tensor parallelism shards.
+        """Yield tensor-parallel collectives of the attention and MLP modules of a block.
 
-        With `may_end`, an MLP that is the last module of its layer counts as the end of the layer.
+        With `may_end`, recomputation omits the last scatter of a layer if the layer ends with an MLP.
         """
         if not block.layers:
             return
@@ -485,12 +474,12 @@ class _Step:
 
     @property
     def token_chunks(self) -> int:
-        """Number of chunks in which blocks gather and scatter their tokens."""
+        """Number of chunks in which attention and MLP gather and scatter their tokens; 1 if tokens do not divide."""
         chunks = self.strategy.overlap.tp_chunks
         return 1 if self.part_cut.piece % chunks else chunks
 
     def projections(self) -> Iterator[Entries]:
-        """Yield collectives of packed projections (qkv, gate and up), and of norms over all heads."""
+        """Yield tensor-parallel collectives of packed projections (qkv, gate and up), and of norms over all heads."""
         s, ranks = self.strategy, self.strategy.tp
         if ranks == 1:
             return
@@ -507,7 +496,6 @@ class _Step:
                     yield layers, recomputed, head_norm_boundaries(cut)
 
     def context(self) -> Iterator[Entries]:
-        """Yield collectives of attention over context-parallel ranks."""
         for block, recomputed in self.blocks:
             if self.strategy.cp > 1 and block.attention is not None:
                 gather = self.strategy.cp_kind == "all_gather"
@@ -549,7 +537,7 @@ class _Step:
             yield block.count * parts, recomputed, _in_chunks(table, chunks, Purpose.EXPERT_ROWS)
 
     def pipeline(self, whole: ModelSpec, pp_rank: int) -> Iterator[Entries]:
-        """Yield messages to other stages, and the gradient of a weight shared by the first and the last stage."""
+        """Yield sends to other stages, and the gradient exchange of a weight that first and last stage share."""
         s = self.strategy
         if s.pp == 1:
             return
@@ -570,18 +558,17 @@ class _Step:
             yield _once_per_step("send_recv", ("pp",), 2, fsdp_group, Purpose.SHARED_WEIGHT)
 
     def gradient_norm(self) -> Iterator[Entries]:
-        """Yield the all-reduce of the squared gradient norm, one number, over all ranks."""
         axes = tuple(name for name, degree in self.strategy.mesh().axes if degree > 1)
         ranks = self.strategy.mesh().degree(axes)
         yield _once_per_step("all_reduce", axes, ranks, 1, Purpose.GRADIENT_NORM, "norm")
 
 
 _TOKENS_MOVED: Final = (Purpose.SEQUENCE_GATHER, Purpose.SEQUENCE_SCATTER)
-"""Purposes of the collectives that are split if blocks process their tokens in chunks."""
+"""Purposes of the collectives that are split if attention and MLP process their tokens in chunks."""
 
 
 def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> Iterator[Boundary]:
-    """Yield the boundaries, with each collective for one of `purposes` split into `chunks` equal calls."""
+    """Yield the collectives in `table`, those for one of `purposes` split into `chunks` equal calls."""
     for b in table:
         if b.purpose not in purposes or chunks == 1:
             yield b
@@ -597,22 +584,21 @@ def _in_chunks(table: Iterable[Boundary], chunks: int, *purposes: Purpose) -> It
 def _once_per_step(
     kind: str, axes: tuple[str, ...], ranks: int, elements: int, purpose: Purpose, width: Format = "parameter"
 ) -> Entries:  # fmt: skip
-    """Return the entry of one collective that is called once per step."""
     return 1, False, [Boundary(kind, axes, ranks, elements, purpose, width, once=1)]
 
 
 def _parent(name: str) -> str:
-    """Return the path of the parent of the module that owns a parameter."""
+    """Return the module path two levels above a parameter: `mlp` for `mlp.up_proj.weight`."""
     return name.rsplit(".", 2)[0]
 
 
 def _leaf(name: str) -> str:
-    """Return the last name in the path of the module that owns a parameter."""
+    """Return the name of the module that owns a parameter: `up_proj` for `mlp.up_proj.weight`."""
     return name.rsplit(".", 2)[-2]
 
 
 def _stacked(param: ParamSpec, block: Block) -> tuple[Part, ...]:
-    """Return the projections that a packed matrix stacks; () for a single projection, and for experts."""
+    """Return the projections that are stacked in a packed matrix; () for a single projection and for experts."""
     if len(param.shape) != 2:
         return ()
     if param.dims[0] == "gate_up":

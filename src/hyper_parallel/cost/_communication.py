@@ -1,7 +1,8 @@
-"""Seconds of communication of candidate strategies: collectives of the boundary table of `shard` on a machine's links.
+"""Communication seconds of candidate strategies: the collectives that `shard` lists, on the links of a machine.
 
-The unit is one decoder layer and one microbatch on one rank, exposed communication only, plus the data-parallel traffic
-of a step.
+A `shard.Boundary` is a collective with its elements, its group and its number of calls. Results are seconds on one rank
+for one decoder layer and one microbatch, except for data-parallel collectives that a step has once (`step_tail`).
+Exposed communication is not hidden by computation.
 """
 
 from __future__ import annotations
@@ -29,47 +30,49 @@ from hyper_parallel.shard import (
 )
 
 _MIRROR = {"reduce_scatter": "all_gather"}
-"""Kinds of collectives, each with another kind of the same duration."""
+"""Dict from kind of collective to the kind with the same duration that is priced instead."""
 _PARAMETERS = (Purpose.FSDP_PARAMETERS, Purpose.EXPERT_PARAMETERS)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCommunication:
-    """Communication seconds of one layer and microbatch on one rank, without data parallelism and experts."""
+    """Seconds of tensor- and context-parallel collectives of one layer and microbatch on one rank."""
 
-    tp: Array  # exposed gathers and scatters of tensor parallelism
-    tp_whole: Array  # gathers and scatters of tensor parallelism, hidden ones included
-    cp: Array  # exposed key-value ring, and head exchanges
-    cp_whole: Array  # key-value ring and head exchanges, hidden ones included
+    tp: Array  # exposed part of `tp_whole`
+    tp_whole: Array  # gathers and scatters of tensor parallelism
+    cp: Array  # exposed part of `cp_whole`
+    cp_whole: Array  # key-value ring of context parallelism, and all-to-alls of Ulysses
 
 
 @dataclass(frozen=True, slots=True)
 class Communication(BlockCommunication):
-    """Communication seconds of one layer and microbatch on one rank, data parallelism and experts included.
+    """Seconds of all collectives of one layer and microbatch on one rank.
 
-    A pipeline accumulates unsharded gradients and reduces them once per step, see `step_tail`: `fsdp_scatter` and
-    `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
+    With pipeline parallelism, gradients are accumulated unsharded and reduced once per step (`step_tail`). Then
+    `fsdp_scatter` and `outside` are 0, and so is `fsdp_gather` unless parameters are freed after forward.
     """
 
     ep: Array  # all dispatches and combines of experts
     # exposed parameter gathers and gradient scatters per microbatch
     fsdp: Array
-    fsdp_gather: Array  # one gather of the layer's parameters
-    fsdp_scatter: Array  # one scatter of its gradients
+    fsdp_gather: Array  # one all-gather of the layer's parameters
+    fsdp_scatter: Array  # one reduce-scatter of the layer's gradients
     # FSDP gathers and scatters of embedding and head per microbatch; never hidden
     outside: Array
 
 
 def exposed(traffic: Array, work: Array, overlap: float) -> Array:
-    """Return exposed seconds of `traffic`: the share `1 - overlap`, or the excess over `work` if that is larger."""
+    """Return the exposed seconds of communication that computation may hide.
+
+    The result is the larger of the fraction 1 - `overlap` of `traffic` seconds, and the excess over `work` seconds.
+    """
     return np.maximum((1.0 - overlap) * traffic, traffic - work)
 
 
 def call_seconds(s: PricingCase, b: Boundary) -> Array:
-    """Return seconds of one call of a collective.
+    """Return the seconds of one call of a collective.
 
-    A message to the next rank in a group of g costs one of the g - 1 rounds of an all-gather. Layout changes of 2-D
-    tensor parallelism are priced as scatters.
+    A send to the next of g ranks takes the time of one of the g - 1 rounds of an all-gather.
     """
     formats = {"reduce": s.reduce_width, "statistic": max(4.0, s.machine.width)}
     width, kind = formats.get(b.format, s.machine.width), _MIRROR.get(b.kind, b.kind)
@@ -80,7 +83,7 @@ def call_seconds(s: PricingCase, b: Boundary) -> Array:
 
 
 def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
-    """Return seconds of one call of kind `kind` with `size` bytes, without the cache of `call_seconds`."""
+    """Return the seconds of one call; `size`: bytes of the full tensor, or for all_to_all of one rank's part."""
     machine, places = s.machine, s.places
     if kind == "all_to_all" and b.axes == ("ep",):
         copies = s.n.experts_per_token / s.n.moe_share if machine.stack.ep_dedup else 1.0
@@ -96,7 +99,7 @@ def _call_seconds(s: PricingCase, b: Boundary, kind: str, size: Array) -> Array:
 
 
 def block_communication(s: PricingCase, work: Compute) -> BlockCommunication:
-    """Return the communication seconds of one average layer, without data parallelism and experts."""
+    """Return the seconds of tensor- and context-parallel collectives of one average layer."""
     tp = tensor_seconds(s)
     cp_whole, cp = _context(s, work)
     hidden = exposed(tp, 3.0 * work.matmul, s.machine.stack.overlap_tp)
@@ -126,11 +129,11 @@ def layer_communication(s: PricingCase, work: Compute, blocks: BlockCommunicatio
 
 
 def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
-    """Return seconds of communication of one forward pass, without overlap.
+    """Return the communication seconds of one forward pass, without overlap.
 
     Returns:
-        Seconds of an average layer's tensor-parallel collectives, expert all-to-alls and parameter gather, and seconds
-        of the parameter gather of embedding and head.
+        Four arrays of seconds. For an average layer: tensor-parallel collectives, expert all-to-alls, and parameter
+        gather. For embedding and head together: parameter gather.
     """
     gathers: list[Array] = []
     outside_elements = s.ends(float(s.n.embedding_weights + s.n.head_params))
@@ -141,15 +144,15 @@ def forward_communication(s: PricingCase) -> tuple[Array, Array, Array, Array]:
 
 
 def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
-    """Return seconds of the tensor-parallel collectives of an average layer, forward and backward.
+    """Return the seconds of the tensor-parallel collectives of an average layer, forward and backward.
 
-    1-D tensor parallelism has 8 collectives per layer, and 10 if this package's runtime gathers inputs again in
-    backward. Other frameworks overlap that gather with a matmul. Full recomputation adds the collectives of the
-    recomputed layer. Experts that process only the tokens of their rank have no such collectives.
+    1-D tensor parallelism has 8 collectives per layer, or 10 if the candidate re-gathers inputs in backward. Full
+    recomputation adds the collectives of the recomputed layer. Experts that process only the tokens of their rank have
+    no tensor-parallel collectives.
 
     Args:
         s: Pricing case.
-        backward: Weight of the backward collectives; 0: forward only.
+        backward: Factor on the collectives of backward; 0: forward only.
     """
     n, c, regathers = s.n, s.c, (1.0 - s.full) * collapse(s.c.regather)
     both_2d = (c.attention_shape == SHAPES.index("2d")) & (c.mlp_shape == SHAPES.index("2d"))
@@ -185,7 +188,6 @@ def tensor_seconds(s: PricingCase, backward: float = 1.0) -> Array:
 
 
 def _attention_widths(n: ModelNumbers) -> BlockWidths:
-    """Return the widths of the attention block of an average layer."""
     keys = Projection(2.0 * n.k_width, 2.0 * n.k_width * n.hidden, keys=True)
     out = Projection(n.v_width, n.v_width * n.hidden)
     query = Projection(n.q_width, n.attention_weights - keys.weights - out.weights)
@@ -193,7 +195,7 @@ def _attention_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _mlp_widths(n: ModelNumbers) -> BlockWidths:
-    """Return the widths of the feed-forward block of an average layer: dense part, shared and visited experts."""
+    """Return the widths of the feed-forward block of an average layer: dense MLP, shared and chosen experts."""
     wide = [m for m in n.matmuls if m.part != "attention"]
     columns = sum(m.outputs * m.count for m in wide if not m.row)
     inputs = sum(m.inputs * m.count for m in wide if m.row)
@@ -203,9 +205,9 @@ def _mlp_widths(n: ModelNumbers) -> BlockWidths:
 
 
 def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
-    """Return seconds of a layer's context-parallel traffic: all of it, and the exposed part.
+    """Return (all, exposed) seconds of the context-parallel collectives of an average layer.
 
-    Attention hides the key-value ring, but not other collectives.
+    Attention hides only the key-value ring.
     """
     n, full = s.n, s.full
     ring_forward = ring_backward = unhidden = np.zeros(1)
@@ -235,10 +237,9 @@ def _context(s: PricingCase, work: Compute) -> tuple[Array, Array]:
 
 
 def expert_seconds(s: PricingCase, backward: float = 1.0) -> Array:
-    """Return seconds of all dispatches and combines of the experts of an average layer.
+    """Return the seconds of all dispatches and combines of experts in an average layer; `backward` = 0: forward only.
 
-    Ranks that shard one expert also gather each other's rows; without ep that is part of tensor parallelism.
-    `backward` = 0 prices forward alone.
+    Ranks that shard one expert (etp) also all-gather the routed rows; with ep = 1, this is part of `tensor_seconds`.
     """
     n, c = s.n, s.c
     total: Array = np.zeros(1)
@@ -257,12 +258,12 @@ def expert_seconds(s: PricingCase, backward: float = 1.0) -> Array:
 
 
 def hop_seconds(s: PricingCase) -> Array:
-    """Return seconds to send one microbatch's activations, or their gradients, to an adjacent stage."""
+    """Return the seconds to send the activations of one microbatch, or their gradients, to an adjacent stage."""
     return call_seconds(s, next(pipeline_boundaries(s.cut, s.n.hidden, 1, 1)))
 
 
 def _layer_boundaries(s: PricingCase, layers: Array | float) -> Iterator[Boundary]:
-    """Yield data-parallel collectives of some average layers: first the part without experts, then experts."""
+    """Yield the data-parallel collectives of `layers` average layers: first without experts, then of the experts."""
     yield from _sharing_boundaries(s, s.dense(layers))
     if s.n.experts:
         yield from _sharing_boundaries(s, s.experts(layers), experts=True)
@@ -271,9 +272,10 @@ def _layer_boundaries(s: PricingCase, layers: Array | float) -> Iterator[Boundar
 def _sharing_boundaries(
     s: PricingCase, elements: Array, *, freed: bool = True, experts: bool = False
 ) -> Iterator[Boundary]:
-    """Yield data-parallel collectives of `elements` parameters.
+    """Yield the data-parallel collectives of `elements` parameters.
 
-    With `freed`, ZeRO-3 frees gathered parameters after forward. With `experts`, the group is `edp`.
+    With `freed`, ZeRO-3 frees gathered parameters after forward. With `experts`, they are parameters of experts, and
+    the group is `edp`.
     """
     c, ranks = s.c, s.shards
     if experts:
@@ -285,13 +287,15 @@ def _sharing_boundaries(
 
 
 def step_tail(s: PricingCase) -> dict[str, Array]:
-    """Return seconds of the data-parallel traffic that the fullest stage has once per step, by kind.
+    """Return the seconds of the data-parallel collectives that the fullest stage has once per step.
 
     Returns:
-        `scatter_s`: reduction of gradients, which the backward of the last microbatch may overlap. `gather_s`: gather
-        of updated parameters. `first_s`: gather of a pipeline's layers that stay gathered, which the first forward may
-        overlap. `late_s`: reduction of a pipeline's sharded gradients, and traffic of its embedding or head, which
-        nothing overlaps.
+        Dict with four entries:
+
+        * `scatter_s`: reduction of gradients, which the backward of the last microbatch may overlap;
+        * `gather_s`: all-gather of updated parameters;
+        * `first_s`: in a pipeline, all-gather of layers that stay gathered; the first forward may overlap it;
+        * `late_s`: in a pipeline, reduction of gradients and all collectives of embedding and head, never overlapped.
     """
     reduced = replicas = np.zeros(1)
     gathers = []
@@ -319,10 +323,9 @@ def step_tail(s: PricingCase) -> dict[str, Array]:
 
 
 def per_tensor_latency_s(s: PricingCase) -> Array:
-    """Return the latency of ZeRO-1's per-tensor collectives in seconds.
+    """Return the seconds of latency of ZeRO-1 collectives if the framework calls one per tensor.
 
-    A ring of g ranks takes g - 1 steps, each at least the latency of the outermost tier, so small shards are
-    latency-bound.
+    A ring of g ranks has g - 1 steps, each at least the latency of the outermost tier.
     """
     steps = (s.shards - 1.0) * s.machine.tiers[-1].latency_s.value
     seconds = s.layers * s.machine.stack.tail_tensors * steps

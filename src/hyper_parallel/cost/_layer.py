@@ -25,14 +25,14 @@ The products write and read the scores (4), the softmax reads and writes them (4
 class Compute:
     """Compute seconds of one layer and microbatch on one rank, by kind of kernel."""
 
-    matmul: Array  # matmuls of attention projections, feed-forward part and experts, forward; backward is twice that
-    attention: Array  # scores and their product with the values, forward
-    attention_backward: Array  # scores and their product with the values, backward
+    matmul: Array  # matmuls of attention projections, feed-forward part and experts, forward; backward takes twice that
+    attention: Array  # attention scores and their product with the values, forward
+    attention_backward: Array  # attention scores and their product with the values, backward
     elementwise: Array  # element-wise kernels, forward
     elementwise_backward: Array  # element-wise kernels, backward
     quantize: Array  # casting matmul inputs to 8 or 4 bits, forward
     quantize_backward: Array  # casting output gradients, backward
-    recompute: Array  # added by recomputation
+    recompute: Array  # recomputed forward work in backward
     # exposed launches and host work, forward, backward and recompute
     launch: Array
     saved_bytes: Array  # bytes kept for backward without recomputation
@@ -52,10 +52,10 @@ class Compute:
 def matmul_seconds(
     machine: Machine, rows: Array, outputs: Array | float, inputs: Array | float
 ) -> Array:
-    """Return seconds of a matmul of [rows, inputs] with [inputs, outputs].
+    """Return the seconds of a matmul of [rows, inputs] with [inputs, outputs].
 
-    The achieved share of the peak is e0 M/(M+s) N/(N+s) K/(K+s), with the same s for all three dimensions: loads and
-    stores overlap the products only in part.
+    The achieved fraction of the peak FLOP/s is e0 M/(M+s) N/(N+s) K/(K+s). Here e0 is that of a large matmul, and s is
+    `Machine.saturation`.
     """
     s = machine.saturation
     stretch = (1.0 + s / rows) * (1.0 + s / outputs) * (1.0 + s / inputs)
@@ -107,14 +107,14 @@ def layer_compute(s: PricingCase) -> Compute:
 
 
 def forward_launch(s: PricingCase, seconds: Array) -> Array:
-    """Return exposed seconds of the kernel launches of a layer's forward, whose kernels take `seconds`."""
+    """Return the seconds of kernel launches in a layer's forward that kernels of `seconds` in total do not hide."""
     stack = s.machine.stack
     norms = s.n.head_norms * stack.kernels_norm
     return _exposed_launches(s.machine, seconds, stack.kernels_forward + 0.25 * norms)
 
 
 def _exposed_launches(machine: Machine, seconds: Array, kernels: float) -> Array:
-    """Return exposed seconds of `kernels` launches, beyond kernels that take `seconds`."""
+    """Return the seconds of `kernels` launches that kernels of `seconds` in total do not hide."""
     launches = np.full_like(seconds, kernels * machine.card.kernel_s * machine.ranks_per_core)
     return np.maximum(0.0, launches - seconds) if machine.card.launch_hidden else launches
 
@@ -125,13 +125,13 @@ def matmuls(
     part: str | None = None,
     row: bool | None = None,
 ) -> Array:
-    """Return seconds of the projections of one average layer, forward.
+    """Return the seconds of all matmuls with weights in the forward of one average layer.
 
     Args:
         s: Pricing case.
-        visited_experts: Experts per rank that receive tokens; None: all.
-        part: Part of the layer, as in `Matmul`; None: all.
-        row: True for row-parallel projections alone, False for column-parallel ones; None: all.
+        visited_experts: Number of experts per rank that receive tokens; None: all.
+        part: Only matmuls of this part of the layer: `attention`, `mlp` or `expert`; None: all.
+        row: True: only row-parallel projections; False: only column-parallel projections; None: all.
     """
     n, machine, c, tokens = s.n, s.machine, s.c, s.tokens
     visited = n.experts_per_token / max(n.moe_share, 1e-9)
@@ -176,9 +176,9 @@ def matmuls(
 
 
 def _attention(s: PricingCase) -> tuple[Array, Array]:
-    """Return seconds of the attention products, forward and backward.
+    """Return (forward, backward) seconds of attention scores and their product with the values.
 
-    With fused attention, backward takes 2.5 times the forward: 5 matmuls against 2.
+    With fused attention, backward takes 2.5 times as long: it has 5 matmuls, forward 2.
     """
     n, machine, seq_len = s.n, s.machine, s.workload.seq_len
     card, tokens, per_token = machine.card, s.tokens * s.over_tp(s.uncut.attention), 0.0

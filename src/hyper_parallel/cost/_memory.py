@@ -1,8 +1,8 @@
 """Peak memory of the fullest device as one term per cause, each an array over candidates; and inputs of offload.
 
-Matmuls read a copy of the parameters in the compute format; ZeRO 3 gathers it for one layer, ZeRO 2 for the whole pass.
-If the stack's card says `phased`, the peak is that of the fullest phase of a step, see `_phases`. Otherwise all terms
-are summed: the peak is at the end of the last forward in flight, plus one layer in progress.
+Matmuls read a copy of the parameters in the compute format; ZeRO-3 gathers the copy of one layer at a time, ZeRO-2 the
+copies of all layers. If the stack's card says `phased`, the peak is that of the fullest phase of a step, see `_phases`.
+Otherwise the maxima of all terms are added.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hyper_parallel.cost.candidates import (
 from hyper_parallel.ir import GRADIENT_PIECES, MemoryTerm
 
 _TIE = 1e-9  # tolerance for rounding, in layers
-# The last layers of a stage are not recomputed: their recomputed activations would add to the peak
+# Number of last layers of a stage that are not recomputed: their recomputed activations would add to the peak
 _NOT_RECOMPUTED = 2.0
 
 
@@ -47,30 +47,31 @@ _NOT_RECOMPUTED = 2.0
 class RankStages:
     """Pipeline stages of one rank."""
 
-    numbers: ModelNumbers  # numbers of a model with only the layers of the rank
+    numbers: ModelNumbers  # sizes of a model with only the layers of the rank
     first: bool  # whether the rank has the first stage, with the embedding
     last: bool  # whether the rank has the last stage, with the head
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceTerm:
-    """Memory term, named by its cause, as an array over candidates."""
+    """Term of the predicted peak memory, named by its cause, as an array over candidates."""
 
     name: str
     bytes: Array
     formula: str
 
     def term_of(self, index: int) -> MemoryTerm:
-        """Return the term of the candidate at `index`."""
+        """Return the term of one candidate, in whole bytes of device memory."""
         return MemoryTerm(self.name, "hbm", int(np.ceil(self.bytes[index])), self.formula)
 
 
 def activation_bytes(s: PricingCase) -> Array:
-    """Return bytes that one average layer and microbatch keeps for backward, without recomputation.
+    """Return the bytes that one average layer and microbatch saves for backward, without recomputation.
 
-    The formula is b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)) if gathered inputs are kept, else only its first part.
-    Without sequence parallelism every rank has 5h elements per token whole. Dropout keeps two masks of h bytes per
-    token. Without fused attention, scores take 5 a s bytes per token.
+    The bytes are b T ((4h + 2q + 2k + 3f) / P + 2h (1 - 1/P)), with letters as in `_layer` and query width q. The
+    second summand, gathered inputs, is 0 if inputs are re-gathered. Without sequence parallelism every rank saves 5h
+    elements per token unsharded. Dropout saves two masks of h bytes per token. Without fused attention, the scores of a
+    heads and sequences of s tokens take 5 a s bytes per token.
 
     Source: Korthikanti et al. 2022, section 4 and equation 2, generalised to narrow keys and gated widths.
     """
@@ -114,7 +115,7 @@ def activation_bytes(s: PricingCase) -> Array:
 
 
 def kept_bytes(s: PricingCase, one_layer: Array | None = None) -> Array:
-    """Return bytes that one average layer and microbatch keeps from forward to backward, under the recompute choice.
+    """Return the bytes that one average layer and microbatch keeps for backward, given the candidate's recomputation.
 
     Args:
         s: Pricing case.
@@ -132,16 +133,16 @@ def kept_bytes(s: PricingCase, one_layer: Array | None = None) -> Array:
 def memory_terms(
     s: PricingCase, num_recomputed: int | None = None, stages: Sequence[RankStages] = ()
 ) -> tuple[SpaceTerm, ...]:
-    """Return all terms of the peak memory of the fullest device; their sum is the prediction.
+    """Return all terms of the peak memory of the fullest device; their sum is the predicted peak.
 
-    If the stack's card says `phased` and parameters are sharded, the terms are those of the fullest phase of a step.
-    Otherwise all causes are assumed to peak at the same time, as in the fit of their constants.
+    If the stack's card says `phased` and FSDP shards parameters, the terms are those of the fullest phase of a step.
+    Otherwise the terms are assumed to have their maxima at the same time.
 
     Args:
         s: Pricing case.
-        num_recomputed: Layers per rank that `recompute` applies to; None: all. The bytes of every phase are
+        num_recomputed: Number of layers per rank that `recompute` applies to; None: all. The bytes of every phase are
             interpolated between no and all layers, so another phase may become the fullest.
-        stages: Stages of every pipeline rank; (): equal layers, split over the stages by FLOPs.
+        stages: Stages of every pipeline rank, in order; (): equal layers, split over the stages by FLOPs.
     """
     c, card = s.c, s.machine.card
     if num_recomputed is None:
@@ -172,15 +173,15 @@ def memory_terms(
 
 
 def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tuple[Array, Array]:
-    """Return the smallest number of recomputed layers per rank that fits, and the resulting peak bytes.
+    """Return the smallest number of recomputed layers per rank with which the step fits, and its peak bytes.
 
-    The bytes of every phase are linear in that number, and all phases must fit. If none fits, all layers are
-    recomputed.
+    The bytes of every phase are linear in the number of recomputed layers, and all phases must fit. If the step fits
+    with no number, all layers are recomputed.
 
     Args:
         s: Pricing case, columns of one length; `recompute` is not read.
         kind: Kind of recomputation, an index into `RECOMPUTE`.
-        capacity_bytes: Limit of the peak.
+        capacity_bytes: Maximum peak bytes.
     """
     c, layers = s.c, s.layers
     kinds = (0, kind, FULL_EXCEPT_LAST) if kind > 1 else (0, kind)
@@ -209,9 +210,9 @@ def min_recompute_layers(s: PricingCase, kind: int, capacity_bytes: float) -> tu
 
 
 def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingCase:
-    """Return the case with every candidate under each (`regather`, `recompute`) pair of `choices`.
+    """Return a case with each candidate repeated for every (`regather`, `recompute`) pair in `choices`.
 
-    Columns broadcast to [choices, candidates]; those of `s` must have one length.
+    Columns of the result broadcast to [choices, candidates]; columns of `s` must have one length.
     """
     # Columns that no choice changes are computed once per row.
     rows = {n: np.atleast_2d(getattr(s.c, n)) for n in Candidates.__slots__}
@@ -220,19 +221,11 @@ def with_choices(s: PricingCase, choices: Sequence[tuple[int, int]]) -> PricingC
 
 
 def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
-    """Return the columns that determine memory: rows that are equal in all of them have equal peak bytes."""
+    """Return columns on which memory depends: rows that are equal in all of them have equal peak bytes."""
     c = columns
     named = (
-        "pp",
-        "vpp",
-        "schedule",
-        "dp_shard",
-        "cp",
-        "microbatch",
-        "accumulation",
-        "zero",
-        "offload",
-    )
+        "pp", "vpp", "schedule", "dp_shard", "cp", "microbatch", "accumulation", "zero", "offload",
+    )  # fmt: skip
     several = (c["ep"], c.get("dp_replicate", np.ones_like(c["pp"])))
     counts = [c["tp_x"] * c["tp_y"], c["ep"] * c["etp"], *(np.minimum(x, 2.0) for x in several)]
     padded = positions(c["cp"], c.get("cp_ulysses", 1.0), seq_len)
@@ -242,7 +235,7 @@ def memory_key(columns: Mapping[str, Array], seq_len: int) -> list[Array]:
 def fullest_phase(
     totals: Sequence[Array], shape: tuple[int, ...]
 ) -> tuple[Array, NDArray[np.intp]]:
-    """Return, per candidate, the maximum over phases and the index of the first phase that has it."""
+    """Return, per candidate, the maximum of `totals` over the phases, and the index of the first phase with it."""
     shape = np.broadcast_shapes(totals[0].shape, shape)
     best, phase = np.broadcast_to(totals[0], shape), np.zeros(shape, dtype=np.intp)
     for index, total in enumerate(totals[1:], 1):
@@ -252,7 +245,7 @@ def fullest_phase(
 
 
 def select_phase(values: Sequence[Array], phase: NDArray[np.intp]) -> Array:
-    """Return, per candidate, the value in the phase whose index `phase` gives."""
+    """Return, per candidate, `values[phase]`: the value in the phase with that index."""
     parts = np.broadcast_to(values[0], phase.shape)
     for index, value in enumerate(values[1:], 1):
         parts = np.where(phase == index, value, parts)
@@ -260,7 +253,7 @@ def select_phase(values: Sequence[Array], phase: NDArray[np.intp]) -> Array:
 
 
 def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
-    """Return the total bytes of each entry of `memory_parts`; minus infinity where it does not apply to a candidate."""
+    """Return the total bytes of each entry of `memory_parts`; -inf for candidates to which the entry does not apply."""
     card = s.machine.card
     totals = [
         transient_bytes(p) * (1.0 + card.fragmentation) + persistent_bytes(p) + card.context_bytes
@@ -276,10 +269,11 @@ def total_bytes(parts: Sequence[Parts], s: PricingCase) -> list[Array]:
 
 
 def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Parts]:
-    """Return bytes by term for each moment that may be the peak.
+    """Return the bytes by term at each time that may have the peak.
 
-    The first entry adds all causes up; it is omitted if all candidates have phases. If the stack is `phased`, the
-    phases follow: of the first and the last stage, or with `stages`, as in `memory_terms`, of every pipeline rank.
+    The first entry has the maxima of all terms, for candidates without phases; it is omitted if there are none. If the
+    stack is `phased`, the phases follow: those of every pipeline rank in `stages` (see `memory_terms`), or of the first
+    and the last stage if `stages` is empty.
     """
     c, layer = s.c, _layer_memory(s)
     parts: list[Parts] = []
@@ -297,7 +291,6 @@ def memory_parts(s: PricingCase, stages: Sequence[RankStages] = ()) -> list[Part
 
 
 def _layer_memory(s: PricingCase) -> LayerMemory:
-    """Return the bytes of an average layer and microbatch."""
     n, c = s.n, s.c
     one_layer = activation_bytes(s)
     saved = kept_bytes(s, one_layer)
@@ -321,7 +314,7 @@ def _layer_memory(s: PricingCase) -> LayerMemory:
 
 
 def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
-    """Return the phases of every pipeline rank, each with the numbers of its own layers."""
+    """Return the bytes by term in the phases of every pipeline rank, with the sizes of its own layers."""
     n, parts = s.n, list[Parts]()
     for rank, stage in enumerate(stages):
         rank_case = replace(s, n=stage.numbers)
@@ -338,7 +331,10 @@ def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
 
 
 def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
-    """Return the phases of the two stages that can have the peak: first (embedding, most in flight) and last (head)."""
+    """Return the bytes by term in the phases of the two stages that can have the peak: the first and the last.
+
+    The first stage has the embedding and the most microbatches in flight, the last one the head.
+    """
     n, c, single_stage = s.n, s.c, s.c.pp <= 1
     flops = 6.0 * (n.attention_weights + n.mlp_weights + n.active_expert_weights)
     flops = flops + 3.0 * n.attention_flops(s.workload.seq_len)
@@ -362,7 +358,7 @@ def _critical_stages(s: PricingCase, layer: LayerMemory) -> list[Parts]:
 
 
 def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Array) -> Parts:
-    """Return the bytes of every term, for a peak at which all terms have their maximum."""
+    """Return the bytes of every term at its maximum over the step."""
     n, c, stack, width = s.n, s.c, s.machine.stack, s.machine.width
     elements, mean_layer, vocabulary = stage_elements(s), s.dense() + s.experts(), s.ends(s.outside)
     states = state_bytes(s, elements)
@@ -391,17 +387,18 @@ def _summed_parts(s: PricingCase, layer: LayerMemory, saved: Array, logits: Arra
 
 
 def in_flight_last(c: Candidates) -> Array:
-    """Return the microbatches in flight on the last rank, in units of all layers of the rank.
+    """Return the largest number of microbatches in flight on the last pipeline rank, counted as in `in_flight`.
 
-    1, or with interleaved schedules up to 1 + (p - 1) / v.
+    The number is 1, or with v > 1 virtual stages up to 1 + (p - 1) / v.
     """
     return np.where(c.vpp > 1, in_flight(c) - (c.pp - 1.0), 1.0)
 
 
 def offloaded_bytes(s: PricingCase, choices: Sequence[tuple[int, int]]) -> Array:
-    """Return peak bytes on the device with offload, [choices, candidates].
+    """Return the peak bytes on the device after offload, [choices, candidates].
 
-    If the excess over the capacity can be evicted, this is the capacity, else the least possible peak.
+    If the bytes beyond the capacity of the device can be evicted, the result is at most the capacity. Otherwise it is
+    the least possible peak.
 
     Args:
         s: Pricing case, columns of one length; `regather` and `recompute` are not read.
@@ -414,7 +411,7 @@ def offloaded_bytes(s: PricingCase, choices: Sequence[tuple[int, int]]) -> Array
 
 
 def resident_bytes(peaks: Array, s: PricingCase, parts: Sequence[Parts] | None = None) -> Array:
-    """Return the bytes of each peak that stay on the device, after offload.
+    """Return the part of the predicted `peaks` that stays on the device after offload, in bytes.
 
     `parts` is the result of `memory_parts`, if already computed.
     """
@@ -426,11 +423,10 @@ def resident_bytes(peaks: Array, s: PricingCase, parts: Sequence[Parts] | None =
 
 
 def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> OffloadDemand:
-    """Return the inputs of the cost of offload; seconds are 0 and must be filled in.
+    """Return the inputs of the cost of offload; all fields in seconds are 0, for the caller to fill in.
 
-    The states of all layers but one may be evicted, and all transient bytes except the operands of the largest matmul,
-    which every memory plan needs. Fragmentation counts as transient, because a plan assigns an address to
-    every byte.
+    A plan may evict the states of all layers except one, and all transient bytes except the operands of the largest
+    matmul. Fragmentation counts as transient bytes, because a plan assigns an address to every byte.
     """
     c, machine, layers, shape = s.c, s.machine, s.layers, shape_of(s.c)
     parts = memory_parts(s) if parts is None else parts
@@ -470,23 +466,23 @@ def offload_demand(s: PricingCase, parts: Sequence[Parts] | None = None) -> Offl
 
 
 def _operands(s: PricingCase) -> Array:
-    """Return bytes of the weight and the inputs of the largest matmul."""
+    """Return the bytes of the weight and the inputs of the largest matmul."""
     n = s.n
     matrix = max([float(n.head_weights), *(float(m.inputs * m.outputs) for m in n.matmuls)])
     return (matrix + s.tokens * n.hidden) / s.c.tp * s.machine.width
 
 
 def _staged(s: PricingCase) -> Array:
-    """Return bytes of the staging buffer: the largest result that no kernel can write to a planned address.
+    """Return the bytes of the staging buffer: the largest result that no kernel can write to a planned address.
 
-    That is a piece of the embedding's gradient before reduction, with its inputs, or the output of attention.
+    The largest is a piece of the embedding's unreduced gradient together with its inputs, or the output of attention.
     """
     piece = (s.n.embedding_weights + s.tokens * s.n.hidden) / GRADIENT_PIECES
     return np.maximum(piece, s.tokens * s.n.v_width) / s.c.tp * s.machine.width
 
 
 def _recomputable_bytes(s: PricingCase) -> tuple[Array, Array]:
-    """Return recomputable bytes of one layer and microbatch: results of element-wise kernels, and of matmuls.
+    """Return the recomputable bytes of one layer and microbatch: results of (element-wise kernels, matmuls).
 
     Element-wise kernels write the outputs of both norms and of the gate, and the copies of unfused kernels. Matmuls
     write queries, keys, values, the inputs of the gate, and the residual between the blocks.

@@ -1,8 +1,9 @@
-"""Numbers of a model for the cost formulas, averaged over its layers.
+"""Widths, counts and saved activations of a model for the cost formulas, averaged over its layers.
 
-Letters as in the literature: h hidden, a heads, k width of all key (or value) heads, f width of the feed-forward
-part, V vocabulary, L layers, E experts. Layers of different kinds (dense and mixture of experts, full and sliding
-attention) are averaged, because a pipeline stage is priced as a number of equal layers.
+Letters: h hidden, a heads, k width of all key (or value) heads, f width of the feed-forward part, V vocabulary, L
+layers, E experts, P tensor-parallel ranks. The feed-forward part is an MLP or routed experts. The formulas treat a
+pipeline stage as a number of equal layers, so layers of different kinds (dense and mixture of experts, full and sliding
+attention) are averaged.
 """
 
 from __future__ import annotations
@@ -35,20 +36,17 @@ _WIDE_COMBINE = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 @dataclass(frozen=True, slots=True)
 class LayerElements:
-    """Numbers of parameters of one layer.
+    """Numbers of parameters of one layer."""
 
-    `dense` are matrix elements that tensor parallelism shards, `whole` those that it replicates.
-    """
-
-    dense: float
-    whole: float
-    vectors: float
-    experts: float
+    dense: float  # in matrices that tensor parallelism shards, without experts
+    whole: float  # in matrices that tensor parallelism replicates
+    vectors: float  # in norms and biases
+    experts: float  # in routed experts
 
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """Projections of one layer that read the same input, as one matmul."""
+    """Matmul of one or more projections that read the same input, such as gate and up."""
 
     part: str  # attention, mlp or expert
     inputs: int  # input width; for experts, of one expert
@@ -59,27 +57,33 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Parts of an average layer that tensor parallelism replicates on every rank, as elements and fractions.
+    """Amount of a model that tensor parallelism replicates on every rank because no sharding rule covers it.
 
-    All are 0 for models whose rules cover every module.
+    All fields are 0 for models whose rules cover every module.
     """
 
     weights: float = 0.0  # matrix elements per layer, without experts and routers
     attention: float = 0.0  # fraction of the matrix elements of attention
     mlp: float = 0.0  # fraction of the matrix elements of the dense feed-forward part
     stream: float = 0.0  # 1 if every rank has the residual stream of all tokens between blocks
-    vocabulary: bool = False  # whether embedding or head is whole
-    # matrix elements outside of the layers, without embedding and head: of towers and projectors
+    vocabulary: bool = False  # whether embedding or head is replicated
+    # matrix elements outside the decoder layers, without embedding and head: vision and audio encoders, projectors
     outside: float = 0.0
 
     @classmethod
     def of(cls, model: ModelSpec, names: frozenset[str], stream: bool) -> Uncut:
-        """Return the replicated parts; `names` are the replicated matrices, `stream` is the residual stream."""
+        """Return the replicated parts of a model.
+
+        Args:
+            model: The model.
+            names: Names of the replicated matrices.
+            stream: Whether the residual stream is replicated.
+        """
         decoders = [b for b in model.blocks if b.layers]
         layers = max(1, sum(b.count for b in decoders))
 
         def elements(part: str, among: frozenset[str] | None = None) -> float:
-            """Return matrix elements of a part in all layers, without routers; `among` restricts them to some names."""
+            """Return the matrix elements of a part in all layers, without routers; `among`: of these names only."""
             return math.fsum(
                 p.num_elements * b.count
                 for b in decoders
@@ -100,7 +104,7 @@ class Uncut:
 
 @dataclass(frozen=True, slots=True)
 class _Decoders:
-    """Decoder layers of a model, for means over the layers."""
+    """Decoder layers of a model, and means over them."""
 
     blocks: tuple[Block, ...]
     layers: int
@@ -108,21 +112,19 @@ class _Decoders:
 
     @classmethod
     def of(cls, model: ModelSpec) -> _Decoders:
-        """Return the decoder blocks of a model."""
         blocks = tuple(b for b in model.blocks if b.layers)
         return cls(blocks, max(1, sum(b.count for b in blocks)), _visits_every_expert(model))
 
     @property
     def routed(self) -> list[Block]:
-        """Blocks with routed experts."""
         return [b for b in self.blocks if b.mlp and b.mlp.num_experts]
 
     def mean(self, value: Callable[[Block], float]) -> float:
-        """Return the mean of `value` over the layers; it is called once per block of equal layers."""
+        """Return the mean of `value` over the layers, weighted by the number of layers per block."""
         return math.fsum(b.count * value(b) for b in self.blocks) / self.layers
 
     def weights(self, part: str) -> float:
-        """Return the number of parameters of a part (see `_part`) in an average layer."""
+        """Return the number of parameters of one part of an average layer; `part` is a result of `_part`."""
         return self.mean(lambda b: sum(p.num_elements for p in b.params if _part(p) == part))
 
     def visits(self, block: Block) -> int:
@@ -132,7 +134,7 @@ class _Decoders:
         return block.mlp.num_experts if self.visits_all else block.mlp.experts_per_token
 
     def expert_saved_width(self, block: Block, hidden: int) -> int:
-        """Return elements per token that the routed experts of a layer save for backward."""
+        """Return the elements per token that the routed experts of a layer save for backward."""
         mlp = block.mlp
         if mlp is None:
             return 0
@@ -152,7 +154,7 @@ class _Decoders:
 
 @dataclass(frozen=True, slots=True)
 class ModelNumbers:
-    """Sizes of a model; counts are elements, "per layer" is the mean over the decoder layers."""
+    """Sizes of a model in elements; values "of an average layer" are means over the decoder layers."""
 
     hidden: int  # h
     layers: int  # L
@@ -206,7 +208,7 @@ class ModelNumbers:
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelNumbers:
-        """Return the numbers of a model spec."""
+        """Return the sizes of a model."""
         decoders = _Decoders.of(model)
         mean, routed = decoders.mean, decoders.routed
         first = next((b.attention for b in decoders.blocks if b.attention), None)
@@ -262,11 +264,11 @@ class ModelNumbers:
         )
 
     def whole_bytes(self, uncut: Uncut, width: float, eager: float) -> float:
-        """Return the replicated part of `saved_elements` and `eager_bytes` in bytes per token.
+        """Return the bytes per token and layer of saved activations that tensor parallelism replicates.
 
         Args:
-            uncut: Parts that are replicated.
-            width: Bytes of an activation.
+            uncut: Parts that tensor parallelism replicates.
+            width: Bytes of an activation element.
             eager: 1 with unfused operators, else 0.
         """
         own = uncut.stream * 4.0 * self.hidden + uncut.attention * self.attention_width
@@ -279,14 +281,15 @@ class ModelNumbers:
 
     @property
     def _gate_width(self) -> float:
-        """Width of the activated gate, which unfused operators save."""
+        """Elements per token of the activated gate, which unfused operators save; 0 without a gate."""
         return max(0.0, self.mlp_saved_width - 2.0 * self.mlp_width)
 
     @property
     def expert_copies(self) -> float:
         """Elements per token that unfused routed experts save beyond `expert_saved_width`.
 
-        If forward sends every token to every expert, the shapes do not depend on values, so the result is measured.
+        If forward sends every token to every expert, the result is from a measurement, which is then independent of the
+        routing.
         """
         if self.every_expert_bytes:
             return (
@@ -299,10 +302,10 @@ class ModelNumbers:
 
     @property
     def saved_elements(self) -> float:
-        """Elements per token that a layer saves for backward before division by P, without recomputation and experts.
+        """Elements per token that a layer saves for backward on all tensor-parallel ranks together, without experts.
 
-        The sum of 4h for the inputs of the two norms and of the two column-parallel matmuls, queries and attention
-        output, keys and values, and the feed-forward part. If all query heads together have width h: 6h + 2k + 3f.
+        The sum of 4h (inputs of two norms and two column-parallel matmuls), queries, keys, values, the output of
+        attention, and the feed-forward part. If all query heads together have width h: 6h + 2k + 3f.
 
         Source: Korthikanti et al. 2022, section 4.1, with flash attention and a gated feed-forward part.
         """
@@ -314,10 +317,11 @@ class ModelNumbers:
         return self.q_width + self.v_width + 2.0 * self.k_width
 
     def eager_bytes(self, width: float) -> float:
-        """Return bytes per token and layer that unfused operators save beyond `saved_elements`.
+        """Return the bytes per token and layer that unfused operators save beyond `saved_elements`.
 
-        A norm saves `_norm_bytes`, attention a copy of its output in token order, a gated MLP its activated gate.
-        Experts also save their dispatched inputs and outputs, and MLA the storage of which its values are a view.
+        Norms save `_norm_bytes`, attention a copy of its output in token order, and a gated MLP its activated gate.
+        Experts save their dispatched inputs and their outputs. In MLA, values are a view of a larger storage, whose
+        other elements are saved too.
         """
         norms = self.norm_bytes * self.hidden + self.head_norm_bytes * self.normed_width
         return norms + width * (
@@ -326,13 +330,16 @@ class ModelNumbers:
 
     @property
     def known_bytes(self) -> float:
-        """Bytes per token that a layer saves in bfloat16 by the formulas, without experts and scores."""
+        """Predicted bytes per token that a layer saves in bfloat16, without experts and attention scores."""
         formula_bytes = 2.0 * self.saved_elements + self.eager_bytes(2.0) + self.latent_bytes(2.0)
         return formula_bytes - 2.0 * self.expert_copies + 2.0 * self.repeated_elements(_MEASURED)
 
     @property
     def unknown_share(self) -> float:
-        """Ratio of measured to predicted saved activations of a layer, without experts and scores."""
+        """Measured divided by predicted bytes of saved activations of a layer, without experts and attention scores.
+
+        1 without a measurement.
+        """
         if self.measured is None:
             return 1.0
         share = self.measured.layer[0] / self.known_bytes
@@ -341,46 +348,52 @@ class ModelNumbers:
 
     @property
     def whole_share(self) -> float:
-        """Replicated fraction of the measured activations of an average layer, without experts."""
+        """Fraction of the measured activations of an average layer that tensor parallelism replicates; no experts."""
         if self.measured is None:
             return 0.0
         return min(1.0, self.measured_whole / max(1.0, self.measured.layer[0]))
 
     @property
     def fullest_bytes(self) -> float:
-        """Measured bfloat16 bytes per token by which the fullest layer exceeds an average one, without experts."""
+        """Measured bytes per token in bfloat16, of the layer that saves most, minus those of an average layer."""
         if self.measured is None or self.measured.fullest is None:
             return 0.0
         return max(0.0, self.measured.fullest - self.measured.layer[0])
 
     @property
     def last_bytes(self) -> float:
-        """Measured bfloat16 bytes per token by which the last layer exceeds an average one; may be negative."""
+        """Measured saved bytes per token in bfloat16 of the last layer, minus those of an average layer; any sign."""
         if self.measured is None or self.measured.last is None:
             return 0.0
         return self.measured.last - self.measured.layer[0]
 
     def unfused_scores(self, seq_len: int) -> float:
-        """Return measured bytes per token of attention scores and results derived from them; 0 with attention sinks."""
+        """Return the measured bytes per token and layer of attention scores and tensors of the same shape.
+
+        0 without a measurement and for models with attention sinks.
+        """
         slope = 0.0 if self.measured is None or self.sinks else self.measured.layer[1]
         return max(0.0, slope * seq_len)
 
     @property
     def unknown_logit_bytes(self) -> float:
-        """Measured bytes per token saved after the layers, such as capped logits, beyond those of the final norm."""
+        """Measured bytes per token saved after the last layer, such as capped logits, without the final norm's."""
         # Norms that multiply in float32 keep two bytes more (Gemma); measured is 8 h for Llama and 10 h for Gemma 3.
         formula_bytes = (_NORM_BYTES + 2.0) * self.hidden
         return 0.0 if self.measured is None else max(0.0, self.measured.outside - formula_bytes)
 
     def latent_bytes(self, width: float) -> float:
-        """Return bytes per token and layer of unfused norms of MLA latents: float32 input, normalized input, output."""
+        """Return the bytes per token and layer that unfused norms of MLA latents save; `width`: bytes per element.
+
+        A norm saves its float32 input, the normalized input and its output.
+        """
         return (4.0 + 2.0 * width) * self.latent_width
 
     def repeated_elements(self, seq_len: int) -> float:
-        """Return elements per token and layer of keys and values that eager attention repeats for all query heads.
+        """Return the elements per token and layer that repeating keys and values for every query head adds.
 
-        They are repeated in layers with attention sinks, and in layers with a sliding window if `seq_len` is at least
-        the window. Otherwise the kernel broadcasts.
+        Eager attention repeats them in layers with attention sinks, and in layers with a sliding window of at most
+        `seq_len` tokens. In other layers, the kernel broadcasts keys and values.
         """
         masked = (
             (count, a)
@@ -393,7 +406,7 @@ class ModelNumbers:
         return math.fsum(repeated) / self.layers
 
     def attention_flops(self, seq_len: int) -> float:
-        """Return FLOPs per token and average layer of the two attention products in forward, causal pairs only."""
+        """Return the FLOPs per token of the two attention matmuls of an average layer, forward, causal pairs only."""
         total = math.fsum(
             count * attention.forward_flops_per_token(seq_len, causal=True)
             for count, attention in self.attentions
@@ -411,11 +424,11 @@ def _head_norms(block: Block) -> list[int]:
 
 
 def _norm_bytes(block: Block, hidden: int, norm_kept_bytes: float) -> float:
-    """Return bytes per token that the norms of a layer save beyond `saved_elements`, in units of h.
+    """Return the bytes per token that the norms of a layer save beyond `saved_elements`, divided by h.
 
-    A norm of separate operators saves its float32 input and the normalized input: `norm_kept_bytes`. A norm with a bias
-    is torch's LayerNorm, which saves only its input. A layer with one such norm reads its result twice, and saves 4h
-    less.
+    An unfused norm saves its float32 input and the normalized input: `norm_kept_bytes` per element. A norm with a bias
+    is torch's fused LayerNorm, which saves only its input. If a layer has a single LayerNorm, attention and MLP share
+    its output, and the layer saves 4h bytes less.
     """
     norms = [p for p in block.params if "norm" in p.name and p.shape == (hidden,)]
     fused = sum(p.name.endswith("bias") for p in norms)
@@ -437,9 +450,9 @@ def _latent_rest(block: Block) -> int:
 
 
 def _replicated_matrices(model: ModelSpec) -> tuple[frozenset[str], bool]:
-    """Return (names of matrices that tensor parallelism replicates, whether it replicates the residual stream).
+    """Return (names of the matrices that tensor parallelism replicates, whether the residual stream is replicated).
 
-    Empty and False for models of a known family, whose rules cover every module.
+    (empty, False) for models of a known family, whose sharding rules cover every module.
     """
     if model.rules is None:
         return frozenset(), False
@@ -462,8 +475,8 @@ def _measured_experts(model: ModelSpec) -> float:
 def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> float:
     """Return the measured bytes per token of an average layer that tensor parallelism replicates, without experts.
 
-    A module counts in proportion to its replicated matrices. Modules without matrices, such as norms, and the inputs of
-    attention and MLP count if the residual stream is replicated.
+    The bytes of a module count in proportion to its replicated matrices. If the residual stream is replicated, modules
+    without matrices, such as norms, count in full, and so do the inputs of attention and MLP.
     """
     if model.kept is None:
         return 0.0
@@ -485,7 +498,7 @@ def _measured_whole(model: ModelSpec, names: frozenset[str], stream: bool) -> fl
 def _last_layers(
     decoders: Iterable[Block], whole: frozenset[str] = frozenset()
 ) -> tuple[LayerElements, ...]:
-    """Return the numbers of parameters of the last two layers by part; those named in `whole` form the part `whole`."""
+    """Return the numbers of parameters of the last two layers; `whole` are the names of the replicated matrices."""
     last = sorted(((layer, b) for b in decoders for layer in b.layers), key=lambda pair: pair[0])
     parts = [
         [("whole" if p.name in whole else _part(p), p.num_elements) for p in b.params]
@@ -503,7 +516,7 @@ def _last_layers(
 
 
 def _bias_width(block: Block) -> int:
-    """Return the bias elements that are added per token in a layer; of experts, only those of visited ones."""
+    """Return the number of bias elements added per token in a layer; only chosen experts count."""
     visited = block.mlp.experts_per_token if block.mlp else 0
     return sum(
         p.shape[-1] * (visited if p.is_expert else 1)
@@ -513,7 +526,7 @@ def _bias_width(block: Block) -> int:
 
 
 def _dense_width(block: Block) -> int:
-    """Return the width of the dense MLP, or of the shared experts; 0 without one."""
+    """Return the width of the dense MLP or of the shared experts of a layer; 0 for routed experts alone."""
     mlp = block.mlp
     if mlp is None:
         return 0
@@ -521,7 +534,7 @@ def _dense_width(block: Block) -> int:
 
 
 def _dense_saved_width(block: Block) -> int:
-    """Return elements per token that the dense MLP or the shared experts save for backward."""
+    """Return the elements per token that the dense MLP or the shared experts of a layer save for backward."""
     if block.mlp is None:
         return 0
     return _dense_width(block) * (3 if block.mlp.gated else 2)
@@ -553,7 +566,6 @@ def _matmuls(decoders: _Decoders) -> tuple[Matmul, ...]:
 
 
 def _is_router(param: ParamSpec, block: Block) -> bool:
-    """Return whether a parameter belongs to a router."""
     experts = block.mlp.num_experts if block.mlp else 0
     return bool(experts) and experts in param.shape
 

@@ -1,7 +1,7 @@
-"""Extra seconds of a step under a memory plan that keeps it within the device's memory.
+"""Extra seconds of a step if offload and recomputation keep the step within device memory.
 
-Bytes that exceed the memory are offloaded to host memory while idle, or dropped and recomputed. Copies overlap the
-work, with one lane per direction; only the excess over the work costs time. Per microbatch:
+Bytes that exceed the memory are offloaded to host memory while idle, or dropped and recomputed. Copies overlap
+computation, with one copy engine (lane) per direction; only copies that take longer add time. Per microbatch:
 
     activations, gradients   evicted in forward, before the peak; prefetched in backward
     parameters               resident in host memory; prefetched for forward, dropped, prefetched for backward; evicted
@@ -9,10 +9,10 @@ work, with one lane per direction; only the excess over the work costs time. Per
     optimizer states         prefetched during the last backward, evicted after the update
     recomputed               results of element-wise kernels and of matmuls, at the seconds of their forward
 
-A global-norm clip needs every gradient, so no state is updated or evicted before the last backward ends. With several
-microbatches in flight forward and backward alternate, and a lane overlaps both. The offloaded and recomputed fractions
-minimize the cost. The model ignores latency, the order of copies within a pass, address fragmentation, and that
-storages are indivisible.
+A global-norm clip needs every gradient, so no state is updated or evicted before the last backward ends. If several
+microbatches are in flight, forwards and backwards alternate, and copies of each direction overlap both. The offloaded
+and recomputed fractions minimize the extra time. The formulas ignore latency, the order of copies within a pass and
+address fragmentation, and they divide storages.
 """
 
 from __future__ import annotations
@@ -44,28 +44,25 @@ TERM_OF_KIND: Final = {
 """Memory term that contains each kind of offloaded bytes."""
 
 HIDDEN_FIRST, STATES_FIRST, ACTIVATIONS_FIRST = range(3)
-"""Orders of choosing bytes to offload: fully overlapped ones first, optimizer states first, activations first.
+"""Orders in which bytes are chosen: those with fully overlapped copies, optimizer states, or activations first.
 
 Copies of optimizer states are exposed in the last microbatch only.
 """
 
 PERSISTENT_TERMS: Final = ("device context",)
-"""Memory terms that no plan offloads."""
+"""Memory terms without bytes to offload."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Bytes absent from the device at the peak, by kind.
+    """Bytes that offload and recomputation remove from the device at the peak, by kind."""
 
-    `passing` (results of element-wise kernels) and `products` (of matmuls) are recomputed, the others copied.
-    """
-
-    optimizer: Array
-    parameters: Array
-    gradients: Array
-    activations: Array
-    passing: Array
-    products: Array
+    optimizer: Array  # optimizer states in host memory
+    parameters: Array  # parameters in host memory
+    gradients: Array  # gradients in host memory
+    activations: Array  # activations in host memory
+    passing: Array  # results of element-wise kernels, recomputed
+    products: Array  # results of matmuls, recomputed
 
     @property
     def copied(self) -> Array:
@@ -75,12 +72,12 @@ class Offloaded:
 
 @dataclass(frozen=True, slots=True)
 class OffloadDemand:
-    """Inputs of the cost of offload: bytes over the budget, offloadable bytes, and work that overlaps copies."""
+    """Inputs of the cost of offload: bytes over device memory, offloadable bytes, and work that overlaps copies."""
 
-    need_bytes: Array  # bytes over the budget at the peak, `staged_bytes` included
-    end_bytes: Array  # bytes over the budget in phases without activations
+    need_bytes: Array  # bytes over device memory at the peak, `staged_bytes` included
+    end_bytes: Array  # bytes over device memory in phases without activations
     staged_bytes: Array  # staging buffers without a planned address
-    host_bytes: Array
+    host_bytes: Array  # host memory per device
     optimizer_bytes: Array  # offloadable optimizer states
     parameters_bytes: Array  # offloadable parameters
     gradients_bytes: Array  # offloadable gradients
@@ -100,11 +97,11 @@ class OffloadDemand:
 
     @classmethod
     def of_term(cls, term: CostTerm) -> OffloadDemand:
-        """Return the demand stored in the inputs of a cost term."""
+        """Return the demand that `inputs` stored in a cost term."""
         return cls(**{f.name: np.full(1, term.inputs[f.name]) for f in fields(cls)})
 
     def interpolate(self, target: OffloadDemand, share: float) -> OffloadDemand:
-        """Return the demand with `share` of the layers as in `target`; all fields are linear in the layers."""
+        """Return the demand if the fraction `share` of the layers is as in `target`, and the rest as in this demand."""
         values = {
             f.name: (1.0 - share) * getattr(self, f.name) + share * getattr(target, f.name)
             for f in fields(self)
@@ -117,7 +114,7 @@ class OffloadDemand:
 
     @property
     def missing_bytes(self) -> Array:
-        """Bytes over the budget that can be neither offloaded nor dropped; at most 0 if a plan is feasible."""
+        """Bytes over device memory that remain after all offload and recomputation; at most 0 if the step fits."""
         states = self.optimizer_bytes + self.parameters_bytes + self.gradients_bytes
         recomputed = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
         limit = np.minimum(states + self.activations_bytes, self.host_bytes + recomputed)
@@ -125,7 +122,7 @@ class OffloadDemand:
         return np.maximum(self.need_bytes - limit, self.end_bytes - least)
 
     def cheapest(self) -> tuple[Offloaded, Array]:
-        """Return the cheapest bytes to offload and recompute, and their seconds per step."""
+        """Return the bytes to offload and to recompute that add the least time, and their seconds per step."""
         options = self._options()
         seconds = self.seconds(options)
         cheapest_option = np.expand_dims(np.argmin(seconds, axis=0), 0)
@@ -140,12 +137,11 @@ class OffloadDemand:
         )
 
     def _options(self) -> Offloaded:
-        """Return options that keep the budget, along a first axis; one of them is optimal or nearly so.
+        """Return feasible options along a new first dim; the best of them is optimal or close to it.
 
-        Copies per direction cost the excess over the work that overlaps them. For a given amount of recomputation the
-        cheapest copies are known: first fully overlapped ones, then those exposed in the last update only, then those
-        exposed in every microbatch. The cost is convex and piecewise linear in the recomputed bytes, so only its
-        corners are evaluated.
+        For a given amount of recomputation the cheapest copies are known: first fully overlapped copies, then copies
+        exposed in the last update only, then copies exposed in every microbatch. The cost is convex and piecewise
+        linear in the recomputed bytes, so only its corners are evaluated.
         """
         link, micro = self.link_bytes_s, self.in_flight
         alternates = self.alternating > 0
@@ -155,7 +151,7 @@ class OffloadDemand:
         allocated = fill.bytes
 
         def allocate_kinds(remaining: Array, *kinds: str) -> None:
-            """Allocate `remaining` bytes to the given kinds, those with the least exposed copies first."""
+            """Offload `remaining` bytes of the given kinds, those with the least exposed copies first."""
 
             def allocate(name: str, limit: Array | None = None) -> None:
                 if name in kinds:
@@ -185,10 +181,11 @@ class OffloadDemand:
         return Offloaded(**allocated)
 
     def _corners(self) -> tuple[Array, Array, Array]:
-        """Return copy order, recomputed bytes of element-wise kernels and of matmuls per option, along a first axis.
+        """Return (order of copies, recomputed bytes of element-wise kernels, of matmuls); options along a first dim.
 
-        The options are corners of the piecewise linear cost: copies of one direction are just fully overlapped, or all
-        bytes of a kind are offloaded. Omitted corners would shorten the step by at most 1 %.
+        The options are corners of the piecewise linear cost. At a corner, copies of one direction take exactly as long
+        as the work that overlaps them, or all bytes of a kind are offloaded. Omitted corners would shorten the step by
+        at most 1 %.
         """
         need, end, link = self.need_bytes, np.maximum(self.end_bytes, 0.0), self.link_bytes_s
         limit = np.minimum(self.passing_bytes + self.products_bytes, self.activations_bytes)
@@ -199,7 +196,10 @@ class OffloadDemand:
         rate = self.in_flight * link
 
         def recompute_to_return(states: Array, overlapped: Array) -> Array:
-            """Return the recomputed bytes at which backward just overlaps the prefetch of all bytes except states."""
+            """Return the recomputed bytes at which the prefetch of all bytes except states takes as long as backward.
+
+            `overlapped` are bytes of states that are prefetched during the same backward.
+            """
             over = need - states - self.in_flight * (link * self.backward_s - overlapped)
             some = over / (1.0 + rate * passing_s_per_byte)
             more = (over - passing * (1.0 + rate * passing_s_per_byte)) / (
@@ -234,7 +234,7 @@ class OffloadDemand:
         )  # fmt: skip
 
     def _lanes_s(self, passing: Array, products: Array) -> tuple[Array, Array, Array]:
-        """Return seconds of work per microbatch that overlap evictions and prefetches, and seconds of recomputation.
+        """Return seconds per microbatch: of work during evictions, of work during prefetches, and of recomputation.
 
         Recomputation is part of backward, so prefetches overlap it.
         """
@@ -264,12 +264,12 @@ class OffloadDemand:
 
 
 class _GreedyOffload:
-    """Greedy allocation of bytes to offload, for fixed recomputed bytes.
+    """Greedy choice of the bytes to offload, for given recomputed bytes.
 
     Attributes:
-        bytes: Dict from field of `Offloaded` to allocated bytes.
-        available: Dict from field to bytes that may still be offloaded.
-        host_room: Free host memory.
+        bytes: Dict from field of `Offloaded` to the bytes chosen so far.
+        available: Dict from field to the bytes that may still be offloaded.
+        host_room: Bytes of host memory that are still free.
     """
 
     def __init__(
@@ -291,21 +291,20 @@ class _GreedyOffload:
         self.host_room = np.broadcast_to(load.host_bytes, shape).copy()
 
     def total(self) -> Array:
-        """Return the allocated and recomputed bytes of all kinds."""
         return np.asarray(sum(self.bytes.values()))
 
     def forward_room(self) -> Array:
-        """Return bytes per microbatch that can still be evicted fully overlapped by forward."""
+        """Return the further bytes per microbatch whose eviction forward would hide."""
         activations = self.bytes["activations"] / self._load.in_flight
         return np.maximum(self._forward_bytes - activations - self.bytes["gradients"], 0.0)
 
     def update_room(self) -> Array:
-        """Return bytes that can still be evicted fully overlapped by the optimizer update."""
+        """Return the further bytes whose eviction the optimizer update would hide; may be negative."""
         room: Array = self._update_bytes - self.bytes["optimizer"] - self.bytes["parameters"]
         return room
 
     def stream_room(self) -> Array:
-        """Return bytes of parameters that can still be prefetched fully overlapped by forward."""
+        """Return the further bytes of parameters whose prefetch forward would hide."""
         return np.where(
             self._load.alternating > 0,
             self._forward_bytes - self.bytes["parameters"],
@@ -313,7 +312,7 @@ class _GreedyOffload:
         )
 
     def allocate(self, name: str, wanted: Array, limit: Array | None = None) -> None:
-        """Allocate up to `wanted` bytes of a kind, at most `limit`, and subtract them from `wanted` in place."""
+        """Offload up to `wanted` bytes of kind `name`, at most `limit`, and subtract them from `wanted` in place."""
         size = np.minimum(wanted, self.available[name])
         np.minimum(size, self.host_room, out=size)
         if limit is not None:
@@ -325,7 +324,10 @@ class _GreedyOffload:
 
 
 def interpolate_copies(plain: CostTerm, target: CostTerm, share: float) -> CostTerm | None:
-    """Return the cost term with `share` of the layers as in `target`; None without offload."""
+    """Return the term of offload copies if a fraction `share` of the layers is as in `target`, the rest as in `plain`.
+
+    None if nothing must be offloaded.
+    """
     load = OffloadDemand.of_term(plain).interpolate(OffloadDemand.of_term(target), share)
     if load.need_bytes[0] <= 0.0 and load.end_bytes[0] <= 0.0:
         return None

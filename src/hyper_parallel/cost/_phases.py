@@ -1,4 +1,4 @@
-"""Memory of a rank: parameters, gradients, optimizer states, and bytes in the phases of an FSDP2 step.
+"""Memory of a rank in the phases of an FSDP2 step: parameters, gradients, optimizer states, activations and buffers.
 
 ZeRO 2 and 3 follow FSDP2: parameters, gradients and optimizer states are shards in the parameter format. ZeRO 0
 and 1 follow Megatron: parameters in the compute format, float32 gradients, and a float32 copy and two moments in
@@ -39,30 +39,30 @@ FORMULAS: Final = {
 """Formula of each memory term by name."""
 _STATES: Final = ("parameters", "gradients", "optimizer states")
 Parts = dict[str, Array]
-"""Dict from memory term to bytes, over candidates."""
+"""Dict from name of a memory term to its bytes, as arrays over candidates."""
 _Columns = tuple[Array, ...]
 """Bytes of one term in each phase: loss, last layer, next layer, first layers, embedding, end."""
 
 
 def persistent_bytes(parts: Parts) -> Array:
-    """Return bytes that persist or accumulate through the step: parameters, gradients, optimizer states."""
+    """Return the bytes of parameters, gradients and optimizer states."""
     return np.asarray(sum(parts[name] for name in _STATES))
 
 
 def transient_bytes(parts: Parts) -> Array:
-    """Return bytes that are allocated and freed within the step."""
+    """Return the bytes that are allocated and freed within the step: all terms except `persistent_bytes`."""
     return np.asarray(sum(parts[name] for name in FORMULAS if name not in _STATES))
 
 
 def stage_elements(
     s: PricingCase, layers: Array | None = None, outside: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return two numbers of parameters per rank: before and after FSDP shards them over data-parallel ranks.
+    """Return the numbers of parameters per rank: (before, after) FSDP shards them over data-parallel ranks.
 
     Args:
         s: Pricing case.
-        layers: Layers of a pipeline stage; None: those of the fullest stage.
-        outside: Parameters of embedding and head in the stage, before sharding; None: those of the fullest stage.
+        layers: Number of layers of a pipeline stage; None: that of the fullest stage.
+        outside: Parameters of embedding and head in the stage, before any sharding; None: those of the fullest stage.
     """
     layers = s.layers if layers is None else layers
     dense = s.dense(layers) + s.ends(s.outside if outside is None else outside)
@@ -71,7 +71,7 @@ def stage_elements(
 
 
 def state_bytes(s: PricingCase, elements: tuple[Array, Array]) -> Parts:
-    """Return bytes of parameters, gradients and optimizer states; `elements` is the result of `stage_elements`.
+    """Return the bytes of parameters, gradients and optimizer states; `elements` is the result of `stage_elements`.
 
     Source: Rajbhandari et al. 2020 (ZeRO), section 3.
     """
@@ -89,9 +89,10 @@ def state_bytes(s: PricingCase, elements: tuple[Array, Array]) -> Parts:
 
 
 def optimizer_traffic(s: PricingCase, elements: tuple[Array, Array]) -> Array:
-    """Return bytes that an AdamW update reads and writes; `elements` is the result of `stage_elements`.
+    """Return the bytes that an AdamW update reads and writes; `elements` is the result of `stage_elements`.
 
-    It reads gradient, parameter and two moments, and writes parameter, moments and a copy in the compute format.
+    The update reads gradient, parameter and two moments, and writes parameter and moments. With ZeRO 0 and 1, it also
+    writes a copy of the parameter in the compute format.
     """
     gradients = np.where(s.c.zero > 0, elements[1], elements[0]) * s.workload.trained
     return gradients * (7.0 * s.param_width + np.where(s.c.zero > 1, 0.0, s.machine.width))
@@ -99,10 +100,10 @@ def optimizer_traffic(s: PricingCase, elements: tuple[Array, Array]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Bytes of one average layer and microbatch, by kind."""
+    """Bytes of activations and buffers of one average layer and microbatch, by kind."""
 
     saved: Array  # saved from forward to backward
-    freed: Array  # part of `saved` that is freed after the backward of the last layer
+    freed: Array  # saved by the last layer, and freed after its backward
     recomputed: Array  # recomputed activations
     exchange: Array  # tokens dispatched to experts
     combine: Array  # outputs of experts, weighted and summed in float32
@@ -111,9 +112,9 @@ class LayerMemory:
 def _saved_activations(
     s: PricingCase, layer: LayerMemory, layers: Array, flight: Array, sums: Array
 ) -> Array:
-    """Return bytes of saved activations and pipeline messages of all microbatches in flight.
+    """Return the bytes of saved activations and pipeline messages of all microbatches in flight.
 
-    `sums` are bytes of unsharded gradient sums.
+    `flight` is the number of microbatches in flight, and `sums` are the bytes of unsharded gradient sums.
     """
     n, c, width, tokens, piped = s.n, s.c, s.machine.width, s.tokens, s.c.pp > 1
     # Stages keep the received message of every microbatch in flight, plus one incoming and one outgoing message.
@@ -126,7 +127,7 @@ def _saved_activations(
 
 
 def _work_space(s: PricingCase) -> tuple[Array, Array]:
-    """Return bytes of activation gradients in the backward of the last layer, and in that of the layer before it."""
+    """Return the bytes of activation gradients in the backward of the last layer, and of the layer before it."""
     n, c, width, tokens = s.n, s.c, s.machine.width, s.tokens
     working = 2.0 * tokens * width * n.hidden * s.over_tp(s.uncut.stream)
     working = working + 2.0 * tokens * width * n.mlp_width * s.over_tp(s.uncut.mlp)
@@ -176,7 +177,7 @@ class _Stage:
 
     @classmethod
     def of(cls, s: PricingCase, layers: Array, outside: Array) -> _Stage:
-        """Return the stage with `layers` layers and `outside` other elements, before tensor parallelism."""
+        """Return a stage with `layers` layers and `outside` parameters of embedding and head, before any sharding."""
         width, trained = s.machine.width, s.workload.trained
         wide, piped = s.reduce_width * trained, s.c.pp > 1
         mean_layer, vocabulary = s.dense() + s.experts(), s.ends(outside)
@@ -204,10 +205,11 @@ class _Stage:
 def phases(
     s: PricingCase, layer: LayerMemory, layers: Array, outside: Array, flight: Array, logits: Array
 ) -> tuple[Parts, ...]:
-    """Return the bytes by term in the six phases of a stage.
+    """Return the bytes by memory term in each of six phases of a pipeline stage, in the order of the module docstring.
 
-    The stage has `layers` layers and `flight` microbatches in flight. `outside` are elements of embedding and head
-    before tensor parallelism, `logits` the bytes of logits, 0 without the head.
+    Between `next layer` and `end` are two more phases: the backward of the first layers, and of the embedding. The
+    stage has `layers` layers, `flight` microbatches in flight, and `outside` parameters of embedding and head before
+    any sharding. `logits` are the bytes of logits, 0 without the head.
     """
     stage, zeros = _Stage.of(s, layers, outside), np.zeros(1)
     working, working_next = _work_space(s)
@@ -229,9 +231,9 @@ def phases(
 
 
 def _gathered_parameters(stage: _Stage) -> _Columns:
-    """Return bytes of gathered parameters: of embedding and head, and of one to three layers, or of all layers.
+    """Return the bytes of gathered parameters: embedding and head, and one to three layers (all layers if not freed).
 
-    Half-batches enter a layer before they have left the following one, so a third layer is gathered between the two.
+    With half-batches, the two halves may be in adjacent layers, so three layers are gathered at once.
     """
     c, copies = stage.s.c, stage.copies
     root = copies * stage.vocabulary
@@ -257,7 +259,7 @@ def _gathered_parameters(stage: _Stage) -> _Columns:
 
 
 def _gradients(stage: _Stage) -> _Columns:
-    """Return bytes of reduced gradients: of earlier microbatches, and of layers whose backward is done."""
+    """Return the bytes of reduced gradients: of earlier microbatches, and of layers whose backward is done."""
     s, piped, several = stage.s, stage.piped, stage.several
     dense, experts = stage.dense, stage.experts
     gradients = np.where(piped & s.copies, 0.0, stage.states["gradients"])
@@ -278,18 +280,12 @@ def _gradients(stage: _Stage) -> _Columns:
     )
     embedding = np.where(piped, earlier, np.maximum(earlier, inner))
     end = np.where(several, gradients, inner + np.where(s.copies, 0.0, stage.outer_gradients))
-    return (
-        earlier,
-        earlier,
-        np.maximum(earlier, first) + copied,
-        accumulated + copied,
-        embedding,
-        end,
-    )
+    next_layer = np.maximum(earlier, first) + copied
+    return earlier, earlier, next_layer, accumulated + copied, embedding, end
 
 
 def _gradient_buffers(stage: _Stage) -> _Columns:
-    """Return bytes of unsharded gradients before and during their reduction."""
+    """Return the bytes of unsharded gradients before and during their reduction."""
     s, n, piped, sums, wide = stage.s, stage.s.n, stage.piped, stage.sums, stage.wide
     dense, experts = stage.dense, stage.experts
     width = stage.reduction_width
@@ -314,7 +310,7 @@ def _gradient_buffers(stage: _Stage) -> _Columns:
 
 
 def _end_buffers(stage: _Stage) -> Array:
-    """Return bytes of embedding and head gradients, reduced and unreduced, at the end of a step without pipeline."""
+    """Return the bytes of embedding and head gradients at the end of a step without pipeline parallelism."""
     s, wide, vocabulary = stage.s, stage.wide, stage.vocabulary
     trained_width = s.machine.width * s.workload.trained
     single = np.where(s.copies, np.where(s.sharded, stage.reduction_width, 3.0 * wide), 0.0)
@@ -326,7 +322,6 @@ def _end_buffers(stage: _Stage) -> Array:
 
 
 def _activations(stage: _Stage, layer: LayerMemory, flight: Array, logits: Array) -> _Columns:
-    """Return bytes of saved and recomputed activations, and of pipeline messages."""
     s, layers, zeros = stage.s, stage.layers, np.zeros(1)
     # The final norm keeps its input in float32, and its output in both formats.
     final_width = 4.0 + 2.0 * s.machine.width

@@ -1,8 +1,8 @@
 """Inputs of the cost formulas: model, machine, number formats and candidate strategies, and simple derived values.
 
-`Machine` holds the reached rates of a device and its links, and times collectives over groups of ranks. `Places` holds
-degree and stride of every mesh axis and expert group of the candidates. `PricingCase` joins both with the model: its
-properties are columns over the candidates.
+`Machine` has the achieved rates of a device and its links, and times collectives over groups of ranks. `Places` has the
+position of every process group on the machine, as degree and stride of each mesh axis. `PricingCase` joins both with
+the model; its properties are columns (arrays over the candidates).
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from hyper_parallel.units import DTYPE_BYTES
 class Ring:
     """Ring of ranks for all-gather and reduce-scatter, as arrays over candidates."""
 
-    size: Array  # ranks of a group
+    size: Array  # number of ranks of the group
     rate: Array  # bytes/s that a rank sends
     delay: Array  # seconds of a collective with a tiny message
-    domain: float = np.inf  # ranks of a domain with links of its own
-    outside_bytes_s: float = np.inf  # total bytes/s of a domain to other domains
+    domain: float = np.inf  # ranks that share links to the outside, such as the devices of a node
+    outside_bytes_s: float = np.inf  # total bytes/s from a domain to other domains
 
     def seconds(self, gathered_bytes: Array) -> Array:
-        """Return seconds of one all-gather or reduce-scatter; `gathered_bytes` are those of the whole tensor.
+        """Return the seconds of one all-gather or reduce-scatter; `gathered_bytes` is the size of the full tensor.
 
-        A ring sends (g-1)/g of the gathered tensor at the rate of its slowest links, after the latency of the tiers.
+        Each of g ranks sends (g-1)/g of the full tensor at the rate of the slowest links, after the latency of the
+        tiers.
 
         Source: ring collectives, Patarasuk and Yuan 2009.
         """
@@ -54,7 +55,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Peak rates of one device and of its links, and the cards with the reached shares of them."""
+    """Peak rates of one device and its links, and cards with the fractions of these rates that are achieved."""
 
     peak_flops: float  # dense peak FLOP/s in the compute dtype
     matmul_peak: float  # dense peak FLOP/s in the format of matmul inputs
@@ -66,9 +67,9 @@ class Machine:
     # bytes/s per device and direction to host memory; 0 when the topology names none
     host_bytes_s: float
     tiers: tuple[Tier, ...]  # interconnect levels, inner to outer
-    card: DeviceCard  # efficiency of the device's kernels
-    stack: StackCard  # how the training framework uses it
-    ranks_per_core: float = 1.0  # ranks that share one core in turn
+    card: DeviceCard  # efficiency of the device's kernels and links
+    stack: StackCard  # behavior of the training framework
+    ranks_per_core: float = 1.0  # ranks that share one CPU core in turn
     host_bytes: float = np.inf  # host memory of one device
     may_recompute: bool = True  # whether offload may also drop and recompute results
     # whether exposed communication includes waits for ranks that have not reached a collective
@@ -92,7 +93,7 @@ class Machine:
             matmul_dtype: Format of matmul inputs; None: the compute dtype.
             card: Device card; None: the shipped one for the device. If `stack` is None too, the topology `local` has
                 the cards that `calibrate` wrote for this device.
-            stack: Stack card; None: the one of our own runtime.
+            stack: Stack card; None: that of HyperParallel's own runtime.
         """
         device = supernode.device
         matmul_dtype = matmul_dtype or compute_dtype
@@ -116,10 +117,10 @@ class Machine:
 
     @property
     def pace(self) -> Speed | None:
-        """Function from the fraction of ranks that run to the speed of one; 1 is the speed while all ranks run.
+        """Function from the fraction of ranks that run to the speed of one rank, relative to its speed while all run.
 
-        It is measured if the card has it. Otherwise ranks are assumed to contend for cores only. None if every rank has
-        its own cores.
+        The function interpolates measurements if the card has any; otherwise ranks contend for cores only. None if
+        every rank has its own cores.
         """
         if own := self.card.pace:
             shares = sorted((float(share), speed) for share, speed in own.items())
@@ -130,7 +131,7 @@ class Machine:
         return lambda share: np.minimum(self.ranks_per_core, 1.0 / share)
 
     def paces(self, ranks: int) -> tuple[float, ...]:
-        """Return the `pace` while 1, 2, ... `ranks` ranks run; () if every rank has its own cores."""
+        """Return the speed of one rank while 1, 2, ... `ranks` ranks run, as in `pace`; () if `pace` is None."""
         if self.pace is None:
             return ()
         return tuple(self.pace(np.arange(1.0, ranks + 1.0) / ranks).tolist())
@@ -147,43 +148,46 @@ class Machine:
 
     @property
     def saturation(self) -> float:
-        """Size of a matmul dimension at which it reaches half of `matmul_flops`: memory time equals compute time."""
+        """Size of one matmul dimension, with the other two large, at which a matmul reaches half of `matmul_flops`."""
         return self.card.saturation * self.peak_flops * self.width / 2.0 / self.memory_bytes_s
 
     @property
     def attention_flops(self) -> float:
-        """FLOP/s of the attention products on long sequences and wide heads."""
+        """FLOP/s of the attention matmuls on long sequences and wide heads."""
         share = self.card.share("attention", self.compute_dtype)
         share = share * (self.card.portable if self.stack.portable else 1.0)
         return self.peak_flops * share / self.stack.compute
 
     @property
     def passing_bytes_s(self) -> float:
-        """Memory bytes/s that element-wise kernels reach."""
+        """Memory bytes/s that element-wise kernels achieve."""
         return self.memory_bytes_s * self.card.elementwise / self.stack.compute
 
     @property
     def stream_bytes_s(self) -> float:
-        """Memory bytes/s that one long sequential pass reaches, such as the optimizer."""
+        """Memory bytes/s that one long sequential pass achieves, such as the optimizer."""
         return self.memory_bytes_s * self.card.stream
 
     def link_share(self, tier: Tier) -> float:
-        """Return the fraction of a tier's bandwidth that collectives reach."""
+        """Return the fraction of a tier's bandwidth that collectives achieve."""
         return (
             self.card.link if self._is_innermost(tier) else self.card.network * self.stack.network
         )
 
     def _is_innermost(self, tier: Tier) -> bool:
-        """Return whether a tier uses the innermost links."""
         return tier is self.tiers[0] or tier.shares_links
 
     def ring(self, *axes: Axis) -> Ring:
-        """Return the ring over the ranks of a group; `axes` are the (degree, stride) of its mesh axes.
+        """Return the ring over the ranks of a process group.
 
-        A rank sends at the minimum over the tiers of g_local * bandwidth * link efficiency. The g_local ranks of the
-        group in one domain below the links of a tier use these links in parallel. If the group does not divide over the
-        domains, the domain with the fewest ranks is the bottleneck. Source: hierarchical collectives,
-        docs/explanation/topology.md.
+        A rank sends at the minimum, over the tiers that the group crosses, of g_local * bandwidth * link efficiency.
+        Here g_local is the number of ranks of the group in one inner domain: they use the links of the tier in
+        parallel. If the group does not divide evenly, the domain with the fewest ranks is the bottleneck.
+
+        Args:
+            axes: Degree and stride of every mesh axis of the group.
+
+        Source: hierarchical collectives, docs/explanation/topology.md.
         """
         size = _product(axes)
         if (size == 1).all():
@@ -200,16 +204,16 @@ class Machine:
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf
     ) -> Array:
-        """Return seconds of one all-to-all; every rank sends `local_bytes` in total, including the part for itself.
+        """Return the seconds of one all-to-all.
 
-        Bytes between ranks whose closest common tier is t cross the links of tier t. Tiers with their own links run
-        concurrently, tiers that share links sequentially.
+        Bytes between two ranks cross the links of the innermost tier that connects them. Tiers with their own links
+        transfer at the same time, tiers that share links one after the other.
 
         Args:
-            local_bytes: Bytes of one rank.
-            axes: Degree and stride of every axis of the group.
+            local_bytes: Bytes that one rank sends in total, including the part for itself.
+            axes: Degree and stride of every mesh axis of the group.
             copies: Number of receivers of one token. Above 1, a token is sent to a domain only once for all receivers
-                there; the traffic follows from the expected number of distinct domains.
+                there; the bytes follow from the expected number of distinct domains.
             message: Bytes per message; a network card has a limited rate of messages.
         """
         size = _product(axes)
@@ -229,15 +233,14 @@ class Machine:
         return local_bytes * slowest + self.latency(*axes)
 
     def latency(self, *axes: Axis) -> Array:
-        """Return seconds of a collective with a tiny message: the sum over tiers of steps times latency.
+        """Return the seconds of a collective with a tiny message: the sum over tiers of steps times latency per step.
 
-        A group of n ranks takes 1 step on a full mesh, log2 n over a switch (a tree), n / 2 on a torus, and n - 1 in a
-        host.
+        The number of steps between n domains is 1 on a full mesh, log2 n over a switch (a tree), n / 2 on a torus, and
+        n - 1 otherwise.
         """
         return self._delay(list(self._hops(axes)))
 
     def _delay(self, hops: Sequence[_Hop]) -> Array:
-        """Return the latency of one collective in seconds: the sum over `hops` of steps times latency per step."""
         total: Array = np.zeros(np.shape(hops[-1].reached))
         for hop in hops:
             num_domains = np.ceil(hop.reached / hop.inside)
@@ -255,7 +258,7 @@ class Machine:
         return total
 
     def _hops(self, axes: tuple[Axis, ...]) -> Iterator[_Hop]:
-        """Yield every tier, inner to outer, with the numbers of ranks of a group in its domains."""
+        """Yield every tier, inner to outer, with the numbers of ranks that the group has in domains of the tier."""
         size = _product(axes)
         inside = below = np.ones(np.shape(size))
         for index, tier in enumerate(self.tiers):
@@ -277,7 +280,6 @@ class Machine:
 
 
 def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
-    """Return the product of the degrees of some axes."""
     size: Array = np.ones(1)
     for degree, stride in axes:
         if degree.shape != stride.shape and stride.size > 1:
@@ -288,7 +290,7 @@ def _product(axes: tuple[Axis, ...] | list[Axis]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """Tier with the numbers of ranks of a group in its domains."""
+    """Tier of links, and the numbers of ranks that a group has in domains; a domain is a set of connected devices."""
 
     tier: Tier
     inside: Array  # ranks of the group in one domain of the next inner tier
@@ -297,7 +299,7 @@ class _Hop:
 
 
 def _peak_flops(supernode: Supernode, dtype: str) -> float:
-    """Return the peak rate of a format; float16 defaults to bfloat16, which has the same rate in matrix units."""
+    """Return the peak FLOP/s of a format; float16 without an own entry has the rate of bfloat16."""
     only_bfloat16 = dtype == "float16" and dtype not in supernode.device.peak_flops
     return supernode.peak_flops("bfloat16" if only_bfloat16 else dtype)
 
@@ -314,7 +316,10 @@ _IS_INSIDE: Final = {
 
 
 class Places:
-    """Degree and stride of every mesh axis, and of the expert groups over several axes, for all candidates."""
+    """Degree and stride of every mesh axis and of the expert groups, for all candidates.
+
+    The stride of an axis is the distance between the ranks of two neighbours on the axis.
+    """
 
     def __init__(self, c: Candidates) -> None:
         order = np.asarray(c.order, dtype=np.intp)
@@ -329,10 +334,9 @@ class Places:
         return self._axes[name]
 
     def group(self, axes: Sequence[str]) -> tuple[Axis, ...]:
-        """Return the (degree, stride) of every axis of a communication group, given by axis names.
+        """Return the (degree, stride) of every axis of a process group, given by axis names.
 
-        The group ("cp",) has the ranks of a key-value ring, without the ranks inside that exchange heads. The group
-        ("pp",) has two adjacent stages.
+        ("cp",) is a key-value ring, which has one rank of each Ulysses group. ("pp",) is a pair of adjacent stages.
         """
         if axes == ("pp",):
             return ((np.minimum(self._c.pp, 2.0), self.axis("pp")[1]),)
@@ -362,7 +366,7 @@ class Places:
         return dict(zip(("etp", "ep", "edp"), zip(*parts, strict=True), strict=True))
 
     def _inside(self, name: str, axes: Sequence[str]) -> Array:
-        """Return the product of the degrees of those `axes` that are inside the axis `name`: its stride."""
+        """Return the product of the degrees of those `axes` that are inside the axis `name`."""
         product: Array = np.ones(1)
         for axis in axes:
             is_inside = _IS_INSIDE[axis, name][self._order]
@@ -378,10 +382,10 @@ _ALL_CUT: Final = Uncut()
 class PricingCase:
     """Candidate strategies for a model on a machine; properties are columns over the candidates."""
 
-    n: ModelNumbers
+    n: ModelNumbers  # sizes of the model
     machine: Machine
     workload: Workload  # sequence length and number formats; the candidates have the batch numbers
-    c: Candidates
+    c: Candidates  # candidate strategies
     _rings: dict[tuple[str, ...], Ring] = field(default_factory=dict, init=False, repr=False)
     # (kind, axes, width, id of the elements) of a collective to (these elements, seconds of one call)
     priced_calls: dict[tuple[str, tuple[str, ...], float, int], tuple[Array, Array]] = field(
@@ -404,17 +408,17 @@ class PricingCase:
 
     @cached_property
     def layers(self) -> Array:
-        """Layers of the fullest pipeline stage if layers are split evenly."""
+        """Number of layers of the fullest pipeline rank if layers are split evenly."""
         return np.ceil(self.n.layers / self.c.pp)
 
     @cached_property
     def shards(self) -> Array:
-        """d: FSDP ranks, over which parameters are sharded."""
+        """d: number of FSDP ranks, over which parameters are sharded."""
         return self.c.dp_shard * self.c.cp
 
     @cached_property
     def cut(self) -> TokenCut:
-        """Sharding of the tokens of a microbatch over the ranks, without the padding between blocks."""
+        """Sharding of the tokens of a microbatch over the ranks, without the padding for tensor parallelism."""
         c, tokens = self.c, self.tokens
         ring = c.cp / c.cp_ulysses
         return TokenCut(c.tp_x, c.tp_y, tokens, tokens / c.tp, tokens, ring, c.cp_ulysses)
@@ -425,26 +429,26 @@ class PricingCase:
         return collapse(np.where(self.c.recompute > 1, 1.0, 0.0))
 
     def dense(self, layers: Array | float = 1.0) -> Array:
-        """Return the parameters of `layers` average layers on one tensor-parallel rank, without experts."""
+        """Return the number of parameters of `layers` average layers on one tensor-parallel rank, without experts."""
         n, whole = self.n, self.uncut.weights
         cut = (n.attention_weights + n.mlp_weights - whole) / self.c.tp
         return layers * (cut + whole * self.over_tp(1.0) + n.vector_weights)
 
     @property
     def uncut(self) -> Uncut:
-        """Parts that tensor parallelism replicates in our own runtime; other frameworks are assumed to shard them."""
+        """Parts that tensor parallelism replicates; none for other frameworks, which are assumed to shard all parts."""
         return self.n.uncut if self.machine.stack.phased else _ALL_CUT
 
     def over_tp(self, uncut: float) -> Array:
-        """Return the fraction of a layer's work on one tensor-parallel rank, if the fraction `uncut` is replicated."""
+        """Return the fraction of some work on one tensor-parallel rank, if a fraction `uncut` of it is replicated."""
         whole_share = uncut * self.keeps_whole
         return (1.0 - whole_share) / self.c.tp + whole_share
 
     @cached_property
     def keeps_whole(self) -> Array:
-        """1 for candidates that replicate the parts in `uncut`; 0 if layouts refuse that, and all is priced as sharded.
+        """1 for candidates that replicate the parts in `uncut`, 0 for candidates priced as if all were sharded.
 
-        A replicated residual stream requires one axis of tensor parallelism, without ep and pp.
+        The latter cannot run: a replicated residual stream requires tp_y = 1, pp = 1 and ep = 1.
         """
         c = self.c
         if not self.uncut.stream:
@@ -453,24 +457,24 @@ class PricingCase:
 
     @cached_property
     def etp(self) -> Array:
-        """Number of ranks that shard one expert; 1 in our own runtime without expert parallelism."""
+        """Number of ranks that shard one expert; 1 where `whole_experts`."""
         return np.where(self.whole_experts, 1.0, self.c.etp)
 
     @cached_property
     def whole_experts(self) -> NDArray[np.bool_]:
-        """True if every tensor-parallel rank has all experts: in our own runtime, without expert parallelism."""
+        """True if every tensor-parallel rank has all experts: in HyperParallel's own runtime if ep = 1."""
         return np.asarray((self.c.ep <= 1) & bool(self.machine.stack.phased))
 
     def experts(self, layers: Array | float = 1.0) -> Array:
-        """Return the expert parameters of `layers` average layers on one expert-parallel rank."""
+        """Return the number of expert parameters of `layers` average layers on one expert-parallel rank."""
         return layers * self.n.expert_weights / (self.c.ep * self.etp)
 
     @cached_property
     def last_layer(self) -> tuple[Array, Array]:
-        """Parameters of the larger of the last two layers on a rank, before data sharding: (without experts, experts).
+        """Parameters of the larger of the last two layers on a rank, before FSDP, as (without experts, experts).
 
-        At the peak these layers are gathered and their gradients reduced. A mean over all layers would be too small if
-        the first layers have no experts.
+        At the memory peak these layers are gathered and their gradients are reduced. A mean over all layers would be
+        too small if the first layers have no experts.
         """
         ranks = self.c.ep * self.etp
         dense, experts = self.dense(), self.experts()
@@ -483,26 +487,26 @@ class PricingCase:
 
     @cached_property
     def expert_shards(self) -> Array:
-        """Number of ranks over which FSDP shards the parameters of the same experts."""
+        """Number of ranks with the same experts, over which FSDP shards the experts' parameters."""
         return np.maximum(1.0, self.shards * self.c.tp / (self.c.ep * self.c.etp))
 
     @cached_property
     def outside(self) -> Array:
-        """Parameters of embedding and head, in the pipeline stage with more of them, before any sharding."""
+        """Number of parameters of embedding and head before sharding; in a pipeline, of the larger of the two."""
         n = self.n
         largest = max(n.embedding_weights, n.head_weights)
         return np.where(self.c.pp > 1, largest, n.embedding_weights + n.head_params) * 1.0
 
     @property
     def largest_end(self) -> float:
-        """Parameters of the larger of embedding and head."""
+        """Number of parameters of the larger of embedding and head."""
         return float(max(self.n.embedding_weights, self.n.head_params))
 
     @cached_property
     def vocabulary_ranks(self) -> Array:
         """Number of ranks that shard the rows of embedding and head: 1 if tensor parallelism cannot shard them.
 
-        Frameworks other than our own pad the vocabulary, so all tensor-parallel ranks shard it.
+        Frameworks other than HyperParallel pad the vocabulary, so that tensor parallelism can always shard it.
         """
         c, n = self.c, self.n
         if not self.machine.stack.phased:
@@ -515,19 +519,19 @@ class PricingCase:
     def logit_ranks(self) -> Array:
         """Number of ranks over which the logits of a tensor-parallel group are sharded.
 
-        A replicated head processes the tokens of its rank, unless every rank has the tokens of all.
+        A replicated head processes only the tokens of its rank, unless the residual stream is replicated.
         """
         return np.where(self.uncut.stream * self.keeps_whole, self.vocabulary_ranks, self.c.tp)
 
     def ends(self, elements: Array | float) -> Array:
-        """Return how many of `elements` parameters outside the layers a rank has, before data sharding."""
+        """Return the number of parameters on a rank, before FSDP, of `elements` parameters outside the layers."""
         whole = min(self.uncut.outside, float(np.min(elements)))
         cut = (elements - whole) / self.vocabulary_ranks
         return np.asarray(cut + whole * self.over_tp(1.0))
 
     @property
     def scores(self) -> float:
-        """Bytes per token of attention probabilities in an average layer; 0 for fused attention and without sinks."""
+        """Bytes per token of attention probabilities saved in an average layer; 0 without attention sinks."""
         n, stack = self.n, self.machine.stack
         return stack.eager * n.sinks * self.machine.width * n.num_heads * self.workload.seq_len
 
@@ -545,20 +549,20 @@ class PricingCase:
 
     @cached_property
     def sharded(self) -> NDArray[np.bool_]:
-        """True if gradients, and parameters while not in use, are sharded."""
+        """True if FSDP shards gradients, and parameters while not in use."""
         return (self.shards > 1) & (self.c.zero > 1)
 
     @cached_property
     def copies(self) -> NDArray[np.bool_]:
-        """True if matmuls read copies of the parameters: gathered, or in another format.
+        """True if matmuls read a copy of the parameters: a gathered one, or one in another format.
 
-        With data-parallel replicas, FSDP copies parameters even in a group of one rank.
+        With data-parallel replicas, FSDP copies parameters even if it shards them over one rank.
         """
         another = self.machine.width != self.param_width
         return (self.c.zero > 1) & (self.sharded | another | (self.c.dp_replicate > 1))
 
     def ring(self, axes: tuple[str, ...]) -> Ring:
-        """Return the ring over the ranks of a communication group, given by axis names."""
+        """Return the ring over the ranks of a process group, given by axis names."""
         if axes not in self._rings:
             self._rings[axes] = self.machine.ring(*self.places.group(axes))
         return self._rings[axes]
@@ -581,6 +585,6 @@ def positions(cp: Array, cp_ulysses: Array | float, seq_len: int) -> Array:
 
 
 def collapse(column: Array) -> Array | float:
-    """Return the value of a constant column as a scalar, which is much faster to compute with, else the column."""
+    """Return a column, or its value as a scalar if all entries are equal; scalars are much faster to compute with."""
     same = column.size > 0 and bool((column == column.flat[0]).all())
     return float(column.flat[0]) if same else column

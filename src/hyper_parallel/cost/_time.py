@@ -1,8 +1,8 @@
-"""Step time of candidates, as one term per cause with formula, inputs and source; and scores of time and memory.
+"""Predicted step time of candidate strategies, as one term per cause, with formula, inputs and source of each term.
 
-The model is one pipeline stage that processes m microbatches; the slowest stage sets the pace and the step ends with
-the optimizer. Letters as in `_layer`, and m microbatches, p stages, l layers of the slowest stage. A score joins the
-terms of the step time with those of the peak memory.
+A step takes the time of the slowest pipeline stage for m microbatches, of pipeline fill and drain, and of work once per
+step such as the optimizer. Letters: those of `_layer`, m microbatches, p stages, l layers of the slowest stage. `score`
+returns the terms of the step time together with the terms of the peak memory.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ place, and cast back.
 
 @dataclass(frozen=True, slots=True)
 class BlockPrices:
-    """Seconds of an average layer and of the head that do not depend on pipeline, data parallelism and placement.
+    """Seconds of an average layer and of the head, to be shared by candidates that differ in other columns only.
 
-    This holds if links are equally fast for every placement of a group, as on a `RelaxedMachine`.
+    The other columns are pipeline, data parallelism and the order of the mesh axes. The order has no effect if links
+    are equally fast between all ranks, as on a `RelaxedMachine`.
     """
 
     work: Compute  # compute of an average layer
@@ -58,12 +59,12 @@ class BlockPrices:
 
     @classmethod
     def of(cls, s: PricingCase) -> BlockPrices:
-        """Return the prices of all candidates; columns are broadcast to one shape."""
+        """Return the seconds for all candidates, as arrays of the broadcast shape of their columns."""
         work = layer_compute(s)
         return cls(work, block_communication(s, work), _head(s))
 
     def take(self, shape: tuple[int, ...], index: Any) -> BlockPrices:
-        """Return the prices at `index`; `shape` is the broadcast shape of the candidates."""
+        """Return the seconds of the candidates at `index`; `shape` is the broadcast shape of all candidates."""
 
         def part_at(part: Any) -> Any:
             if isinstance(part, np.ndarray):
@@ -83,14 +84,14 @@ class LayerPrices:
 
     @classmethod
     def of(cls, s: PricingCase, blocks: BlockPrices | None = None) -> LayerPrices:
-        """Return the prices of all candidates; `blocks` are their block prices, if already computed."""
+        """Return the seconds for all candidates; `blocks` is the result of `BlockPrices.of` if already computed."""
         blocks = blocks or BlockPrices.of(s)
         comm = layer_communication(s, blocks.work, blocks.comm)
         return cls(blocks.work, with_overlap(s, blocks.work, comm), blocks.head)
 
     @property
     def layer(self) -> Array:
-        """Seconds of one layer and microbatch, forward and backward, without expert exchanges."""
+        """Seconds of one layer and microbatch, forward and backward, without expert all-to-alls."""
         w, m = self.work, self.comm
         work = w.forward + w.backward + w.recompute + w.launch
         return work + m.tp + m.cp + m.fsdp
@@ -113,7 +114,7 @@ def _head(s: PricingCase) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Prices of the layers of candidates, and their split into pipeline stages."""
+    """Seconds of the layers of all candidates, and their split into pipeline stages."""
 
     prices: LayerPrices
     ep: Array  # exposed expert all-to-alls of one layer and microbatch
@@ -122,7 +123,7 @@ class Step:
 
     @classmethod
     def of(cls, s: PricingCase, blocks: BlockPrices | None = None) -> Step:
-        """Return the priced layers, split into stages; arguments as for `LayerPrices.of`."""
+        """Return the seconds of the layers and their split into stages; arguments as for `LayerPrices.of`."""
         prices, stack = LayerPrices.of(s, blocks), s.machine.stack
         chunked = (s.c.pp > 1) & (s.c.vpp > 1)
         hidden = np.where(chunked, max(stack.overlap_ep_chunks, stack.overlap_ep), stack.overlap_ep)
@@ -174,7 +175,7 @@ Inputs = dict[str, Array | float]
 
 @dataclass(frozen=True, slots=True)
 class TimeTerm:
-    """Time term, named by its cause, as an array over candidates."""
+    """Term of the predicted step time, named by its cause, as an array over candidates."""
 
     name: str
     seconds: Array
@@ -187,14 +188,14 @@ class TimeTerm:
         return _FORMULAS[self.name]
 
     def term_of(self, index: int) -> CostTerm:
-        """Return the term of the candidate at `index`."""
+        """Return the term of one candidate, with its inputs, formula and source."""
         shape = self.seconds.shape
         inputs = {k: float(np.broadcast_to(v, shape)[index]) for k, v in self.inputs.items()}
         return CostTerm(self.name, float(self.seconds[index]), self.formula, inputs, self.source)
 
 
 def time_terms(s: PricingCase, blocks: BlockPrices | None = None) -> tuple[TimeTerm, ...]:
-    """Return all terms of the step time; their sum is the predicted time."""
+    """Return all terms of the step time; their sum is the predicted time of a step in seconds."""
     step, stack, c = Step.of(s, blocks), s.machine.stack, s.c
     terms = [*microbatch_terms(s, step), *step_terms(s, step)]
     total = sum((t.seconds for t in terms), np.zeros(1))
@@ -217,15 +218,16 @@ def step_seconds(
 
     Args:
         s: Pricing case, columns of one length.
-        parts: `all`: every term. `pace`: only terms of microbatches, without collectives of sharded states.
-        blocks: Block prices, if already computed.
+        parts: `all`: every term. `pace`: only the terms that scale with the number of microbatches, without the
+            collectives of sharded parameters and gradients.
+        blocks: Result of `BlockPrices.of`, if already computed.
     """
     terms = time_terms(s, blocks) if parts == "all" else microbatch_terms(s, Step.of(s, blocks))
     return np.broadcast_to(sum((t.seconds for t in terms), np.zeros(1)), shape_of(s.c))
 
 
 def microbatch_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
-    """Return the terms that scale with the number of microbatches, without collectives of sharded states."""
+    """Return the terms that scale with the number of microbatches, without FSDP collectives."""
     n, c, machine, m, stages = s.n, s.c, s.machine, s.c.accumulation, step.stages
     card, stack, dtype = machine.card, machine.stack, machine.matmul_dtype
     work, comm = step.prices.work, step.prices.comm
@@ -359,7 +361,7 @@ def step_terms(s: PricingCase, step: Step) -> list[TimeTerm]:
 
 
 def _host_work(s: PricingCase, layers: Array) -> Array:
-    """Return core seconds per step of the host work that parallel axes add on a rank, such as launching collectives."""
+    """Return the CPU seconds per step that parallel axes add on a rank, such as for launching collectives."""
     c, seconds = s.c, s.machine.stack.host_s
     total: Array = np.zeros(1)
     if not seconds:
@@ -382,7 +384,7 @@ def _host_work(s: PricingCase, layers: Array) -> Array:
 
 
 def _timed_offload_demand(s: PricingCase, step: Step, optimizer_s: Array) -> OffloadDemand:
-    """Return the inputs of the cost of offload, with the seconds of work that overlap copies."""
+    """Return `offload_demand` with the seconds of the work that copies may overlap."""
     demand, work, comm = offload_demand(s), step.prices.work, step.prices.comm
     layers, head = step.stages.layers, step.prices.head * step.stages.head
     exposed, none = comm.tp + step.ep + comm.cp, 0.0 * demand.need_bytes
@@ -403,7 +405,7 @@ def _timed_offload_demand(s: PricingCase, step: Step, optimizer_s: Array) -> Off
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Predicted time and memory of many candidates."""
+    """Predicted step time and peak memory of many candidates, by term."""
 
     time: tuple[TimeTerm, ...]  # terms of the step time
     memory: tuple[SpaceTerm, ...]  # terms of the peak memory, offloaded bytes included
@@ -423,14 +425,14 @@ class Scores:
 
 
 def _is_copies(term: TimeTerm, index: int) -> bool:
-    """Return whether a term is that of offload copies and the candidate offloads."""
+    """Return whether a term is that of offload copies and the candidate at `index` offloads bytes."""
     if term.name != COPIES:
         return False
     return any(np.ravel(term.inputs[n])[index] > 0.0 for n in ("need_bytes", "end_bytes"))
 
 
 def score(s: PricingCase) -> Scores:
-    """Return the predicted time and memory of candidates, whose columns may broadcast; legality is not checked."""
+    """Return the predicted step time and peak memory of all candidates; legality is not checked."""
     time, memory = time_terms(s), memory_terms(s)
     resident = resident_bytes(sum((t.bytes for t in memory), np.zeros(1)), s)
     return Scores(time, memory, sum((t.seconds for t in time), np.zeros(1)), resident)

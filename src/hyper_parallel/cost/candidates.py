@@ -1,14 +1,15 @@
-"""Candidates: strategies as columns of numbers, for vectorized pricing; and closed forms of pipeline time.
+"""Candidates: strategies as columns of numbers, for vectorized prediction; and closed forms of pipeline time.
 
-The closed forms are the split of layers into stages, the bubble and the microbatches in flight. F, B and W are the
-seconds of one microbatch on one rank in forward, in the backward of inputs and in that of weights. With the sum over
-stages S, slowest stage t, p stages, m microbatches, v virtual stages:
+The closed forms give the split of layers into stages, the bubble and the microbatches in flight. F, B and W are the
+seconds of one microbatch on one rank: forward, gradients of inputs, gradients of weights. A stage takes F + B + W
+seconds per microbatch; t is the maximum over stages and S the sum. With p stages, m microbatches and v virtual stages
+per rank, a step takes m t plus the bubble:
 
-    GPipe, 1F1B       (m - 1) t + S            every stage is filled and drained once
-    interleaved       m t + (S - t) / v        filled and drained by chunks
-    ZB-H1             as 1F1B, with W moved into the bubble: (S - t) (F + B - W) / (F + B + W)
-    ZBV               (S - t) max(0, F + B - 2W) / (F + B + W): none when the three are equal
-    DualPipeV         (S - t) (F + 2B - W) / 2 / (F + B + W), a forward and a backward at once
+    GPipe, 1F1B       S - t                    every stage is filled and drained once
+    interleaved       (S - t) / v              filled and drained by virtual stages
+    ZB-H1             (S - t) (F + B - W) / (F + B + W), with W moved into the bubble
+    ZBV               (S - t) max(0, F + B - 2W) / (F + B + W): 0 if F, B and W are equal
+    DualPipeV         (S - t) (F + 2B - W) / 2 / (F + B + W), a forward and a backward at the same time
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hyper_parallel.ir.strategy import BLOCK_SHAPES, CpKind, ScheduleKind
 
 Array = NDArray[np.float64]
 Axis = tuple[Array, Array]
-"""Degree and stride of one axis of a group."""
+"""Degree and stride of one axis of a process group; the stride is the distance between ranks that are neighbours."""
 
 SCHEDULES: Final[tuple[ScheduleKind, ...]] = get_args(ScheduleKind)
 """Pipeline schedules; column `schedule` is an index."""
@@ -37,13 +38,13 @@ SHAPES: Final = BLOCK_SHAPES
 RECOMPUTE: Final[tuple[Literal["none", "selective", "full"], ...]] = ("none", "selective", "full")
 """Kinds of recomputation; column `recompute` is an index."""
 FULL_EXCEPT_LAST: Final = 3
-"""Value of column `recompute`: full recomputation except in the last layers of a stage. The peak is in their backward,
-so it includes no recomputed activations.
+"""Value of column `recompute`: full recomputation except in the last layers of a stage.
+
+The peak is in the backward of these last layers, so it includes no recomputed activations.
 """
 
 
 def _orders() -> tuple[tuple[str, ...], ...]:
-    """Return all orders of the mesh axes in which the data-parallel axes are adjacent, as in `ORDERS`."""
     units = (("pp",), ("dp_replicate", "dp_shard"), ("cp",), ("tp_x",), ("tp_y",))
     orders = (tuple(itertools.chain(*order)) for order in itertools.permutations(units))
     # permutations() starts with the input order: index 0 is the mesh's own order.
@@ -61,11 +62,11 @@ The two data-parallel axes stay adjacent, so that experts fold over ranks of one
 class Candidates:
     """Strategies with their batch numbers; every field is a column of float64.
 
-    Columns have one length, or shapes that broadcast: a grid of choices is then priced without materializing it.
-    `take`, `strategy_at` and `len` require columns of one length.
+    Columns have one length, or shapes that broadcast, so that a grid of choices need not be materialized. `take`,
+    `strategy_at` and `len` require columns of one length.
     """
 
-    pp: Array  # pipeline stages
+    pp: Array  # pipeline ranks
     vpp: Array  # virtual stages (model chunks) of a rank
     schedule: Array  # index into `SCHEDULES`; ignored with one stage
     dp_replicate: Array
@@ -92,18 +93,18 @@ class Candidates:
     # 1 if 2-D attention scatters tokens over y, and gathers keys and values, instead of heads
     attention_tokens: Array
     cp_gather: Array  # 1 if all keys and values are gathered instead of passed around a ring
-    # parts of a microbatch that overlap, 1 or 2; negative in a partial strategy: up to that many, priced by a lower
-    # bound
+    # parts of a microbatch that overlap, 1 or 2; -n while a search has not chosen: any number up to n, for a lower
+    # bound of the time
     halves: Array
     ep_chunks: Array  # chunks of the experts' tokens; negative as for `halves`
-    tp_chunks: Array  # chunks of the tokens of a block; negative as for `halves`
+    tp_chunks: Array  # chunks of the tokens of attention and MLP; negative as for `halves`
 
     @classmethod
     def of_columns(cls, **columns: ArrayLike) -> Candidates:
         """Return candidates with the given columns, and defaults for the others.
 
         Defaults: degrees, microbatch and accumulation 1; no overlap; 1F1B, or interleaved 1F1B if vpp > 1; no
-        recomputation; ZeRO-3; the mesh's own order; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
+        recomputation; ZeRO-3; the order of `ir.AXES`; 2-D blocks (no effect if tp_y = 1); etp = tp if ep = 1, else 1.
         """
         arrays: dict[str, Any] = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
         length = max((v.shape for v in arrays.values() if v.ndim == 1), default=(1,))
@@ -137,7 +138,7 @@ class Candidates:
 
     @classmethod
     def of(cls, strategy: Strategy, workload: Workload) -> Candidates:
-        """Return one strategy with a resolved workload as a candidate."""
+        """Return a single candidate for a strategy and a resolved workload."""
         assert workload.microbatch is not None, "the workload must be resolved"
         assert workload.accumulation_steps is not None, "the workload must be resolved"
         s = strategy
@@ -174,14 +175,14 @@ class Candidates:
 
     @property
     def any_overlap(self) -> bool:
-        """True if any candidate overlaps communication inside of layers, or leaves that open."""
+        """True if any candidate overlaps, or may still choose to overlap, communication inside layers."""
         return any(bool((x != 1).any()) for x in (self.halves, self.ep_chunks, self.tp_chunks))
 
     def __len__(self) -> int:
         return len(self.pp)
 
     def take(self, indices: NDArray[np.bool_] | NDArray[np.intp]) -> Candidates:
-        """Return the candidates at some indices, or under a mask."""
+        """Return the candidates at the given indices, or those for which a mask is True."""
         return Candidates(*(getattr(self, name)[indices] for name in Candidates.__slots__))
 
     def strategy_at(
@@ -191,8 +192,9 @@ class Candidates:
 
         Args:
             index: Index of the candidate.
-            base: Strategy with the rules, the schedule file and the layers per stage of the result.
-            workload: Workload with the sequence length and number formats of the result.
+            base: Strategy from which the result takes the fields that are no columns: rules, schedule file and layers
+                per stage.
+            workload: Workload from which the result takes sequence length and number formats.
         """
         row = {name: int(getattr(self, name)[index]) for name in Candidates.__slots__}
         ulysses = row["cp_ulysses"]
@@ -218,14 +220,11 @@ class Candidates:
             ),
         )  # fmt: skip
         if strategy.pp == 1:  # without a pipeline its choices have defaults
-            default = Strategy()
-            strategy = replace(
-                strategy,
-                schedule=default.schedule,
-                schedule_file=default.schedule_file,
-                virtual_stages=default.virtual_stages,
-                stage_layers=default.stage_layers,
+            names, default = (
+                ("schedule", "schedule_file", "virtual_stages", "stage_layers"),
+                Strategy(),
             )
+            strategy = replace(strategy, **{name: getattr(default, name) for name in names})
         resolved = replace(
             workload, microbatch=row["microbatch"], accumulation_steps=row["accumulation"]
         ).resolve(strategy.dp)
@@ -239,9 +238,9 @@ def shape_of(c: Candidates) -> tuple[int, ...]:
 
 
 def distinct(columns: Sequence[Array]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the index of one row per group of equal rows, and the index of the group of every row.
+    """Return (index of the first row of each group of equal rows, index of the group of every row).
 
-    Equivalent to `numpy.unique` over rows, which compares bytes and takes several times as long.
+    The result is that of `numpy.unique` over rows up to the order of the groups, in a fraction of its time.
     """
     varied = [c for c in columns if c.strides != (0,) and (c != c[:1]).any()] or [columns[0]]
     order = np.lexsort(varied)
@@ -256,14 +255,17 @@ def distinct(columns: Sequence[Array]) -> tuple[NDArray[np.intp], NDArray[np.int
 
 
 Speed = Callable[[Array], Array]
-"""Function from the fraction of ranks that run to the speed of one: at least 1, and 1 while all run."""
+"""Function from the fraction of ranks that run to the speed of one rank, relative to its speed while all ranks run."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """Split of layers into pipeline stages: layer counts and times, as arrays over candidates."""
+    """Split of layers into pipeline stages: layer counts and times, as arrays over candidates.
 
-    fullest: Array  # layers of the fullest stage without the head
+    If ranks share cores, `layers`, `head` and `slowest` are scaled, see `split_layers_closed_form`.
+    """
+
+    fullest: Array  # layers of the fullest stage among those without the head
     last: Array  # layers of the stage with the head
     layers: Array  # layers of the slowest stage
     head: Array  # 1 if the slowest stage has the head
@@ -276,10 +278,11 @@ def split_layers_closed_form(
 ) -> StageSplit:
     """Return the split of equal layers into pipeline stages, with the head on the last stage.
 
-    The split minimizes the time of the slowest stage. With `even`, stages have equal layers and the last has the rest.
+    The split minimizes the time of the slowest stage. With `even`, stages have equal numbers of layers, except for the
+    last stage, which has the rest.
 
-    If ranks share cores (`pace`), they use the cores that a light stage leaves idle. The time per microbatch is then
-    that of a mean stage at the greatest total throughput, or of the slowest stage running alone if longer.
+    If ranks share cores (`pace` is set), busy ranks are faster while others are idle. The time per microbatch is then
+    the larger of two bounds: the mean stage at the greatest total throughput, and the slowest stage running alone.
     """
     p, single_stage = c.pp, c.pp <= 1
     total = layers * layer_s + head_s
@@ -288,7 +291,7 @@ def split_layers_closed_form(
         return StageSplit(all_layers, all_layers, all_layers, np.ones(1), nothing, total)
 
     def slowest_of(last: Array) -> tuple[Array, Array]:
-        """Return the layers of the fullest stage without the head, and the seconds of the slowest stage."""
+        """Return (layers of the fullest other stage, seconds of the slowest stage) for `last` layers on the last."""
         # The other p - 1 stages have the remaining layers; the fullest of them or the last stage is slowest.
         fullest = np.ceil((layers - last) / np.maximum(p - 1.0, 1.0))
         return fullest, np.maximum(fullest * layer_s, last * layer_s + head_s)
@@ -309,14 +312,10 @@ def split_layers_closed_form(
         slowest_alone = _by_stages(p, lambda k: 1.0 / pace(k)[0])
         most_work = _by_stages(p, lambda k: np.max(k * pace(k)))
         share = np.maximum(slowest_alone, total / p / slowest / most_work)
-    return StageSplit(
-        fullest,
-        last,
-        np.where(with_head, last, fullest) * share,
-        np.where(with_head, 1.0, 0.0) * share,
-        np.maximum(total - slowest * share, 0.0),
-        slowest * share,
-    )
+    layers_of_slowest, head = np.where(with_head, last, fullest) * share, with_head * share
+    slowest = slowest * share
+    remaining_s = np.maximum(total - slowest, 0.0)
+    return StageSplit(fullest, last, layers_of_slowest, head, remaining_s, slowest)
 
 
 def bubble_seconds(
@@ -327,13 +326,13 @@ def bubble_seconds(
     weight: Array,
     pace: Speed | None = None,
 ) -> Array:
-    """Return seconds of pipeline fill and drain.
+    """Return the seconds of pipeline fill and drain (the bubble) per step.
 
-    `forward`, `backward` and `weight` are seconds of one layer for F, B + W and W. `remaining_s` are seconds of one
-    microbatch over all stages but the slowest.
+    `forward`, `backward` and `weight` are seconds of one layer for F, B + W and W. `remaining_s` are the seconds of one
+    microbatch on all stages except the slowest.
 
-    If ranks share cores, 1, 2, ... p - 1 ranks run for equally many rounds of fill and drain, each faster by its
-    `pace`.
+    If ranks share cores, the formula assumes that 1, 2, ... p - 1 ranks are busy for equal numbers of microbatches of
+    fill and drain, at the speed that `pace` gives.
 
     Sources: Narayanan et al. 2021, sections 2.2 and 2.3; Qi et al. 2023 (zero bubble), sections 2 and 6; DeepSeek-AI
     2024 (DualPipe), section 3.2.1.
@@ -355,7 +354,7 @@ def bubble_seconds(
 
 
 def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
-    """Return `value` for each number of stages in `p`, called with the fractions 1/p, 2/p, ... 1."""
+    """Return an array with `value([1/n, 2/n, ... 1])` for each number of stages n in `p`."""
     result = np.ones(np.shape(p))
     for ranks in np.unique(p):
         shares = np.arange(1.0, ranks + 1.0) / ranks
@@ -364,19 +363,21 @@ def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
 
 
 def in_flight(c: Candidates) -> Array:
-    """Return the microbatches in flight on the first pipeline rank, in units of all layers of the rank.
+    """Return the largest number of microbatches in flight on the first pipeline rank.
 
-    1F1B and ZB-H1 p, GPipe m; interleaved p + (p - 1) / v; ZBV p and DualPipeV p + 1/2 spread over their two chunks.
+    A microbatch counts as 1 if all layers of the rank hold its activations, as 1 / v if one of v virtual stages does.
+    The number is p for 1F1B, ZB-H1 and ZBV, and m for GPipe. It is p + (p - 1) / v for interleaved schedules, and
+    p + 1/2 for DualPipeV.
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
     """
     return np.where(c.pp > 1, np.minimum(c.accumulation, _uncapped(c)), 1.0)
 
 
 def in_flight_of(c: Candidates, rank: int) -> Array:
-    """Return the microbatches in flight on one pipeline rank, in units of all its layers.
+    """Return the largest number of microbatches in flight on pipeline rank `rank`, counted as in `in_flight`.
 
-    A rank starts its first backward one microbatch later than the next rank, in interleaved schedules two chunks.
-    GPipe and the V-shaped schedules have equal numbers on all ranks. Sources as of `in_flight`.
+    In 1F1B and ZB-H1, every rank has one microbatch fewer than the previous rank; in interleaved schedules, 2 / v
+    fewer. In GPipe and the V-shaped schedules, all ranks have equal numbers.
     """
     differences: dict[str, Array] = {
         "1f1b": np.full(1, 1.0 * rank),
@@ -390,7 +391,7 @@ def in_flight_of(c: Candidates, rank: int) -> Array:
 
 
 def _uncapped(c: Candidates) -> Array:
-    """Return `in_flight` for an unlimited number of microbatches."""
+    """Return the result of `in_flight` without its limit, the number of microbatches of a step."""
     p = c.pp
     num_in_flight = {
         "gpipe": c.accumulation,

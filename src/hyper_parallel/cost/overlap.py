@@ -1,15 +1,18 @@
 """Exposed communication of layers whose collectives overlap with computation, from a simulated program of the layers.
 
-A layer is a chain of tasks: gather, attention, scatter, gather, feed-forward part, scatter, dispatch, experts, combine.
-Half-batches are two such chains that share the compute and communication lanes; chunks repeat the last three tasks.
-A part of a microbatch is priced as a smaller microbatch: it has its own launches, latencies and smaller matmuls.
-Backward is the same program in reverse, so its length is that of the forward program with the durations of backward.
+A program is a list of tasks on two lanes, computation (0) and communication (1); its span is the time from its start to
+its end. A layer is a chain of tasks: gather, attention, scatter, gather, feed-forward part, scatter, dispatch, experts,
+combine. With half-batches, a microbatch has two parts (halves), whose chains share the lanes. Chunks of the experts'
+tokens repeat the last three tasks. A part has the times of a smaller microbatch: own launches and latencies, smaller
+matmuls. Backward is the same program in reverse, so its span is that of the forward program with other durations.
 
-Chunks of tokens divide the collectives of a block, its first products and its last products; see `block_program`.
-Their weight gradients are tasks of backward alone, at the place in the program where forward reads the weights.
+Chunks of a block's tokens divide its collectives, its column-parallel and its row-parallel matmuls; see
+`block_program`. Weight gradients are tasks of backward only, at the positions where forward reads the weights. With
+chunks of the experts' tokens, backward computes the first chunk's weight gradients while its rows are in flight.
 
-    recomputation   runs one layer at a time: a layer costs the span of its program
-    halves          else, a layer costs the time that one more layer adds to the span, and its share of the model's ends
+    recomputation   runs one layer at a time: the time of a layer is the span of its program
+    half-batches    time of a layer: the time that one more layer adds to the span, plus a share of the time at the
+                    first and the last layer in which only one half is in flight
 """
 
 from __future__ import annotations
@@ -32,16 +35,18 @@ _SCATTERS: Final = (3, 4)
 _COLLECTIVES: Final = (*_SCATTERS, 5)
 """Rows of `PassSeconds.durations` that are collectives."""
 _NORM: Final = 8
-"""Row of `PassSeconds.durations` of the norm between two blocks."""
+"""Row of `PassSeconds.durations` for norms between two blocks."""
 _COUNTS, _SPLITS = 9, 10
 """Rows of `PassSeconds.durations`: exchange of row counts before a dispatch, and reading of the counts by the host."""
 _COLUMNS: Final = (6, 7)
-"""Rows of `PassSeconds.durations` that are column-parallel products."""
+"""Rows of `PassSeconds.durations` that are column-parallel matmuls."""
+_FIRST, _WEIGHTS = 11, 12
+"""Rows of `PassSeconds.durations`: experts of the first chunk, and its weight gradients, if they are separate tasks."""
 _RANKS: Final = 8
-"""Most ranks of a simulated group.
+"""Maximum number of ranks of a simulated group.
 
-A trade-off: time grows with the number, while the expected delay of the latest rank grows slowly. In standard
-deviations of one rank, it is 1.4 for 8 ranks and 2.3 for 64."""
+A trade-off: run time grows with the number, while the expected delay of the latest rank grows slowly. The delay is 1.4
+standard deviations of one rank for 8 ranks, and 2.3 for 64."""
 _STEADY: Final = 3
 """Number of layers after which each further layer adds the same time to a program."""
 
@@ -52,12 +57,12 @@ def _no_work() -> Array:
 
 @dataclass(frozen=True, slots=True)
 class PassSeconds:
-    """Seconds of one part of a microbatch in one pass through a layer, forward or backward.
+    """Seconds of one part of a microbatch (see the module docstring) in the forward or the backward of a layer.
 
-    Without column-parallel products, a scatter and the gather of the next block run back to back.
+    Without column-parallel matmuls, a scatter and the gather of the next block run back to back.
     """
 
-    attention: Array  # compute of the attention block, without `attention_column`
+    attention: Array  # computation of the attention block without `attention_column`
     mlp: Array  # computation of the feed-forward part without routed experts and `mlp_column`
     experts: Array  # computation of routed experts of one chunk
     attention_collective: Array  # one of the two collectives around the attention block
@@ -65,40 +70,43 @@ class PassSeconds:
     exchange: Array  # dispatch or combine of one chunk
     attention_column: Array = field(
         default_factory=_no_work
-    )  # column-parallel products of the attention block
+    )  # column-parallel matmuls of the attention block
     mlp_column: Array = field(
         default_factory=_no_work
-    )  # column-parallel products of the feed-forward part
-    # True if ranks exchange the numbers of rows before a dispatch: both halves wait for this exchange
+    )  # column-parallel matmuls of the feed-forward part
+    # weight gradients of the first chunk, a part of `experts`, that are computed while its rows are in flight
+    expert_weights: Array = field(default_factory=_no_work)
+    # whether ranks exchange the numbers of rows before a dispatch; both halves wait for this exchange
     counts_rows: bool = field(default=False, kw_only=True)
 
     def durations(self) -> tuple[Array, ...]:
-        """Return the durations that tasks of `layer_program` index; norms take 0, as blocks include their time.
+        """Return the durations by row, for `layer_program`.
 
-        An exchange of row counts takes 0 too: it has few bytes, but waits for the collectives in flight before it.
+        A norm takes 0 s, because its time is part of the blocks. An exchange of row counts takes 0 s, because it has
+        few bytes; it still waits for the collectives in flight.
         """
         return (
             self.attention, self.mlp, self.experts, self.attention_collective, self.mlp_collective,
             self.exchange, self.attention_column, self.mlp_column, _no_work(),
-            _no_work(), _no_work(),
+            _no_work(), _no_work(), self.experts - self.expert_weights, self.expert_weights,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSeconds:
-    """Seconds of attention or MLP in one pass through a layer, with the tokens in chunks."""
+    """Seconds of the tasks of an attention or MLP block with chunks of tokens, in forward or backward."""
 
-    column: Array  # column-parallel products of one chunk
+    column: Array  # column-parallel matmuls of one chunk
     core: Array  # all other computation of the block
-    row: Array  # row-parallel product of one chunk
+    row: Array  # row-parallel matmul of one chunk
     collective: Array  # gather or scatter of one chunk
-    # weight gradients that overlap the gathers of forward, mirrored in backward
+    # weight gradients during the collectives of backward that mirror the gathers of forward
     while_gathering: Array = field(default_factory=_no_work)
-    # weight gradients that overlap the scatters of forward, mirrored in backward
+    # weight gradients during the collectives of backward that mirror the scatters of forward
     while_scattering: Array = field(default_factory=_no_work)
 
     def span(self, chunks: int, demand: float, ranks: Ranks | None = None) -> Array:
-        """Return the seconds of the block with `chunks` chunks; `demand` and `ranks` as in `pass_span`."""
+        """Return the seconds of the block with `chunks` chunks of tokens; other arguments as for `pass_span`."""
         durations = (
             self.column, self.core, self.row, self.collective, self.while_gathering,
             self.while_scattering,
@@ -108,10 +116,10 @@ class BlockSeconds:
 
 @lru_cache(maxsize=64)
 def block_program(chunks: int) -> LaneProgram:
-    """Return the forward program of a block: all gathers, the product of each chunk on arrival, a scatter per chunk.
+    """Return the forward program of a block with chunks of tokens; durations are the fields of `BlockSeconds`.
 
-    Durations are the fields of `BlockSeconds`, in order. Backward is this program in reverse, with weight gradients
-    where `ChunkedWeight` computes them.
+    The block gathers all chunks and computes the column-parallel matmul of each chunk on its arrival. Then follow the
+    core, and per chunk a row-parallel matmul and a scatter. Backward is this program in reverse, with weight gradients.
     """
     column, core, row, collective, while_gathering, while_scattering = range(6)
     tasks: list[tuple[int, tuple[int, ...], int]] = [(_LINK, (), collective)] * chunks
@@ -127,19 +135,19 @@ def block_program(chunks: int) -> LaneProgram:
 
 @lru_cache(maxsize=256)
 def layer_program(
-    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 5
+    layers: int, halves: int, chunks: int, used: tuple[bool, ...] = (True,) * 6 + (False,) * 7
 ) -> LaneProgram:
-    """Return the forward program of some layers on lane 0 (computation) and lane 1 (communication).
+    """Return the forward program of `layers` consecutive layers; durations are those of `PassSeconds.durations`.
 
     A half issues tasks until its next computation waits for a collective; then the other half has its turn. After its
-    column-parallel products a half may yield its turn, see `_order`. The dispatches of all chunks are issued before the
-    first chunk is computed. The host reads the row counts before it issues dispatches, so neither half computes then.
+    column-parallel matmuls a half may yield its turn, see `_order`. The dispatches of all chunks are issued before the
+    first chunk is computed. The host reads the row counts before it issues dispatches; meanwhile neither half computes.
 
     Args:
         layers: Number of layers.
         halves: Number of parts of the microbatch.
-        chunks: Chunks of the experts' tokens of a part.
-        used: For every entry of `PassSeconds.durations`, whether layers have such tasks.
+        chunks: Number of chunks of the experts' tokens of a part.
+        used: For every row of `PassSeconds.durations`, whether layers have tasks of this row.
     """
     chain = _chain(layers, chunks, used)
     order = _order([row for row, _ in chain], halves)
@@ -154,10 +162,11 @@ def layer_program(
 
 
 def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
-    """Return (half, index in the chain of the half) of all tasks, in the order in which they are issued.
+    """Return all tasks as (half, index in `rows`), in the order in which the runtime issues them.
 
-    The halves take turns as in `Turns` of the runtime. A half that waits for a scatter before a norm will soon start
-    its next collective, so the other half yields after its column-parallel products.
+    `rows` are the duration rows of the tasks of one half. The halves take turns as in `in_flight.Turns` of the torch
+    backend. A half that waits for a scatter before a norm will soon issue its next collective, so the other half yields
+    after its column-parallel matmuls.
     """
     order: list[tuple[int, int]] = []
     position, soon_starting = [0] * halves, set[int]()
@@ -167,7 +176,8 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
             begin = position[half]
             for step in range(begin, len(rows)):
                 row, before = rows[step], rows[step - 1] if step > begin else None
-                waits = before in _COLLECTIVES and row not in _COLLECTIVES
+                # Backward computes deferred weight gradients before it waits.
+                waits = before in (*_COLLECTIVES, _WEIGHTS) and row not in (*_COLLECTIVES, _WEIGHTS)
                 if waits and row == _NORM and before in _SCATTERS:
                     soon_starting.add(half)
                 if waits or (before in _COLUMNS and soon_starting - {half}):
@@ -178,7 +188,7 @@ def _order(rows: list[int], halves: int) -> list[tuple[int, int]]:
 
 
 def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the tasks of one half, each as (row of its duration, indices of the earlier tasks that it waits for)."""
+    """Return the tasks of one half as (row of the duration, indices of the tasks that must end first)."""
     chain: list[tuple[int, tuple[int, ...]]] = []
 
     def add(row: int, after: tuple[int, ...]) -> tuple[int, ...]:
@@ -192,7 +202,9 @@ def _chain(layers: int, chunks: int, used: tuple[bool, ...]) -> list[tuple[int, 
         for row in (_NORM, 3, 6, 0, 3, _NORM, 4, 7, 1, 4, _COUNTS, _SPLITS):
             ready = add(row, ready)
         sent = [add(5, ready) for _ in range(chunks)]
-        results = [add(5, add(2, dispatch)) for dispatch in sent]
+        add(_WEIGHTS, ready)
+        work = [_FIRST if used[_WEIGHTS] else 2] + [2] * (chunks - 1)
+        results = [add(5, add(row, dispatch)) for row, dispatch in zip(work, sent, strict=True)]
         ready = tuple(sorted({n for result in results for n in result}))
     return chain
 
@@ -206,20 +218,21 @@ def pass_span(
     layers: float = np.inf,
     ranks: Ranks | None = None,
 ) -> Array:
-    """Return the seconds of one pass through one layer.
+    """Return the seconds of a whole microbatch in the forward or the backward of one layer.
 
     Args:
-        seconds: Seconds of a part; all candidates have the same tasks.
+        seconds: Seconds of the tasks of one part; all candidates have the same tasks.
         halves: Number of parts of the microbatch, 1 or 2.
-        chunks: Chunks of the experts' tokens of a part.
-        meets: 1 if the halves wait for each other after every layer.
-        demand: Share of the compute units that a collective occupies.
-        layers: Layers after which the halves wait for each other if not after every layer.
+        chunks: Number of chunks of the experts' tokens of a part.
+        meets: 1 for candidates whose halves wait for each other after every layer, else 0.
+        demand: Fraction of the compute units that a collective occupies.
+        layers: Number of layers after which the halves wait for each other if `meets` is 0.
         ranks: Ranks that run the program together; None: ranks in lockstep.
     """
     durations = seconds.durations()
     used = [bool(np.any(row > 0.0)) for row in durations]
     used[_NORM] = any(used[row] for row in _COLUMNS)
+    used[_FIRST] = used[_WEIGHTS]
     used[_COUNTS] = used[_SPLITS] = bool(seconds.counts_rows)
 
     def program(count: int) -> LaneProgram:
@@ -244,10 +257,10 @@ def pass_span(
 
 
 def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communication:
-    """Return `comm` with the exposed seconds of candidates that overlap replaced by simulated ones.
+    """Return `comm` with exposed seconds from a simulation, for the candidates that overlap communication.
 
-    The exposed seconds of a layer are its simulated time minus its compute time without overlap. So they include the
-    cost of overlap: contention, more launches and smaller matmuls.
+    The exposed seconds of a layer are its simulated time minus its compute time without overlap. They therefore include
+    the costs of overlap: contention, more kernel launches and smaller matmuls.
     """
     c, group = s.c, _largest_group(s)
     if not c.any_overlap and not np.any(group > 1.0):
@@ -283,8 +296,9 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
             exposed = _least_exposed(traffic, np.maximum(traffic - compute_s[mask], 0.0), demand)
             tp[mask], ep[mask] = _split(exposed, tp_whole[mask], ep[mask])
         elif chunk < 0:
-            # The first dispatch and the last combine are exposed.
-            rest = np.maximum(ep[mask] - compute_s[mask], ep[mask] / -chunk)
+            # The first dispatch and the last combine of a pass are exposed; weight gradients may hide one in backward.
+            shown = 1.0 - 0.25 * s.machine.stack.overlap_expert_weights
+            rest = np.maximum(ep[mask] - compute_s[mask], shown * ep[mask] / -chunk)
             ep[mask] = _least_exposed(ep[mask], rest, demand)
         elif half == 1 and chunk > 1:
             ep[mask] = _exposed_exchanges(replace(s, c=c.take(mask)), chunk)
@@ -295,22 +309,22 @@ def with_overlap(s: PricingCase, work: Compute, comm: Communication) -> Communic
 
 
 def _least_exposed(traffic: Array, alone: Array, demand: float) -> Array:
-    """Return a lower bound of exposed seconds of `traffic`, of which `alone` seconds cannot overlap computation.
+    """Return a lower bound of the exposed part of `traffic` seconds, of which `alone` cannot overlap computation.
 
-    Hidden traffic still slows computation down: see `LaneProgram.contended_span`.
+    Overlapped communication still slows computation down, see `LaneProgram.contended_span`.
     """
     return (1.0 - demand) * alone + demand * traffic
 
 
 def _split(exposed: Array, tp: Array, ep: Array) -> tuple[Array, Array]:
-    """Return exposed seconds divided in proportion to tensor-parallel and expert traffic."""
+    """Return (tensor-parallel, expert) shares of `exposed` seconds, in proportion to the total seconds of both."""
     total = tp + ep
     share = np.divide(tp, total, out=np.ones_like(total), where=total > 0.0)
     return exposed * share, exposed * (1.0 - share)
 
 
 def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
-    """Return the exposed seconds of expert all-to-alls with the tokens in chunks; other blocks do not overlap."""
+    """Return the exposed seconds of expert all-to-alls if only experts split their tokens into chunks."""
     redone = 1.0 + _repeats_forward(s)
     total: Array = np.zeros(1)
     for seconds, whole, times in zip(
@@ -320,7 +334,8 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
         # Ranks reach the first dispatch at different times, after the other blocks.
         before = seconds.attention + seconds.attention_column + seconds.mlp + seconds.mlp_column
         alone = replace(
-            PassSeconds(*[np.zeros(1)] * 6), attention=before, experts=experts, exchange=seconds.exchange
+            PassSeconds(*[np.zeros(1)] * 6), attention=before, experts=experts, exchange=seconds.exchange,
+            expert_weights=seconds.expert_weights,
         )  # fmt: skip
         span = pass_span(
             alone, 1, chunks, np.ones(1), s.machine.card.collective_share, ranks=_ranks(s)
@@ -330,7 +345,7 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
 
 
 def _exposed_stream(s: PricingCase, chunks: int) -> Array:
-    """Return the exposed seconds of tensor-parallel collectives with the tokens of a block in chunks."""
+    """Return the exposed seconds of tensor-parallel collectives if attention and MLP split their tokens into chunks."""
     redone = 1.0 + _repeats_forward(s)
     parts = s.with_columns(microbatch=s.c.microbatch / chunks)
     # Seconds of a chunk's products with the weights of a block: (column-parallel, row-parallel).
@@ -368,7 +383,7 @@ def _exposed_stream(s: PricingCase, chunks: int) -> Array:
 def _exposed_halves(
     s: PricingCase, compute_s: Array, halves: int, chunks: int
 ) -> tuple[Array, Array]:
-    """Return the exposed seconds of tensor-parallel and of expert collectives with half-batches."""
+    """Return the exposed seconds of (tensor-parallel, expert) collectives with half-batches."""
     demand, layers = s.machine.card.collective_share, float(s.n.layers)
     flows, repeats = np.zeros(1), _repeats_forward(s)
     forward, backward = _passes(s, halves, chunks)
@@ -383,7 +398,7 @@ def _exposed_halves(
 
 
 def _largest_group(s: PricingCase) -> Array:
-    """Return the simulated ranks of the largest group within a layer; 1 if ranks run in lockstep."""
+    """Return the size of the largest process group of a layer, at most `_RANKS`; 1 if ranks run in lockstep."""
     card = s.machine.card
     if card.jitter == 0.0 and card.collective_spread == 0.0:
         return np.ones(1)
@@ -391,18 +406,17 @@ def _largest_group(s: PricingCase) -> Array:
 
 
 def _ranks(s: PricingCase) -> Ranks:
-    """Return the ranks of a group within a layer; all candidates have groups of one size."""
+    """Return the ranks to simulate, by `_largest_group`; all candidates must have groups of one size."""
     card, size = s.machine.card, int(np.max(_largest_group(s)))
     return Ranks(size, card.jitter, card.collective_spread, s.machine.counts_late)
 
 
 def _repeats_forward(s: PricingCase) -> Array:
-    """Return 1 for candidates that repeat the whole forward in backward (full recomputation), else 0."""
     return np.where(s.c.recompute > 1, 1.0, 0.0)
 
 
 def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, PassSeconds]:
-    """Return the seconds of one part of a microbatch in one layer, forward and backward."""
+    """Return the seconds of one part of a microbatch in one layer, as (forward, backward)."""
     half = s.with_columns(microbatch=s.c.microbatch / halves)
     chunk = half.with_columns(microbatch=half.c.microbatch / chunks)
     blocks, experts = _block_seconds(half), _block_seconds(chunk)
@@ -410,6 +424,8 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
     traffic = tp_forward, np.maximum(tp - (1.0 + _repeats_forward(s)) * tp_forward, 0.0)
     mlp = 1.0 - np.where((s.c.ep > 1) | s.whole_experts, s.n.moe_share, 0.0)
     exchange = expert_seconds(chunk, 0.0) / 2.0
+    # Half of backward's products are weight gradients.
+    deferred = 0.5 * (chunks > 1) * s.machine.stack.overlap_expert_weights
     columns = [
         np.where(s.c.tp > 1, matmuls(half, part=part, row=False), 0.0)
         for part in ("attention", "mlp")
@@ -418,7 +434,8 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
         PassSeconds(
             blocks[i][0] - (1 + i) * columns[0], blocks[i][1] - (1 + i) * columns[1], experts[i][2],
             traffic[i] / 2.0 / (1.0 + mlp), mlp * traffic[i] / 2.0 / (1.0 + mlp), exchange,
-            (1 + i) * columns[0], (1 + i) * columns[1], counts_rows=i == 0 and bool(np.any(exchange > 0.0)),
+            (1 + i) * columns[0], (1 + i) * columns[1], i * deferred * experts[i][2],
+            counts_rows=i == 0 and bool(np.any(exchange > 0.0)),
         )
         for i in (0, 1)
     )  # fmt: skip
@@ -426,10 +443,10 @@ def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, Pass
 
 
 def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array]]:
-    """Return compute seconds of (attention, MLP, experts) of a layer, in forward and in backward.
+    """Return the compute seconds of a layer as (attention, MLP, experts), first for forward, then for backward.
 
-    Element-wise work, casts and launches are divided among the three in proportion to their matmuls. Partial
-    recomputation is part of backward.
+    Element-wise work, casts and launches are divided in proportion to the matmuls. Selective recomputation is part of
+    backward.
     """
     work, redone = layer_compute(s), _repeats_forward(s)
     launch = work.launch / (3.0 + redone)

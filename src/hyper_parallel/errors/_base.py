@@ -10,7 +10,7 @@ from hyper_parallel.errors._printable import plain, printable
 _MOST_CHARACTERS: Final = 20_000
 """Maximum characters of one part of a message; tracebacks of a rank are the longest."""
 _MOST_OTHERS: Final = 50
-"""Maximum number of further problems that are printed, each on a line."""
+"""Maximum number of further problems to print, one line each."""
 
 
 class HyperParallelError(Exception):

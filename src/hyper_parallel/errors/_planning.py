@@ -79,9 +79,9 @@ class NotDivisible(HyperParallelError, code="HP203"):
 
 
 class RuleError(HyperParallelError, code="HP204"):
-    """A sharding rule matches no parameter, or names an unknown style.
+    """A rule of `parallel.rules` matches no parameter, or names an unknown sharding style.
 
-    Fix: check the glob against the parameter names of the model.
+    Fix: check the glob against the parameter names of the model, or use a style listed in the message.
     """
 
 
@@ -109,7 +109,7 @@ class DegreesMismatch(HyperParallelError, code="HP301"):
 class NoLegalStrategy(HyperParallelError, code="HP302"):
     """No combination of degrees is legal and fits this model, machine and workload.
 
-    Fix: apply the change in the hint, the nearest one that makes a strategy possible.
+    Fix: apply the change in the hint, the smallest change for which a strategy exists.
     """
 
 
@@ -149,9 +149,10 @@ class PlanMismatch(HyperParallelError, code="HP307"):
 
 
 class BatchMismatch(HyperParallelError, code="HP308"):
-    """tokens_per_step, microbatch and accumulation_steps contradict each other, or do not divide.
+    """tokens_per_step, microbatch and accumulation_steps contradict each other, or one of them is not divisible.
 
-    Why: two of the three batch numbers determine the third. Fix: use the value in the hint.
+    Why: two of the three batch numbers determine the third, which must be a whole number. Fix: use the value in the
+    hint.
     """
 
 
@@ -163,10 +164,10 @@ class TopologyUnreadable(HyperParallelError, code="HP309"):
 
 
 class UnknownPeak(HyperParallelError, code="HP310"):
-    """The topology has no peak rate of its device for the requested number format.
+    """The topology states no peak FLOP/s of its device for the requested dtype.
 
-    Why: the ratio between peak rates of two formats differs from device to device.
-    Fix: plan in a listed format, or add the number with its source to a copy of the topology file.
+    Why: the ratio between the peak rates of two dtypes differs from device to device.
+    Fix: plan with a listed dtype, or add the peak rate and its source to a copy of the topology file.
     """
 
 
@@ -187,17 +188,17 @@ class UnknownDevice(HyperParallelError, code="HP312"):
 
 
 class CardUnreadable(HyperParallelError, code="HP313"):
-    """A card of device or stack constants cannot be read, or contains an unknown key.
+    """A card (file with cost-model constants of a device or a software stack) is unreadable or has unknown keys.
 
     Why: an ignored constant would silently change predictions.
-    Fix: use a shipped card as an example, or create one with `hyper-parallel calibrate`.
+    Fix: use a shipped card as an example, or create a card with `hyper-parallel calibrate`.
     """
 
 
 class RunsUnreadable(HyperParallelError, code="HP314"):
     """A CSV of runs cannot be read, or no row has the columns that a prediction needs.
 
-    Fix: add the columns named in the message; the problem of each row is in the column `assumptions` of the output.
+    Fix: add the columns named in the message. The column `assumptions` of the output states the problem of each row.
     """
 
 
@@ -210,7 +211,7 @@ class LauncherIncomplete(HyperParallelError, code="HP315"):
 
 
 class ScheduleError(HyperParallelError, code="HP320"):
-    """A pipeline schedule is illegal, deadlocks, computes an action twice or never, or cannot be read.
+    """A pipeline schedule is illegal, deadlocks, repeats or omits an action, or cannot be read.
 
     Why: an invalid schedule hangs or computes wrong gradients, so it is refused before any process starts.
     Fix: see the action marked in the grid of the schedule; for a generated schedule, use one of the listed microbatch

@@ -19,10 +19,10 @@ _CONTROL: Final = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return a text with JSON escapes for all characters that move a cursor, or hide or reorder text.
+    """Return a text in which characters that move the cursor, or hide or reorder text, are JSON escapes.
 
-    Tabs and line feeds are not escaped. Text from files passes through this function once before it reaches a terminal.
-    Escaped JSON output has the same value.
+    Tabs and line feeds are not escaped. Call once per text, before it is printed on a terminal. JSON text keeps its
+    value, because parsers decode the escapes.
     """
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 

@@ -9,7 +9,7 @@ from hyper_parallel.errors._base import HyperParallelError
 class DoesNotFit(HyperParallelError, code="HP401"):
     """The predicted peak memory exceeds a memory tier of the machine.
 
-    Fix: apply the nearest change that fits, named in the hint: more devices, recompute, or a smaller microbatch.
+    Fix: apply the change in the hint, the smallest one that fits: more devices, recompute, or a smaller microbatch.
     """
 
 
@@ -28,18 +28,18 @@ class BudgetImpossible(HyperParallelError, code="HP402"):
 class TierFull(HyperParallelError, code="HP403"):
     """A memory tier is too small for the plan or the run.
 
-    The message states, for each tier, a size that suffices while the other tiers keep theirs. Fix: allow more bytes in
+    The message states, for each tier, a size that suffices if the other tiers do not change. Fix: allow more bytes in
     the tier, add a file tier, or raise the device budget so that less is offloaded.
     """
 
     enough_bytes: Mapping[str, int] = MappingProxyType({})
-    """Per tier, a size in bytes for which a plan is known if the other tiers keep their sizes."""
+    """Bytes that suffice in each tier, by tier name, if the other tiers keep their sizes."""
 
 
 class MemoryPlanInvalid(HyperParallelError, code="HP404"):
     """A memory plan is illegal: an action uses bytes that are not in the required tier.
 
-    Plans are verified by replay before they run. Fix: plan again for this program.
+    Every plan is simulated action by action before it runs. Fix: plan again for this program.
     """
 
 
@@ -53,9 +53,9 @@ class MissingDependency(HyperParallelError, code="HP501"):
 class DeviceUnavailable(HyperParallelError, code="HP502"):
     """The machine lacks the requested devices: too few accelerators, too many CPU ranks, or another device kind.
 
-    Why: ranks that share an accelerator cannot communicate, and CPU ranks beyond the cores and memory never finish
-    their start. A machine without accelerators runs 4 ranks per core, at least 16, limited by free memory at 0.4 GiB
-    per rank.
+    Why: ranks that share an accelerator cannot communicate, and too many CPU ranks for the cores and memory never
+    finish starting. A machine without accelerators runs up to 4 ranks per core (at least 16), if each rank has 0.4 GiB
+    of free memory.
 
     Fix: use `--dry-run` to see the plan without starting ranks, start the run on suitable machines with `--launcher
     torchrun`, `slurm` or `ray`, or lower the degrees. On a CPU, `launch.oversubscribe=true` starts the ranks anyway.
@@ -73,7 +73,7 @@ class CaptureUnsupported(HyperParallelError, code="HP511"):
 class StepChanged(HyperParallelError, code="HP512"):
     """A captured step received values, shapes, a model or an optimizer other than those of its capture.
 
-    Either a branch of the model depends on a value, and the capture recorded the other branch; or state outside of
+    A branch of the model may depend on a value, and the capture has recorded the other branch. Or state outside of
     tensors has changed: a learning rate, a hook, `eval()`, a replaced parameter. Fix: undo the change, capture again,
     or run this step without capture.
     """
@@ -148,9 +148,9 @@ class ForkUnsafe(HyperParallelError, code="HP605"):
 class RankHung(HyperParallelError, code="HP620"):
     """A rank made no progress within its deadline and the run was ended; the culprit is named first.
 
-    Progress is the start of a phase of a step. The culprit is a rank that was stopped (a signal, a debugger) or has
-    ended, else a rank outside of any collective, for which the others wait in the collective named. If all ranks wait,
-    their collectives do not match.
+    Progress is the start of a phase of a step. The culprit is a rank that has ended or was stopped (by a signal or a
+    debugger). If there is none, it is a rank outside of any collective: the other ranks wait for this rank in the
+    collective named in the message. If all ranks wait in collectives, the collectives do not match.
 
     Fix: see the position of the culprit. If a phase may take this long, raise `training.timeout_s` (in a step) or
     `training.first_step_timeout_s` (first step, evaluation, checkpoint, export). A stopped or ended process is detected
@@ -181,22 +181,22 @@ class DumpUnreadable(HyperParallelError, code="HP623"):
 
 
 class LayoutDiffers(HyperParallelError, code="HP624"):
-    """A layout computes another loss or gradient than one rank.
+    """A layout computes a different loss or gradient than a run on one rank.
 
-    `hyper-parallel parity` compares both in float64 on a small copy of the model, so the cause is not rounding: a wrong
-    sharding rule of a layer, user code that depends on the rank, or a defect of this package. The message names the
-    first differing parameter in model order. Fix: replicate its module with `parallel.rules`, or remove one axis at a
-    time to find the cause.
+    `hyper-parallel parity` compares the two runs in float64 on a small copy of the model, so rounding is not the cause.
+    Possible causes are a wrong sharding rule, user code that depends on the rank, or a defect of this package. The
+    message names the first differing parameter in model order. Fix: replicate its module with `parallel.rules`, or
+    remove one axis at a time to find the cause.
     """
 
 
 class RanksDisagree(HyperParallelError, code="HP625"):
-    """A data-parallel rank computed other bits than its peers from the same microbatches.
+    """A data-parallel rank computed a bitwise different result than its peers from the same microbatches.
 
-    Detected by `training.check_ranks_every`: a defective device can return wrong numbers without any error. The rank in
-    the minority is named; of two ranks, the one whose repeated computation differs. If no repetition differs, both are
-    named: their software or hardware may differ. Fix: exclude the device, and resume from a checkpoint saved before the
-    last agreement.
+    Detected by `training.check_ranks_every`: a defective device can return wrong numbers without any error. The message
+    names the rank that differs from the majority. Of two ranks, it names the one that does not reproduce its own
+    result; if both do, it names both, because their software or hardware may differ. Fix: exclude the device, and
+    resume from a checkpoint saved before the last agreement.
     """
 
 
@@ -242,7 +242,7 @@ class NotServed(HyperParallelError, code="HP633"):
 
 
 class CallFailed(HyperParallelError, code="HP640"):
-    """A method of a role raised an exception on the rank named in the message, with its traceback.
+    """A method of a role (a model instance that a controller calls) raised an exception on the rank in the message.
 
     The call is not retried, because the exception would be raised again. Fix: correct the cause shown in the traceback.
     A program restarted with the same journal resumes at this call.
@@ -250,11 +250,11 @@ class CallFailed(HyperParallelError, code="HP640"):
 
 
 class JournalMismatch(HyperParallelError, code="HP641"):
-    """The journal of a controller is damaged, or records another role, call or choice than the program makes.
+    """A controller's journal, its record of calls and results, is damaged or belongs to another program.
 
-    Why: recorded answers of another program would be reused. A program that resumes from a journal must make the same
-    calls of each role in the same order with the same arguments. Fix: use another journal, or the program that wrote
-    this one.
+    Why: recorded results of another program would be reused. A program that resumes from a journal must make the same
+    calls to each role in the same order with the same arguments. Fix: use another journal file, or run the program that
+    wrote the journal.
     """
 
 
@@ -266,7 +266,7 @@ class CheckpointCorrupt(HyperParallelError, code="HP701"):
 
 
 class CheckpointMismatch(HyperParallelError, code="HP702"):
-    """A checkpoint belongs to another model, optimizer, data set or number format than the run.
+    """A checkpoint belongs to another model, optimizer, data set or dtype than the run.
 
     Why: training would silently continue with different inputs. Layout, steps, learning rate and other optimizer
     numbers may change; the run reports such changes. Fix: use the value named in the message.

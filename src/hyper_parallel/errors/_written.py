@@ -53,10 +53,10 @@ def written(place: str | Path) -> Iterator[None]:
 
 
 class Unwritten:
-    """Collector of failures of optional outputs; the run continues.
+    """Collector of errors while optional outputs are written, so that the run continues without these outputs.
 
     Attributes:
-        errors: Failures in order.
+        errors: Collected errors in order.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Unwritten:
             self.keep(error)
 
     def keep(self, error: HyperParallelError) -> None:
-        """Collect the failure of an output, and log a warning."""
+        """Collect an error, and log it as a warning."""
         self.errors.append(error)
         _log.warning("the run continues without an output:\n%s", error)
 

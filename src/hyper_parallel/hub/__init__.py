@@ -63,7 +63,7 @@ class HubName:
 
 
 def parse_name(text: str) -> HubName | None:
-    """Return the hub name that a text states; None for a text that is a path.
+    """Parse `org/name` or `org/name@revision`; return None for a text that is a path.
 
     A text is a path if it exists, its parent exists, or it has the form of a file name.
     """
@@ -77,7 +77,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def parse_dataset(text: str) -> str | None:
-    """Return the repository of the dataset that a text names; None for a path."""
+    """Return the repository name of a dataset on the hub; None if the text is a path."""
     name = parse_name(text)
     return None if name is None or name.revision is not None else name.repository
 
@@ -99,7 +99,7 @@ def name_of_snapshot(directory: str | os.PathLike[str]) -> HubName | None:
 
 
 def stay_offline() -> None:
-    """Set Hugging Face libraries in this process offline, unless the environment configures it; `fetch` still works."""
+    """Set Hugging Face libraries in this process offline, unless an environment variable does; `fetch` still works."""
     if downloads_allowed() and not os.environ.get("HF_HUB_OFFLINE"):
         os.environ[_ALLOWED] = os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -290,7 +290,6 @@ def _refusal(
 
 
 def _command(name: HubName, part: Part) -> str:
-    """Return the command that downloads the requested files into the cache."""
     words = ["hf", "download", name.repository]
     if part == "config":
         words.append("config.json")

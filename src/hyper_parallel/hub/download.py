@@ -45,7 +45,7 @@ def choose_files(names: Iterable[str], part: str) -> list[str]:
 
 
 def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str, Any]:
-    """Download the files of a part; return `directory`, or `kind` and `text` of the failure."""
+    """Download the files of `part`; return a dict with `directory`, or with `kind` and `text` of a failure."""
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub import errors as hub
 
@@ -87,7 +87,7 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
 
 
 def download_dataset(repository: str, config: str, split: str, quiet: bool) -> dict[str, Any]:
-    """Download a dataset into the cache of `datasets`; return `directory`, or `kind` and `text` of the failure."""
+    """Download a dataset into the cache of `datasets`; return a dict as `download`."""
     import datasets
 
     if quiet or not sys.stderr.isatty():

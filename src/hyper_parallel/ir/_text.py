@@ -1,4 +1,4 @@
-"""Plans as plain text: a panel, an explanation, and the difference of two plans line by line."""
+"""Plans as plain text: a summary panel, a full explanation, and the differences of two plans line by line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def panel(plan: Plan, half_width: float | None, width: int) -> str:
 
     Args:
         plan: The plan.
-        half_width: Half width of the prediction interval of the step time; see `summary`.
+        half_width: As for `summary`.
         width: Characters per line.
     """
     lines = [_title(plan)]
@@ -65,7 +65,7 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
 
     Args:
         plan: The plan.
-        half_width: Half width of the 80 % prediction interval of the step time, in natural logarithm; None: unknown.
+        half_width: h of the 80 % prediction interval from `step_s / e**h` to `step_s * e**h`; None: no interval.
     """
     w, s = plan.workload, plan.strategy
     terms = sorted(plan.cost, key=lambda t: -t.seconds)[:TERMS_SHOWN]
@@ -104,7 +104,7 @@ def summary(plan: Plan, half_width: float | None = None) -> dict[str, list[str]]
 
 
 def one_line(plan: Plan) -> str:
-    """Return machine, strategy, step time and memory of a plan in one line."""
+    """Return model, machine, strategy, step time and memory of a plan in one line."""
     return (
         f"{plan.model.name} on {plan.num_ranks} devices of {plan.topology}: {plan.degrees}, "
         f"{format_seconds(plan.whole_step_s)} per step, MFU {plan.predicted_mfu:.1%}, {_tier(plan, 'hbm')}"
@@ -128,7 +128,6 @@ def _interval(plan: Plan, half_width: float | None) -> str:
 
 
 def _tokens_per_second(plan: Plan) -> float:
-    """Return the predicted tokens per second and device."""
     per_step = (plan.workload.tokens_per_step or 0) / plan.num_ranks
     return per_step / plan.whole_step_s if plan.whole_step_s else 0.0
 
@@ -143,7 +142,7 @@ def _tier(plan: Plan, tier: str) -> str:
 
 
 def _losers(plan: Plan) -> list[Rejected]:
-    """Return the runners-up to show: the first that is faster but exceeds memory, then those that fit."""
+    """Return at most `LOSERS_SHOWN` rejected strategies: first a faster one that exceeds memory, then slower ones."""
     big = [r for r in plan.rejected if (r.step_s or 0.0) < plan.step_s]
     fit = [r for r in plan.rejected if r not in big]
     return [*big[: 1 if fit else LOSERS_SHOWN], *fit][:LOSERS_SHOWN]
@@ -189,7 +188,6 @@ def explain(plan: Plan, width: int | None = None) -> str:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """Yield the lines of a text, with long lines wrapped and their continuation indented."""
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         yield from textwrap.wrap(
@@ -199,7 +197,6 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
-    """Return a title with indented lines below; "" without lines."""
     text = "".join(f"\n  {line}" for line in lines)
     return title + text if text else ""
 
@@ -256,7 +253,10 @@ def _roles(plan: Plan) -> Iterator[str]:
 
 
 def _submodel_lines(s: SubmodelsPlan, *, lanes: bool = True) -> Iterator[str]:
-    """Yield lines about the parts of a multimodal model, the simulated step, its chart if `lanes`, and the search."""
+    """Yield lines about each part of a multimodal model, the simulated step, and the search over assignments of ranks.
+
+    With `lanes`, the chart of the simulated step follows.
+    """
     for part in s.parts:
         first, *others = part.ranks
         adjacent = len(others) > 2 and part.ranks == (*range(first, first + len(part.ranks)),)
@@ -288,7 +288,6 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield the title and the lines of every memory tier."""
     for tier in dict.fromkeys(term.tier for term in plan.memory):
         terms = sorted((t for t in plan.memory if t.tier == tier), key=lambda t: -t.bytes)
         total = sum(t.bytes for t in terms)
@@ -311,7 +310,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
-    """Yield a line per distinct layout, with the parameters that have it."""
+    """Yield a line per distinct layout, followed by a line for each parameter with this layout."""
     groups: dict[str, list[str]] = {}
     for name, layout in plan.layouts.items():
         groups.setdefault(str(layout), []).append(name)

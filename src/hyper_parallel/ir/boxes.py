@@ -1,17 +1,17 @@
-"""Boxes: parts of tensors, as half-open index ranges, in memory, in files and in messages; and packed projections.
+"""Boxes: rectangular parts of tensors in memory, in files and in messages; and packed projections.
 
-For every dim of a tensor, a rank stores runs of consecutive indices. Its shard is the product of the runs, so it
-consists of boxes. A file or a message has boxes too. One intersection therefore gives the elements to copy between any
-two places, independent of the layouts on both sides:
+For every dim of a tensor, a rank stores runs: ranges of consecutive indices. The shard of the rank is the product of
+the runs of all dims, which is a set of boxes. A file or a message contains boxes too. The elements to copy from a
+sender to a receiver are the intersections of their boxes, whatever the two layouts are:
 
     have  [0:4, 0:6]  [4:8, 0:6]        two pieces in files
     want  [2:6, 0:3]                    box of a rank
     ->    [2:4, 0:3]  [4:6, 0:3]        transfers
 
-A packed weight stacks projections: query, key and value (or gate and up) are rows of one matrix. Under tensor
-parallelism, each rank uses a slice of every part, at head boundaries. With fewer key and value heads than ranks,
-several ranks use the same head. A weight with parts of different sizes is sharded into equal slices of all rows, as any
-other matrix. Ranks then exchange output columns: rank s sends to rank t the columns that s computes and t uses.
+A packed weight stacks projections, its parts: query, key and value (or gate and up) are rows of one matrix. Under
+tensor parallelism, each rank uses a slice of every part, at head boundaries. With fewer key and value heads than ranks,
+several ranks use the same head. A weight with parts of different sizes is sharded into equal slices of all rows, like
+any other matrix. Ranks then exchange output columns: rank s sends to rank t the columns that s computes and t uses.
 
 No framework; arithmetic on integers only.
 """
@@ -36,7 +36,7 @@ _R = TypeVar("_R")
 
 
 class Box(NamedTuple):
-    """Part of a tensor, as a half-open index range per dim.
+    """Rectangular part of a tensor.
 
     Attributes:
         name: Name of the tensor.
@@ -48,7 +48,7 @@ class Box(NamedTuple):
 
     @classmethod
     def at(cls, name: str, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        """Return the box with a shape whose first index is `offset`."""
+        """Return the box of shape `shape` that starts at index `offset` of the full tensor."""
         return cls(name, tuple((o, o + n) for o, n in zip(offset, shape, strict=True)))
 
     @classmethod
@@ -72,7 +72,7 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def contains(self, other: Box) -> bool:
-        """Return whether this box has all elements of another box; False if their numbers of dims differ."""
+        """Return whether this box includes all elements of `other`; False for different numbers of dims."""
         return len(self.ranges) == len(other.ranges) and all(
             first <= start and stop <= last
             for (first, last), (start, stop) in zip(self.ranges, other.ranges, strict=True)
@@ -86,11 +86,11 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """Box of a rank's shard, in the indices of the full and of the local tensor.
+    """Box of a rank's shard, and its position in the local tensor.
 
     Attributes:
-        box: Index ranges in the full tensor.
-        index: Index ranges in the local tensor.
+        box: Box in the full tensor.
+        index: Slice per dim of the local tensor that contains the box.
     """
 
     box: Box
@@ -107,7 +107,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def merge(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return the index runs of a dim with adjacent runs merged and empty runs removed."""
+    """Return the runs of one dim with adjacent runs merged and empty runs removed."""
     merged: list[tuple[int, int]] = []
     for start, stop in runs:
         if start < stop and merged and merged[-1][1] == start:
@@ -118,7 +118,7 @@ def merge(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def chunk(runs: Iterable[tuple[int, int]], count: int, number: int) -> Runs:
-    """Return the index runs of chunk `number` of `count`, by the rule of `torch.chunk`.
+    """Return the runs of chunk `number` if the indices in `runs` are divided into `count` chunks, as by `torch.chunk`.
 
     The last chunks may be shorter or empty.
     """
@@ -137,15 +137,15 @@ Split = tuple[int, int, int]
 
 
 def runs_of_splits(size: int, splits: Sequence[Split]) -> Runs | None:
-    """Return the index runs that one rank stores of a dim if mesh axes divide it in order, as DTensor placements do.
+    """Return the runs that one rank stores of a dim, if mesh axes divide the dim in mesh order as DTensor does.
 
     Args:
         size: Size of the dim.
         splits: Divisions by the mesh axes, outer to inner.
 
     Returns:
-        The runs; None if mesh order and FSDP's order, which divides the tensor-parallel shard last, give some rank
-        different indices.
+        The runs of the rank. None if the result depends on the order: FSDP divides the tensor-parallel shard last, and
+        some rank would then store other indices than in mesh order.
     """
     divided = tuple((degree, blocks) for degree, blocks, _ in splits)
     return _divide(size, splits) if _is_unambiguous(size, divided) else None
@@ -161,7 +161,7 @@ def _divide(size: int, splits: Iterable[Split]) -> Runs:
 
 @functools.lru_cache(maxsize=256)  # many parameters of thousands of ranks have few sizes
 def _is_unambiguous(size: int, splits: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether division in mesh order and division by FSDP last give every rank the same indices.
+    """Return whether every rank stores the same indices in mesh order and in FSDP's order; see `runs_of_splits`.
 
     Args:
         size: Size of the dim.
@@ -186,7 +186,7 @@ def boxes(name: str, runs: Sequence[Runs]) -> list[LocalBox]:
 
     Args:
         name: Name of the tensor.
-        runs: Runs of each dim, such as `Layout.ranges`; the local tensor stores them consecutively.
+        runs: Runs of each dim, as returned by `Layout.ranges`. The local tensor stores the runs of a dim consecutively.
     """
     dims = []
     for ranges in runs:
@@ -205,11 +205,11 @@ def boxes(name: str, runs: Sequence[Runs]) -> list[LocalBox]:
 def transfers(
     have: Iterable[tuple[_S, Box]], want: Iterable[tuple[_R, Box]]
 ) -> Iterator[tuple[_S, _R, Box]]:
-    """Yield (sender, receiver, box) of every copy that is needed to fill the wanted boxes, in order of `have`.
+    """Yield (sender, receiver, box) for every nonempty intersection of a box in `have` with a box in `want`.
 
     Args:
-        have: Senders (files, ranks) and their boxes. Elements in several boxes are sent several times; choose one
-            sender for equal boxes by `choose_senders`.
+        have: Senders (files, ranks) and their boxes. Elements in several boxes are sent several times, so pass replicas
+            with one sender only, see `choose_senders`.
         want: Receivers and their boxes.
     """
     wanted: dict[str, list[tuple[_R, Box]]] = {}
@@ -222,7 +222,7 @@ def transfers(
 
 
 def choose_senders(have: Sequence[Mapping[Box, int]]) -> dict[Box, int]:
-    """Return a dict from each box to the rank that sends it, such that the bytes per sender are balanced.
+    """Return a dict from each box to one rank that has it, such that the bytes per rank are balanced.
 
     Args:
         have: Per rank, a dict from box to its bytes; replicas have equal boxes.
@@ -244,16 +244,17 @@ def choose_senders(have: Sequence[Mapping[Box, int]]) -> dict[Box, int]:
 
 
 def divided_dims(outer: Box, parts: Iterable[Box]) -> list[int]:
-    """Return the dims in which any of the boxes `parts` differs from `outer`."""
+    """Return the dims, ascending, in which the range of any box in `parts` differs from that of `outer`."""
     different = {d for part in parts for d, r in enumerate(part.ranges) if r != outer.ranges[d]}
     return sorted(different)
 
 
 def tile(outer: Box, parts: Sequence[Box]) -> bool:
-    """Return whether the boxes `parts` inside of `outer` cover it exactly once, in time linear in their number.
+    """Return whether the boxes `parts` tile `outer`: every element of `outer` is in exactly one box.
 
-    The mixed derivative of a box's indicator function is a sum of signed points at the corners, and it determines the
-    function. So the boxes tile `outer` exactly if their signed corners add up to the signed corners of `outer`.
+    All boxes must lie inside `outer`. A box is determined by its corners, counted with alternating signs. So the boxes
+    tile `outer` if and only if the sum of their signed corners equals the signed corners of `outer`. The time is linear
+    in the number of boxes.
     """
     divided = divided_dims(outer, parts)
     signs = [(-1) ** sum(bits) for bits in itertools.product((0, 1), repeat=len(divided))]
@@ -267,11 +268,11 @@ def tile(outer: Box, parts: Sequence[Box]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Projection stacked in a packed weight.
+    """Projection stacked in a packed weight, such as the query rows of a QKV matrix.
 
     Attributes:
         rows: Number of rows.
-        heads: Number of equal row groups that must not be divided; equal to `rows` if the part may be cut anywhere.
+        heads: Number of equal row groups (heads) that must stay whole; equal to `rows` if any row may start a slice.
     """
 
     rows: int
@@ -285,7 +286,7 @@ def qkv_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Part, .
 
 
 def gate_up_parts(rows: int) -> tuple[Part, ...]:
-    """Return the parts of a packed weight of gate and up, each half of `rows`."""
+    """Return the parts of a packed weight of `rows` rows: gate and up, of equal size."""
     half = Part(rows // 2, rows // 2)
     return half, half
 
@@ -296,7 +297,7 @@ def equal_parts(parts: tuple[Part, ...], degree: int) -> bool:
 
 
 def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """Return the half-open row ranges, one per part, that a tensor-parallel rank computes with."""
+    """Return, per part, the half-open range of rows whose outputs tensor-parallel rank `rank` of `degree` uses."""
     result, first = [], 0
     for part in parts:
         shared = max(1, degree // part.heads)  # ranks that compute with the same rows
@@ -310,9 +311,9 @@ def working_rows(parts: tuple[Part, ...], degree: int, rank: int) -> tuple[tuple
 def exchanged(
     parts: tuple[Part, ...], degree: int, source: int, target: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the nonempty row ranges that rank `source` computes and rank `target` uses, ascending.
+    """Return the nonempty row ranges, ascending, that rank `source` computes and rank `target` uses.
 
-    `source` computes one of `degree` equal slices of all rows.
+    Rank `source` computes slice `source` of `degree` equal slices of all rows; for the other rank see `working_rows`.
     """
     size = sum(p.rows for p in parts) // degree
     owned = source * size, (source + 1) * size

@@ -69,11 +69,11 @@ class Mesh:
             )
         for name, degree in self.axes:
             if degree < 1:
-                raise MeshError(f"axis `{name}` has a degree below one", got=degree)
+                raise MeshError(f"the degree of axis `{name}` is {degree}, below 1", got=degree)
         if self.devices and len(self.devices) != self.size:
             raise MeshError(
-                "the degrees do not multiply to the number of devices",
-                got=f"{self.size} positions, {len(self.devices)} devices",
+                f"the degrees multiply to {self.size}, but the mesh has {len(self.devices)} devices",
+                got=f"{self.axes}, {len(self.devices)} devices",
                 hint="change a degree, or pass as many devices as the degrees multiply to",
             )
         if len(set(self.devices)) != len(self.devices):
@@ -104,11 +104,11 @@ class Mesh:
         return math.prod(degrees.get(a, 1) for a in axis)
 
     def device(self, position: int) -> int:
-        """Return the device id at a row-major position."""
+        """Return the device id at a row-major position of the mesh."""
         return self.devices[position] if self.devices else position
 
     def position(self, device: int) -> int:
-        """Return the row-major position of a device id."""
+        """Return the row-major position of a device id; raise MeshError (HP201) if the mesh lacks the device."""
         devices = self.devices or range(self.size)
         if device not in devices:
             allowed = self.devices or f"0..{self.size - 1}"
@@ -116,7 +116,7 @@ class Mesh:
         return devices.index(device)
 
     def coordinate(self, device: int) -> dict[str, int]:
-        """Return a dict from axis name to the coordinate of a device."""
+        """Return a dict from axis name to the coordinate of a device; errors as for `position`."""
         rest = self.position(device)
         coordinate = {}
         for name, degree in reversed(self.axes):
@@ -124,13 +124,17 @@ class Mesh:
         return {name: coordinate[name] for name in self.names}
 
     def at(self, coordinate: Mapping[str, int]) -> int:
-        """Return the device id at a coordinate; omitted axes have coordinate 0."""
+        """Return the device id at a coordinate; omitted axes have coordinate 0.
+
+        Raises:
+            MeshError: HP201 when a coordinate is out of range for its axis.
+        """
         position = 0
         for name, degree in self.axes:
             index = coordinate.get(name, 0)
             if not 0 <= index < degree:
                 raise MeshError(
-                    f"the index is out of range for axis `{name}`",
+                    f"coordinate {index} is out of range for axis `{name}` of degree {degree}",
                     got=index,
                     allowed=f"0..{degree - 1}",
                 )
@@ -147,7 +151,7 @@ class Mesh:
     def groups(
         self, axes: str | Sequence[str], most: int | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the groups over `axes`, in the order of their first devices; each device is in exactly one.
+        """Return the groups over `axes`, in the order of their first devices; every device is in exactly one group.
 
         Args:
             axes: Axes along which devices of a group differ.
@@ -173,17 +177,17 @@ MemoryKind = Literal["hbm", "dram", "pool", "flash"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Placement of one tensor.
+    """Distribution of one tensor: the mesh axes that shard each dim, and the memory kind of the shards.
 
     Attributes:
         axes: Per tensor dim, the mesh axes that shard it, outermost first; () if the dim is not sharded.
         partial: Axes over which each rank holds one summand; the tensor is their sum.
         memory: Memory kind that holds the local shard.
         dims: Displayed names of the dims; () if unknown.
-        parts: Per dim, the number of equal stacked parts, each of which the axes of the dim shard separately; () is one
-            part per dim. With gate and up in one weight, `gate_up/2:tp_x` gives a rank its slice of each half.
-        one_of: Axes along which only one rank has the tensor, such as an expert that is a module of its own (`[mlp,
-            embed] @ hbm, one of ep`); the other ranks have no part of it.
+        parts: Per dim, the number of equal parts stacked in it; the axes shard each part separately. (): one part per
+            dim. With gate and up in one weight, `gate_up/2:tp_x` gives a rank its slice of each of the two parts.
+        one_of: Axes along which only one rank has the tensor and the other ranks have nothing. Example: an expert that
+            is a module of its own, `[mlp, embed] @ hbm, one of ep`.
     """
 
     axes: tuple[tuple[str, ...], ...]
@@ -202,8 +206,8 @@ class Layout:
             )
         if self.dims and len(self.dims) != len(self.axes):
             raise LayoutError(
-                "the layout has a different number of dim names than dims",
-                got=f"{len(self.dims)} names, {len(self.axes)} dims",
+                f"the layout has {len(self.dims)} names for {len(self.axes)} dims",
+                got=self.dims,
                 hint="give one name per dim",
             )
         if self.parts and (len(self.parts) != len(self.axes) or min(self.parts) < 1):
@@ -241,7 +245,7 @@ class Layout:
             )
 
     def split(self, dim: int, *axes: str) -> Layout:
-        """Return the layout with a dim also sharded by `axes`, as its innermost axes."""
+        """Return the layout with `axes` appended to the axes that shard a dim, as the innermost ones."""
         if not 0 <= dim < len(self.axes):
             raise LayoutError(
                 f"dim {dim} is out of range for a layout of {len(self.axes)} dims",
@@ -270,9 +274,9 @@ class Layout:
             if size % parts:
                 sizes = f"{size} / {parts}"
                 raise LayoutError(
-                    f"the size of dim {dim} is not divisible by its number of parts",
+                    f"dim {dim} of size {size} does not divide into {parts} equal parts",
                     got=sizes,
-                    hint="use a size that is a multiple of the number of parts",
+                    hint=f"use a multiple of {parts} as the size of dim {dim}",
                 )
             runs = []
             for part in range(parts):
@@ -326,7 +330,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """Placement on an axis that shards each of `split_factor` equal pieces of a dim; a rank has a slice of each."""
+    """Placement on an axis that shards each of `split_factor` equal pieces of a dim; a rank has a slice per piece."""
 
     dim: int
     split_factor: int
@@ -340,8 +344,8 @@ def placements(
 ) -> tuple[Placement, ...]:
     """Return the layout as one placement per mesh axis.
 
-    The split factor of an axis is the product of the degrees of axes that are inner in the mesh but outer in the dim,
-    times the number of stacked parts of the dim. Both forms assign the same elements when every slice has equal size.
+    The split factor of an axis is a product: the degrees of all axes that are inner in the mesh but outer in the dim,
+    and the number of stacked parts of the dim. Both forms assign the same elements when every slice has equal size.
 
     Args:
         layout: Layout to convert.
@@ -481,10 +485,10 @@ StepKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_t
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """Collective or local operation of a redistribution, with the layout after it.
+    """Collective or local slice of a redistribution, with the resulting layout.
 
     Attributes:
-        kind: Collective or local operation.
+        kind: Kind of collective, or `slice`.
         axis: Mesh axis of the group.
         dim: Tensor dim that is gathered, scattered or sliced; for all_to_all, the dim that the axis no longer shards.
             None for all_reduce.
@@ -509,7 +513,9 @@ class CollectiveStep:
 def redistribute(
     src: Layout, dst: Layout, mesh: Mesh, shape: Sequence[int], dtype_bytes: int
 ) -> tuple[CollectiveStep, ...]:
-    """Return the cheapest sequence of steps from one layout to another; among equally cheap ones, the shortest.
+    """Return the sequence of collectives from one layout to another in which a rank sends the fewest bytes.
+
+    Among sequences with equal bytes, the shortest is returned.
 
     Args:
         src: Layout of the tensor before the steps.
@@ -519,8 +525,8 @@ def redistribute(
         dtype_bytes: Width of one element.
 
     Raises:
-        LayoutError: HP202 when a layout does not fit the shape or the mesh, the memory kinds differ, or `dst` holds
-            partial sums over an axis where `src` holds none.
+        LayoutError: HP202 when a layout does not fit the shape or the mesh, when the memory kinds differ, or when only
+            `dst` has partial sums over an axis.
     """
     for layout in (src, dst):
         _check(layout, mesh, shape)
@@ -561,8 +567,8 @@ def _check(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
     layout.check(mesh)
     if len(layout.axes) != len(shape):
         raise LayoutError(
-            "the layout has a different number of dims than the tensor",
-            got=f"{len(layout.axes)} dims, shape {tuple(shape)}",
+            f"the layout has {len(layout.axes)} dims, but the tensor has {len(shape)}",
+            got=f"{layout}, shape {tuple(shape)}",
             hint="use a layout with one entry per dim of the tensor",
         )
     if any(layout.parts_of(dim) > 1 for dim in range(len(shape))):
@@ -581,7 +587,7 @@ def _without_trivial(layout: Layout, mesh: Mesh) -> Layout:
 def _steps(
     layout: Layout, axes: Sequence[str], mesh: Mesh, shape: Sequence[int], dtype_bytes: int
 ) -> Iterator[CollectiveStep]:
-    """Yield every collective or local operation that can be applied to a layout."""
+    """Yield every collective or local slice that can be applied to a layout."""
     part = layout.max_local_shape(shape, mesh)
     for axis in axes:
         peers = mesh.degree(axis) - 1

@@ -1,8 +1,8 @@
-"""Memory program: operators over storages; a memory plan adds an order and residency actions.
+"""Memory program: the operators of one step and the storages they use, as input of memory planning.
 
-The unit is the storage (one allocation), not the tensor: a view is an address inside a storage and owns no bytes. A
-`MemoryProgram` describes one step of a model. A `MemoryPlan` is the same step in a chosen order with residency actions
-in between. Every number of a plan (peak per tier, residency, validity) is computed by `replay` from the actions.
+A storage is one allocation. Tensors are not modelled: a view is an address inside a storage and owns no bytes. A
+`MemoryPlan` is a memory program in a chosen order, with residency actions (copies, releases, recomputation) between the
+operators. Every number of a plan, such as its peak per tier, is computed by `replay` from the actions.
 
 Pinning host memory is slow, so a step allocates none: for every size, the maximum number of buffers in use is allocated
 before the step. Pinned allocators round requests up to a power of two, so buffers are carved from slabs of such sizes.
@@ -39,7 +39,7 @@ MemoryActionKind = Literal[
 
 MEMORY_TIERS: tuple[MemoryTier, ...] = get_args(MemoryTier)
 GRADIENT_PIECES = 16
-"""Number of column blocks in which an embedding's gradient is computed, one at a time, outside the arena."""
+"""Number of column blocks of an embedding's gradient; they are computed one at a time, outside the arena."""
 COPIES: dict[str, tuple[MemoryTier, MemoryTier]] = {
     "prefetch": ("dram", "device"),
     "store": ("device", "dram"),
@@ -53,14 +53,14 @@ OF_OPERATORS: tuple[MemoryActionKind, ...] = ("run", "recompute", "join")
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Device allocation of a step, which may be moved between memory tiers.
+    """Device allocation of a step, which a plan may move between memory tiers.
 
     Attributes:
         name: Parameter name, state name, or name of the operator that allocates it.
         num_bytes: Requested bytes, before rounding by the allocator.
         kind: Category of the content, for reports and filters only.
-        at_start: Whether it exists before the first operator of the step.
-        at_end: Whether it must exist after the last operator, because its owner reads it later.
+        at_start: Whether the storage exists before the first operator of the step.
+        at_end: Whether the storage must exist after the last operator, for use after the step.
     """
 
     name: str
@@ -81,24 +81,24 @@ class Operator:
 
     Attributes:
         name: Displayed name of the operator.
-        reads: Storages it reads.
-        writes: Storages it changes in place (also listed in `reads` if the old content matters).
-        allocs: Storages it allocates and writes.
+        reads: Indices of the storages that the operator reads.
+        writes: Storages that the operator changes in place (also listed in `reads` if the old content matters).
+        allocs: Storages that the operator allocates and writes: its results.
         seconds: Time on the compute lane.
         flops: Floating-point operations.
         access_bytes: Bytes moved between device memory and arithmetic units.
         phase: Phase of the step.
         repeatable: Whether a second run on equal inputs gives bitwise equal results without side effects.
-        ordered: Whether it draws random numbers, communicates, or checks that a captured branch is still taken; ordered
-            operators keep their order.
+        ordered: Whether the operator must keep its order relative to other ordered operators: it draws random numbers,
+            communicates, or checks that the step still takes the recorded branch.
         scratch_bytes: Requested bytes of each concurrent staging allocation outside the arena, for results that cannot
-            be written to a fixed address; on an accelerator also the workspace of the kernel.
+            be written to a planned address; on an accelerator also the workspace of the kernel.
         group: Process group of the collective; empty: no communication. A collective is started by `run`, proceeds in
             parallel to the compute lane, and ends at its `join`.
         comm_s: Time on the communication lane.
         purpose: `Purpose` of the communication; empty: FSDP, or no communication.
-        message: Whether it is a point-to-point message, joined only where its operands are needed, because the peer may
-            be late. Without a group, the operator waits for earlier messages.
+        message: Whether the operator is a point-to-point message. Its `join` is as late as its operands permit, because
+            the peer may be late. Without a group, the operator waits for earlier messages.
     """
 
     name: str
@@ -129,10 +129,10 @@ class MemoryProgram:
 
     Attributes:
         name: Displayed name: `llama train`.
-        storages: All storages, referred to by index.
-        operators: All operators in the order of the model.
-        alignment_bytes: Unit to which allocations are rounded up: 512 as CUDA's allocator does, 1 for requested bytes.
-        address_bytes: Unit of addresses in the arena.
+        storages: All storages; operators and actions refer to them by index.
+        operators: All operators, in the order in which the model runs them.
+        alignment_bytes: Unit to which allocations are rounded up: 512 as in PyTorch's CUDA allocator, 1: no rounding.
+        address_bytes: Alignment of addresses in the arena.
     """
 
     name: str
@@ -153,7 +153,7 @@ class MemoryProgram:
 
     @cached_property
     def staging_bytes(self) -> int:
-        """Maximum over operators of the bytes of staging allocations, which are outside the arena."""
+        """Bytes of the staging allocations outside the arena: the maximum over all operators."""
         sizes = (
             sum(round_up(n, self.alignment_bytes) for n in op.scratch_bytes)
             for op in self.operators
@@ -173,7 +173,7 @@ class MemoryProgram:
 
     @property
     def on_device(self) -> tuple[MemoryTier, ...]:
-        """Home tier `device` for every storage."""
+        """Tier `device` for every storage: home tiers of a plan without offload between steps."""
         device: MemoryTier = "device"
         return (device,) * len(self.storages)
 
@@ -198,10 +198,10 @@ class MemoryAction:
     """Action of a memory plan: an operator, a copy, a wait or a release.
 
     Attributes:
-        kind: `run` or `recompute` an operator; `join`: wait for a collective; start a copy (`prefetch` host to device,
-            `store` device to host, `copy_in` file to host, `copy_out` host to file); `wait` for the latest copy of a
-            storage into `tier`; `detach` the storage's bytes in `tier` without a copy; `free` the storage in every
-            tier.
+        kind: `run` and `recompute` run an operator, `join` waits for the collective that an operator started. Four
+            kinds start a copy: `prefetch` (host to device), `store` (device to host), `copy_in` (file to host) and
+            `copy_out` (host to file). `wait` waits for the latest copy of a storage into `tier`. `detach` releases the
+            bytes of a storage in `tier`, `free` those in every tier.
         target: Operator index for `OF_OPERATORS`, else storage index.
         tier: For `wait`: destination of the copy. For `detach`: the tier whose bytes are released.
     """
@@ -234,10 +234,10 @@ class Choice:
 
     Attributes:
         storage: Index of the storage.
-        what: The decision.
-        first: Position of the use before the gap; -1 for a storage that starts the step off the device (`stream`).
-        last: Position of the use after the gap.
-        tier: Memory that holds the storage between these uses; `device` for `recompute`.
+        what: The decision. `stream`: the storage starts the step off the device.
+        first: Position of the first of the two uses; -1 for `stream`.
+        last: Position of the second use.
+        tier: Memory that holds the storage between the uses; `device` for `recompute`.
         reason: Sentence for the report of the plan.
     """
 
@@ -250,7 +250,7 @@ class Choice:
 
 
 class HostBuffers:
-    """Counts of host buffers by size: in use now, and at their maximum.
+    """Number of pinned host buffers of every size: in use now, and the maximum so far.
 
     Args:
         reserved: Dict from size to the number of buffers reserved for that size.
@@ -277,7 +277,7 @@ class HostBuffers:
         self._now[size] -= 1
 
     def fits(self, size: int, capacity_bytes: int) -> bool:
-        """Return whether one more buffer of `size` bytes in use keeps all slabs within a capacity."""
+        """Return whether all slabs stay within `capacity_bytes` if one more buffer of `size` bytes is used."""
         if self._now[size] < max(self.most[size], self._reserved[size]):
             return True
         asked = size, capacity_bytes
@@ -288,7 +288,7 @@ class HostBuffers:
 
 
 class Residency:
-    """Memory tiers that have the bytes of each storage, updated by the actions of a plan in program order.
+    """Record of the memory tiers that hold each storage, updated by the actions of a plan.
 
     A copy allocates its destination when it is issued, the results of an operator are allocated before it runs, and
     `detach` and `free` release bytes. Actions are not checked; see `memory_plan.replay`.
@@ -312,7 +312,7 @@ class Residency:
         self.buffers = HostBuffers(reserved)
 
     def allocate(self, s: int, tier: MemoryTier) -> None:
-        """Allocate a storage in a tier, unless it already is, and mark the content there as the newest."""
+        """Allocate a storage in a tier if it is absent there, and mark the content in this tier as the newest."""
         tiers = self.valid[s]
         if tier not in tiers:
             size = self._sizes[s]

@@ -1,8 +1,8 @@
 """Memory plans, and their replay, which checks every action and counts bytes.
 
-`replay` applies the actions of a plan and tracks the tiers and the content version of every storage. It raises an error
-for an action that reads absent or stale content or breaks another rule. It returns peaks, copied bytes and live ranges.
-A `MemoryPlan` is a program in its chosen order, with residency actions and static addresses; its peaks are replayed.
+A `MemoryPlan` is a memory program (see `memory`) in its chosen order, with residency actions and static addresses.
+`replay` applies the actions of a plan and tracks the tiers and the content version of every storage. It returns peaks,
+copied bytes and live ranges, and raises an error for an illegal action, such as a read of absent or stale content.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Replay:
     """Peaks, copied bytes and live ranges of a replayed memory plan.
 
     Attributes:
-        peak_bytes: Dict from tier to its peak over the step.
-        peak_action: Index of the action at the device's peak.
+        peak_bytes: Dict from tier to its peak bytes over the step.
+        peak_action: Index of the action at which device memory has its peak.
         profile: Device bytes during every action.
         copied_bytes: Dict from kind of copy to copied bytes (requested, not rounded).
         residency: Every live range on the device, without addresses.
@@ -51,19 +51,19 @@ class Replay:
 
 
 class _Walk(Residency):
-    """Residency that checks every action, and records the live ranges on the device."""
+    """Residency that checks every action before it applies it, and records the live ranges on the device."""
 
     def __init__(self, program: MemoryProgram) -> None:
         super().__init__(program)
         self.program = program
-        self.at = 0  # action at which bytes are taken or released
+        self.at = 0  # action at which bytes are allocated or released
         self.in_flight: list[set[str]] = [set() for _ in program.storages]  # destinations
         self.version = [0] * len(program.storages)
         self.seen: dict[
             int, tuple[int, ...]
         ] = {}  # versions that each operator read in its first run
         self.since: dict[int, int] = {}
-        self.stays: list[Extent] = []
+        self.extents: list[Extent] = []
         self.communicating: dict[int, None] = {}  # operators begun and not joined
 
     def allocate(self, s: int, tier: MemoryTier) -> None:
@@ -74,10 +74,10 @@ class _Walk(Residency):
     def drop(self, s: int, tier: MemoryTier) -> None:
         super().drop(s, tier)
         if tier == "device":
-            self.stays.append(Extent(s, self.since.pop(s), self.at))
+            self.extents.append(Extent(s, self.since.pop(s), self.at))
 
     def is_copying(self, storage: int, tier: str) -> bool:
-        """Return whether a copy of a storage into or out of `tier` may be in flight."""
+        """Return whether a copy of a storage from or to `tier` may be in flight."""
         return any(tier == to or "dram" in (tier, to) for to in self.in_flight[storage])
 
     def is_being_filled(self, storage: int) -> bool:
@@ -240,7 +240,7 @@ def replay(
         best_at,
         tuple(profile),
         copied,
-        tuple(walk.stays),
+        tuple(walk.extents),
         recompute_s,
         dict(walk.buffers.most),
     )
@@ -248,17 +248,17 @@ def replay(
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Program in a chosen order, with residency actions and static device addresses.
+    """Memory program in a chosen order, with residency actions and static device addresses.
 
     Attributes:
-        program: The operators.
+        program: Storages and operators of the step.
         homes: Tier of every persistent storage between steps; `device` for all others.
         actions: Actions in order.
         seconds: Simulated seconds of the step, copies included.
-        choices: Decisions, one entry per offloaded or recomputed gap.
-        statement: Explanation by the planner: beneficial, useless and illegal decisions, with reasons.
-        addresses: Every live range on the device with its offset in the arena.
-        arena_bytes: Size of the arena.
+        choices: Decisions: one per storage and interval between two uses in which it is offloaded or recomputed.
+        statement: Explanation of the decisions, including those that would be useless or illegal, one sentence each.
+        addresses: Every live range on the device, with its offset in the arena.
+        arena_bytes: Bytes of the arena, the one device allocation that contains all addresses.
     """
 
     program: MemoryProgram
@@ -272,12 +272,12 @@ class MemoryPlan:
 
     @cached_property
     def replayed(self) -> Replay:
-        """Result of replaying the plan; raises MemoryPlanInvalid (HP404) if an action is illegal."""
+        """Result of `replay`; reading it raises MemoryPlanInvalid (HP404) if an action is illegal."""
         return replay(self.program, self.homes, self.actions)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Dict from tier to peak bytes by replay; those of the device exclude gaps between addresses."""
+        """Dict from tier to its peak bytes in the replay; fragmentation of the arena is not included."""
         return self.replayed.peak_bytes
 
     @property
@@ -287,5 +287,5 @@ class MemoryPlan:
 
     @cached_property
     def dram_bytes(self) -> int:
-        """Host bytes of the plan: slabs for the maximum number of buffers in use of every size."""
+        """Pinned host bytes of the plan: slabs for the maximum number of buffers in use of every size."""
         return slab_bytes(self.replayed.host_buffers)

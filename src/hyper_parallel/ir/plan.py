@@ -1,7 +1,8 @@
 """Plan: the result of planning and the input of a run, a JSON file that people can read, compare and edit.
 
-A plan may have a `RolesPlan`, the division of devices into samplers and learners, and a `SubmodelsPlan`, the ranks of
-the parts of a multimodal model. A loaded plan is refused if a number is out of its range (`range_problem`).
+A plan for reinforcement learning has a `RolesPlan`: the split of the devices into samplers and learners. A plan for a
+multimodal model may have a `SubmodelsPlan`: the ranks of its parts, which are the language part and the towers. A tower
+is an encoder of images or audio. Loading refuses a plan with a number out of its range (`range_problem`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hyper_parallel.serde import DecodeError, decode, encode, write_text
 
 @dataclass(frozen=True, slots=True)
 class RejectedRoles:
-    """Split of the devices into samplers and learners that was not chosen, with its staleness and the reason."""
+    """Split of the devices into samplers and learners that was not chosen, and the reason."""
 
     rollout_ranks: int
     rollout_tp: int
@@ -77,8 +78,8 @@ def role_tasks(
         learn_s: Seconds of a learning rank per step.
         max_staleness: Steps that sampling may run ahead; None: learners sample between steps.
         steps: Number of steps.
-        ranks: Numbers of learning and sampling ranks. Ranks of one role work in lockstep, so more than one of each
-            matters only if they share cores.
+        ranks: (number of learning ranks, number of sampling ranks). Ranks of one role work in lockstep, so the numbers
+            matter only if ranks share cores.
     """
     learners = [f"rank {i}/learner" for i in range(ranks[0])]
     samplers = [f"rank {i}/sampler" for i in range(ranks[0], sum(ranks))]
@@ -100,7 +101,7 @@ def role_tasks(
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """Part of a multimodal model with ranks assigned, and its predicted time and memory.
+    """Ranks of one part of a multimodal model, and its predicted time and memory.
 
     Attributes:
         name: `language`, `vision` or `audio`.
@@ -121,18 +122,20 @@ class PartPlan:
 
 @dataclass(frozen=True, slots=True)
 class SubmodelsPlan:
-    """Parts of a multimodal model and their predicted step, without gradient reductions and optimizer.
+    """Parts of a multimodal model with their ranks, and the simulated step without gradient reductions and optimizer.
 
     Attributes:
         parts: All parts, the language part first.
         step_s: Simulated seconds of a step.
-        bubble: Fraction of the ranks' time without computation.
+        bubble: Fraction of the step in which ranks are idle, as a mean over the ranks.
         lower_s: Lower bound of the seconds of a step, for any order of the same work on these ranks.
-        schedule: Joint schedule in the extended CSV form; empty: the tower computes in rounds.
+        schedule: Pipeline schedule of all parts, as extended CSV (`Schedule.to_csv`). Empty: towers run in rounds, in
+            each of which every tower rank encodes one microbatch, or as `inline` says.
         wait_s: Seconds by which the step is longer than that of the language part alone.
-        lanes: The simulated step as text, one line per lane and part.
-        certificate: Seconds of this step, and a lower bound over all layouts of a search; None without a search.
-        inline: Whether ranks of the first pipeline stage run the towers in its forwards and backwards, without
+        lanes: Chart of the simulated step, one line of text per lane and part.
+        certificate: Seconds of this step, and a lower bound over all assignments of ranks to parts; None without a
+            search.
+        inline: Whether the ranks of the first pipeline stage also run the towers, because the recipe has no
             `parallel.submodels`.
     """
 
@@ -155,7 +158,7 @@ RESERVED: Final = ("device context", "fragmentation")
 
 @dataclass(frozen=True, slots=True)
 class CostTerm:
-    """Term of the predicted step time, with its formula and the sources of its inputs.
+    """Term of the predicted step time.
 
     Attributes:
         name: `compute`, `tp communication`, ...
@@ -174,7 +177,7 @@ class CostTerm:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerm:
-    """Term of the predicted peak memory of the fullest device."""
+    """Term of the predicted peak memory of the fullest device, in bytes of one memory tier."""
 
     name: str
     tier: Literal["hbm", "dram", "flash"]
@@ -184,7 +187,7 @@ class MemoryTerm:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Collectives of one kind and purpose over one group of axes in a step, as counted by the formulas.
+    """Predicted collectives of one kind and purpose over one group of mesh axes, in one step.
 
     Attributes:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast.
@@ -273,8 +276,8 @@ class Stage:
     """Pipeline stage of a plan, possibly virtual.
 
     Attributes:
-        first_layer: Index of its first decoder layer.
-        layers: Number of decoder layers; the first and last stage also have the embedding and the head.
+        first_layer: Index of the first decoder layer of the stage.
+        layers: Number of decoder layers. The first stage also has the embedding, the last stage the head.
         recomputed: Number of layers that recompute their activations in backward.
         cost: Cost of one microbatch.
     """
@@ -287,7 +290,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Result of a search with a lower bound: proof of how far the chosen strategy can be from the optimum.
+    """Value of the chosen strategy and a lower bound over all strategies: proof of the distance from the optimum.
 
     Attributes:
         objective: Minimized quantity: `step-time`, `memory`, ...
@@ -295,7 +298,7 @@ class Certificate:
         bound: Lower bound of the value over all strategies of the search space.
         priced: Number of complete strategies that were priced.
         simulated: Number of strategies whose schedule was simulated.
-        cut: Dict from reason to the number of pruned partial strategies; each stands for all its completions.
+        cut: Dict from reason to the number of pruned partial strategies (nodes of the branch and bound).
         ruled_out: Dict from reason to the number of illegal combinations.
     """
 
@@ -325,7 +328,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Change of a hardware constant, as a factor, at which another strategy becomes the fastest."""
+    """Factor on a hardware constant, such as a bandwidth, at which another strategy becomes the fastest."""
 
     constant: str
     factor: float
@@ -334,7 +337,7 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Resolved decision of how to train a model on a machine, with predicted time and memory.
+    """Strategy and layouts for training a model on a machine, with predicted time and memory.
 
     Attributes:
         model: The model the plan is for.
@@ -346,18 +349,18 @@ class Plan:
         step_s: Predicted seconds per step.
         cost: Terms whose sum is `step_s`.
         memory: Terms of the predicted peak of the fullest device.
-        memory_capacity_bytes: Capacity of the fullest device's first tier.
-        collectives: Communication of one step, by formula.
+        memory_capacity_bytes: Bytes of device memory (HBM) of the fullest device.
+        collectives: Predicted collectives of one step.
         rejected: Runners-up, best first.
-        stages: Cost of one microbatch on every virtual stage; `planner.simulate_plan` simulates them.
-        pace: Speed of a pipeline rank while 1, 2, ... pipeline ranks are busy, relative to all busy. Empty if every
-            rank has its own cores.
-        certificate: Proof of optimality; None for a user's strategy.
+        stages: Virtual pipeline stages with the cost of one microbatch; input of `planner.simulate_plan`.
+        pace: Speed of a pipeline rank while 1, 2, ... pipeline ranks are busy, relative to its speed while all are
+            busy. Empty if every rank has its own cores.
+        certificate: Proof of optimality; None for a strategy that the user fixed.
         pareto: Pareto front of step time and memory, fastest first.
-        sensitivity: Hardware constants whose change would change the choice, smallest change first.
-        roles: Sampling and learning ranks of an RL step; the costs above cover learning only.
-        submodels: Parts of a multimodal model on ranks of their own, for the images or recordings of the first step;
-            the numbers above are those of the language part.
+        sensitivity: Hardware constants whose change would change the chosen strategy, smallest change first.
+        roles: Sampling and learning ranks of an RL step. The costs above are those of learning only.
+        submodels: Ranks and costs of the parts of a multimodal model, for the images or recordings of the first step.
+            The costs above are those of the language part only.
         properties: Measured properties of the model's class, for packing and KV caches; None: not measured.
         notes: Assumptions, and layouts that deviate from the model's own plan.
         version: Schema version.
@@ -398,7 +401,7 @@ class Plan:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of `memory_bytes` reserved in addition to tensors: device context and fragmentation."""
+        """Bytes of `memory_bytes` without tensors: device context and fragmentation."""
         return sum(term.bytes for term in self.memory if term.name in RESERVED)
 
     @property
@@ -414,21 +417,21 @@ class Plan:
 
     @property
     def whole_step_s(self) -> float:
-        """Predicted seconds from one step to the next, including sampling of RL steps and waits for a tower."""
+        """Predicted seconds per step, including the sampling of an RL step and waits for towers."""
         if self.submodels is not None:
             return self.step_s + self.submodels.wait_s
         return self.step_s if self.roles is None else self.roles.step_s
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that train: those of the mesh, or of all parts of the model."""
+        """Number of ranks that train: the size of the mesh, or the ranks of all parts of a multimodal model."""
         if self.submodels is None:
             return self.strategy.world_size
         return len({rank for part in self.submodels.parts for rank in part.ranks})
 
     @property
     def degrees(self) -> str:
-        """Degrees and choices as text: of the strategy, or of each part of the model."""
+        """Text of the strategy, or of the strategies of all parts of a multimodal model."""
         if self.submodels is None:
             return str(self.strategy)
         return ", ".join(f"{part.name} {part.degrees}" for part in self.submodels.parts)
@@ -445,8 +448,7 @@ class Plan:
         """Return the plan as a panel of about 25 lines.
 
         Args:
-            half_width: Half width of the 80 % prediction interval of the step time, in natural logarithm; None: not
-                shown.
+            half_width: h of the 80 % prediction interval, see `planner.half_width`; None: no interval.
             width: Characters per line.
         """
         return _text.panel(self, half_width, width)
@@ -456,7 +458,7 @@ class Plan:
         return _text.brief(self)
 
     def one_line(self) -> str:
-        """Return the plan as one line: machine, strategy, step time and memory."""
+        """Return model, machine, strategy, step time and memory in one line."""
         return _text.one_line(self)
 
     def _repr_html_(self) -> str:
@@ -483,25 +485,26 @@ class Plan:
         """Return the plan in the text of a plan file.
 
         Raises:
-            PlanUnreadable: HP306 with the path of the first value that does not fit.
+            PlanUnreadable: HP306 if the text is not JSON, has another schema version, or has a value of a wrong type or
+                range.
         """
         try:
             data = parse_json(text, _LIMITS)
         except ValueError as error:  # also raised beyond a limit of `_LIMITS`
             at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
             raise PlanUnreadable(
-                "the plan is not JSON",
+                "the plan file is not valid JSON",
                 where=f"{where}{at}",
                 got=str(error)[:120],
                 hint="hyper-parallel plan MODEL -o plan.json",
             ) from error
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
             raise PlanUnreadable(
-                "the plan file has a different schema version",
+                f"the schema version of the plan file is not {PLAN_VERSION}",
                 where=where,
                 got=data.get("version") if isinstance(data, dict) else type(data).__name__,
                 allowed=PLAN_VERSION,
-                hint="hyper-parallel plan MODEL -o plan.json",
+                hint=_plan_hint(data),
             )
         data.pop("fingerprint", None)
         try:
@@ -513,12 +516,12 @@ class Plan:
                 "the plan file contains an invalid value",
                 where=where,
                 got=str(error),
-                hint="hyper-parallel plan MODEL -o plan.json",
+                hint=_plan_hint(data),
             ) from error
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file."""
+        """Write the plan to a JSON file."""
         write_text(Path(path), self.to_json() + "\n")
 
     @classmethod
@@ -528,12 +531,20 @@ class Plan:
             text = read_text(Path(path), _LIMITS)
         except (OSError, ValueError) as error:
             raise PlanUnreadable(
-                "the plan cannot be read",
+                "the plan file cannot be read",
                 where=str(path),
                 got=str(error)[:120],
                 hint="hyper-parallel plan MODEL -o plan.json",
             ) from error
         return cls.from_json(text, where=str(path))
+
+
+def _plan_hint(data: object) -> str:
+    """Return the command that makes the plan in `data`, the content of a plan file, again."""
+    match data:
+        case {"model": {"name": str(model)}, "topology": str(topology)}:
+            return f"hyper-parallel plan {model} --topology {topology} -o plan.json"
+    return "hyper-parallel plan MODEL -o plan.json"
 
 
 _MOST_RANKS: Final = 1 << 20
@@ -558,7 +569,7 @@ def _problems(plan: Plan) -> Iterator[str]:
         f"$.sensitivity[{i}].strategy": x.strategy for i, x in enumerate(plan.sensitivity)
     }
     for path, strategy in strategies.items():
-        yield from _of_strategy(path, strategy)
+        yield from _strategy_problems(path, strategy)
     for name in ("seq_len", "tokens_per_step", "microbatch", "accumulation_steps"):
         value = getattr(plan.workload, name)
         if value is not None and not 1 <= value <= _MOST_TOKENS:
@@ -569,7 +580,7 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield f"$.roles.rollout_ranks: {plan.roles.rollout_ranks}, not 0 to {_MOST_RANKS}"
 
 
-def _of_strategy(path: str, strategy: Strategy) -> Iterator[str]:
+def _strategy_problems(path: str, strategy: Strategy) -> Iterator[str]:
     for name in _DEGREES:
         degree = getattr(strategy, name)
         if degree is not None and not 1 <= degree <= _MOST_RANKS:

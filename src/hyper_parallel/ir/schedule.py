@@ -76,7 +76,7 @@ class Action:
 
     @property
     def leaves(self) -> tuple[Action, ...]:
-        """Parts of an OVERLAP_F_B, else the action itself."""
+        """Computations inside an OVERLAP_F_B; for any other kind, only the action itself."""
         return self.parts or (self,)
 
     @property
@@ -88,7 +88,7 @@ class Action:
 
     @property
     def slots(self) -> int:
-        """Number of slots in a grid with bubbles: 1 for F, I and W, 2 for B, 0 for other kinds."""
+        """Time slots of the action in a printed schedule: 1 for F, I and W, 2 for B, 0 for communication."""
         return sum(_SLOTS.get(leaf.kind, 0) for leaf in self.leaves)
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ def _parse(text: str) -> Action:
 
 
 def message(stage: int, kind: ActionKind, microbatch: int | None, other: int) -> Action:
-    """Return the send or receive action of stage `stage`; its peer is stage `other`."""
+    """Return the send or receive of stage `stage` whose other end is stage `other`."""
     chained = other == stage + PEERS[kind][0]
     return Action(stage, kind, microbatch, other=None if chained else other)
 
@@ -140,9 +140,9 @@ class StageGraph:
     Attributes:
         edges: (producer, consumer) pairs of stages; a producer has the smaller number.
         frozen: Stages without a backward; their producers are frozen too.
-        copied: Stages with copies on several ranks; each copy computes some of the microbatches.
-        sharded: Copied stages whose parameters are sharded over the ranks of their copies. The n-th computations of all
-            copies run together, because they have collectives.
+        copied: Stages replicated on several ranks; each replica computes some of the microbatches.
+        sharded: Replicated stages whose parameters FSDP shards over the ranks of the replicas. The n-th computations of
+            all replicas run at the same time, because they share collectives.
 
     Raises:
         ScheduleError: HP320 for an edge to the same or a smaller stage, or from a trained stage to a frozen one.
@@ -178,7 +178,7 @@ class StageGraph:
         """Return the graph written in CSV cells, such as `0>2`, `0 frozen`, `1 copied`, `1 sharded`.
 
         Raises:
-            ScheduleError: HP320 for another cell.
+            ScheduleError: HP320 for a cell of another form.
         """
         edges = []
         marked = {word: set[int]() for word in ("frozen", "copied", "sharded")}
@@ -202,9 +202,9 @@ class Schedule:
     """Pipeline schedule: the ordered actions of every rank.
 
     Attributes:
-        name: Origin: name of a generated schedule, such as `1f1b`, or `csv`.
-        stages: Virtual stages of the whole pipeline.
-        microbatches: Microbatches of one step.
+        name: Name of a generated schedule, such as `1f1b`; `csv` for a schedule that was read from a file.
+        stages: Number of stages over all ranks, virtual stages included.
+        microbatches: Number of microbatches of a step.
         ranks: Actions of each rank, in order; idle time is not stored.
         graph: Edges between stages; None for the chain 0, 1, 2, ...
 
@@ -249,7 +249,7 @@ class Schedule:
         return self.after(action.stage) if action.kind in ("B", "I") else ()
 
     def messages(self, action: Action) -> tuple[Action, ...]:
-        """Return the sends of a computation's result, one per stage that needs it, even a stage on the same rank."""
+        """Return the sends of a computation's result: one per stage that needs it, on this rank or another."""
         kind = _SENDS.get(action.kind)
         if kind is None:
             return ()
@@ -258,7 +258,11 @@ class Schedule:
         return tuple(message(s, kind, action.microbatch, other) for other in others)
 
     def rounds(self) -> dict[Action, tuple[tuple[Action, int], ...]]:
-        """Return, for each computation of a sharded stage, those that run together with it, as (action, rank)."""
+        """Return the groups of computations that run at the same time, because a sharded stage has collectives.
+
+        Returns:
+            Dict from each computation of a sharded stage to its group, itself included, as (action, rank) pairs.
+        """
         rounds: dict[Action, tuple[tuple[Action, int], ...]] = {}
         for stage in self.graph.sharded if self.graph else ():
             rows: dict[int, list[tuple[Action, int]]] = {}
@@ -275,7 +279,7 @@ class Schedule:
         return any(a.kind.startswith(("SEND", "RECV")) for rank in self.ranks for a in rank)
 
     def leaves(self) -> Iterator[tuple[int, int, Action]]:
-        """Yield every action as (rank, position, action); an OVERLAP_F_B is replaced by its parts, at its position."""
+        """Yield (rank, position, action) for every action; the computations of an OVERLAP_F_B share its position."""
         for rank, actions in enumerate(self.ranks):
             for position, action in enumerate(actions):
                 for leaf in action.leaves:
@@ -285,8 +289,8 @@ class Schedule:
         """Return a dict from (stage, microbatch) to the rank that computes it.
 
         Raises:
-            ScheduleError: HP320 if a stage is on no rank, if a stage that is not copied is on two, or if two copies of
-                a stage compute one microbatch.
+            ScheduleError: HP320 if a stage is on no rank, a stage outside `StageGraph.copied` on two ranks, or if two
+                replicas of a stage compute one microbatch.
         """
         copied = self.graph.copied if self.graph else frozenset()
         place: dict[int, int] = {}
@@ -310,7 +314,7 @@ class Schedule:
         return homes
 
     def placement(self) -> dict[int, int]:
-        """Return a dict from stage to the rank that computes it, without copied stages.
+        """Return a dict from stage to the rank that computes it, for all stages outside `StageGraph.copied`.
 
         Raises:
             ScheduleError: HP320 as for `homes`.
@@ -345,7 +349,7 @@ class Schedule:
 
     @staticmethod
     def from_csv(text: str, name: str = "csv") -> Schedule:
-        """Return the schedule in a CSV text of either form; empty cells, which are idle steps, are dropped.
+        """Return the schedule in a CSV text as written by `to_csv`, extended or not; empty cells are idle time.
 
         Raises:
             ScheduleError: HP320 for a cell that is not an action, with its row and column, or a file without actions.
@@ -383,11 +387,11 @@ def grid(
 
     Args:
         schedule: Schedule to print.
-        rows: `slots`: one row per slot and one column per rank, as torch prints; `ranks`: transposed.
-        starts: Start slot of each action per rank (see `mpmd.unit_starts`), which makes bubbles visible; `..` marks
-            further slots of an action. None: actions follow one another.
-        mark: Rank and position of an action to mark with `>` and `<`.
-        around: Number of slots to show before and after the marked one; None: all.
+        rows: `slots`: one row per time slot and one column per rank, as torch prints; `ranks`: transposed.
+        starts: Start slot of every action of every rank, from `mpmd.unit_starts`. Bubbles are then empty cells, and
+            `..` marks the second slot of an action. None: actions follow one another without gaps.
+        mark: (rank, position) of an action to print between `>` and `<`.
+        around: Number of slots to show before and after the marked action; None: all.
     """
     cells: dict[tuple[int, int], str] = {}
     for rank, actions in enumerate(schedule.ranks):
@@ -418,7 +422,7 @@ def grid(
 
 
 def at(schedule: Schedule, rank: int, position: int) -> str:
-    """Return the location of an action and the grid around it as text, for `where` of a ScheduleError."""
+    """Return text with the location of an action and the schedule around it, for `where` of a ScheduleError."""
     lines = grid(schedule, mark=(rank, position), around=4).splitlines()
     head = f"{schedule.name}: rank {rank}, action {position}: {schedule.ranks[rank][position]}"
     return "\n".join([head, *(f"      {line}" for line in lines)])

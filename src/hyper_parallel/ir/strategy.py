@@ -1,9 +1,9 @@
-"""Strategy and workloads: how a step is divided over devices, and how much work training and generation are.
+"""Strategy and workloads: how a step is divided over devices, and the batch sizes of training and generation.
 
 A `Strategy` is the value of a recipe's `parallel:` section. A `SequenceCut` defines the tokens of each context-parallel
 rank. The ranks form a ring of n places with u Ulysses ranks each; rank r is at place r // u and is Ulysses rank r % u.
-With n > 1 the sequence is split into 2 n chunks, and place j has chunks j and 2 n - 1 - j ("zigzag"), so that every
-place has equal work under a causal mask. The u ranks of a place have equal slices of its concatenated chunks:
+With n > 1 the sequence is split into 2 n chunks, and place j has chunks j and 2 n - 1 - j ("zigzag"). Every place then
+has equal work under a causal mask. The u ranks of a place have equal slices of its concatenated chunks:
 
     n=2, u=1   rank 0: chunks 0 3    rank 1: chunks 1 2
     n=1, u=2   rank 0: first half    rank 1: second half
@@ -48,14 +48,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Choices that overlap communication inside of a layer with computation on the same rank.
+    """Overlap of the communication inside a layer with computation on the same rank.
 
     Attributes:
-        half_batch: Whether decoder layers run on two halves of a microbatch in turn: one computes while the collectives
-            of the other are in flight.
-        ep_chunks: Number of token chunks of experts; one is computed while another is dispatched or combined.
-        tp_chunks: Number of token chunks of attention and MLP; one is computed while another is gathered or scattered
-            over the tensor-parallel ranks.
+        half_batch: Whether decoder layers alternate between two halves of a microbatch. One half computes while the
+            collectives of the other half are in flight.
+        ep_chunks: Number of token chunks of an expert layer. Experts compute a chunk while another chunk is dispatched
+            or combined; 1: no overlap.
+        tp_chunks: Number of token chunks of attention and MLP blocks. A block computes a chunk while another chunk is
+            gathered or scattered over the tensor-parallel ranks; 1: no overlap.
         tp_symmetric: Whether attention and MLP blocks fuse the gather and the scatter of their tokens into the matmuls,
             over symmetric memory of the tensor-parallel ranks.
     """
@@ -73,9 +74,9 @@ class Overlap:
         return "chunks" if self.tp_chunks > 1 else "serial"
 
     def parts(self, sequences: int, length: int) -> int:
-        """Return the number of parts into which layers split a microbatch of [sequences, length] tokens: 1 or 2.
+        """Return the number of parts, 1 or 2, into which layers split a microbatch of [sequences, length] tokens.
 
-        A microbatch with sequences = length is not split, because the two dims cannot be told apart by size.
+        With sequences = length the result is 1, because the two dims of a tensor could not be distinguished by size.
         """
         return 2 if self.half_batch and sequences % 2 == 0 and sequences != length else 1
 
@@ -91,7 +92,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Parallel degrees of the mesh axes, and all other choices of how a model is trained on them.
+    """Parallel degrees of the mesh axes, and all other choices of how a model is parallelized.
 
     Attributes:
         pp: Pipeline stages.
@@ -106,7 +107,7 @@ class Strategy:
         attention_scatter: Whether 2-D attention shards heads over y, or tokens as context parallelism does.
         gathered_inputs: Whether gathered inputs of matmuls are kept for backward or re-gathered in backward.
         cp_kind: Form of context-parallel attention: zigzag ring, Ulysses, both, or gathered keys and values.
-        cp_ulysses: Ulysses ranks inside cp for the hybrid; the ring has cp / cp_ulysses.
+        cp_ulysses: Ulysses ranks inside cp if `cp_kind` is `hybrid`; the ring then has cp / cp_ulysses places.
         schedule: Pipeline schedule; with a `schedule_file`, it only determines the placement of stages.
         schedule_file: CSV file with the actions of every pipeline rank, instead of a generated schedule; "": none.
         virtual_stages: Pipeline stages per rank.
@@ -154,7 +155,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.order is not AXES and sorted(self.order) != _SORTED_AXES:
-            raise ValueError(f"the order {self.order} is not one of all the axes {AXES}")
+            raise ValueError(f"`order` must have each axis of {AXES} once, not {self.order}")
 
     @property
     def tp(self) -> int:
@@ -185,12 +186,13 @@ class Strategy:
         return Mesh(tuple((name, int(getattr(self, name))) for name in self.order))
 
     def recomputed(self, stages: Sequence[Sequence[int]]) -> frozenset[int]:
-        """Return the decoder layers of a rank that are recomputed: the first of each stage, evenly over the stages.
+        """Return the decoder layers that a pipeline rank recomputes: the first layers of each of its stages.
 
-        Backward reaches the first layers last, when the activations of later layers are already freed.
+        The layers are chosen from all stages in turn. Backward reaches the first layers of a stage last, when the
+        activations of later layers are already freed.
 
         Args:
-            stages: Layers of each of the rank's stages, in model order.
+            stages: Layers of every stage of the rank, in model order.
         """
         if self.recompute != "full":
             return frozenset()
@@ -222,7 +224,7 @@ class Strategy:
 
     @property
     def ulysses(self) -> int:
-        """Ranks inside cp that exchange heads for sequence."""
+        """Number of ranks inside cp whose all-to-alls trade attention heads for tokens; 1: no Ulysses."""
         return ulysses_degree(self.cp, self.cp_kind, self.cp_ulysses)
 
     @property
@@ -233,8 +235,8 @@ class Strategy:
     def expert_mesh(self) -> Mesh:
         """Return the expert mesh: `ep` folds over the innermost of dp_shard x cp x tp_x x tp_y.
 
-        Inner rank f has coordinate f % ep on `ep`, and f // ep on `edp`. Ranks along `edp` hold the same experts and
-        shard their parameters as FSDP does.
+        The rank with index f inside dp_shard x cp x tp has coordinate f % ep on `ep`, and f // ep on `edp`. Ranks along
+        `edp` have the same experts, whose parameters FSDP shards over `edp`.
         """
         inner = self.dp_shard * self.cp * self.tp
         return Mesh(
@@ -251,7 +253,7 @@ class Strategy:
         return self.expert_mesh() if {"ep", "edp"} & {*layout.sharding_axes} else self.mesh()
 
     def spanning_axes(self, expert_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of the main mesh that span the same ranks as `expert_axes`; `expert_axes` if no axes do.
+        """Return the axes of the main mesh that span the same ranks as `expert_axes`, else `expert_axes` unchanged.
 
         For example, with dp_shard=2 and ep=2, the axis `ep` spans the ranks of `dp_shard`.
         """
@@ -265,7 +267,7 @@ class Strategy:
         return expert_axes
 
     def degrees(self) -> dict[str, int]:
-        """Return a dict from recipe key to degree, including `ep`."""
+        """Return a dict from recipe key to degree, for all mesh axes and `ep`."""
         return {**{name: int(getattr(self, name)) for name in AXES}, "ep": self.ep}
 
     def __str__(self) -> str:
@@ -293,7 +295,7 @@ class Strategy:
 
 
 def rank_stages(schedule: str, rank: int, ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Return the stages of a pipeline rank: r and 2p - 1 - r for `V_SHAPED` schedules, else r, r + p, ..."""
+    """Return the stages of rank r of p pipeline ranks: r and 2p - 1 - r for `V_SHAPED` schedules, else r, r + p, ..."""
     if schedule in V_SHAPED:
         return rank, 2 * ranks - 1 - rank
     return tuple(range(rank, ranks * per_rank, ranks))
@@ -314,8 +316,8 @@ class SequenceCut:
 
     Attributes:
         seq_len: Tokens of a sequence.
-        ring: Places of the ring, n.
-        ulysses: Ulysses ranks at each place, u.
+        ring: Number of places of the ring, n; see the module docstring.
+        ulysses: Number of Ulysses ranks at each place, u.
     """
 
     seq_len: int
@@ -330,7 +332,7 @@ class SequenceCut:
 
     @property
     def unit(self) -> int:
-        """Divisor of padded lengths, so that ring chunks and Ulysses slices have equal sizes."""
+        """Divisor of every padded length, for ring chunks and Ulysses slices of equal size."""
         return self.ulysses if self.ring == 1 else math.lcm(2 * self.ring, self.ring * self.ulysses)
 
     @property
@@ -345,7 +347,7 @@ class SequenceCut:
 
     @cached_property
     def spans(self) -> tuple[tuple[Interval, ...], ...]:
-        """Per place of the ring, the position spans of its tokens, in storage order."""
+        """Sequence positions of the tokens at each place of the ring, as half-open ranges in storage order."""
         if self.ring == 1:
             return (((0, self.padded),),)
         chunk, last = self.padded // (2 * self.ring), 2 * self.ring - 1
@@ -361,9 +363,9 @@ class SequenceCut:
         return positions[slice_ * self.local : (slice_ + 1) * self.local]
 
     def distances(self, window: int | None) -> tuple[int, ...]:
-        """Return the ring distances d at which any place j attends to keys of place j - d.
+        """Return the ring distances d, ascending, at which queries of any place j attend to keys of place j - d.
 
-        Without a window these are all distances. A sliding window covers few chunks, so most ring rounds are omitted.
+        Without a window, these are 1 to n - 1. With a sliding window, most distances are absent and need no ring step.
         """
         return tuple(
             d
@@ -378,19 +380,22 @@ class SequenceCut:
 
 
 def sees_some(queries: Interval, keys: Interval, window: int | None) -> bool:
-    """Return whether any query in a span attends to any key in another, under a causal or sliding-window mask."""
+    """Return whether any query at positions `queries` attends to any key at positions `keys`.
+
+    The mask is causal; with a `window`, a query attends to the last `window` positions only.
+    """
     return keys[0] < queries[1] and (window is None or queries[0] - (keys[1] - 1) < window)
 
 
 def sees_all(queries: Interval, keys: Interval, window: int | None) -> bool:
-    """Return whether every query in a span attends to every key in another, under a causal or sliding-window mask."""
+    """Return whether every query at positions `queries` attends to every key at positions `keys`; see `sees_some`."""
     return keys[1] - 1 <= queries[0] and (window is None or queries[1] - 1 - keys[0] < window)
 
 
 PROMPT_CHUNK: Final = 512
 """Maximum number of prompt tokens per prefill pass.
 
-It bounds the activations and is large enough for efficient matmuls. The value is not tuned by measurements.
+The limit bounds the bytes of activations; 512 tokens suffice for efficient matmuls. The value was not tuned.
 """
 
 
@@ -410,7 +415,7 @@ class Workload:
         param_dtype: Format of the parameters the optimizer owns.
         reduce_dtype: Format of gradient reductions.
         optimizer: Name of the optimizer; memory and time are those of AdamW, with two states per parameter.
-        trained: Number of trained elements, adapters included, divided by the number of the model's parameters.
+        trained: Number of trained parameters, adapters included, divided by the number of parameters of the model.
     """
 
     seq_len: int
@@ -427,7 +432,8 @@ class Workload:
         """Return the workload with all three batch numbers set, for a data-parallel degree.
 
         Raises:
-            BatchMismatch: HP308 when the numbers do not agree or do not divide.
+            BatchMismatch: HP308 if `tokens_per_step` is no multiple of `seq_len` * `dp`, or if the three batch numbers
+                contradict each other.
         """
         tokens, micro, steps = self.tokens_per_step, self.microbatch, self.accumulation_steps
         if tokens is None:
@@ -437,7 +443,7 @@ class Workload:
         if tokens % unit:
             near = max(1, round(tokens / unit)) * unit
             raise BatchMismatch(
-                "tokens_per_step does not divide into whole sequences for every data-parallel rank",
+                "tokens_per_step is not a multiple of seq_len x data-parallel ranks",
                 got=f"tokens_per_step={tokens}, seq_len={self.seq_len}, data-parallel ranks={dp}",
                 changes={"training.tokens_per_step": near},
             )
@@ -456,8 +462,9 @@ class Workload:
                 requested = self.microbatch or self.accumulation_steps or 1
                 value = min(fitting, key=lambda d: abs(d - requested))
             raise BatchMismatch(
-                "tokens_per_step, microbatch and accumulation_steps do not agree",
-                got=f"{per_rank} sequences per rank and step, microbatch={micro}, accumulation_steps={steps}",
+                f"microbatch * accumulation_steps = {micro * steps}, but a data-parallel rank has {per_rank} sequences "
+                "per step",
+                got=f"tokens_per_step={tokens}, microbatch={micro}, accumulation_steps={steps}",
                 allowed=[f"microbatch={m}" for m in fitting],
                 changes={f"training.{name}": value},
             )
@@ -469,10 +476,10 @@ class GenerateWorkload:
     """Generation workload: prompts of one length, each continued by the same number of tokens.
 
     Attributes:
-        prompts: Sequences, over all devices.
-        prompt_len: Tokens of a prompt.
-        new_tokens: Tokens of a continuation.
-        dtype: Format of weights, activations and cache; None: as stored.
+        prompts: Number of prompts, over all devices.
+        prompt_len: Tokens per prompt.
+        new_tokens: Generated tokens per prompt.
+        dtype: Format of weights, activations and KV cache; None: the format of the checkpoint.
 
     Raises:
         BadValue: HP102 for a number below 1.
@@ -490,7 +497,10 @@ class GenerateWorkload:
 
     @property
     def columns(self) -> int:
-        """Positions per sequence in the KV cache: all tokens except the last, which is never an input, plus padding."""
+        """Positions per sequence in the KV cache.
+
+        The last generated token is never an input; its position is padding.
+        """
         return self.prompt_len + self.new_tokens
 
     @property

@@ -1,15 +1,14 @@
 """TaskGraph: tasks on executors with dependencies. Timeline: spans of work on lanes, simulated or measured.
 
-An executor runs one task at a time: the compute stream of a rank, a copy engine, a link, a worker of a pool. Pipeline
-schedules, offload plans and programs of several models are converted to task graphs. Executors may share the cores of
-one device: while more of them are busy than there are cores, all slow down equally. Tasks may also share named
-resources, such as compute units, memory bandwidth or a link, each with its demand.
+An executor runs one task at a time: the compute stream of a rank, a copy engine, a link, a worker of a pool. A lane is
+the row of a timeline with the tasks of one executor. Executors may share the cores of one device: while more executors
+are busy than there are cores, all slow down equally. Tasks may also demand shares of named resources, such as compute
+units, memory bandwidth or a link.
 
 Tasks are listed in an order that respects every dependency. So the graph has no cycle, and executors that run tasks in
-list order cannot deadlock. Times are integer nanoseconds: results are exact and do
-not depend on the order of additions.
+list order cannot deadlock. Times of tasks are integer nanoseconds, so results are exact.
 
-`sim.simulate` turns a task graph into a timeline. A measured run is a timeline too, so a report can overlay both.
+`sim.simulate` turns a task graph into a timeline. A measured run is a timeline too, so a report can show both together.
 `masking` computes exposed and masked communication of a measured step from its collectives (`Flight`).
 """
 
@@ -35,9 +34,10 @@ class Task:
         kind: Category in the timeline: compute, communication, copy, ...
         deps: Indices of the tasks that must end first; each smaller than the task's own.
         bytes: Bytes moved, for reports.
-        at_start: Change in bytes of memory lanes when it starts, as (lane, bytes): `("rank 0/device", 4096)`.
-        at_end: Change in bytes of memory lanes when it ends.
-        priority: Smaller runs first on an executor with priorities.
+        at_start: Bytes allocated (negative: freed) when the task starts, as (memory lane, bytes) pairs:
+            `("rank 0/device", 4096)`.
+        at_end: Bytes allocated (negative: freed) when the task ends.
+        priority: Priority on an executor with the policy `priority`; the smallest runs first.
         demands: (resource, amount used at full speed) pairs: `("cores", Fraction(1))`.
     """
 
@@ -55,11 +55,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Cores, caches and memory that executors share, so that each slows down as more of them are busy.
+    """Cores, caches and memory that executors share: the more executors are busy, the slower is each.
 
     Attributes:
-        rates: Rate of each executor while 1, 2, ... are busy. If more are busy than the list has entries, they share
-            the total rate of the last entry.
+        rates: Rate of each executor while 1, 2, ... executors are busy; 1 is the rate without contention. If more are
+            busy than the tuple has entries, they share the total rate of the last entry.
         executors: Executors that share the cores.
     """
 
@@ -67,7 +67,7 @@ class Cores:
     executors: frozenset[str]
 
     def rate(self, busy: int) -> Fraction:
-        """Return the rate of each executor while `busy` of them are busy."""
+        """Return the rate of each executor while `busy` executors are busy."""
         most = len(self.rates)
         return self.rates[busy - 1] if busy <= most else self.rates[-1] * most / busy
 
@@ -77,14 +77,14 @@ class TaskGraph:
     """Tasks with dependencies on executors, the input of `sim.simulate`.
 
     Attributes:
-        tasks: Tasks in an order that respects dependencies; others refer to a task by its index.
-        policies: Executor to its policy. `order` (the default): run tasks in list order, and wait if the next one is
-            not ready. `priority`: run the ready task of smallest priority; ties prefer the longest ready, then list
-            order.
-        initial_bytes: Bytes in memory lanes before the first task.
-        cores: Cores that some executors share; None: every executor has its own.
-        capacities: Resource to its capacity. If running tasks demand more in total, they run at the rate capacity /
-            total demand; a task runs at the lowest rate of its resources.
+        tasks: Tasks in an order that respects dependencies; `Task.deps` are indices into it.
+        policies: Dict from executor to its policy. `order` (the default): run tasks in list order, and wait if the next
+            task is not ready. `priority`: run the ready task of smallest priority. Ties prefer the task that became
+            ready first, then list order.
+        initial_bytes: Dict from memory lane to its bytes before the first task.
+        cores: Cores that some executors share; None: every executor has its own cores.
+        capacities: Dict from resource to its capacity. If running tasks demand more in total, the resource serves them
+            at the rate capacity / total demand. A task runs at the lowest rate of its resources.
 
     Raises:
         TaskGraphError: HP321 when a task depends on itself or a later one, has a negative duration, demands a resource
@@ -113,7 +113,6 @@ class TaskGraph:
             self._check_demands(number, task)
 
     def _check_demands(self, number: int, task: Task) -> None:
-        """Raise TaskGraphError (HP321) for an invalid resource demand of a task."""
         for resource, amount in task.demands:
             if self.capacities.get(resource, 0) <= 0 or amount < 0:
                 raise TaskGraphError(
@@ -155,7 +154,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Sample of a quantity over time, such as bytes in a memory tier."""
+    """Value of a quantity at one time, such as the bytes in use in a memory tier."""
 
     lane: str
     time_s: float
@@ -169,7 +168,7 @@ class Timeline:
     Attributes:
         kind: predicted, simulated (event by event), or measured.
         spans: Spans in any order.
-        counters: Samples in any order.
+        counters: Counter samples in any order.
     """
 
     kind: Literal["predicted", "simulated", "measured"]
@@ -189,15 +188,15 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Times of one collective in a measured step.
+    """Start, wait and end of one asynchronous collective in a measured step.
 
     Attributes:
         purpose: Purpose of the collective.
-        work: (kind, bytes); collectives with equal work take equal time without contention.
-        start_s: Seconds at which it was issued.
-        wait_s: Seconds at which the rank began to wait for it.
-        resume_s: Seconds at which the wait ended.
-        end_s: Seconds at which it completed.
+        work: (kind of collective, bytes), which determine its duration without contention.
+        start_s: Time at which the collective was issued, in seconds.
+        wait_s: Time at which the rank began to wait for the collective.
+        resume_s: Time at which the wait ended.
+        end_s: Time at which the collective completed.
     """
 
     purpose: Purpose
@@ -214,17 +213,21 @@ class Flight:
 
 
 def masking(flights: Sequence[Flight], alone_s: Mapping[tuple[str, int], float]) -> dict[str, Any]:
-    """Return exposed seconds by kind of parallelism, and the masked fraction of communication by two definitions.
+    """Return exposed seconds of communication, and the fraction that computation masks (hides) by two definitions.
 
     Args:
         flights: Collectives of one step on one rank; the rank computes whenever it does not wait.
-        alone_s: Dict from `Flight.work` to the seconds of such a collective without concurrent work.
+        alone_s: Dict from `Flight.work` to the seconds of that collective without concurrent work.
 
     Returns:
-        Dict with three entries. `exposed_s`: dict from `Purpose.parallelism` to seconds of waiting. `masking_timeline`:
-        fraction of the time with a collective in flight in which the rank computes. `masking_wait`: 1 - seconds of
-        waiting / seconds of all collectives without contention. Both fractions exclude sums over sub-models, in which a
-        part waits for another part, and are None without communication.
+        Dict with three entries:
+
+        * `exposed_s`: dict from `Purpose.parallelism` to seconds of waiting;
+        * `masking_timeline`: of the time with a collective in flight, the fraction in which the rank computes;
+        * `masking_wait`: 1 - seconds of waiting / seconds of all collectives without contention.
+
+        The two fractions are None without communication. They exclude collectives between the sub-models of a
+        multimodal model, because their waits are waits for another sub-model.
     """
     exposed_s: dict[str, float] = {}
     for flight in flights:
@@ -255,7 +258,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def merge_timelines(timelines: Iterable[Timeline]) -> Timeline:
-    """Return one timeline with the spans and samples of several measured timelines that share a start."""
+    """Return one measured timeline with the spans and counters of several timelines that begin at the same time."""
     parts = tuple(timelines)
     spans = tuple(span for part in parts for span in part.spans)
     return Timeline("measured", spans, tuple(c for part in parts for c in part.counters))

@@ -22,7 +22,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ConfigView:
-    """Values of a config.json as interpreted by its family.
+    """Values of a config.json, with the defaults and key names of its model family.
 
     An absent key has the family's default; a null key is None, as in transformers.
 
@@ -39,7 +39,7 @@ class ConfigView:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, key: str) -> Any:
-        """Return the raw value under the family's key, else under the standard key, else the default, else None."""
+        """Return the value of the family's name for `key`, else of `key` itself, else the default, else None."""
         for name in (self.aliases.get(key, key), key):
             if name in self.values:
                 return self.values[name]
@@ -57,7 +57,7 @@ class ConfigView:
             )
 
     def integer(self, key: str, minimum: int = 1, maximum: int = _MOST) -> int:
-        """Return a whole number of at least `minimum` and at most `maximum`."""
+        """Return the value of `key`; raise HP305 unless it is a whole number from `minimum` to `maximum`."""
         self.require((key,))
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -67,18 +67,18 @@ class ConfigView:
         return value
 
     def optional_integer(self, key: str, minimum: int = 1) -> int | None:
-        """Return a whole number; None when the key is null, or absent without a default."""
+        """Return the value of `key`, a whole number; None when the key is null, or absent without a default."""
         return None if self.get(key) is None else self.integer(key, minimum)
 
     def flag(self, key: str) -> bool:
-        """Return a boolean; False when the key is null, or absent without a default."""
+        """Return the value of `key`, a boolean; False when the key is null, or absent without a default."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             self._refuse(key, value, "true or false")
         return bool(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return a list of whole numbers as a tuple; empty when the key is null or absent."""
+        """Return the value of `key`, a list of whole numbers, as a tuple; empty when the key is null or absent."""
         value = self.get(key)
         if value is None:
             return ()

@@ -19,7 +19,7 @@ REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_si
 
 EMBEDDING = "transformer.wte.weight"
 RULES = (("transformer.wte", "vocab"), ("lm_head", "head"), ("*", "whole"))
-"""Styles of tensor parallelism: weights [in, out] are not sharded."""
+"""Sharding style by module pattern: tensor parallelism shards embedding and head, but no [in, out] weights."""
 
 
 def read_blocks(config: ConfigView) -> tuple[Block, ...]:

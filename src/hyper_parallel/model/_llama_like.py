@@ -169,7 +169,7 @@ def _mlp(hidden: int, width: int, path: str, bias: bool = False, fused: bool = F
 def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
     """Return spec and parameters of a mixture of experts: router [E, D], gate_up [E, 2F, D] and down [E, D, F].
 
-    GPT-OSS stores the experts transposed, (in, out), with interleaved gate and up columns, and gives all a bias.
+    GPT-OSS stores experts as (in, out), with interleaved gate and up columns. Its router and experts have biases.
     """
     hidden, width = config.integer("hidden_size"), config.integer(experts.width_key)
     num, per_token = config.integer("num_experts"), config.integer("num_experts_per_tok")
@@ -204,7 +204,6 @@ def _experts(config: ConfigView, experts: Experts) -> tuple[MlpSpec, Params]:
 def _expert_layers(
     config: ConfigView, experts: Experts | None, num_layers: int
 ) -> tuple[bool, ...]:
-    """Return, for every layer, whether it has experts."""
     if experts is None:
         return (False,) * num_layers
     if experts.layers == "step":

@@ -20,7 +20,7 @@ from hyper_parallel.serde import encode
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """Parameter, or the parameters with the same name and shape in several layers.
+    """Parameter, or one parameter per layer with equal name (`*` for the layer index) and equal shape.
 
     Sharding rules refer to these logical dims:
 
@@ -158,7 +158,7 @@ class Block:
         return sum(p.num_elements for p in self.params)
 
     def _active(self, size: int, param: ParamSpec) -> int:
-        """Return the share of a parameter's `size` elements that one token uses; all, except of routed experts."""
+        """Return the number of a parameter's `size` elements that one token uses: all, or the share of its experts."""
         if not param.is_expert or self.mlp is None:
             return size
         return size * self.mlp.experts_per_token // self.mlp.num_experts

@@ -31,10 +31,10 @@ _EMBEDDING: Final = re.compile(
 )
 """Names of heads (`_HEAD`) and input embeddings in all transformers classes that tie the two."""
 _INSIDE: Final = re.compile(r"\.\d+\.|^mtp\b")
-"""Names inside decoder layers and prediction layers, whose embeddings and heads are not those of the model."""
+"""Names inside decoder layers and multi-token-prediction layers; an embedding or head there is not the model's."""
 _MAX_HEADER_BYTES: Final = 100_000_000  # limit of the safetensors library
 _INDEX_LIMITS: Final = Limits(num_bytes=_MAX_HEADER_BYTES, num_elements=2_000_000)
-"""Limits of an index: names of tensors, as in the headers of its files."""
+"""Limits of an index file, which lists the tensors of all weight files, as their headers do."""
 _CHUNK_BYTES: Final = 1 << 24
 
 
@@ -45,7 +45,7 @@ class WeightListing:
     Attributes:
         files: Sorted file names; a listed file may be missing.
         index: Name of the index file; None without an index.
-        promised: File of each tensor by name, according to the index.
+        promised: File name of each tensor in the index, by tensor name; the file may be missing.
     """
 
     files: tuple[str, ...]
@@ -196,7 +196,6 @@ def _place(path: Path, info: TensorInfo) -> _Place:
 
 @lru_cache(maxsize=64)  # a config is read several times, also in forked ranks
 def _same_bytes(first: _Place, second: _Place) -> bool:
-    """Return whether two byte ranges of files have equal content."""
     remaining = first[3] - first[2]
     if remaining != second[3] - second[2]:
         return False
@@ -215,7 +214,7 @@ def _complete(directory: Path, shards: list[str]) -> tuple[str, ...]:
     """Return the file names of all shards of a model without an index, derived from the count in a shard's name.
 
     Raises:
-        WeightsUnreadable: HP703 with the missing ones.
+        WeightsUnreadable: HP703 with the missing shards.
     """
     stem, suffix = shards[0].split("-")[0], shards[0].rpartition(".")[2]
     count = shards[0].rpartition("-of-")[2].partition(".")[0]

@@ -117,9 +117,9 @@ def check_weights(
 
 
 def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict[str, TensorInfo]:
-    """Return the tensors under the names that a causal language model gives them.
+    """Return the tensors by their names in the causal language model.
 
-    Prefixes of multimodal models and of models without a head are replaced.
+    Multimodal models, and models without a head, store them under other prefixes.
     """
     base = spec.blocks[0].params[0].name.partition(".")[0]
     prefixes = (
@@ -143,7 +143,7 @@ def _causal_lm_names(tensors: Mapping[str, TensorInfo], spec: ModelSpec) -> dict
 def _stored_as(
     name: str, param: ParamSpec, experts: Experts | None
 ) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    """Yield the forms in which files may store a parameter; a form is a list of tensor names with shapes.
+    """Yield every way in which files may store a parameter, as a list of tensor names with shapes.
 
     Published files contain one matrix per expert, although transformers stacks experts in memory. Files of GPT-OSS
     contain stacked experts.

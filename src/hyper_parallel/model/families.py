@@ -60,7 +60,7 @@ class Family:
         sinks: Learned attention sinks.
         fused_qkv: Query, key and value stacked (`qkv_proj`).
         fused_mlp: Gate and up stacked (`gate_up_proj`).
-        norms: Names of a layer's norms, except those inside attention.
+        norms: Names of a layer's norms outside of attention.
         windows: Layers with a window of `sliding_window` tokens: none; all, if the key is set; all, if
             `use_sliding_window`; from layer `max_window_layers` on, if `use_sliding_window`; or all except every n-th
             (n = `sliding_window_pattern`).
@@ -248,7 +248,7 @@ TEXT_PARTS: Mapping[str, str] = MappingProxyType(
         "qwen3_vl_text": "qwen3",
     }
 )
-"""Decoder family by `model_type` of a multimodal model or of its text part."""
+"""`model_type` of the decoder family, by `model_type` of a multimodal model or of its text part."""
 
 KEEPS_MORE: Final = ("gemma2", "phi3")
 """Families whose layers keep more activations than the formulas predict."""

@@ -1,4 +1,4 @@
-"""Reader of `generation_config.json`, in which this package uses the tokens that end a text."""
+"""Reader of `generation_config.json`, of which this package uses only the end-of-text token ids."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def find_preset(text: str) -> str | None:
-    """Return the name of the preset that a text names, by its own name or by a hub id that it lists; else None.
+    """Return the name of the preset with the name or hub id `text`; None if there is none.
 
     Case and punctuation are ignored. The organisation of a hub id may be omitted. If it is given it must match, because
     another organisation may publish another model with the same name.
@@ -146,7 +146,7 @@ UNMEASURED_ACTIVATIONS: Final = (
     "activations of {family} were not measured: formulas estimate them, and its layers may keep more; "
     "`hyper-parallel train RECIPE.yaml --dry-run` measures them"
 )
-"""Note for a family in `KEEPS_MORE` read without its module."""
+"""Note of a model spec, for a family in `KEEPS_MORE` that was read from its config only."""
 
 
 def _refuse_no_config(path: Path) -> None:
@@ -181,7 +181,7 @@ def load_model(path_or_name: str | os.PathLike[str], *, where: str | None = None
 
     Raises:
         UnknownModel: HP304 when the text is none of these, or the hub refuses the download.
-        ModelUnreadable: HP305 when the config cannot be read; names the keys.
+        ModelUnreadable: HP305 with the missing or invalid keys of the config.
         WeightsUnreadable: HP703 when a weight file is truncated, missing or belongs to another config.
     """
     config = read_config(path_or_name, where=where)
@@ -209,12 +209,12 @@ def spec_from_config(
     """Return the ModelSpec of a config in memory, for instance `model.config.to_dict()`.
 
     Args:
-        values: The keys of a config.json.
+        values: Content of a config.json.
         name: Display name.
         where: File of the values, for errors.
 
     Raises:
-        ModelUnreadable: HP305 when the config cannot be read; names the keys.
+        ModelUnreadable: HP305 with the missing or invalid keys of the config.
     """
     where = where or f"config of {name}"
     values, notes = _text_part(values, where)
@@ -347,7 +347,10 @@ def is_read(values: Mapping[str, Any]) -> bool:
 def _family(
     model_type: str, values: Mapping[str, Any], where: str
 ) -> tuple[Family, tuple[str, ...]]:
-    """Return the family of a `model_type`, and notes; an unknown type is read as Llama unless a key contradicts it."""
+    """Return the family of a `model_type`, and notes.
+
+    An unknown type is read as Llama; a key that no Llama-like decoder has raises HP305.
+    """
     known = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     if known is not None:
         return known, ()
@@ -395,7 +398,7 @@ def _dtype(values: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]
 
 
 def _nearest_model(text: str) -> list[str]:
-    """Return a list with the model directory most likely meant by a missing path; empty when none is similar."""
+    """Return a list of one model directory with a path similar to a missing path; empty if none is similar."""
     near = nearest_path(text)
     # os.path, because pathlib raises for a text that is too long for a path.
     has_config = near is not None and os.path.isfile(f"{near}/config.json")  # noqa: PTH113

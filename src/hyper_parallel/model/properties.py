@@ -73,10 +73,10 @@ class ModelProperties:
 
 
 QUESTIONS: dict[str, str] = {
-    "causal": "a token does not see later ones",
-    "documents_independent": "packed documents do not see each other",
+    "causal": "a token does not depend on later tokens",
+    "documents_independent": "packed documents do not influence each other",
     "padding_inert": "padding after a text does not change its output",
-    "rows_independent": "rows of a batch do not see each other",
+    "rows_independent": "rows of a batch do not influence each other",
     "half_batches": "layers that run on half-batches give the same output",
     "history_independent": "earlier batches do not change the output",
     "growing_cache": "decoding with the model's own cache gives the logits of the full text",

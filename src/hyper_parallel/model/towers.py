@@ -1,7 +1,7 @@
 """Towers: encoders of images or audio in a multimodal model, described as separate models for planning.
 
-The planner prices a tower like any other model, with an image or recording as a sequence, and the encoder's positions
-as its tokens.
+The planner predicts the cost of a tower like that of a language model. An image or recording is a sequence, and an
+encoder position is a token.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Tower:
         positions: Tokens of the encoder per item, an image or recording.
         item: Description of the items, such as `images of 224x224 pixels`.
         forward_flops: FLOPs of the forward of one item.
-        extra_bytes: Bytes of activations that a bfloat16 forward of one item keeps, beyond those that decoder layers of
-            this size keep.
+        extra_bytes: Bytes of activations that a bfloat16 forward of one item keeps, in addition to the activations of
+            decoder layers of equal size.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Tower:
 
 
 def language_of(spec: ModelSpec, towers: Collection[str] | None = None) -> ModelSpec:
-    """Return the spec without the parameters of its towers; `towers` restricts the removal to these names."""
+    """Return the spec without the parameters of the named towers; `towers` None: without those of all towers."""
     kinds = tower_kinds(spec)
     names = set(kinds if towers is None else towers)
     if towers is None or not names.isdisjoint(kinds[:1]):
@@ -111,12 +111,12 @@ def towers_of(
 
 
 def tower_kind(name: str) -> str | None:
-    """Return the kind of tower that a parameter's name names, `vision` or `audio`; None without one."""
+    """Return the kind of the tower to which a parameter belongs, `vision` or `audio`; None for other parameters."""
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), None)
 
 
 def _kind(name: str) -> str | None:
-    """Return the tower's name for a parameter name, or `projector`; None for the language part."""
+    """Return the part of the model to which a parameter belongs: vision, audio or projector; None: language part."""
     return tower_kind(name) or ("projector" if _PROJECTOR.search(name) else None)
 
 
@@ -197,9 +197,9 @@ def _outer_flops(p: ParamSpec, positions: int, merged: float) -> float:
 
 
 def _rows(p: ParamSpec, merged: float) -> float:
-    """Return how many input rows per encoder position are kept for the backward of a matrix outside the layers.
+    """Return the number of input rows per encoder position that the backward of a matrix outside the layers needs.
 
-    A projector matrix counts two rows per projector position: its input, and the input of the norm before it.
+    A projector matrix counts two rows per projector position: its own input, and the input of the preceding norm.
     """
     if not p.is_matrix or re.search(r"pos\w*embed|embed\w*pos|wpe", p.name):
         return 0.0

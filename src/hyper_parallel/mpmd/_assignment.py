@@ -1,12 +1,13 @@
 """Search for the assignment of a multimodal model's encoders and language part to devices.
 
 A rank is a group of devices that works in lockstep. Language ranks form a pipeline. Encoders run on ranks of their own,
-or copies of them run on language ranks, where they fill bubbles. An encoder has several stages; each microbatch passes
-through one copy of each, and the copies of a stage reduce their gradients once per step.
+or copies of the encoders run on language ranks, where they fill bubbles. An encoder has several stages. Each microbatch
+passes through one copy of each stage, and the copies of a stage reduce their gradients once per step.
 
-Each choice of widths, copies, stages, I/W split and order of microbatches is completed by balanced layers, balanced
-encoder microbatches and list scheduling, and has a lower bound. Choices are tried in the order of their bounds until
-the next bound reaches the best step, so the result is the best of all choices.
+The search enumerates widths of ranks, copies, stages, I/W split of the backward, and orders of microbatches (`Choice`).
+For each choice, layers and encoder microbatches are balanced over the ranks, and list scheduling orders the actions.
+Choices are evaluated by ascending lower bound of the step time, until the next bound reaches the best step time. So the
+result is the best of all choices.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ from hyper_parallel.sim import simulate
 
 _Order: TypeAlias = Literal["given", "light", "heavy", "mixed"]
 _Variant: TypeAlias = tuple[bool, _Order, bool]
-"""The fields `split`, `order` and `reduce_first` of a `Choice`: they do not change layers and placement."""
+"""Fields `split`, `order` and `reduce_first` of a `Choice`, which change neither layers nor placement."""
 _ORDERS: Final[tuple[_Order, ...]] = get_args(_Order)
 _MOST_PIECES: Final = 6
 """Maximum number of stages of an encoder.
 
-Between stages a rank can run more urgent actions, and the stages of a large microbatch can run on several ranks.
-
-Chosen on random cases on 8 devices (benchmarks/multimodal_schedule.py); more stages lengthen the search.
+Several stages let a rank run more urgent actions in between, and spread a large microbatch over several ranks. Chosen
+on random cases on 8 devices (benchmarks/multimodal_schedule.py); more stages lengthen the search.
 """
 
 
@@ -52,7 +52,7 @@ class SubModel:
         frozen: Whether an encoder has no backward.
         input_grad: Time of the input gradient (I) relative to the forward (F).
         weight_grad: Time of the weight gradient (W) relative to the forward.
-        speedup: Number of devices to the speed on them, relative to one device.
+        speedup: Speed relative to one device, by number of devices.
         readers: Number of language layers, counted from the first, that read an encoder's features; more than one for
             deepstack.
     """
@@ -80,7 +80,7 @@ class SubModel:
 
         Args:
             share: Fraction of the layers on the stage.
-            width: Devices of the rank.
+            width: Number of devices of the rank.
             reduce_s: Seconds to reduce the gradients of the stage.
         """
         factor = share / self.speedup[width]
@@ -122,8 +122,8 @@ class Choice:
         copies: Number of language ranks, counted from the first, that have copies of the encoders.
         stages_per_rank: Language stages of a rank: 1 for a chain, 2 for a V-shaped schedule.
         split: Whether backwards are split into I and W.
-        order: Order of microbatches: `given`, `light` or `heavy` encoder costs first, or `mixed`: the lightest quarter,
-            which starts the pipeline soon, then the heavy ones.
+        order: Order of microbatches. `given`: unchanged. `light` or `heavy`: lowest or highest encoder cost first.
+            `mixed`: the lightest quarter first, so that the pipeline starts soon, then the heaviest ones.
         reduce_first: As for `list_schedule`.
     """
 
@@ -144,14 +144,14 @@ class Assignment:
         choice: The best choice.
         parts: Name of the sub-model of each stage.
         layers: Layers of each language stage.
-        widths: Devices of each rank: language ranks first, then those of encoders only.
+        widths: Number of devices of each rank: language ranks first, then ranks that run only encoders.
         schedule: Compute-only schedule; `lower(schedule, costs=..., transfer_s=...)` adds messages.
         costs: Cost per stage and microbatch.
         transfer_s: Transfer seconds per edge and microbatch.
         max_bytes: Bytes that each rank has for activations.
         value_s: Seconds of the step, gradient reductions included.
-        lower_s: Lower bound of the seconds of a step over the whole search space.
-        tried: Number of choices, and number of choices that were scheduled.
+        lower_s: Lower bound of the seconds of a step for every choice.
+        tried: (number of choices, number of choices that were scheduled).
     """
 
     choice: Choice
@@ -168,7 +168,7 @@ class Assignment:
 
     @property
     def gap(self) -> float:
-        """Upper bound of the fraction by which the step is longer than optimal."""
+        """Upper bound of the fraction of the step time that an optimal assignment would save."""
         return 1.0 - self.lower_s / self.value_s
 
     @property
@@ -183,10 +183,10 @@ class Assignment:
         return 1.0 - busy / (sum(self.widths) * self.value_s)
 
     def lanes(self, columns: int = 96) -> str:
-        """Return the step as text: one lane per rank and sub-model, with the kind of action in each column.
+        """Return the step as text: one line per rank and sub-model, with the kind of action in each column.
 
         Args:
-            columns: Columns of the whole step; an action shorter than a column may not show.
+            columns: Characters per line for the whole step; an action shorter than one character may be invisible.
         """
         tasks = schedule_tasks(self.schedule, self.costs, transfer_s=self.transfer_s)
         ranks = [f"rank {rank} ({width})" for rank, width in enumerate(self.widths)]
@@ -206,8 +206,8 @@ def lanes_text(
         timeline: Simulation of a schedule.
         parts: Name of the sub-model of each stage.
         ranks: Name of each rank of the schedule.
-        columns: Columns of the whole step; an action shorter than a column may not show.
-        end_s: Seconds of the step; None: those of the timeline.
+        columns: Characters per line for the whole step; an action shorter than one character may be invisible.
+        end_s: Seconds of the step; None: the end of the timeline.
     """
     end_s = end_s or timeline.end_s
     rows: dict[tuple[int, str], list[str]] = {}
@@ -228,7 +228,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 class Best(NamedTuple, Generic[_Number]):
-    """Best candidate of a search: its position and value, and the number of candidates that were priced."""
+    """Best candidate of a search: its index, its value, and the number of candidates that were evaluated."""
 
     position: int
     value: _Number
@@ -238,14 +238,14 @@ class Best(NamedTuple, Generic[_Number]):
 def search_by_bound(
     bounds: Sequence[_Number], price: Callable[[int, _Number | None], _Number | None]
 ) -> Best[_Number] | None:
-    """Return the candidate with the least value; None if no candidate has one.
+    """Return the candidate with the smallest value; None if `price` returns None for all candidates.
 
-    Candidates are priced in the order of their bounds until the next bound reaches the best value.
+    Candidates are evaluated by ascending bound, until the next bound reaches the best value.
 
     Args:
         bounds: Lower bound of the value of each candidate.
-        price: Function from (position of a candidate, best value so far) to its value. It returns None if the candidate
-            cannot run or is not better.
+        price: Function of (index of a candidate, best value so far). It returns the candidate's value, or None if the
+            candidate cannot run or is not better.
     """
     best: Best[_Number] | None = None
     priced = 0
@@ -268,8 +268,8 @@ def assign_submodels(
     """Return the fastest assignment of encoders and language part to devices.
 
     Args:
-        encoders: Encoders, which do not read each other.
-        language: Language part, trained, of at least as many layers as language stages.
+        encoders: Encoders; none reads the output of another one.
+        language: Language part, which is not frozen and has a layer for every language stage.
         devices: Devices to use, all of them.
         pins: Dict from a field of `Choice` to its only allowed value.
 
@@ -389,10 +389,13 @@ class _Plan:
             self._layers = (*(n - n // 2 for n in counts), *(n // 2 for n in reversed(counts)))
 
     def _balanced(self, shares: Sequence[float]) -> tuple[list[int], list[list[int]], list[float]]:
-        """Return layers per language rank, rank of every microbatch per encoder stage, and seconds of work per rank.
+        """Return the language layers of each rank, the rank of each encoder microbatch, and the seconds of each rank.
 
-        Each layer goes to the least loaded rank; `shares` are the seconds of encoder work to expect on each. Then each
-        encoder microbatch, the longest first, goes to the rank whose load stays least.
+        Each layer goes to the least loaded rank. Then each encoder microbatch, longest first, goes to the rank with the
+        lowest load after it.
+
+        Args:
+            shares: Expected seconds of encoder work on each language rank.
         """
         p, per_rank = self._ranks, self._key[3]
         layer_s = self._language_s / self._language.layers
@@ -419,7 +422,7 @@ class _Plan:
 
     @cached_property
     def _max_bytes(self) -> tuple[int, ...]:
-        """Bytes of memory of each rank that the states of its sub-models leave free."""
+        """Bytes of memory on each rank without parameters, gradients and optimizer states of its sub-models."""
         memory = [self._devices.memory_bytes * width for width in self.widths]
         for rank, layers in zip(self._places, self._layers, strict=True):
             memory[rank] -= -(-self._language.state_bytes * layers // self._language.layers)
@@ -431,13 +434,16 @@ class _Plan:
 
     @property
     def is_possible(self) -> bool:
-        """True if the states of the sub-models fit in memory."""
+        """True if parameters, gradients and optimizer states fit in the memory of every rank."""
         return min(self._max_bytes) >= 0
 
     def bound(self, split: bool) -> int:
-        """Return a lower bound of the step in nanoseconds: the time of the most loaded rank.
+        """Return a lower bound of the step in nanoseconds: the largest busy and waiting time of any rank.
 
-        It is the rank's work, plus the wait for its first input and for the backward after its last action.
+        A rank waits for its first input, and at the end for the backward of earlier stages.
+
+        Args:
+            split: Whether backwards are split into I and W.
         """
         language, width = self._language, self._key[0]
         used = {rank for homes in self._homes for rank in homes}
@@ -457,10 +463,10 @@ class _Plan:
 
     @property
     def work_bound(self) -> int:
-        """Lower bound of the step in nanoseconds for any split of layers and microbatches.
+        """Lower bound of the step in nanoseconds for any distribution of layers and microbatches over the ranks.
 
-        The bound is the larger of two times: that of all work divided evenly over the devices, and that of one
-        microbatch from end to end.
+        The bound is the larger of two times: all work divided evenly over the devices, and the longest path of one
+        microbatch through all stages.
         """
         (width, own, copies, _), n = self._key, self._devices.count
         language_s, shared_s, alone_s = self._language_s * width, 0.0, 0.0
@@ -481,7 +487,7 @@ class _Plan:
 
     @cached_property
     def _graph(self) -> tuple[StageGraph, list[list[int]], list[list[StageCost]], tuple[str, ...]]:
-        """Graph, rank per microbatch, costs and names of all stages: stages of encoders, then of the language part."""
+        """Stage graph, and for every stage its rank per microbatch, its costs and its sub-model; encoders first."""
         language, (width, *_) = self._language, self._key
         edges, frozen, copied = [], set[int](), set[int]()
         homes: list[list[int]] = []
@@ -539,7 +545,7 @@ class _Plan:
         return ListProblem(graph, homes, costs, self._transfer_s, split)
 
     def end(self, variant: _Variant, stop: int | None) -> int | None:
-        """Return the nanoseconds of a step, or None if it takes `stop` or longer or a microbatch exceeds memory."""
+        """Return the nanoseconds of a step; None for `stop` nanoseconds or more, or if a microbatch exceeds memory."""
         split, order, reduce_first = variant
         options = {} if stop is None else {"stop": stop}
         try:
@@ -553,7 +559,6 @@ class _Plan:
     def assignment(
         self, variant: _Variant, end: int, lower: int, tried: tuple[int, int]
     ) -> Assignment:
-        """Return the `Assignment` of a variant, the result of the search."""
         split, order, reduce_first = variant
         problem = self._problem(split)
         arranged = problem.arrange(self._order(order), self._max_bytes, reduce_first)
@@ -574,5 +579,5 @@ class _Plan:
 
 
 def _floor(seconds: float) -> int:
-    """Return nanoseconds, reduced by 1e-6, so that a sum of rounded durations is never below this bound."""
+    """Return seconds as nanoseconds, lowered by the factor 1e-6: a sum of rounded durations never falls below."""
     return nanoseconds(seconds * (1 - 1e-6))

@@ -2,13 +2,13 @@
 
 Whenever a rank is free, it starts its most urgent action that is ready and fits its memory:
 
-    1. B or I whose gradient another stage waits for;
-    2. F, if the activations of all earlier microbatches still fit after it;
-    3. W, and B or I of stages without trained producers: nothing waits for them, so they fill bubbles. With
-       `reduce_first`, stages with a gradient reduction come first, so that other actions overlap the reduction.
+1. B or I whose gradient another stage needs;
+2. F, if memory then still suffices for the remaining forwards of all earlier microbatches;
+3. W, and B or I of stages whose gradient no other stage needs: these fill bubbles. With `reduce_first`, stages with a
+   gradient reduction come first, so that other actions overlap the reduction.
 
-Ties go to the earlier microbatch, then to the deeper stage. A rank that can start an action does not wait for a more
-urgent one. By rule 2, the earliest unfinished microbatch can always finish, so memory limits lead to no deadlock.
+Ties go to the earlier microbatch, then to the later stage. A rank that can start an action never waits for a more
+urgent one. By rule 2, the earliest unfinished microbatch can always finish, so memory limits cannot cause a deadlock.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def list_schedule(
     """Return the compute-only schedule that list scheduling produces.
 
     Args:
-        graph: Stages; a stage whose microbatches run on several ranks must be in `copied`.
-        homes: For every stage, the rank of each microbatch.
+        graph: Stages; a stage whose microbatches run on several ranks must be in `graph.copied`.
+        homes: Rank of each microbatch, per stage.
         costs: Costs as for `schedule_tasks`.
         transfer_s: Seconds per edge as for `schedule_tasks`.
-        max_bytes: Limit of `held_bytes` per rank; None: no limit.
+        max_bytes: Limit per rank of `held_bytes` (activations and gathered parameters); None: no limit.
         split: Whether backwards are split into I and W.
         order: Microbatches, most urgent first; None: 0, 1, 2, ...
         reduce_first: Whether stages with a gradient reduction come first among the actions that fill bubbles.
@@ -66,7 +66,7 @@ class ListProblem:
 
     Attributes:
         duration: Nanoseconds per kind, stage and microbatch; 0 for actions that do not exist.
-        held: Per stage and microbatch, bytes held from F to the end of B or I, and the part of them kept until W ends.
+        held: Per stage and microbatch: (bytes held from F to the end of B or I, bytes of these held until W ends).
         transfer: Nanoseconds per pair of stages and microbatch.
         reduce: Nanoseconds to reduce the gradients of each stage.
     """
@@ -141,16 +141,16 @@ class ListProblem:
 
 @dataclass(slots=True)
 class _Rank:
-    """State of a rank during list scheduling; an action is (position of its microbatch, -stage, kind).
+    """State of a rank during list scheduling; an action is (index of its microbatch in the order, -stage, kind).
 
     Attributes:
         left: Nanoseconds of actions that have not started.
-        free: Nanoseconds at which its last action ends.
+        free: Time in nanoseconds at which the last started action ends.
         held: Bytes held in total.
         held_by: Bytes held by each microbatch.
         needed: Bytes that the remaining forwards of each microbatch will allocate.
-        coming: Heap of (arrival of the last input, rule, action).
-        ready: Heap of actions whose inputs have arrived, per rule.
+        coming: Heap of (arrival of the last input, index into `ready`, action), for inputs that are in transfer.
+        ready: Heaps of actions whose inputs have arrived: rule 1, rule 2, reductions of rule 3, rest of rule 3.
     """
 
     left: int
@@ -205,7 +205,10 @@ class _Arrangement:
         for _ in range(actions):
             start = min(starts)
             if start == _NEVER:
-                raise ScheduleError("the activations of one microbatch exceed the memory of a rank")
+                raise ScheduleError(
+                    "the activations of one microbatch exceed the memory of a rank",
+                    allowed=f"max_bytes={list(self._limits or ())}",
+                )
             r = starts.index(start)
             for touched in self._execute(r, start):
                 starts[touched] = self._start(touched)
@@ -229,7 +232,7 @@ class _Arrangement:
         heappush(self._ranks[p.homes[stage][microbatch]].coming, (time, rule, action))
 
     def _arrive(self, kind: int, stage: int, microbatch: int, time: int) -> int:
-        """Record the arrival of an input of an action, and return the action's rank."""
+        """Record that an input of an action arrives at `time`, and return the rank of the action."""
         missing, arrived = self._missing[kind][stage], self._arrived[kind][stage]
         missing[microbatch] -= 1
         if time > arrived[microbatch]:
@@ -239,7 +242,7 @@ class _Arrangement:
         return self._p.homes[stage][microbatch]
 
     def _start(self, r: int) -> int:
-        """Return the earliest time at which a rank can start an action, by the arrivals known so far."""
+        """Return the earliest time at which rank `r` can start an action, given the inputs that have been sent."""
         rank = self._ranks[r]
         while rank.coming and rank.coming[0][0] <= rank.free:
             _, rule, action = heappop(rank.coming)
@@ -258,7 +261,7 @@ class _Arrangement:
         return _NEVER
 
     def _fits(self, r: int, action: tuple[int, int, int]) -> bool:
-        """Return whether all earlier microbatches still fit in memory after the forward `action`."""
+        """Return whether memory suffices for the forward `action` and then for all earlier microbatches."""
         if self._limits is None:
             return True
         rank, limit = self._ranks[r], self._limits[r]
@@ -306,7 +309,7 @@ class _Arrangement:
         yield r
 
     def _hold(self, rank: _Rank, kind: int, stage: int, i: int) -> None:
-        """Update the bytes that a rank holds by the bytes that an action allocates or frees."""
+        """Add the bytes that an action allocates to the bytes that its rank holds, or subtract those it frees."""
         activation, kept = self._p.held[stage][i]
         change = (activation if self._p.trained[stage] else 0, kept - activation, -kept)[kind]
         position = self._position[i]

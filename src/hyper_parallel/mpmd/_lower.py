@@ -25,16 +25,15 @@ def lower(
     """Return a compute-only schedule with SEND, RECV and, optionally, UNSHARD, RESHARD and REDUCE_GRAD added.
 
     Actions are placed in the order of a simulation, by default with unit times. When a computation ends and another
-    rank needs its result, the send and the receive are appended to both ranks at the same simulated time. So a total
-    order of all actions exists in which each send is adjacent to its receive, which excludes deadlock even with
-    blocking sends. Between two ranks, receives have the order of the sends, as NCCL requires because it has no message
-    tags. The gradient reductions of all copies of a stage are appended at one time.
+    rank needs its result, a send and a receive are added to the two ranks at the same simulated time. Therefore the
+    ranks cannot deadlock, even if sends block. Between two ranks, messages are received in the order of the sends,
+    because NCCL has no message tags. The gradient reductions of all copies of a stage are added at the same time.
 
     Args:
         schedule: Compute-only schedule.
-        unshard: Whether to gather the parameters of a stage before use, and free them when the stage is not among the
-            next `max_unsharded` stages of the rank.
-        max_unsharded: Maximum number of stages whose parameters are gathered on a rank, prefetched ones included; at
+        unshard: Whether to add UNSHARD before a stage is used, and RESHARD once the stage is not among the next
+            `max_unsharded` distinct stages of the rank.
+        max_unsharded: Maximum number of stages with gathered parameters per rank, including prefetched stages; at
             least 2.
         reduce_grad: Whether to reduce and scale the gradients of a stage after its last backward. torch's pipeline
             runtime needs this action even without data parallelism: it divides by the number of microbatches.
@@ -65,7 +64,7 @@ def lower(
 def _with_messages(
     schedule: Schedule, times: Sequence[Sequence[tuple[int, int]]], reduce_grad: bool
 ) -> list[list[Action]]:
-    """Return the actions of each rank with messages and, if wanted, reductions, in the order of `times`."""
+    """Return the actions of each rank in the order of `times`, with sends, receives and optional reductions."""
     homes = schedule.homes()
     copied = schedule.graph.copied if schedule.graph else frozenset()
     unreduced = Counter(a.stage for _, _, a in schedule.leaves() if a.kind in ("B", "W"))
@@ -109,8 +108,8 @@ def _events(times: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, bool,
 def one_by_one(schedule: Schedule) -> Schedule:
     """Return the schedule with every OVERLAP_F_B split into its parts, for an executor without overlap.
 
-    `lower` places the sends of an overlap after both parts. A serial executor would delay the result of the first part,
-    and the rank that receives it, until the second part ends. Here each part is an action followed by its send.
+    `lower` places the sends of an OVERLAP_F_B after its second part, which would delay the receiver of the first
+    result. Here each part is a separate action, followed by its send.
 
     Args:
         schedule: Lowered schedule; returned unchanged when it contains no overlap.
@@ -125,7 +124,7 @@ def one_by_one(schedule: Schedule) -> Schedule:
 
 
 def _with_unshard(row: Sequence[Action], limit: int) -> list[Action]:
-    """Return the actions with UNSHARD and RESHARD inserted, so that the next `limit` distinct stages are gathered."""
+    """Return a rank's actions with UNSHARD and RESHARD, so that the next `limit` distinct stages are gathered."""
     # The next distinct stages at each position, built from the end.
     ahead: list[list[int]] = []
     following: list[int] = []

@@ -1,15 +1,14 @@
 """Table of schedules by name: actions of every rank, legal stages and microbatches, activations in flight.
 
-The actions of a rank are written as phases: a pattern of actions and its number of repetitions. Notation of the
-formulas: p ranks, v stages per rank, m microbatches; tf, ti, tw seconds of forward, input gradient and weight gradient
-of all stages of a rank; tb = ti + tw. The bubble is the step time without transfers minus the work of one rank,
-m (tf + tb).
+The actions of a rank are written as phases: a pattern of actions and its number of repetitions. Formulas use p ranks, v
+stages per rank and m microbatches. tf, ti and tw are the seconds of forward, input gradient and weight gradient of all
+stages of a rank, and tb = ti + tw. The bubble is the step time without transfers minus the work m (tf + tb) of a rank.
 
 In a V-shaped schedule, rank r of p holds stages r and 2p - 1 - r. Rank 0 holds the first and the last stage, rank p - 1
 the two in the middle. The loss is computed on the rank that reads the batch, and memory is even over the ranks.
 
-Some schedules are generated for the minimum number of microbatches of their phases, and surplus microbatches are
-removed. This is legal: dependencies connect actions of one microbatch only, so the order of the others stays valid.
+Some schedules need a minimum number of microbatches. For fewer, they are generated with the minimum, and the surplus
+microbatches are removed. Dependencies connect only actions of the same microbatch, so the remaining order is valid.
 """
 
 from __future__ import annotations
@@ -73,7 +72,10 @@ def gpipe(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 
 
 def one_f_one_b(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
-    """Append each backward as early as possible. Bubble (p-1)(tf+tb); min(m, p - rank) microbatches in flight."""
+    """Append 1F1B: p - rank - 1 warm-up forwards, then pairs of a forward and a backward.
+
+    Bubble (p-1)(tf+tb); min(m, p - rank) microbatches in flight.
+    """
     warmup = min(m, p - 1 - rank)
     r.add("F0", warmup)
     r.add("F0 B0", m - warmup)
@@ -132,8 +134,8 @@ def zbv(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 def dualpipev(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
     """Append DualPipeV: forward and backward of different microbatches overlap in the steady state.
 
-    Needs m >= 2p. With times of one stage and tf = ti, the bubble is (p-1)(tfb + tb - 3 tw), where tfb >= tb is the
-    time of an overlapped forward and backward. Each rank holds at most 2p + 1 stage activations.
+    Needs m >= 2p. With times of one stage and tf = ti, the bubble is (p-1)(tfb + tb - 3 tw). Here tfb >= tb is the time
+    of an overlapped forward and backward. Each rank holds at most 2p + 1 stage activations.
 
     Source: DeepSeek-AI 2024, DeepSeek-V3 technical report, section 3.2.1 (DualPipe), cut in half so that no rank
         holds parameters twice.
@@ -157,7 +159,7 @@ def dualpipev(r: RankProgram, rank: int, p: int, m: int, v: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Named schedule, for p ranks, m microbatches and v stages per rank.
+    """Entry of the schedule table, for p ranks, m microbatches and v stages per rank.
 
     Attributes:
         write: Function of (program, rank, p, m, v) that appends the actions of a rank.

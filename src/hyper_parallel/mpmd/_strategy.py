@@ -61,7 +61,6 @@ def check_pipeline(
 
 
 def _check_no_pipeline(s: Strategy, where: str | None) -> None:
-    """Raise UnsupportedSharding (HP205) for pipeline settings of a strategy without a pipeline."""
     for name, idle in (("virtual_stages", 1), ("stage_layers", ()), ("schedule_file", "")):
         if (value := getattr(s, name)) != idle:
             raise UnsupportedSharding(
@@ -74,7 +73,6 @@ def _check_no_pipeline(s: Strategy, where: str | None) -> None:
 
 
 def _check_microbatches(s: Strategy, microbatches: int, where: str | None) -> None:
-    """Raise BatchMismatch (HP308) for a number of microbatches that the schedule does not support."""
     name = schedule_name(s)
     if s.pp * s.virtual_stages * microbatches > _MOST_PASSES:
         most = max(s.pp, _MOST_PASSES // (s.pp * s.virtual_stages))
@@ -108,7 +106,7 @@ def check_virtual(s: Strategy, where: str | None = None) -> None:
     """Raise an error if the schedule of a strategy does not support its number of virtual stages.
 
     Raises:
-        UnsupportedSharding: HP205 for such a number, with a number or schedule that works.
+        UnsupportedSharding: HP205 with a supported number of virtual stages, or a schedule that supports the number.
     """
     change: tuple[str, object]
     if s.schedule in V_SHAPED and s.virtual_stages != 2:

@@ -3,8 +3,8 @@
 Ranks of the schedule are called lanes. Lane k < p runs language stage k + 1. Copies of the tower run on lanes of the
 language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
 
-A tower whose parameters are sharded over several lanes computes in rounds: every lane computes one microbatch, at the
-same place of the order of all actions. So the collectives have one order on all lanes.
+A tower whose parameters are sharded over several lanes computes in rounds: in a round, each of these lanes computes one
+microbatch. All lanes run the rounds in the same order relative to all other actions, so collectives always match.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hyper_parallel.mpmd._verify import held_bytes, verify
 from hyper_parallel.sim import simulate
 
 AHEAD = 2
-"""Extra microbatches in flight, beyond 1F1B, on a lane with the tower, so that encoder work fills bubbles.
+"""Microbatches in flight in addition to those of 1F1B, on a lane with the tower, so that encoder work fills bubbles.
 
-With 1, two simulated lanes are as slow as 1F1B. More than 2 need more memory and save at most 5 % in simulation.
+In simulation of two lanes, 1 gains nothing over 1F1B. More than 2 need more memory and save at most 5 %.
 """
 
 
@@ -43,9 +43,9 @@ class TowerLanes:
 
     Attributes:
         stages: Number p of language stages, which are on lanes 0 to p - 1.
-        towers: For each rank of the tower, its lane.
-        sharded: Whether the tower is sharded over several lanes. Each of these has one tower rank.
-        readers: Language stages that read features of the tower, from 0 on, the first stage among them.
+        towers: Lane of each rank of the tower.
+        sharded: Whether the tower is sharded over several lanes, with one tower rank on each of them.
+        readers: Indices of the language stages that read features of the tower, including stage 0.
     """
 
     stages: int
@@ -66,9 +66,10 @@ class TowerLanes:
         return StageGraph(edges, frozenset({0} if frozen else ()), frozenset({0}), sharded)
 
     def limits(self, ahead: int = AHEAD) -> list[int]:
-        """Return the limit of microbatches in flight per lane: that of 1F1B, plus `ahead` on lanes with the tower.
+        """Return the maximum number of microbatches in flight per lane.
 
-        For a sharded tower, `ahead` is at least the number of rounds with a microbatch in flight under 1F1B, and one.
+        Lanes have the maximum of 1F1B, and lanes with the tower `ahead` more. For a sharded tower, `ahead` is at least
+        ceil((p - 1) / width) + 2: the rounds with a microbatch in flight under 1F1B, and one more.
         """
         p = self.stages
         if self.sharded:
@@ -80,15 +81,15 @@ class TowerLanes:
 
     @property
     def width(self) -> int:
-        """Number of microbatches of a round: 1, or the number of ranks of a sharded tower."""
+        """Number of microbatches in a round: the number of ranks of a sharded tower, else 1."""
         return len(self.towers) if self.sharded else 1
 
     def padded(self, microbatches: int) -> int:
-        """Return the number of microbatches of whole rounds."""
+        """Return the number of microbatches rounded up to whole rounds."""
         return -(-microbatches // self.width) * self.width
 
     def owners(self, schedule: Schedule) -> list[int]:
-        """Return the tower rank that encodes each microbatch; several tower ranks of one lane take turns."""
+        """Return the tower rank that encodes each microbatch; tower ranks on the same lane alternate."""
         homes = schedule.homes()
         turns = dict.fromkeys(self.towers, 0)
         owners = []
@@ -102,21 +103,21 @@ class TowerLanes:
 
 @dataclass(frozen=True, slots=True)
 class JointLayout:
-    """Ranks under joint schedules: each data-parallel rank of the language part (share) has its own lanes.
+    """Assignment of tower ranks to lanes when one schedule orders the actions of encoder and language part.
 
-    All shares have equal lanes and run equal schedules. So collectives of the language part, and of a tower, between
-    ranks of several shares have one order.
+    A share is one data-parallel rank of the language part, with its own set of lanes. All shares run the same schedule,
+    so collectives between ranks of different shares match.
 
     Attributes:
-        lanes: Lanes of each share.
-        towers: For each share, its ranks of the tower, in the order of `TowerLanes.towers`.
+        lanes: Lanes of one share.
+        towers: Tower ranks of each share, in the order of `TowerLanes.towers`.
     """
 
     lanes: TowerLanes
     towers: tuple[tuple[int, ...], ...]
 
     def place(self, tower_rank: int) -> tuple[int, int]:
-        """Return (share, lane) of a rank of the tower."""
+        """Return (share, lane) of a tower rank."""
         share = next(k for k, ranks in enumerate(self.towers) if tower_rank in ranks)
         return share, self.lanes.towers[self.towers[share].index(tower_rank)]
 
@@ -125,7 +126,7 @@ class JointLayout:
         return [self.towers[share][k] for k in self.lanes.owners(schedule)]
 
     def sources(self, schedule: Schedule, tower_rank: int) -> list[tuple[int, int] | None]:
-        """Return (share, index) for each microbatch of a share that a tower rank encodes, and None for others."""
+        """Return one entry per microbatch of the tower rank's share: (share, index) if it encodes it, else None."""
         share, _ = self.place(tower_rank)
         owners = self.owners(schedule, share)
         return [(share, i) if rank == tower_rank else None for i, rank in enumerate(owners)]
@@ -142,11 +143,11 @@ def submodel_schedule(
 ) -> Schedule:
     """Return the fastest verified schedule of a step, with sends and receives.
 
-    Several placements of the tower's microbatches on lanes and orders of microbatches are tried. Each is
-    list-scheduled, with the backward split into I and W and at most `TowerLanes.limits` microbatches in flight.
+    Several orders of microbatches, and placements of the tower's microbatches on lanes, are tried. List scheduling
+    orders the actions, with the backward split into I and W and at most `TowerLanes.limits` microbatches in flight.
 
     Args:
-        lanes: Lanes of the parts.
+        lanes: Lanes of tower and language part.
         microbatches: Microbatches of the step.
         costs: Cost of the tower and of each language stage as for `schedule_tasks`; (): equal costs. The tower has no
             input gradient: its whole backward is W.
@@ -155,11 +156,12 @@ def submodel_schedule(
         ahead: Extra microbatches in flight on lanes with the tower, beyond 1F1B.
 
     Raises:
-        ScheduleError: HP320 if the number of costs is not the number of stages, or microbatches do not fill rounds.
+        ScheduleError: HP320 if the number of costs is not the number of stages, or `microbatches` is not a multiple of
+            `lanes.width`.
     """
     if lanes.padded(microbatches) != microbatches:
         raise ScheduleError(
-            "the microbatches of a step do not fill the rounds of a sharded tower",
+            "the number of microbatches is not a multiple of the ranks of a sharded encoder",
             got=f"{microbatches} microbatches",
             allowed=f"a multiple of {lanes.width}",
         )
@@ -195,8 +197,8 @@ def _fastest_order(
     """Return the fastest compute-only schedule over all tried placements and orders of microbatches.
 
     Args:
-        lanes: Lanes of the parts.
-        rows: Cost of each stage and microbatch, with one byte per microbatch in flight.
+        lanes: Lanes of tower and language part.
+        rows: Cost of each stage and microbatch. Activations count one byte each, so bytes count microbatches in flight.
         limits: Maximum number of microbatches in flight per lane.
         frozen: As for `submodel_schedule`.
         transfer_s: As for `submodel_schedule`.
@@ -232,13 +234,13 @@ def _fastest_rounds(
     limits: Sequence[int],
     transfer_s: Transfers,
 ) -> Schedule:
-    """Return the fastest compute-only schedule with rounds of a sharded tower that stays within the limits.
+    """Return the fastest compute-only schedule of a sharded tower that computes in rounds within the limits.
 
-    1F1B with rounds as late as possible, and backwards as early as possible, always does.
+    1F1B with `lead` and `lag` of 0 (see `_in_rounds`) is always within the limits.
 
     Args:
-        lanes: Lanes of the parts.
-        bases: Schedules whose language stages keep their order, among them 1F1B.
+        lanes: Lanes of tower and language part.
+        bases: Schedules, including 1F1B, from which the order of the language stages is taken.
         rows: As for `_fastest_order`.
         limits: As for `_fastest_order`.
         transfer_s: As for `_fastest_order`.
@@ -264,13 +266,13 @@ def _in_rounds(
     lead: int,
     lag: int,
 ) -> Schedule:
-    """Return a schedule with the tower's actions replaced by rounds over all of its lanes.
+    """Return a schedule in which the tower's actions are replaced by rounds over all of its lanes.
 
-    Rounds are inserted into one order of all actions, and every lane gets its part of this order. So lanes cannot wait
-    for each other in a circle.
+    Rounds are inserted into a total order of all actions, and each lane runs its actions in this order. So the lanes
+    cannot deadlock.
 
     Args:
-        lanes: Lanes of the parts.
+        lanes: Lanes of tower and language part.
         base: Compute-only schedule.
         rows: Cost of each stage and microbatch.
         transfer_s: As for `submodel_schedule`.
@@ -308,7 +310,7 @@ def _in_rounds(
 
 
 def _homes(lanes: TowerLanes, rows: Sequence[Sequence[StageCost]]) -> list[list[int]]:
-    """Return placements of the tower's microbatches on lanes to try: round-robin, and the least loaded lane."""
+    """Return the lane of each tower microbatch for each placement to try: round-robin, and least loaded lane."""
     count = len(rows[0])
     in_turn = [lanes.towers[i % len(lanes.towers)] for i in range(count)]
     loads = dict.fromkeys((*range(lanes.stages), *lanes.towers), 0.0)
@@ -326,11 +328,11 @@ def _seconds(cost: StageCost) -> float:
 
 
 def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool) -> Schedule:
-    """Return a schedule of a step, verified and with sends and receives.
+    """Verify the schedule of a step, and return it with sends and receives.
 
     Args:
-        schedule: Schedule with or without messages.
-        lanes: Lanes that execute it.
+        schedule: Schedule with or without sends and receives.
+        lanes: Lanes that execute the schedule.
         frozen: Whether the tower is frozen.
 
     Raises:
@@ -349,7 +351,7 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
     used = {lane for (stage, _), lane in schedule.homes().items() if not stage}
     if lanes.sharded and used != {*lanes.towers}:
         raise ScheduleError(
-            "a sharded tower does not compute on all of its lanes",
+            "the schedule does not use all lanes of a sharded encoder",
             got=f"lanes {sorted(used)}",
             allowed=f"lanes {sorted(lanes.towers)}",
         )
@@ -363,7 +365,7 @@ def check_submodel_schedule(schedule: Schedule, lanes: TowerLanes, frozen: bool)
 
 
 def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
-    """Return the forward-only schedule, with messages and with every microbatch on the same lanes."""
+    """Return the forward-only part of a schedule, with sends and receives; microbatches keep their lanes."""
     # Order by microbatch, because 1F1B may start later microbatches before earlier ones arrive.
     forwards = [
         sorted((a for a in row if a.kind == "F"), key=lambda a: a.microbatch or 0)
@@ -384,13 +386,12 @@ def forward_part(schedule: Schedule, lanes: TowerLanes) -> Schedule:
 def rounds_schedule(
     lanes: TowerLanes, microbatches: int, costs: StageCosts, *, frozen: bool = False
 ) -> Schedule:
-    """Return the schedule, for simulation, of a tower that encodes in rounds and a language part that runs 1F1B.
+    """Return a schedule, for simulation only: a tower encodes in rounds, and the language part runs 1F1B.
 
     In a round, every rank of the tower encodes one microbatch.
 
     Args:
-        lanes: Lanes, of which all tower ranks share one: a lane of their own, or the lane of a language part without
-            pipeline stages.
+        lanes: Lanes with all tower ranks on one lane. It may be the lane of a language part with one stage.
         microbatches: Microbatches of each language rank.
         costs: As for `submodel_schedule`; the cost of the tower is per microbatch of the language part.
         frozen: Whether the tower is frozen.
@@ -405,7 +406,7 @@ def rounds_schedule(
 
 
 def inline_schedule(lanes: TowerLanes, microbatches: int, *, frozen: bool = False) -> Schedule:
-    """Return 1F1B of the language part, where lane 0 runs the tower right before its forwards and after its backwards.
+    """Return 1F1B of the language part, with the tower before each forward and after each backward of lane 0.
 
     Args:
         lanes: Lanes, with the tower on lane 0.

@@ -1,10 +1,8 @@
 """Order, task graph and makespan of a schedule with costs.
 
-`replay` finds an order of all actions without times, or the deadlock. `schedule_tasks` returns the graph for
-`sim.simulate`. `makespan_s` is faster, for a search that evaluates many plans. Without gathers a schedule is a
-fixed graph: a computation waits for its predecessor on the rank and for one result of a neighbouring stage, a
-transfer for its predecessor on the link. The longest path is evaluated for all ranks at once, one computation per rank
-and round.
+`replay` finds an order of all actions without times, or the deadlock. `schedule_tasks` returns the task graph for
+`sim.simulate`. `makespan_s` is a faster evaluation, for a search over many plans, of schedules without gathers. It
+computes the longest path through the graph of computations and transfers with numpy, for all ranks at once.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from hyper_parallel.mpmd._schedules import make_schedule
 from hyper_parallel.sim import simulate
 
 _Event: TypeAlias = Action | tuple[Action, int]
-"""Completed action. For the stages that wait for it, I counts as B. With a rank: the rank has reached a gradient
-reduction, or a computation of a sharded stage."""
+"""Completed action, or a pair (action, rank): the rank has reached a gradient reduction or a computation of a sharded
+stage. A completed I also counts as a completed B, because other stages wait only for the input gradient."""
 
 
 def _waits_for(schedule: Schedule, rendezvous: bool) -> Callable[[Action], Iterator[_Event]]:
@@ -81,8 +79,8 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
 
     A receive waits for its send. In a compute-only schedule, a computation waits for the computations of the stages
     whose results it needs. OVERLAP_F_B starts when both parts can start. A gradient reduction ends when all copies of
-    the stage have reached it. A computation of a sharded stage starts when all copies have reached theirs, with their
-    inputs.
+    the stage have reached it. All copies of a sharded stage start their n-th computation together, once each copy has
+    its inputs.
 
     Args:
         schedule: Schedule with or without communication, complete in the sense of `verify`.
@@ -134,7 +132,7 @@ def replay(schedule: Schedule, *, rendezvous: bool = False) -> list[tuple[int, i
 StageCosts: TypeAlias = Sequence[StageCost | Sequence[StageCost]]
 """Cost of each stage: one for all microbatches, or one per microbatch."""
 Transfers: TypeAlias = Mapping[tuple[int, int], Sequence[float]]
-"""Dict from an edge (stage, stage) to the transfer seconds of each microbatch, the same in both directions."""
+"""Transfer seconds of each microbatch, by edge (stage, stage); equal in both directions."""
 
 
 def schedule_tasks(
@@ -151,8 +149,8 @@ def schedule_tasks(
       assumed to slow neither each other nor the computation. Sends and receives of a lowered schedule add no tasks:
       they are these transfers, started as soon as the data exists.
     * Exposed collectives follow their computation on `rank r/communication`; the rank computes nothing until they end.
-    * Gathers and reductions run in order on the same lane. The copies of a stage start to reduce its gradients when the
-      last one is ready.
+    * Gathers and reductions also run in order on `rank r/communication`. The copies of a stage start to reduce its
+      gradients together, when all copies have finished their backward.
     * The n-th computations of all copies of a sharded stage start together and take the time of the longest.
     * The counter `rank r/device` is the memory of a rank's device.
 
@@ -225,7 +223,7 @@ def action_times(
 
 
 def byte_changes(schedule: Schedule, costs: StageCosts) -> Callable[[Action], tuple[int, int]]:
-    """Return a function from an action to the changes of its rank's memory in bytes, (at its start, at its end)."""
+    """Return a function from an action to its memory changes in bytes: (at its start, at its end)."""
     table = _table(schedule, costs)
     return lambda a: _of(table, a)[2:]
 
@@ -350,13 +348,13 @@ class _Builder:
         return len(self.tasks) - 1
 
     def _needs(self, action: Action, rank: int) -> Iterator[_Key]:
-        """Yield the key in `producers` of every possible input of a computation."""
+        """Yield the keys under which the tasks that produce inputs of a computation may be recorded."""
         s, i = action.stage, action.microbatch
         yield s, "UNSHARD", rank, None
         yield from ((o, action.kind.replace("I", "B"), i, s) for o in self._schedule.inputs(action))
 
     def _send(self, rank: int, action: Action, task: int) -> None:
-        """Add transfers of a result; record, per reading stage, the task after which the result is available."""
+        """Add the transfers of a result, and record after which task each stage that reads the result can start."""
         s, i = action.stage, action.microbatch
         way = "F" if action.kind == "F" else "B"
         self.producers[s, way, i, None] = task
@@ -445,7 +443,7 @@ def makespan_s(
     Raises:
         ScheduleError: HP320 for an illegal schedule, or when the number of costs is not the number of stages.
 
-    Cost: about 2 x microbatches x stages_per_rank rounds of numpy work; schedules are cached.
+    Cost: about 2 x microbatches x stages_per_rank levels of numpy operations; schedules are cached.
     """
     program = _program(name, ranks, microbatches, stages_per_rank)
     if len(costs) != program.stages:
@@ -468,15 +466,16 @@ def _program(name: str, p: int, m: int, v: int) -> _Program:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """Schedule as index arrays, with computations sorted by round; a computation waits only for earlier rounds.
+    """Schedule as index arrays, with computations sorted by topological level: each depends on earlier levels only.
 
-    An index of -1 means "none": it addresses a last entry that is always 0.
+    Index -1 means "none": it addresses an additional last entry with time 0.
 
     Attributes:
         stages: Number of stages.
-        times: [2, computations]: indices into the flat cost table, of the computation and of the send of its result.
-        waits: [3, computations]: producer of its input, predecessor on its rank, predecessor on the link of its result.
-        rounds: First computation of every round, and the number of computations.
+        times: [2, computations]: indices of the computation and of the send of its result in the flat cost table.
+        waits: [3, computations]: indices of the producer of the input, the predecessor on the rank, and the
+            predecessor on the link of the result.
+        rounds: Index of the first computation of every level, then the number of computations.
     """
 
     stages: int
@@ -486,7 +485,7 @@ class _Program:
 
     @classmethod
     def of(cls, schedule: Schedule) -> _Program:
-        """Return the arrays of a schedule, with its computations numbered round by round."""
+        """Return the arrays of a schedule, with its computations numbered by level."""
         homes = schedule.homes()
         # Producer of an output (F) or a gradient (B); the stages of a preset form a chain.
         producer: dict[tuple[int, str, int | None], int] = {}
@@ -520,7 +519,6 @@ class _Program:
         return cls(schedule.stages, table[:2], moved[table[2:]], (0, *stops))
 
     def end(self, costs: Sequence[StageCost]) -> int:
-        """Return the nanoseconds until the last computation ends."""
         duration, send = np.array([_times(c) for c in costs], dtype=np.int64).reshape(-1)[
             self.times
         ]
@@ -538,7 +536,7 @@ class _Program:
 
 
 _TIMES: Final = ("F", "I", "W", "B", "SEND_F", "SEND_B", "")
-"""Kinds with a time per stage; the last entry stands for no transfer."""
+"""Kinds of actions that take time; the last entry, with time 0, is used if no result is sent."""
 
 
 def _times(cost: StageCost) -> list[int]:

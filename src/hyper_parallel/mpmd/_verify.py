@@ -31,9 +31,9 @@ def verify(
         * each stage lies on one rank, or each microbatch of a copied stage on one of its copies;
         * all copies of a sharded stage have the same kinds of computations in the same order;
         * each (stage, microbatch) has one F, then, unless frozen, either one B or one I followed by one W;
-        * sends and receives, if present, are complete, on the right ranks, after the producer and before the consumer,
-          and in one order per pair of ranks and direction;
-        * parameters are gathered before their use, and gradients reduced after the last backward;
+        * sends and receives, if any, are complete and on the right ranks, after the producer and before the consumer;
+    * from one rank to another, receives have the order of the sends;
+    * parameters are gathered before their use, and gradients reduced after the last backward;
         * the ranks do not deadlock with blocking receives;
         * activations in flight, and their bytes, stay within the limits.
 
@@ -69,7 +69,7 @@ def verify(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return the maximum number of activations in flight on each rank; each is in flight from its F to its B or W.
+    """Return the maximum number of activations in flight on each rank, from F to B, or to W if the backward is split.
 
     The activations of a frozen stage live only during F.
     """
@@ -102,7 +102,7 @@ def _maxima(schedule: Schedule, changes: _Changes) -> tuple[int, ...]:
 
 
 def _live(row: Sequence[Action], changes: _Changes) -> Iterator[tuple[int, int]]:
-    """Yield (held quantity during an action, position of the action) for each action of a rank."""
+    """Yield (quantity held during an action, index of the action) for each action of a rank."""
     live = 0
     for position, action in enumerate(row):
         for leaf in action.leaves:
@@ -177,7 +177,7 @@ def _wrong_computations(schedule: Schedule, spots: dict[Action, _Spot]) -> Itera
 
 
 def _wrong_rounds(schedule: Schedule, spots: dict[Action, _Spot]) -> Iterator[_Wrong]:
-    """Yield computations of sharded stages that the other copies do not run at the same time."""
+    """Yield computations of sharded stages that differ between copies in kind or order."""
     rounds = schedule.rounds()
     sharded = schedule.graph.sharded if schedule.graph else frozenset()
     for rank, position, leaf in schedule.leaves():

@@ -1,4 +1,4 @@
-"""Planner: legal strategies of a model on a machine, their cost, and the best Plan."""
+"""Planner: search for the best legal strategy to train a model on a machine, and construction of its Plan."""
 
 from hyper_parallel.planner._explain import half_width
 from hyper_parallel.planner._objective import plan

@@ -1,4 +1,4 @@
-"""Notes of a plan: reasons why strategies lost, counts of the search, and sensitivity to hardware constants."""
+"""Notes of a plan: reasons why strategies were rejected, counts of the search, sensitivity to hardware constants."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _CONSTANTS: Final = {
 
 
 def half_width(plan: Plan) -> float | None:
-    """Return h such that 80 % of measured step times are between `step_s / e**h` and `step_s * e**h`.
+    """Return h such that 80 % of measured step times are expected between `step_s / e**h` and `step_s * e**h`.
 
-    None on the topology `local` without measurements by `calibrate`. Device cards of accelerators are fitted to runs of
-    other training frameworks, so h is the width measured for frameworks excluded from the fit.
+    None on the topology `local` if `hyper-parallel calibrate` has not run. Device cards of accelerators are fitted to
+    runs of other training frameworks, so h is the half width measured for frameworks excluded from the fit.
     """
     if any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost):
         return UNFITTED_HALF_WIDTH
@@ -49,9 +49,13 @@ def half_width(plan: Plan) -> float | None:
 def slower_reason(
     cheapest: Sequence[CostTerm], best_s: float, loser: Sequence[CostTerm], loser_s: float
 ) -> str:
-    """Return why a strategy that fits lost, as text: its slowdown and the cost term that grew most.
+    """Return the reason why a strategy that fits was rejected: its slowdown, and the cost term that grew most.
 
-    Both step times, `best_s` and `loser_s`, are for the same number of tokens.
+    Args:
+        cheapest: Cost terms of the chosen strategy.
+        best_s: Seconds per step of the chosen strategy.
+        loser: Cost terms of the rejected strategy.
+        loser_s: Seconds of the rejected strategy for as many tokens as a step of the chosen one has.
     """
     share = loser_s / best_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
@@ -72,14 +76,14 @@ def memory_reason(
     microbatch: int,
     fitting: int | None = None,
 ) -> str:
-    """Return why a strategy does not fit in device memory, as text.
+    """Return the reason why a strategy does not fit in device memory, as text.
 
     Args:
         memory_bytes: Peak of the strategy without recomputation.
-        least_bytes: Peak of the strategy with all allowed sharding and recomputation.
+        least_bytes: Least peak of the strategy over all allowed kinds of sharding, recomputation and offload.
         capacity_bytes: Memory of a device.
         microbatch: Sequences of a microbatch.
-        fitting: Smaller microbatch at which the same degrees fit; None: no microbatch fits.
+        fitting: Smaller microbatch at which the same degrees fit; None: none, or not tried.
     """
     least = f" (at least {format_bytes(least_bytes)})" if least_bytes < memory_bytes else ""
     reason = (
@@ -90,13 +94,13 @@ def memory_reason(
 
 
 def barred_strategy_note(barred: PricedStrategy, cheapest: PricedStrategy, reason: str) -> str:
-    """Return the note about a faster strategy that this version cannot run."""
+    """Return the note about a strategy that is faster than the chosen one but that this version cannot run."""
     share = 1.0 - barred.per_token_s / cheapest.per_token_s
     return f"a step would be {share:.1%} shorter with {barred.strategy}, which this version cannot run: {reason}"
 
 
 def not_executable_note(strategy: Strategy) -> str | None:
-    """Return the note that this version cannot run a strategy yet; None if it can."""
+    """Return the note that this version cannot run a strategy; None if it can."""
     choices = unimplemented(strategy)
     if not choices:
         return None
@@ -107,7 +111,7 @@ def not_executable_note(strategy: Strategy) -> str | None:
 
 
 def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
-    """Return the note about offloaded and recomputed bytes, as a tuple of one; empty without offload."""
+    """Return the note about offloaded and recomputed bytes, as a tuple of one sentence; () without offload."""
     term = next((t for t in cost if t.name == COPIES), None)
     if term is None:
         return ()
@@ -123,7 +127,7 @@ def offload_note(cost: Sequence[CostTerm], held_bytes: int) -> tuple[str, ...]:
 
 
 def search_note(certificate: Certificate) -> str:
-    """Return the note that states whether the search was complete and how many strategies it priced and pruned."""
+    """Return the note about a search: whether it was complete, and the numbers of priced and pruned strategies."""
     c = certificate
     proof = "nothing better exists" if c.gap < 1e-9 else f"nothing is more than {c.gap:.2%} better"
     note = f"searched: {proof} within the cost model; {c.priced:,} strategies priced in full"
@@ -139,7 +143,6 @@ def search_note(certificate: Certificate) -> str:
 
 
 def _counted(reasons: Mapping[str, int]) -> str:
-    """Return reasons with their counts as text, the most frequent first."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{reason} ({n:,})" for reason, n in ordered)
 
@@ -149,13 +152,14 @@ def sensitivity(
 ) -> tuple[Sensitivity, ...]:
     """Return, per hardware constant, the smallest change that makes a runner-up the fastest; smallest changes first.
 
-    A time term is inversely proportional to its constant. If the constant of term i is multiplied by f, a step takes
-    T + (1/f - 1) t_i. Two strategies tie at 1/f - 1 = (T' - T) / (t_i - t_i').
+    A cost term is inversely proportional to its hardware constant. Let a step take T seconds, of which term i takes
+    t_i. If the constant of the term is multiplied by f, the step takes T + (1/f - 1) t_i. A runner-up with T' and t_i'
+    ties at 1/f - 1 = (T' - T) / (t_i - t_i').
     """
     changes: dict[str, Sensitivity] = {}
     terms = {t.name: t.seconds for t in cheapest.cost}
     for loser in runners_up:
-        # The runner-up's step may have another number of tokens: scale its times to the winner's.
+        # The runner-up's step may have another number of tokens: scale its times to the tokens of the winner.
         token_ratio = cheapest.per_token_s / loser.per_token_s * loser.step_s / cheapest.step_s
         rival = {t.name: t.seconds / token_ratio for t in loser.cost}
         behind = sum(rival.values()) - cheapest.step_s

@@ -1,4 +1,4 @@
-"""plan(): the best strategy for an objective, by searches for the fastest step under limits on memory or devices."""
+"""`plan`: the best strategy for an objective, by searches for the fastest step with limited memory or devices."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ from hyper_parallel.units import divisors, format_seconds
 
 OBJECTIVES: Final = ("step-time", "tokens-per-device-second", "memory", "fewest-devices")
 MEMORY_STEPS: Final = 10
-"""Bisection steps in the search for the least memory; the resolution is 1/1024 of the fastest strategy's peak."""
+"""Bisection steps in the search for the least memory; the result is exact to 1/1024 of the fastest strategy's peak."""
 
 
 def _check_types(model: object, topology: object, workload: object) -> None:
-    """Raise an error if an argument has an unsupported type.
-
-    Raises:
-        BadValue: HP102 naming the argument.
-    """
+    """Raise BadValue (HP102) if an argument of `plan` has an unsupported type."""
     for name, value, kinds, allowed in (
         ("model", model, (str, os.PathLike, ModelSpec), "a name, a path, or a ModelSpec"),
         ("topology", topology, (str, os.PathLike, Supernode), "a name, a path, or a Supernode"),
@@ -66,35 +62,35 @@ def plan(
     towers: Sequence[Tower] = (),
     media: int = MEDIA,
 ) -> Plan:
-    """Return the best strategy of a model on a machine that fits in memory, as a Plan.
+    """Return a Plan with the best strategy for training a model on a machine within its memory.
 
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
-        workload: Training step. Missing batch numbers, or the whole workload if None, are assumed, with a note.
-        num_devices: Devices to use; None: the product of the degrees of `strategy`, else all of the topology.
-        strategy: Price exactly this strategy instead of searching.
-        pins: Fixed choices, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. Pinned choices that this
-            version cannot run are priced, with a note; on `local` they are refused.
-        exclude: Axes that stay 1, and choices of `EXCLUDABLE` that keep their default.
-        objective: One of `OBJECTIVES`: the fastest step; the most tokens per second and device, on all of the devices
-            or fewer; the least memory; the fewest devices that meet `deadline_s`.
-        deadline_s: Longest step for `fewest-devices`, or for the least memory.
-        top: Number of runners-up to return.
-        offload: Allow a memory plan to offload to host memory, or to recompute, the bytes that exceed a device's
-            memory. A given strategy has its own `offload`.
-        all_layouts: Include strategies that this version cannot run, for studies; the notes name them.
-        memory_headroom: Share of a device's memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
-        towers: Encoders of a multimodal model, from `model.towers_of`, whose time and memory a search includes.
-        media: Images or recordings per sequence, for every tower.
+        workload: Training step; missing batch numbers are assumed, with a note. None: a default workload.
+        num_devices: Number of devices to use; None: those of `strategy`, else all of the topology.
+        strategy: Strategy to evaluate; None: search for the best one.
+        pins: Choices that the search must use, such as `{"tp": 8}` (tp_x = 8, tp_y = 1) or `{"schedule": "zbv"}`. If
+            this version cannot run them, the plan is a prediction only, with a note; on `local` they are refused.
+        exclude: Axes whose degree stays 1, and choices of `EXCLUDABLE` that keep their default.
+        objective: `step-time`: the fastest step. `tokens-per-device-second`: the most tokens per second and device, on
+            all devices or fewer. `memory`: the least peak memory. `fewest-devices`: the fewest that meet `deadline_s`.
+        deadline_s: Maximum seconds per step, for the objectives `fewest-devices` (required) and `memory`.
+        top: Maximum number of runners-up in the plan.
+        offload: Whether bytes that exceed device memory may be offloaded to host memory or recomputed. Ignored if
+            `strategy` is set, because a strategy has its own `offload`.
+        all_layouts: Whether to search strategies that this version cannot run, for studies; notes name them.
+        memory_headroom: Fraction of device memory that a search leaves free; None: 0.05 on accelerators, 0 on a CPU.
+        towers: Image or audio encoders of a multimodal model, from `model.towers_of`, to include in the search.
+        media: Number of images or recordings per sequence, for every tower.
 
     Raises:
-        BadValue: HP102 for arguments of other types.
-        DegreesMismatch: HP301 when the strategy does not multiply to `num_devices`.
-        NotDivisible, UnsupportedSharding, BatchMismatch: When the strategy is not legal.
+        BadValue: HP102 for an argument of an unsupported type or value.
+        DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
+        NotDivisible, UnsupportedSharding, BatchMismatch: HP203, HP205, HP308 when the strategy is not legal.
         NoLegalStrategy: HP302 when no combination of degrees is legal.
-        DoesNotFit: HP401 when none fits; the hint is the nearest change that does.
-        DeadlineMissed: HP322 when no number of devices meets the deadline.
+        DoesNotFit: HP401 when no strategy fits in memory; the hint is a change with which one fits.
+        DeadlineMissed: HP322 when no strategy or number of devices meets the deadline.
     """
     _check_types(model, topology, workload)
     if strategy is not None:
@@ -115,7 +111,7 @@ def _find_executable(
 ) -> Plan:
     """Return the best plan that this version can run.
 
-    If there is none and `or_priced` is set, return the best plan that this version can only price.
+    If there is none and `or_priced` is set, return the best plan among strategies that this version cannot run.
     """
     try:
         return find(request)
@@ -133,7 +129,6 @@ def _restrict(
     offload: bool,
     executable: bool,
 ) -> PlanRequest:
-    """Return the request limited to the choices that the search may make; arguments and errors as for `plan`."""
     if offload:
         request = replace(request, offload=HostMemory())
     fixed = {**check_pins(pins), **check_exclusions(exclude, pins or {})}
@@ -141,7 +136,6 @@ def _restrict(
 
 
 def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, top: int) -> Plan:
-    """Return the best Plan for an objective; arguments and errors as for `plan`."""
     if objective not in OBJECTIVES:
         near = difflib.get_close_matches(objective, OBJECTIVES, 1) or OBJECTIVES
         raise BadValue(
@@ -153,7 +147,7 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
         )
     if (objective == "fewest-devices") != (deadline_s is not None) and objective != "memory":
         raise BadValue(
-            "the objective fewest-devices needs a deadline, memory may have one, and other objectives have none",
+            f"the objective {objective} {'needs' if deadline_s is None else 'does not accept'} a deadline",
             got=f"objective={objective}, deadline={deadline_s}",
             hint="--objective fewest-devices --deadline 10",
             where="--deadline",
@@ -188,7 +182,7 @@ def _best_for(request: PlanRequest, objective: str, deadline_s: float | None, to
 def _least_memory(
     request: PlanRequest, deadline_s: float | None, limit: float | None, top: int
 ) -> Plan:
-    """Return the Plan with the least peak memory, by bisection over the memory of a device."""
+    """Return the Plan with the least peak memory, by bisection over the memory that a device may use."""
     best = find_best(request, top + 1, limit)
     if not best.fits and deadline_s is not None:
         raise _deadline_missed(request, "strategy", deadline_s)
@@ -211,7 +205,10 @@ def _least_memory(
 def _deadline_missed(
     request: PlanRequest, subject: str, deadline_s: float | None, where: str = ""
 ) -> DeadlineMissed:
-    """Return the error for a deadline that no plan meets, with one that is met; raise the errors of `require_fit`."""
+    """Return the error for a deadline that no plan meets; its hint is a deadline that one meets.
+
+    Raises the errors of `require_fit` if no strategy is legal or fits.
+    """
     outcome = find_best(request)
     require_fit(request, outcome)
     fastest_s = outcome.ranked[0].step_s

@@ -1,4 +1,4 @@
-"""Plan of a recipe: its explicit degrees, or with `parallel: auto` the planner's choice."""
+"""Plan of a recipe: for the degrees in the recipe, or with `parallel: auto` for degrees that the planner chooses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STRATEGY_KEYS: Final = tuple(
 )
 """Keys of a recipe's `parallel:` section that are fields of `Strategy` with the same name."""
 _PINNED_SEPARATELY: Final = ("zero", "cp_ulysses")
-"""Keys of `parallel:` that `_pins` translates itself, because one of their values means "not set"."""
+"""Keys of `parallel:` with a value that means "not set"; `_pins` handles them separately."""
 SINGLE_STAGE_SCHEDULES: Final = ("gpipe", "1f1b", "zb-h1")
 """Schedules with one stage per rank."""
 
@@ -45,18 +45,17 @@ def plan_recipe(
 ) -> Plan:
     """Return the plan of a recipe.
 
-    Explicit degrees are kept. With `parallel: auto` the planner chooses the degrees that are not set, for the recipe's
-    tokens per step. Without batch numbers a step has one sequence per rank, so that the choice of axes does not change
-    the training.
+    Degrees that the recipe sets are kept. With `parallel: auto` the planner chooses the others, for the recipe's tokens
+    per step. If the recipe has no batch numbers, a step has one sequence per rank.
 
     Args:
-        recipe: The run.
-        world_size: Number of started ranks that train, or with `grpo.rollout_ranks: auto` of all started ranks. None:
-            the product of explicit degrees. With `parallel: auto`, None means `parallel.world_size`, else every
-            accelerator of the topology, or 4 on a machine without one.
+        recipe: Recipe of the run.
+        world_size: Number of started ranks that train; with `grpo.rollout_ranks: auto`, of all started ranks. None: the
+            product of the degrees. With `parallel: auto`, None means `parallel.world_size`, else every accelerator of
+            the topology, or 4 ranks on a machine without accelerators.
         where: Function from a recipe key to the origin of its value, for errors: `LoadedRecipe.where`.
-        model: The recipe's model, if already read; None: it is read from `model.path`.
-        trained: Fraction of the parameters that have a gradient; None: estimated from the specification.
+        model: Spec of the recipe's model; None: read from `model.path`.
+        trained: Fraction of the parameters with a gradient; None: estimated by `trained_share`.
         half_batches: Whether `overlap: auto` may choose half-batches.
 
     Raises:
@@ -75,7 +74,6 @@ def _plan_explicit(
     trained: float | None,
     half_batches: bool,
 ) -> Plan:
-    """Return the plan of a recipe with explicit degrees; arguments and errors as for `plan_recipe`."""
     parallel, strategy = recipe.parallel, _strategy(recipe)
     culprit = where(_culprit(strategy))
     check_degrees(strategy, parallel.world_size, where("parallel.world_size"))
@@ -99,7 +97,7 @@ def _plan_explicit(
 def _evaluate_overlaps(
     request: PlanRequest, strategy: Strategy, where: str | None, num_devices: int | None
 ) -> Plan:
-    """Return the Plan of one strategy with its fastest legal `overlap`; arguments as for `evaluate`."""
+    """Return the Plan of one strategy with the fastest legal overlap; arguments as for `evaluate`."""
     best = evaluate(request, strategy, where, num_devices)
     for overlap in filter(request.may_overlap, OVERLAPS):
         candidate = replace(strategy, overlap=overlap)
@@ -118,23 +116,18 @@ def _plan_auto(
     trained: float | None,
     half_batches: bool,
 ) -> Plan:
-    """Return the best plan of a recipe with `parallel: auto`; arguments and errors as for `plan_recipe`."""
     parallel, strategy = recipe.parallel, _strategy(recipe)
     if None not in (world_size, parallel.world_size) and world_size != parallel.world_size:
         raise DegreesMismatch(
-            f"the recipe plans for {parallel.world_size} ranks, but {world_size} were started",
+            f"`parallel.world_size` is {parallel.world_size}, but {world_size} ranks were started",
             where=where("parallel.world_size"),
             got=parallel.world_size,
             allowed=world_size,
             changes={"parallel.world_size": world_size},
         )
     # The search has no columns for these choices.
-    base = Strategy(
-        rules=strategy.rules,
-        schedule_file=strategy.schedule_file,
-        stage_layers=strategy.stage_layers,
-        overlap=strategy.overlap,
-    )
+    names = ("rules", "schedule_file", "stage_layers", "overlap")
+    base = Strategy(**{name: getattr(strategy, name) for name in names})
     request = _request(recipe, model, world_size or parallel.world_size, trained)
     pins = _pins(recipe, strategy, where)
     request = replace(request, from_recipe=True, executable=True, pins=pins, base=base)
@@ -151,9 +144,9 @@ def _plan_auto(
 def _request(
     recipe: Recipe, model: ModelSpec | None, num_devices: int | None, trained: float | None
 ) -> PlanRequest:
-    """Return the planning request of a recipe; without batch numbers, a step has one sequence per rank.
+    """Return the inputs of the planner for a recipe; without batch numbers, a step has one sequence per rank.
 
-    With `offload`, its budget limits the bytes of a device, and host memory holds the excess.
+    With `offload`, `offload.budget` limits the bytes on a device, and other bytes are in host memory.
     """
     t, offload = recipe.training, recipe.offload
     stored = "float64" if t.dtype == "float64" else "float32"
@@ -203,13 +196,13 @@ def _request(
 
 
 def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> dict[str, int]:
-    """Return the explicit choices of a recipe with `parallel: auto`, as pins of the search.
+    """Return the choices that a recipe with `parallel: auto` sets, as pins of the search.
 
-    Some pins take effect only if the search uses an axis: block shapes with tp_y, `cp_kind` with cp, the schedule with
-    pp.
+    Some pins have an effect only on strategies that use an axis: block shapes with tp_y, `cp_kind` with cp, and the
+    schedule with pp.
 
     Raises:
-        Contradiction: HP104 for choices that no combination of degrees allows.
+        Contradiction: HP104 for choices that contradict each other for all degrees.
         UnsupportedSharding: HP205 for virtual stages that the schedule does not have.
     """
     p, explicit = recipe.parallel, recipe.parallel.model_fields_set
@@ -229,7 +222,7 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
     if p.cp_ulysses > 1:
         if "cp_kind" in explicit and p.cp_kind != "hybrid":
             raise Contradiction(
-                "`cp_ulysses` applies to cp_kind=hybrid only",
+                f"`cp_ulysses` requires cp_kind=hybrid, not cp_kind={p.cp_kind}",
                 where=where("parallel.cp_ulysses"),
                 got=f"cp_kind={p.cp_kind}, cp_ulysses={p.cp_ulysses}",
                 changes={"parallel.cp_kind": "hybrid"},
@@ -252,9 +245,9 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
             )
         if p.stage_layers and len(p.stage_layers) != strategy.stages:
             raise Contradiction(
-                "`stage_layers` needs one number per stage",
+                f"`stage_layers` has {len(p.stage_layers)} numbers for {strategy.stages} stages",
                 where=where("parallel.stage_layers"),
-                got=f"{len(p.stage_layers)} numbers, {strategy.stages} stages",
+                got=list(p.stage_layers),
                 changes={"parallel.pp": max(1, len(p.stage_layers) // strategy.virtual_stages)},
             )
         pins["vpp"] = strategy.virtual_stages
@@ -262,14 +255,13 @@ def _pins(recipe: Recipe, strategy: Strategy, where: Callable[[str], str]) -> di
 
 
 def _culprit(strategy: Strategy) -> str:
-    """Return the key of the degree that most likely causes an error of this strategy."""
+    """Return the recipe key of the degree that most likely causes an error of a strategy."""
     degrees = strategy.degrees()
     suspects = ("pp", "cp", "tp_y", "ep", "tp_x", "dp_shard", "dp_replicate")
     return "parallel." + next((axis for axis in suspects if degrees[axis] > 1), "dp_shard")
 
 
 def _strategy(recipe: Recipe) -> Strategy:
-    """Return the strategy that a recipe states; keys that are not set have their defaults."""
     t = recipe.training
     return strategy_of(
         recipe.parallel,
@@ -281,12 +273,11 @@ def _strategy(recipe: Recipe) -> Strategy:
 
 
 def _searches_overlap(recipe: Recipe) -> bool:
-    """Return whether the planner chooses the overlap; with an expert capacity factor there is none to choose."""
+    """Return whether the planner chooses the overlap; `moe.capacity_factor` excludes overlap."""
     return recipe.overlap.auto and recipe.moe.capacity_factor is None
 
 
 def _overlap(recipe: Recipe) -> Overlap:
-    """Return the overlap of a recipe; half-batches apply if `overlap.tp` or `overlap.ep` asks for them."""
     section = recipe.overlap
     return Overlap(
         half_batch="half-batch" in (section.tp, section.ep),
@@ -297,7 +288,7 @@ def _overlap(recipe: Recipe) -> Overlap:
 
 
 def strategy_of(parallel: Parallel, **choices: Any) -> Strategy:
-    """Return the strategy of a `parallel` section; `choices` are fields of `Strategy` from other sections."""
+    """Return the strategy of a `parallel` section; `choices` are other fields of `Strategy`, such as `recompute`."""
     return Strategy(
         **{name: getattr(parallel, name) for name in _STRATEGY_KEYS},
         rules=tuple(Rule(pattern, style) for pattern, style in parallel.rules.items()),
@@ -310,7 +301,7 @@ _PREFIXES = ("parallel.", "training.")
 
 
 class StrategyWords(Parallel):
-    """Keys of a strategy: a recipe's `parallel` section, and the recompute keys of its `training` section."""
+    """Keys of a strategy written as text: a recipe's `parallel` section, and two keys of its `training` section."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in backward."""
@@ -319,14 +310,15 @@ class StrategyWords(Parallel):
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Return the strategy written as `key=value` words.
+    """Return the strategy written as a list of `key=value` words.
 
     Args:
-        text: Keys of a recipe as `key=value`, separated by spaces; values are YAML, and `parallel.` is optional:
+        text: Recipe keys with YAML values, separated by spaces; the prefix `parallel.` is optional. Examples:
             `dp_shard=4 tp=2`, `pp=2 schedule=zb-h1 recompute=full`, `tp=2 rules.layers.*.up=colwise`.
 
     Raises:
-        UnknownKey: HP101 with the nearest key. BadValue: HP102 for a word or value that is not allowed.
+        UnknownKey: HP101 for an unknown key.
+        BadValue: HP102 for a word that is no `key=value`, a value that is not allowed, or `auto`.
     """
     values: dict[str, Any] = {}
     for word in shlex.split(text):
@@ -372,5 +364,5 @@ def _value(key: str, text: str) -> Any:
             f"the value of `{key}` is not YAML",
             where=f"{_WHERE}: {key}",
             got=text,
-            hint=f"{key}=VALUE",
+            hint="dp_shard=4 tp=2",
         ) from cause

@@ -1,9 +1,9 @@
-"""Discrete-event simulation of a plan's step: stages, microbatches, transfers, exposed collectives and the step's tail.
+"""Discrete-event simulation of one step of a plan: microbatches on stages, sends, exposed collectives and the tail.
 
-Stages of a plan hold the cost of a microbatch, so a plan file suffices. One rank represents all ranks of its stage,
-because they run in lockstep. The tail of a step is the work once per step after the gradient reduction: gradient norm,
-optimizer, host work. It starts when every stage has its gradients, because the gradient norm is global. Contention of
-ranks for shared cores is included.
+The stages of a plan have the cost of a microbatch, so a plan file suffices. One rank represents all ranks of its stage,
+because these run in lockstep. The tail is the work once per step after the gradient reduction: gradient norm, optimizer
+and host work. The tail starts when every stage has its gradients, because the gradient norm needs all of them.
+Contention of ranks for shared cores is included.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def plan_tasks(plan: Plan) -> TaskGraph:
         plan: A plan with stages.
 
     Raises:
-        PlanUnreadable: HP306 when the plan lacks the costs of its stages, as files of earlier versions do.
-        ScheduleError: HP320 when its schedule cannot run its microbatches.
+        PlanUnreadable: HP306 when the plan does not have one cost per stage; files of earlier versions have none.
+        ScheduleError: HP320 when the plan's schedule cannot run its microbatches.
     """
     s = plan.strategy
     if len(plan.stages) != s.pp * s.virtual_stages:
@@ -94,7 +94,7 @@ def plan_tasks(plan: Plan) -> TaskGraph:
 
 
 def _tail(plan: Plan, update_s: float) -> list[tuple[str, float]]:
-    """Return (name, seconds) of the cost terms of the step's tail on one stage; the seconds add up to `update_s`."""
+    """Return (name, seconds) of each cost term of the tail on one stage; the seconds add up to `update_s`."""
     terms = [t for t in plan.cost if t.name in STEP_TAIL and t.seconds > 0]
     total = sum(t.seconds for t in terms)
     if not total:
@@ -103,19 +103,20 @@ def _tail(plan: Plan, update_s: float) -> list[tuple[str, float]]:
 
 
 def simulate_plan(plan: Plan) -> Timeline:
-    """Return the timeline of one simulated optimizer step, with activation bytes of all ranks; see `plan_tasks`."""
+    """Return the timeline of one simulated optimizer step; lanes, counters and errors are those of `plan_tasks`."""
     return simulate(plan_tasks(plan))
 
 
 def gantt(plan: Plan, width: int = WIDTH) -> str:
-    """Return the schedule as a text chart with one line per pipeline rank.
+    """Return a chart of the simulated step as text, with one line per pipeline rank.
 
-    F is a forward, B a backward (I and W its halves), c an exposed collective, u the update, and a dot idle time. Long
-    steps are drawn with two microbatches per stage, as the title says. Only the first and last of many ranks are drawn.
+    F is a forward, B a backward (I: gradients of inputs, W: of weights), c an exposed collective, u work of the tail,
+    and a dot idle time. Steps with many microbatches are drawn with 2 pp microbatches, at least 4; the title says so.
+    Of more than `MAX_RANKS` ranks, only the first and the last ones are drawn.
 
     Args:
         plan: A plan with stages.
-        width: Characters of the chart.
+        width: Characters per line of the chart.
     """
     s, microbatches = plan.strategy, plan.workload.accumulation_steps or 1
     drawn = min(microbatches, max(2 * s.pp, 4))
@@ -151,7 +152,6 @@ def gantt(plan: Plan, width: int = WIDTH) -> str:
 
 
 def _mark(name: str, category: str) -> str:
-    """Return the letter of a task in the chart."""
     if category in ("optimizer", "host", "wait", "copies"):
         return "u"
     if category == "communication":

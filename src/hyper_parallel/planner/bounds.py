@@ -1,9 +1,11 @@
-"""Time and memory of complete strategies, and lower bounds of both for partial strategies; one strategy per row.
+"""Predicted time and memory of complete strategies, and lower bounds of both for partial strategies.
 
-A partial strategy lacks columns and is priced with the best value of every open column. Without an order of
-the axes, every process group is on the fastest links of the machine. Without `zero`, time assumes no sharding and
-memory the most sharding. Three choices free memory: re-gather inputs of matmuls in backward, recompute activations, or
-offload the bytes that exceed the device to host memory.
+Strategies are rows of a table with the columns of `cost.Candidates`. A partial strategy lacks columns, and its bounds
+assume the best value of every missing column. Without an order of the mesh axes, every process group is on the fastest
+links of the machine. Without the column `zero`, the bound of time assumes no sharding, the bound of memory the most.
+
+A choice frees memory in up to three ways: re-gather inputs of matmuls in backward, recompute activations, or offload
+the bytes that exceed device memory to host memory.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ Choice: TypeAlias = tuple[int, int, int]
 
 FULL: Final = RECOMPUTE.index("full")
 FREED: Final = ("offload", "regather", "recompute")
-"""Columns of a `Choice`, which `Completer` solves for each strategy."""
+"""Columns of a `Choice`; `Completer` finds their values for each strategy."""
 PRICES: Final = ("per_token_s", "memory_bytes", "layers")
 """Columns of predictions: seconds per token, peak bytes, and recomputed layers per rank (-1: all)."""
 TIE: Final = 1e-9
-"""Relative difference below which two values are equal: rounding errors are smaller."""
+"""Relative difference up to which two values count as equal; rounding errors are smaller."""
 _MANY_MICROBATCHES: Final = 1e12  # makes costs once per step negligible
 _ROWS_IN_CACHE: Final = 2**14
 """Rows per pricing call; with more rows the columns exceed the processor's cache, and each row takes twice as long."""
@@ -52,14 +54,14 @@ _DEGREES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y", "ep")
 
 
 def select(rows: Columns, indices: NDArray[np.intp] | NDArray[np.bool_]) -> Columns:
-    """Return the rows at some indices, or under a mask."""
+    """Return the rows at the given indices, or those for which a mask is True."""
     if indices.dtype == np.bool_:
         indices = np.flatnonzero(indices)  # indexing is faster than masking
     return {name: column[indices] for name, column in rows.items()}
 
 
 def join(parts: Sequence[Columns]) -> Columns:
-    """Return the concatenated rows of several tables; without tables, zero rows with all columns."""
+    """Return the concatenated rows of several tables; for no tables, an empty table with all columns."""
     if not parts:
         return dict.fromkeys((*Candidates.__slots__, *PRICES), np.empty(0))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -71,13 +73,13 @@ def count(rows: Columns) -> int:
 
 
 def tuples(rows: Columns, names: Sequence[str] = _DEGREES) -> list[tuple[int, ...]]:
-    """Return some columns of every row as tuples of integers; by default its degrees."""
+    """Return one tuple of integers per row, with the values of the columns `names`; by default the degrees."""
     table = np.column_stack([rows[name] for name in names]).astype(int)
     return [tuple(row) for row in table.tolist()]
 
 
 def ranked(rows: Columns) -> NDArray[np.intp]:
-    """Return row indices, fastest first; ties prefer smaller tp, cp, pp, ep, then less memory, then simpler choices."""
+    """Return row indices sorted by seconds per token; ties prefer smaller tp, cp, pp, ep, then less memory."""
     value = rows["per_token_s"]
     rounded = np.round(value / value.min() / TIE) if len(value) else value
     plain = [rows[name] for name in sorted(rows) if name not in PRICES]
@@ -88,7 +90,7 @@ def ranked(rows: Columns) -> NDArray[np.intp]:
 def strategy_at(
     rows: Columns, position: int, base: Strategy, workload: Workload
 ) -> tuple[Strategy, Workload]:
-    """Return one complete strategy with its resolved workload; `base` and `workload` as in `Candidates.strategy_at`."""
+    """Return the complete strategy in one row, and its resolved workload; arguments as for `Candidates.strategy_at`."""
     row = {n: rows[n][[position]] for n in rows if n in Candidates.__slots__}
     strategy, resolved = Candidates.of_columns(**row).strategy_at(0, base, workload)
     layers = int(rows["layers"][position])
@@ -97,22 +99,22 @@ def strategy_at(
 
 @dataclass(frozen=True, slots=True)
 class RelaxedMachine(Machine):
-    """Machine with a single tier of links, for lower bounds of communication.
+    """Machine with a single tier of links, for lower bounds of communication time.
 
-    The tier is at least as fast as the real tiers for every placement of a process group.
-
-    A ring sends at the lowest rate of the tiers that it crosses, so the fastest tier bounds it. An all-to-all uses the
-    links of several tiers at once, and may send a token once to a domain that has several of its receivers.
+    The tier is at least as fast as the real tiers, whichever ranks form a process group. A ring sends at the lowest
+    rate of the tiers that it crosses, so the fastest tier bounds its time. An all-to-all uses the links of several
+    tiers at once, and sends a token at most once to a domain with several of its receivers. A domain is a set of
+    devices connected by one tier, such as a node.
     """
 
-    exchange_gain: float = 1.0  # total bandwidth of all sets of links over the fastest set
+    exchange_gain: float = 1.0  # total bandwidth of all sets of links / that of the fastest set
     first_size: int = 1  # devices in the innermost domain
     domain_size: float = np.inf  # devices in the innermost domain with links of its own
-    outside_bytes_s: float = np.inf  # total bandwidth of the links outside that domain
+    outside_bytes_s: float = np.inf  # total bandwidth of the links outside of that domain
 
     @classmethod
     def relax(cls, machine: Machine) -> RelaxedMachine:
-        """Return the relaxed machine: all ranks are on the fastest links of `machine`, with its least latency."""
+        """Return the relaxed form of a machine: all ranks on its fastest links, with its least latency."""
         sets: list[float] = []
         for tier in machine.tiers:
             bandwidth = tier.bytes_s.value * machine.link_share(tier)
@@ -136,7 +138,7 @@ class RelaxedMachine(Machine):
         )
 
     def ring(self, *axes: Axis) -> Ring:
-        """Return the ring with every hop on the fastest tier, a lower bound of `Machine.ring`."""
+        """Return a ring on the single tier, whose time is a lower bound of that of `Machine.ring`."""
         size, tier = reduce(np.multiply, [degree for degree, _ in axes]), self.tiers[0]
         sends, delay = size > 1, tier.latency_s.value * self.card.latency
         if not sends.any():
@@ -164,7 +166,7 @@ class RelaxedMachine(Machine):
 
 
 def link_domains(machine: Machine) -> tuple[int, ...]:
-    """Return the devices per domain of every tier with links of its own, inner to outer."""
+    """Return the number of devices per domain of every tier with links of its own, inner to outer."""
     return tuple(
         tier.size
         for tier, outer in itertools.pairwise(machine.tiers)
@@ -173,14 +175,14 @@ def link_domains(machine: Machine) -> tuple[int, ...]:
 
 
 class Pricer:
-    """Predictor of seconds and bytes of strategies, one per row; counts the rows.
+    """Predictor of time and memory of the strategies in a table.
 
     Attributes:
-        choices: Priced choices that free memory, the simplest first, the one with the least memory last.
-        selectable: Mask over `choices`: those that a plan may have; the others only serve interpolation.
+        choices: Choices that free memory, the simplest first, the one with the least memory last.
+        selectable: Mask over `choices`: True for those that a plan may have; others are for interpolation only.
         fastest_choice: Choice without recomputation and offload.
-        capacity: Bytes of a device, plus the rounding tolerance.
-        rows: Number of priced rows.
+        capacity: Bytes of device memory, plus a tolerance for rounding.
+        rows: Number of rows priced so far.
     """
 
     def __init__(self, space: Space) -> None:
@@ -205,7 +207,7 @@ class Pricer:
         self.leanest = [z for z in space.zeros if z in (3, 1)] or space.zeros
 
     def case(self, columns: Columns, **fixed: float) -> PricingCase:
-        """Return the pricing case of some rows; `fixed` are columns with one value for all rows."""
+        """Return the inputs of the cost formulas for all rows; `fixed` are columns with one value for all rows."""
         named: dict[str, Any] = columns | fixed
         named = {n: c for n, c in named.items() if n not in ("dp", "block")}
         if "halves" not in named:
@@ -225,7 +227,7 @@ class Pricer:
         return sequences * self.request.workload.seq_len
 
     def seconds(self, columns: Columns, choice: Choice) -> Array:
-        """Return a lower bound of the seconds per step under one choice; exact for complete rows."""
+        """Return a lower bound of the seconds per step of every row under one choice; exact for complete rows."""
         if not count(columns):
             return np.empty(0)
         fixed, blocks = dict(zip(FREED, map(float, choice), strict=True)), None
@@ -237,17 +239,21 @@ class Pricer:
         return step_seconds(self.case(columns, **fixed, dp_shard=1.0, zero=0.0), "pace", blocks)
 
     def price_blocks(self, columns: Columns) -> Columns:
-        """Price the layers of some rows; return the rows with a column `block`, the index of each row's cached prices.
+        """Cache the seconds of layers for all rows; return the rows with column `block`, the index into the cache.
 
-        These prices do not depend on pipeline and sharded states. Only the last call is cached, because the search
-        completes the deepest levels first. Complete strategies, whose groups have a placement, use no cached price.
+        Rows that are expanded by pipeline and data-parallel columns keep the index, so `seconds` reuses the cache. A
+        call replaces the previous cache, because the search expands the deepest levels first. The cache is for partial
+        strategies only: on the relaxed machine, seconds do not depend on the order of the mesh axes.
         """
         self._blocks = BlockPrices.of(with_choices(self.case(columns), self._pairs))
         self._priced = len(self._pairs), count(columns)
         return columns | {"block": np.arange(count(columns), dtype=np.float64)}
 
     def microbatch_s(self, columns: Columns) -> Array:
-        """Return a lower bound of seconds per token: one microbatch through equal stages, without sharded states."""
+        """Return a lower bound of the seconds per token for rows without pipeline and data-parallel columns.
+
+        The bound is the time of the layers for one microbatch, on equal stages and without FSDP.
+        """
         once = dict.fromkeys(("pp", "dp_shard", "dp_replicate", "vpp"), 1.0)
         fixed = {
             **once,
@@ -263,7 +269,7 @@ class Pricer:
         return step / _MANY_MICROBATCHES * (1 - TIE) * ranks / tokens
 
     def peak(self, columns: Columns) -> Array:
-        """Return a lower bound of the peak bytes under every choice, [choices, rows]."""
+        """Return lower bounds of the peak bytes under every choice, [choices, rows]."""
         peaks = []
         for offload in self.space.offloads:
             options = [
@@ -276,7 +282,7 @@ class Pricer:
         return np.concatenate(peaks)
 
     def min_recompute_layers(self, columns: Columns, choice: Choice) -> tuple[Array, Array]:
-        """Return the smallest number of recomputed layers per rank that fits, and the resulting peak bytes."""
+        """Return, per row, the smallest number of recomputed layers per rank that fits, and the resulting peak."""
         _, regather, kind = choice
         min_layers, peak = np.full(len(columns["pp"]), np.inf), np.zeros(len(columns["pp"]))
         for zero_column in self._zero_choices(columns):
@@ -289,5 +295,5 @@ class Pricer:
         return min_layers, peak
 
     def _zero_choices(self, columns: Columns) -> list[dict[str, float]]:
-        """Return the values of column `zero` to try if the rows lack it; one empty dict if they have it."""
+        """Return dicts that add column `zero` to rows without it, one per value to try; [{}] for rows with it."""
         return [{}] if "zero" in columns else [{"zero": float(zero)} for zero in self.leanest]

@@ -261,7 +261,7 @@ def _request(
     dtype = work.dtype or spec.dtype
     if dtype not in FORMATS:
         raise BadValue(
-            "generation does not support this number format",
+            f"generation does not support the dtype {dtype}",
             got=dtype,
             allowed=FORMATS,
             hint="--dtype bfloat16",

@@ -1,7 +1,7 @@
-"""Pins of a search: the table of choices that can be pinned, and checks of pins.
+"""Pins of a search: the choices that a user can fix (pin) to a value, and checks of pins and exclusions.
 
-The table is derived from the recipe's sections. A key of `parallel:` or `training:` that is a column of
-`cost.Candidates` can be pinned to the values that its section allows. Choices that only a search has are listed here.
+A key of the recipe's sections `parallel` and `training` can be pinned if it is also a column of `cost.Candidates`. Some
+choices that exist only in a search, such as the order of the mesh axes, can be pinned too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hyper_parallel.ir import Overlap
 
 @dataclass(frozen=True, slots=True)
 class Pinnable:
-    """Strategy choice that can be pinned to a value.
+    """Degree or other choice of a strategy that can be pinned to a value.
 
     Attributes:
-        name: Key in `PlanRequest.pins`: the column of `cost.Candidates` if there is one.
-        recipe_key: Dotted key of a recipe; "" for choices that only a search has.
-        values: Allowed values; a pin is the index of one. (): a pin is any positive number.
+        name: Key in `PlanRequest.pins`.
+        recipe_key: Dotted recipe key; "" for choices that exist only in a search.
+        values: Allowed values; the pin is stored as the index of one. (): any positive number, stored as it is.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Pinnable:
     values: tuple[object, ...] = ()
 
     def shown(self, pinned: int) -> object:
-        """Return the value that the number `pinned` stands for."""
+        """Return the value of a pin that is stored as the number `pinned`."""
         return self.values[pinned] if self.values else pinned
 
 
@@ -44,7 +44,7 @@ _COLUMNS: Final = {
     "gathered_inputs": "regather",
     "cp_kind": "cp_gather",
 }
-"""Column of `cost.Candidates` by recipe key, where the names differ."""
+"""Dict from recipe key to column of `cost.Candidates`, where the names differ."""
 _SEARCH_VALUES: Final = {"recompute": RECOMPUTE, "zero": (0, 1, 2, 3)}
 """Choices with more values in a search than in a recipe."""
 OVERLAPS: Final = (
@@ -53,9 +53,9 @@ OVERLAPS: Final = (
     *(Overlap(ep_chunks=chunks) for chunks in (2, 4, 8)),
     *(Overlap(tp_chunks=chunks) for chunks in (2, 4)),
 )
-"""Kinds of overlap that a search tries, the simplest first."""
+"""Overlaps that a search tries, the simplest first."""
 AUTO_OVERLAP: Final = len(OVERLAPS)
-"""Pin of `overlap` that lets the search choose among `OVERLAPS`."""
+"""Pin of `overlap` with which the search chooses among `OVERLAPS`."""
 _SEARCH_ONLY: Final = (
     Pinnable("tp", ""),
     Pinnable("etp", ""),
@@ -73,7 +73,7 @@ def _literals(annotation: Any) -> tuple[object, ...]:
 
 
 def _table() -> Mapping[str, Pinnable]:
-    """Return a dict from every accepted name to its `Pinnable`; one choice may have two names."""
+    """Return a dict from every accepted name of a choice to its `Pinnable`; some choices have two names."""
     table = {key.name: key for key in _SEARCH_ONLY}
     for section, fields in (
         ("parallel", Parallel.model_fields),
@@ -90,19 +90,22 @@ def _table() -> Mapping[str, Pinnable]:
 
 
 PINNABLE: Final = _table()
-"""Choices that can be pinned, by each of their names."""
+"""Dict from name to the choice that can be pinned."""
 
 EXCLUDABLE: Final = ("attention_scatter", "gathered_inputs", "recompute", "offload")
-"""Choices that can be excluded; an excluded choice is pinned to its first value."""
+"""Choices that `--exclude` pins to their first value, the default."""
 
 
 def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
-    """Return a dict from `Pinnable.name` to the pinned number, or to the index of the pinned value.
+    """Return pins as a dict from `Pinnable.name` to the pinned number, or to the index of the pinned value.
 
-    A pin of `tp` without `tp_y` pins `tp_y` to 1; with `tp_y`, it is a pin of `tp_x`.
+    A pin of `tp` alone also pins `tp_y` to 1. Together with a pin of `tp_y`, a pin of `tp` applies to `tp_x`.
+
+    Args:
+        pins: Dict from a name in `PINNABLE` to the value; None: no pins.
 
     Raises:
-        UnknownKey: HP101 for a name that is neither an axis nor a choice.
+        UnknownKey: HP101 for a name that is not in `PINNABLE`.
         BadValue: HP102 for a value that is not allowed.
     """
     checked: dict[str, int] = {}
@@ -117,8 +120,8 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
             near = get_close_matches(name, PINNABLE, 1)
             hint = f"--pin {near[0]}={value}" if near else None
             raise UnknownKey(
-                "a pin names an unknown degree or choice",
-                got=name,
+                f"`{name}` is no degree or choice that can be pinned",
+                got=f"{name}={value}",
                 allowed=tuple(PINNABLE),
                 hint=hint,
                 where="--pin",
@@ -131,7 +134,7 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
         else:
             shown = key.values if 0 < len(key.values) < 10 else "1 and more"
             raise BadValue(
-                f"`{key.name}` cannot be pinned to this value",
+                f"`{key.name}` cannot be pinned to `{value}`",
                 got=f"{name}={value}",
                 allowed=shown,
                 hint=f"--pin {name}={key.values[0] if key.values else 1}",
@@ -141,7 +144,11 @@ def check_pins(pins: Mapping[str, int | str] | None) -> dict[str, int]:
 
 
 def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> dict[str, int]:
-    """Return excluded axes as pins to 1, and excluded choices as pins to their first value.
+    """Return exclusions as pins: axes pinned to 1, and other choices to the index of their first value.
+
+    Args:
+        excluded: Names of mesh axes and of choices in `EXCLUDABLE`.
+        pins: Pins of the user, for contradictions.
 
     Raises:
         BadValue: HP102 for a name that cannot be excluded, or is pinned to another value.
@@ -152,8 +159,8 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
             plain = str(PINNABLE[axis].values[0]) if axis in PINNABLE else None
             if str(pins.get(axis, plain)) != str(plain):
                 raise BadValue(
-                    "a choice is both pinned and excluded",
-                    got=f"{axis}={pins[axis]}",
+                    f"`{axis}` is both excluded and pinned to another value than `{plain}`",
+                    got=f"--pin {axis}={pins[axis]}",
                     hint=f"leave out --pin {axis}={pins[axis]}",
                     where="--exclude",
                 )
@@ -164,13 +171,17 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
             near = get_close_matches(axis, allowed, 1)
             hint = f"--exclude {near[0]}" if near else f"leave out --exclude {axis}"
             raise BadValue(
-                f"unknown axis `{axis}`", got=axis, allowed=allowed, hint=hint, where="--exclude"
+                f"`{axis}` is no axis or choice that can be excluded",
+                got=axis,
+                allowed=allowed,
+                hint=hint,
+                where="--exclude",
             )
         for name in ("dp_replicate", "dp_shard") if axis == "dp" else (axis,):
             if pins.get(name, 1) != 1:
                 raise BadValue(
-                    "an axis is both pinned and excluded",
-                    got=f"{name}={pins[name]}",
+                    f"the axis `{name}` is both excluded and pinned to a degree above 1",
+                    got=f"--pin {name}={pins[name]}",
                     hint=f"leave out --pin {name}={pins[name]}",
                     where="--exclude",
                 )
@@ -179,5 +190,5 @@ def check_exclusions(excluded: Sequence[str], pins: Mapping[str, int | str]) -> 
 
 
 def shown_pin(name: str, pinned: int) -> str:
-    """Return a pin as text, such as `schedule=zbv`."""
+    """Return one entry of `PlanRequest.pins` as text, such as `schedule=zbv`."""
     return f"{name}={PINNABLE[name].shown(pinned) if name in PINNABLE else pinned}"

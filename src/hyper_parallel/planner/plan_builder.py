@@ -1,4 +1,4 @@
-"""Construction of plans from a given strategy, from the best strategies of a search, and from a loaded plan."""
+"""Construction of plans from one strategy, from the result of a search, and from a loaded plan."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from hyper_parallel.topology import Supernode
 from hyper_parallel.units import format_bytes
 
 MAX_OVERSIZED: Final = 2
-"""Maximum number of runners-up that exceed memory, so that executable ones stay on the screen."""
+"""Maximum number of rejected strategies in a plan that exceed device memory."""
 MAX_PRICED: Final = 24
-"""Maximum number of strategies priced in full for runners-up or a note; each takes a few milliseconds."""
+"""Maximum number of strategies priced in full for rejected strategies or a note; each takes a few milliseconds."""
 
 
 def rejected_runner_up(best: PricedStrategy, loser: PricedStrategy) -> Rejected:
-    """Return the plan entry of a slower strategy that fits, with the reason why it lost."""
+    """Return the entry in `Plan.rejected` for a strategy that fits but is slower than the chosen one."""
     share = loser.per_token_s / best.per_token_s
     reason = slower_reason(best.cost, best.step_s, loser.cost, best.step_s * share)
     return Rejected(loser.strategy, reason, loser.step_s, loser.memory_bytes)
@@ -57,10 +57,10 @@ def rejected_runner_up(best: PricedStrategy, loser: PricedStrategy) -> Rejected:
 def faster_oversized_strategies(
     request: PlanRequest, result: BranchAndBound, best: PricedStrategy
 ) -> tuple[Rejected, ...]:
-    """Return plan entries of strategies that exceed memory but would otherwise win, one per combination of degrees.
+    """Return entries in `Plan.rejected` for faster strategies that exceed memory, one per combination of degrees.
 
     The search has only lower bounds of their time, so each is priced in full. Degrees that fit with other choices are
-    omitted, because those choices are slower than the winner.
+    omitted: with these choices they are slower than the chosen strategy.
     """
     misses, faster = result.closest_misses(), []
     fitting = {*tuples(result.rows), *tuples(result.slower)}
@@ -85,7 +85,7 @@ def faster_oversized_strategies(
 def barred_note(
     request: PlanRequest, result: BranchAndBound, best: PricedStrategy
 ) -> tuple[str, ...]:
-    """Return the note about a faster strategy that fits but that this version cannot run; () if there is none."""
+    """Return the note about the fastest strategy that fits but that this version cannot run; () if none is faster."""
     fastest: PricedStrategy | None = None
     for position in _fastest(result.barred, best.per_token_s, set()):
         priced = price(
@@ -99,9 +99,9 @@ def barred_note(
 
 
 def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) -> Iterator[int]:
-    """Yield the index of the fastest row per combination of degrees, the fastest first.
+    """Yield the index of the fastest row of each combination of degrees, in order of time, at most `MAX_PRICED`.
 
-    Rows whose closed form is not below `per_token_s`, and degrees in `excluded`, are omitted.
+    Omitted are rows that take `per_token_s` or more by the closed form, and degrees in `excluded`.
     """
     seen, meshes = set(excluded), tuples(rows)
     for position in np.argsort(rows["per_token_s"], kind="stable").tolist():
@@ -115,7 +115,7 @@ def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) 
 def _without_limit(
     request: PlanRequest, result: BranchAndBound, rows: Columns, position: int
 ) -> PricedStrategy:
-    """Return the priced strategy of one row with its fastest choices, as if memory were unlimited."""
+    """Return the strategy of one row, priced with its fastest choices, as if memory were unlimited."""
     pricer, row = result.pricer, select(rows, np.array([position]))
     allowed = (
         c for c, selectable in zip(pricer.choices, pricer.selectable, strict=True) if selectable
@@ -130,7 +130,7 @@ def _without_limit(
 
 
 def _oversize_reason(request: PlanRequest, priced: PricedStrategy, least_bytes: int) -> str | None:
-    """Return why a strategy does not fit in memory; None if its degrees fit with other choices."""
+    """Return the reason why a strategy does not fit in memory; None if its degrees fit with other choices."""
     degrees, micro = priced.strategy.degrees(), priced.workload.microbatch or 1
     pins = {**request.pins, **degrees}
     if fits(replace(request, pins=pins)):
@@ -148,13 +148,16 @@ def evaluate(
     where: str | None = None,
     num_devices: int | None = None,
 ) -> Plan:
-    """Return the Plan of exactly one strategy.
+    """Return the Plan of one given strategy, without a search.
 
     Args:
         request: Model, machine and workload.
         strategy: The strategy.
         where: Origin of the strategy, for errors.
-        num_devices: Expected product of the degrees; None: not checked.
+        num_devices: Required product of the degrees; None: not checked.
+
+    Raises:
+        HyperParallelError: As raised by `hyper_parallel.plan` for an illegal strategy.
     """
 
     def check(strategy: Strategy, workload: Workload) -> None:
@@ -180,7 +183,6 @@ def evaluate(
 
 
 def _exceeds(priced: PricedStrategy, capacity_bytes: int) -> str:
-    """Return the note that the peak of a strategy exceeds the device's memory."""
     return (
         f"the predicted peak of {format_bytes(priced.memory_bytes)} exceeds the device's "
         f"{format_bytes(capacity_bytes)}"
@@ -188,7 +190,7 @@ def _exceeds(priced: PricedStrategy, capacity_bytes: int) -> str:
 
 
 def search(request: PlanRequest, top: int = 5) -> Plan:
-    """Return the fastest Plan of a request, with up to `top` runners-up."""
+    """Return the fastest Plan of a request, with up to `top` runners-up; raise the errors of `require_fit`."""
     outcome = find_best(request, top + 1)
     require_fit(request, outcome)
     return to_plan(request, outcome, "step-time", top)
@@ -198,8 +200,8 @@ def require_fit(request: PlanRequest, outcome: Outcome) -> None:
     """Raise an error if a search has no result.
 
     Raises:
-        NoLegalStrategy: HP302 without a legal strategy.
-        DoesNotFit: HP401 if every legal strategy exceeds memory.
+        NoLegalStrategy: HP302 if no strategy is legal and executable by this version.
+        DoesNotFit: HP401 if every such strategy exceeds device memory.
     """
     if outcome.fits:
         return
@@ -210,7 +212,14 @@ def require_fit(request: PlanRequest, outcome: Outcome) -> None:
 
 
 def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5) -> Plan:
-    """Return the Plan of the best strategy of a search."""
+    """Return the Plan of the best strategy of a search.
+
+    Args:
+        request: Model, machine, workload and pins.
+        outcome: Result of the search, with at least one strategy.
+        objective: Objective to record in the certificate.
+        top: Maximum number of runners-up.
+    """
     best, *runners_up = outcome.ranked
     rejected = [rejected_runner_up(best, loser) for loser in runners_up[:top]]
     result = outcome.search
@@ -261,9 +270,9 @@ def _pareto(
 def _layouts(
     request: PlanRequest, strategy: Strategy, where: str | None
 ) -> tuple[dict[str, Layout], tuple[str, ...]]:
-    """Return (dict from parameter name to layout, notes); no layouts if this version can only price the strategy.
+    """Return (dict from parameter name to layout, notes); no layouts if this version cannot run the strategy.
 
-    A plan must run if `where` is given or the machine is this one; then an unsupported strategy raises its error.
+    If `where` is set, or the machine is this one, the strategy must run, and the error of an unsupported one is raised.
     """
     must_run = where is not None or request.supernode.name == LOCAL
     note = not_executable_note(strategy)
@@ -287,7 +296,6 @@ def _build_plan(
     notes: tuple[str, ...] = (),
     where: str | None = None,
 ) -> Plan:
-    """Return the Plan of a priced strategy."""
     strategy, workload = priced.strategy, priced.workload
     if strategy.pp > 1:
         strategy = replace(strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
@@ -326,7 +334,7 @@ _SYMMETRIC_NOTE: Final = (
 
 
 def _check_symmetric_memory(request: PlanRequest, strategy: Strategy, workload: Workload) -> None:
-    """Raise HP205 if blocks use symmetric memory on devices that have none."""
+    """Raise UnsupportedSharding (HP205) for `overlap.tp=symmetric` on devices other than CUDA devices."""
     overlap, device = strategy.overlap, request.supernode.device
     if not overlap.tp_symmetric or device.kind == "cuda":
         return
@@ -347,13 +355,13 @@ def _check_symmetric_memory(request: PlanRequest, strategy: Strategy, workload: 
 def recheck(
     plan: Plan, model: str | Path | ModelSpec, topology: str | Supernode | None = None
 ) -> Plan:
-    """Return a plan priced and checked again, after it was loaded from a file and may have been edited.
+    """Return a loaded plan with layouts, cost and memory computed again, because its file may have been edited.
 
-    Degrees, recompute and the batch may be edited; layouts, cost and memory are computed from them.
+    Degrees, `recompute` and the batch numbers may be edited.
 
     Args:
-        plan: The plan as loaded.
-        model: The model to apply it to.
+        plan: The loaded plan.
+        model: The model of the run.
         topology: The machine; None: the machine of the plan.
 
     Raises:
@@ -361,7 +369,7 @@ def recheck(
         HyperParallelError: As raised by `plan` for an illegal strategy.
     """
     strategy = plan.strategy
-    # Accumulation follows from the other two numbers, so edits of a degree remain consistent.
+    # `accumulation_steps` is derived again, because its old value may contradict an edited degree.
     workload = replace(plan.workload, accumulation_steps=None)
     machine = topology if topology is not None else plan.topology
     rechecked = evaluate(resolve(model, machine, workload, strategy.world_size), strategy)

@@ -1,4 +1,7 @@
-"""Full price of one strategy: all terms of time and memory, pipeline stages, and the simulated schedule."""
+"""Predicted time and memory of one strategy: all cost terms, pipeline stages, and the simulated pipeline schedule.
+
+The closed form is the step time by formulas, without the simulation.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ from hyper_parallel.planner.request import PlanRequest
 STEP_TAIL: Final = ("gradient norm", "optimizer", COPIES, "every step", "stragglers")
 """Terms that occur once per step, after the gradient reduction."""
 MAX_ACTIONS: Final = 20_000
-"""Maximum computations of one simulation; longer steps are simulated for fewer microbatches and extrapolated."""
+"""Maximum number of actions per simulation; longer steps are simulated for fewer microbatches and extrapolated."""
 MAX_SIMULATED_S: Final = 1e8
 """Step time in seconds (three years) above which no schedule is simulated: nanoseconds would exceed 64 bits."""
 MIN_SCHEDULE_SHARE: Final = 1e-4
-"""Difference from the closed form, as a share of the step, that rounding and links explain in a simulation."""
+"""Difference between simulation and closed form that is ignored, as a fraction of the step time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +62,25 @@ class PricedStrategy:
 
     @property
     def step_s(self) -> float:
-        """Seconds per step."""
+        """Predicted seconds per step."""
         return sum(term.seconds for term in self.cost)
 
     @property
     def memory_bytes(self) -> int:
-        """Peak bytes of the fullest device."""
+        """Predicted peak bytes in the memory of the fullest device."""
         return sum(term.bytes for term in self.memory if term.tier == "hbm")
 
     @property
     def per_token_s(self) -> float:
-        """Seconds per token."""
+        """Predicted seconds per step divided by tokens per step."""
         return self.step_s / (self.workload.tokens_per_step or 1)
 
 
 def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStrategy:
-    """Return a priced strategy with the peak memory of its actual pipeline stages.
+    """Return a priced strategy with memory terms for its actual pipeline stages.
 
-    The search predicts memory for layers split by FLOPs. Actual stages are split by seconds, or explicitly. A strategy
-    without a pipeline, or with bytes in host memory, is returned unchanged.
+    The search predicts memory for stages with equal FLOPs, but layers are assigned by seconds, or explicitly by the
+    user. A strategy without a pipeline, or with bytes in host memory, is returned unchanged.
     """
     w, model = priced.workload, request.model
     s = replace(priced.strategy, stage_layers=tuple(stage.layers for stage in priced.stages))
@@ -102,9 +105,9 @@ def with_stage_memory(request: PlanRequest, priced: PricedStrategy) -> PricedStr
 def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> PricedStrategy:
     """Return the predicted time and memory of one legal strategy; batch numbers in `workload` must be resolved.
 
-    With partial recomputation, time and memory are interpolated between no and full recomputation. If the simulated
-    schedule is slower than the closed form (uneven layers, full links), the difference is a term of its own. If it is
-    faster, the closed form counts, so that it remains a lower bound and the search misses no better strategy.
+    With partial recomputation, time and memory are interpolated between no and all recomputed layers. If the simulated
+    schedule is slower than the closed form, for example because of unequal layers, the difference is the term
+    `schedule`. If the simulated schedule is faster, the closed form is kept: the search needs it as a lower bound.
     """
     recomputed_layers, share = strategy.recompute_layers, 1.0
     candidate = Candidates.of(replace(strategy, recompute_layers=None), workload)
@@ -143,12 +146,11 @@ def price(request: PlanRequest, strategy: Strategy, workload: Workload) -> Price
 
 
 def _scalar(column: ArrayLike) -> float:
-    """Return the value of a column of one candidate."""
     return float(np.ravel(column)[0])
 
 
 def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ...]:
-    """Return the time terms interpolated between two scores; `share` is the weight of `full`."""
+    """Return the time terms if a fraction `share` of the layers is as in `full`, and the rest as in `plain`."""
     mixed = []
     for plain_term, full_term in zip(plain.time, full.time, strict=True):
         term = full_term.term_of(0)
@@ -163,10 +165,10 @@ def _mixed_time(plain: Scores, full: Scores, share: float) -> tuple[CostTerm, ..
 
 
 def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
-    """Return the seconds of the simulated schedule, from the first forward to the last backward.
+    """Return the seconds of the simulated pipeline schedule, from the first forward to the last backward.
 
-    A step of very many microbatches is simulated for one and two rounds of one microbatch per rank and extrapolated
-    linearly: in a full pipeline every round takes the same time. `pace` is as for `makespan_s`.
+    A step with many microbatches is simulated with two smaller numbers of microbatches, which differ by pp, and the
+    time is extrapolated linearly. `pace` is the relative speed of a rank while 1, 2, ... ranks are busy.
     """
     s, m = priced.strategy, priced.workload.accumulation_steps or 1
     name, costs = schedule_name(s), [stage.cost for stage in priced.stages]
@@ -186,10 +188,10 @@ def pipeline_s(priced: PricedStrategy, pace: tuple[float, ...] = ()) -> float:
 def _layer_seconds(
     request: PlanRequest, recomputed_case: PricingCase, plain: PricingCase, share: float
 ) -> tuple[list[tuple[float, ...]], float, float]:
-    """Return seconds of one microbatch: per decoder layer, of the head, and of exposed traffic outside the layers.
+    """Return seconds of one microbatch: (per decoder layer, of the head, of exposed collectives outside the layers).
 
-    The tuple of a layer has its forward, input gradient, weight gradient, and exposed communication per direction. A
-    `share` of the layers is priced as in `recomputed_case`, the others as in `plain`.
+    The seconds of a layer are (forward, input gradient, weight gradient, exposed communication per direction). Each is
+    the mean of `recomputed_case` with weight `share` and of `plain`.
     """
     by_layer: dict[int, tuple[float, ...]] = {}
     head = outside = 0.0
@@ -219,9 +221,10 @@ def _stages(
     send_s: float,
     activation_bytes: float,
 ) -> tuple[Stage, ...]:
-    """Return pipeline stages with their costs; the split minimizes the time of the slowest stage.
+    """Return the pipeline stages with their costs; the split minimizes the time of the slowest stage.
 
-    `seconds` is the result of `_layer_seconds`, `activation_bytes` the kept bytes of a rank and microbatch.
+    `seconds` is the result of `_layer_seconds`, `send_s` the time of a send to an adjacent stage. `activation_bytes`
+    are the bytes of one microbatch that a rank keeps for backward.
     """
     terms = {t.name: t.seconds for t in cost}
     share, count = 1.0 / strategy.virtual_stages, strategy.pp * strategy.virtual_stages
@@ -271,7 +274,7 @@ def _stages(
 
 
 def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple[int, ...]:
-    """Partition costs into contiguous parts of at least one element that minimize the greatest sum.
+    """Partition a sequence of costs into contiguous nonempty parts such that the greatest sum of a part is least.
 
     Args:
         costs: Cost of every element, in order.
@@ -279,11 +282,11 @@ def partition(costs: Sequence[float], parts: int, *, last: float = 0.0) -> tuple
         last: Extra cost of the last part.
 
     Returns:
-        Number of elements of every part. Among optimal partitions, the one that fills from the end, because the first
-        stages hold the most activations.
+        Number of elements of every part. Among optimal partitions, later parts get as many elements as possible,
+        because the first stages hold the most activations.
 
-    Cost: O(n^2 log n). Only sums of contiguous runs are candidates for the greatest sum. They are sorted, and a binary
-    search tests them greedily. The result is exact.
+    Cost: O(n^2 log n). The greatest sum is one of the n (n + 1) / 2 sums of contiguous elements. A binary search over
+    the sorted sums finds the least one that a greedy partition satisfies. The result is exact.
     """
     n = len(costs)
     prefix = np.array([0.0, *accumulate(costs)])

@@ -1,8 +1,8 @@
-"""Best strategies of a space by full price: actual layers on stages, and simulated schedules.
+"""Best strategies of a request by full price: the step time with a simulated pipeline schedule.
 
-The full price is the closed form plus the extra time of the simulated schedule. So the closed form, and every lower
-bound of it, is a lower bound of the full price. The search keeps every strategy with a closed form of at most the best
-full price. These are simulated in order of their closed form, until no remaining one can beat the best full price.
+The full price is the closed form (the step time by formulas) plus the extra time of the simulated schedule, if any. The
+closed form is therefore a lower bound of the full price. The search keeps every strategy with a closed form up to the
+best full price. These are simulated in order of their closed form, until no other strategy can be better.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Columns, Space
 
 MIN_RANKED_STRATEGIES: Final = 4
-"""Minimum number of ranked strategies with distinct degrees, including the best one."""
+"""Minimum number of best strategies that a search keeps; no two have the same degrees."""
 MAX_SIMULATIONS: Final = 4000
 """Maximum number of simulations of a search; if it is reached, the certificate states the gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a search: the best strategies, and the lower bound that proves them."""
+    """Result of a search: the best strategies, and a lower bound that proves their optimality."""
 
-    search: BranchAndBound  # state of branch and bound
+    search: BranchAndBound  # the finished branch and bound
     # Strategies of distinct degrees with full prices, best first
     ranked: tuple[PricedStrategy, ...]
     bound: float  # lower bound of seconds per token of all strategies outside `ranked`
@@ -40,12 +40,12 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """True if any strategy fits."""
+        """True if any strategy is legal and fits in memory."""
         return bool(self.ranked)
 
     @property
     def space_note(self) -> str:
-        """Note about the searched space: devices, pins and exclusions."""
+        """Note for the plan about the searched space: devices, pins and exclusions."""
         space, request = self.search.space, self.search.space.request
         parts = [f"strategies on {request.num_devices:,} devices"]
         parts += ["only what this version runs"] * request.executable
@@ -56,11 +56,11 @@ class Outcome:
 
 
 def find_best(request: PlanRequest, keep: int = 1, max_s_per_token: float | None = None) -> Outcome:
-    """Return the best strategies of a request, and the proof that none is better.
+    """Return the best strategies of a request, with a lower bound over all others.
 
     Args:
         request: Model, machine, workload and pins.
-        keep: Number of strategies with distinct degrees.
+        keep: Number of strategies to return; no two have the same degrees.
         max_s_per_token: Maximum step time divided by tokens per step, in seconds; None: no maximum.
     """
     keep, full = max(keep, MIN_RANKED_STRATEGIES), _FullPrices(request)
@@ -79,7 +79,7 @@ class _FullPrices:
         self.prices: dict[tuple[Strategy, int], PricedStrategy] = {}
 
     def price_of(self, rows: Columns, position: int) -> PricedStrategy:
-        """Return the strategy of one row with its full price: time and memory with simulated schedule."""
+        """Return the strategy in one row with its predicted time and memory, schedule simulated."""
         r = self.request
         strategy, workload = strategy_at(rows, position, r.base, r.workload)
         key = (strategy, workload.microbatch or 1)
@@ -88,17 +88,17 @@ class _FullPrices:
         return self.prices[key]
 
     def seconds(self, rows: Columns, position: int) -> float:
-        """Return the seconds per token of one row; without a pipeline the closed form is the full price."""
+        """Return the full price of one row in seconds per token; without a pipeline it is the closed form."""
         if rows["pp"][position] == 1:
             return float(rows["per_token_s"][position])
         return self.price_of(rows, position).per_token_s
 
     def price_until_proved(self, rows: Columns) -> tuple[NDArray[np.float64], float]:
-        """Compute full prices in order of the closed form, until no other row can beat the best full price.
+        """Compute full prices in order of the closed form, until no other row can be better.
 
         Returns:
-            Seconds per token of every row: the full price if computed, else the closed form. Also the least closed form
-            of rows that may still be better; infinity if the best row is proved.
+            (seconds per token of every row, lower bound of rows that may still be better). The seconds are the full
+            price if computed, else the closed form. The bound is infinity if no row can be better.
         """
         values, unpiped = rows["per_token_s"].copy(), rows["pp"] == 1
         least = float(values[unpiped].min(initial=math.inf))
@@ -113,7 +113,7 @@ class _FullPrices:
         return values, math.inf
 
     def ranked(self, rows: Columns, values: NDArray[np.float64], keep: int) -> list[PricedStrategy]:
-        """Return up to `keep` strategies of distinct degrees with full prices, best first by `values`."""
+        """Return up to `keep` strategies of distinct degrees, best first; `values` are the seconds per token by row."""
         order, degrees = ranked(rows), tuples(rows)
         chosen: dict[tuple[int, ...], PricedStrategy] = {}
         for position in order[np.argsort(np.round(values[order], 18), kind="stable")].tolist():

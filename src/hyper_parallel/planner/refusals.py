@@ -1,4 +1,4 @@
-"""Refusals with a remedy: legality of a strategy, changes that make it legal, and errors if none is legal or fits."""
+"""Checks of strategies, and errors with a change that helps: for illegal strategies, and if none is legal or fits."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import divisors, format_bytes
 
 MAX_DOUBLINGS: Final = 7
-"""Maximum number of doublings of the number of devices that are tried for a hint."""
+"""Maximum number of times that the number of devices is doubled to find a hint."""
 MAX_REFUSALS: Final = 12
-"""Maximum number of successive suggested changes that are tried to make a strategy legal."""
+"""Maximum number of errors whose suggested changes are applied in turn to make a strategy legal."""
 
 
 def check_degrees(strategy: Strategy, num_devices: int | None, where: str | None = None) -> None:
     """Raise an error if the degrees do not multiply to the number of devices.
 
     Raises:
-        DegreesMismatch: HP301 with the degree of dp_shard that fits, or the number of devices.
+        DegreesMismatch: HP301; the hint is a value of dp_shard that fits, or a number of ranks.
     """
     size = strategy.world_size
     if num_devices is None or size == num_devices:
@@ -61,13 +61,14 @@ def check_legal(
 ) -> None:
     """Raise an error if a strategy is illegal for a model and a resolved workload.
 
-    Heads and widths are checked by the layouts (`shard.plan_layouts`), which have the parameters.
+    Divisibility of heads and widths is not checked here, but by `shard.plan_layouts`.
 
     Raises:
-        UnsupportedSharding: HP205 for expert parallelism without experts, and for virtual stages that the schedule
-            does not have.
-        NotDivisible: HP203 for layers and experts.
-        BatchMismatch: HP308 for microbatches that the schedule cannot run.
+        UnsupportedSharding: HP205 for virtual stages that the schedule does not have, and for pipeline settings without
+            a pipeline.
+        NotDivisible: HP203 for more stages than layers, `stage_layers` that do not add up to the layers, and `ep` that
+            does not divide the experts or the ranks.
+        BatchMismatch: HP308 for a number of microbatches that the schedule cannot run.
     """
     s = strategy
     check_pipeline(s, numbers.layers, workload.accumulation_steps or 1, where)
@@ -77,9 +78,9 @@ def check_legal(
         allowed = [e for e in divisors(max(1, numbers.experts)) if inner % e == 0]
         if s.ep not in allowed:
             raise NotDivisible(
-                "ep must divide the experts and the ranks it folds over (dp_shard * cp * tp)",
+                f"ep={s.ep} must divide the number of experts ({numbers.experts}) and dp_shard * cp * tp ({inner})",
                 where=where,
-                got=f"ep={s.ep}, experts={numbers.experts}, ranks={inner}",
+                got=f"ep={s.ep}",
                 allowed=allowed,
                 changes={"parallel.ep": max(allowed)},
             )
@@ -93,7 +94,8 @@ def follow_changes(
 ) -> dict[str, object]:
     """Return recipe changes, as a dict from key to value, that make a refused strategy pass `check`.
 
-    The changes of `error`, and of each following error, are applied in turn. Empty if they lead to no legal strategy.
+    The changes that `error`, raised by `check`, suggests are applied first, then those of each further error of
+    `check`. The result is empty if no legal strategy is found.
     """
     changes: dict[str, object] = {}
     for _ in range(MAX_REFUSALS):
@@ -113,7 +115,7 @@ def follow_changes(
 def _changed(
     strategy: Strategy, workload: Workload, changes: Mapping[str, Any]
 ) -> tuple[Strategy, Workload]:
-    """Return a strategy and a workload with changes of recipe keys applied."""
+    """Return a strategy and a workload after `changes`, a dict from recipe key to value."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
         if section == "training":
@@ -127,7 +129,10 @@ def _changed(
 
 
 def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) -> NoLegalStrategy:
-    """Return the error for a request without legal degrees, with the smallest change that makes some legal."""
+    """Return the error for a request without legal degrees; its hint is a change that makes some degrees legal.
+
+    `ruled_out` is the number of illegal combinations by reason.
+    """
     workload, devices, pins = request.workload, request.num_devices, request.pins
     shown = ", ".join(shown_pin(*pin) for pin in pins.items()) or "no pins"
     counted = [
@@ -165,7 +170,7 @@ def no_legal_strategy_error(request: PlanRequest, ruled_out: Mapping[str, int]) 
 
 
 def _impossible_pins(request: PlanRequest) -> Iterator[str]:
-    """Yield pins, as text, that are illegal whatever the other choices are."""
+    """Yield a sentence about each pin that is illegal with any other choices."""
     experts = request.experts
     for name, value in request.pins.items():
         if name not in (*DEGREES, "tp"):
@@ -177,7 +182,7 @@ def _impossible_pins(request: PlanRequest) -> Iterator[str]:
 
 
 def _legal_values(request: PlanRequest, name: str) -> list[int]:
-    """Return the values of one fixed choice (`--pin`) that are legal with the other fixed choices."""
+    """Return the values of the pin `name`, without its present value, that are legal with the remaining pins."""
     values = [*range(len(PINNABLE[name].values))]
     if not values:
         largest = max(request.num_devices, request.model.num_layers)
@@ -187,7 +192,6 @@ def _legal_values(request: PlanRequest, name: str) -> list[int]:
 
 
 def _pinned(request: PlanRequest, name: str, value: int) -> PlanRequest:
-    """Return the request with one pin changed."""
     return replace(request, pins={**request.pins, name: value})
 
 
@@ -208,7 +212,10 @@ def _any_legal(request: PlanRequest) -> bool:
 
 
 def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
-    """Return the error for a request without a strategy that fits, with the nearest change that fits."""
+    """Return the error for a request without a strategy that fits; its hint is the smallest change with which one fits.
+
+    `least_bytes` is the least peak over all strategies.
+    """
     return DoesNotFit(
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
@@ -218,7 +225,7 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
 
 
 def _changes_together(request: PlanRequest) -> str:
-    """Return the hint for a request that no single change makes fit."""
+    """Return the hint for a request for which no single change suffices."""
     if request.supernode.name == LOCAL:
         return f"a smaller model, or {topology_hint(request.hint('--topology ', 'topology', ''))}"
     pins = ", no pins" if request.pins else ""
@@ -226,7 +233,7 @@ def _changes_together(request: PlanRequest) -> str:
 
 
 def _fitting_changes(request: PlanRequest) -> Iterator[str]:
-    """Yield changes that make a plan fit, the smallest first."""
+    """Yield single changes of options or recipe keys with which a strategy fits, the smallest first."""
     pins, workload = request.pins, request.workload
     if request.headroom and not request.from_recipe and fits(replace(request, headroom=0.0)):
         yield "--memory-headroom 0%"
@@ -258,5 +265,5 @@ def _fitting_changes(request: PlanRequest) -> Iterator[str]:
 
 
 def fits(request: PlanRequest) -> bool:
-    """Return whether any strategy of a request fits."""
+    """Return whether any strategy of a request is legal and fits in memory."""
     return count(BranchAndBound(Space(request)).rows) > 0

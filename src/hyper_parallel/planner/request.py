@@ -1,4 +1,4 @@
-"""Resolved inputs of one planning call: model, machine, workload and limits."""
+"""Resolved inputs of one call of the planner: model, machine, workload and allowed choices."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MAX_TOKENS_PER_STEP = 2**24
 HEADROOM = 0.05
 """Default share of an accelerator's memory that a search leaves free.
 
-The formulas are off by some percent of published peaks. An allocator at its limit flushes its cache and retries, which
-costs more than the last percent of memory gains.
+Predicted peaks deviate from published ones by some percent. An allocator at its limit flushes its cache and retries,
+which costs more time than the last percent of memory saves.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory and bandwidth that offload may use."""
+    """Limits of offload: host memory, bandwidth and recomputation."""
 
     num_bytes: float | None = None  # host memory per device; None: that of the topology
     bytes_s: float | None = None  # bandwidth of copies per direction; None: that of the topology
@@ -39,43 +39,47 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Resolved inputs of a planning call: model, machine, workload, and the allowed choices."""
+    """Resolved inputs of a call of the planner: model, machine, workload, and the allowed choices."""
 
     model: ModelSpec
     supernode: Supernode
     workload: Workload  # number formats and the explicit batch numbers
-    num_devices: int  # the product of the degrees
+    num_devices: int  # number of devices to use: the product of the degrees
     notes: tuple[str, ...] = ()  # assumptions, as sentences
-    from_recipe: bool = False  # hints are overrides of a recipe, not options of the plan command
+    # whether hints are overrides of a recipe, not options of the plan command
+    from_recipe: bool = False
     offload: HostMemory | None = None  # limits of offload to host memory; None: no offload
     capacity_bytes: float | None = None  # usable memory of a device; None: all of it
     headroom: float = 0.0  # share of the device's memory that a search leaves free
     # fixed choices, see `check_pins`; `tp` is the product of tp_x and tp_y
     pins: Mapping[str, int] = field(default_factory=dict)
-    executable: bool = False  # restricts the search to strategies that this version can run
-    # Source of the rules and of the layers per stage
+    # whether the search is limited to strategies that this version can run
+    executable: bool = False
+    # strategy with the fields that no search chooses, such as rules and layers per stage
     base: Strategy = field(default_factory=Strategy)
     half_batches: bool = True  # whether layers of the model may run on half-batches
-    token_chunks: bool = True  # whether blocks may gather and scatter their tokens in chunks
-    group_sequences: int = 1  # sequences of a step that stay on one data-parallel rank
+    # whether attention and MLP may gather and scatter their tokens in chunks
+    token_chunks: bool = True
+    # consecutive sequences that must be on one data-parallel rank, such as a GRPO group
+    group_sequences: int = 1
 
     def allows(self, name: str, value: float) -> bool:
-        """Return whether the pins allow a value of a column."""
+        """Return whether the pins allow a value of the choice `name`."""
         return self.pins.get(name, value) == value
 
     def may_overlap(self, overlap: Overlap) -> bool:
-        """Return whether a search may choose an overlap."""
+        """Return whether a search may choose an overlap for this model and recipe."""
         half_batches = self.half_batches or not overlap.half_batch
         return half_batches and (self.token_chunks or overlap.tp_chunks == 1)
 
     @cached_property
     def numbers(self) -> ModelNumbers:
-        """Numbers of the model for the cost formulas."""
+        """Sizes of the model for the cost formulas."""
         return ModelNumbers.of(self.model)
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[tuple[int, ...], ModelNumbers], ...]:
-        """For every kind of layer, (indices of its layers, numbers of a model with only such layers)."""
+        """(indices of the layers, sizes of a model with only such layers) of every kind of layer."""
         other_blocks = tuple(b for b in self.model.blocks if not b.layers)
         return tuple(
             (tuple(b.layers), ModelNumbers.of(replace(self.model, blocks=(*other_blocks, b))))
@@ -89,12 +93,12 @@ class PlanRequest:
         return max((b.mlp.num_experts for b in self.model.blocks if b.mlp), default=0)
 
     def hint(self, option: str, key: str, value: object) -> str:
-        """Return a change to paste: `option` with the value for the plan command, or `key=value` for a recipe."""
+        """Return a hint to paste: `option` and value for the plan command, or `key=value` if `from_recipe`."""
         return f"{key}={value}" if self.from_recipe else f"{option}{value}"
 
     @cached_property
     def machine(self) -> Machine:
-        """Numbers of the machine for the cost formulas."""
+        """Rates and memory of the machine for the cost formulas, after headroom and the limits of offload."""
         machine = Machine.of(self.supernode, self.workload.compute_dtype)
         usable = machine.memory_bytes * (1.0 - self.headroom)
         machine = replace(machine, memory_bytes=int(self.capacity_bytes or usable))
@@ -110,11 +114,14 @@ class PlanRequest:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of a device, headroom included, or the budget if one is set."""
+        """Bytes of device memory, headroom included, or `capacity_bytes` if set."""
         return int(self.capacity_bytes or self.supernode.device.memory_bytes.value)
 
     def with_headroom(self, share: float | None = None) -> PlanRequest:
-        """Return the request with a share of device memory left free; None: `HEADROOM`, but 0 on a CPU."""
+        """Return the request with a fraction of device memory left free, unless `capacity_bytes` limits the memory.
+
+        None is `HEADROOM`, but 0 on a CPU.
+        """
         if share is None:
             share = 0.0 if self.supernode.device.kind == "cpu" else HEADROOM
         if not share or self.capacity_bytes is not None:
@@ -126,13 +133,16 @@ class PlanRequest:
         return replace(self, headroom=share, notes=(*self.notes, note))
 
     def sharing_cores_with(self, ranks: int) -> PlanRequest:
-        """Return the request for `ranks` ranks in total, which share cores and memory on this machine."""
+        """Return the request for this machine with `ranks` ranks in total, which share its cores and memory.
+
+        A request for a topology other than `local` is returned unchanged.
+        """
         if self.supernode.name != LOCAL or self.supernode.num_devices == ranks:
             return self
         return replace(self, supernode=detect_local(ranks))
 
     def model_ref(self) -> ModelRef:
-        """Return the identity of the model for a plan."""
+        """Return the identity of the model, to be stored in a plan."""
         return ModelRef(
             name=self.model.name,
             family=self.model.family,
@@ -159,7 +169,7 @@ class PlanRequest:
         )
 
     def refusal(self, strategy: Strategy) -> str | None:
-        """Return why the layouts refuse a strategy; None if they do not."""
+        """Return the text of the error that `shard` raises for a strategy; None without an error."""
         try:
             self.shard(strategy)
         except HyperParallelError as error:
@@ -168,7 +178,7 @@ class PlanRequest:
 
 
 def rules_of(model: ModelSpec) -> tuple[Rule, ...]:
-    """Return the sharding rules of a model: its own, or those of its family."""
+    """Return the sharding rules in the model's spec, or without any those of its family."""
     if model.rules is None:
         return family_rules(model.family)
     return tuple(Rule(pattern, style) for pattern, style in model.rules)
@@ -180,7 +190,7 @@ def resolve(
     workload: Workload | None,
     num_devices: int | None,
 ) -> PlanRequest:
-    """Return the planning request: read the model and the machine, and complete the workload.
+    """Return the request for a model, a machine and a workload; arguments as for `hyper_parallel.plan`.
 
     Raises:
         UnknownModel: HP304 for an unknown model name.
@@ -218,14 +228,14 @@ def default_workload(
     seq_len: int | None = None,
     tokens_per_step: int | None = None,
 ) -> Workload:
-    """Return a default training step: bfloat16 with float32 states.
+    """Return a default training step: bfloat16 compute with float32 parameters.
 
     Args:
-        model: Model; its context, at most 8192 tokens (512 on a CPU), is the default sequence length.
+        model: The model.
         supernode: The machine.
-        num_devices: Devices to use; None: all of the machine.
-        seq_len: Tokens of a sequence; None: the default.
-        tokens_per_step: Tokens of a step; None: 8192 per device (1024 per CPU rank).
+        num_devices: Number of devices to use; None: all of the machine.
+        seq_len: Tokens per sequence; None: the context length of the model, at most 8192 (512 on a CPU).
+        tokens_per_step: Tokens per step; None: `default_tokens`.
     """
     longest = 512 if supernode.device.kind == "cpu" else 8192
     seq_len = seq_len or min(longest, model.max_position_embeddings or longest)
@@ -236,10 +246,10 @@ def default_workload(
 
 
 def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
-    """Return tokens per step: 8192 per device (1024 per CPU rank), as whole sequences per device.
+    """Return the default tokens per step: 8192 per device (1024 per CPU rank), rounded up to whole sequences.
 
-    A whole number of sequences per device divides over every data-parallel degree. The number is halved while it
-    exceeds 16 Mi tokens.
+    Every device has equally many sequences, so every data-parallel degree divides the batch. A result above 2**24
+    tokens is halved repeatedly, as long as the number of sequences is even.
     """
     per_device = TOKENS_PER_CPU_RANK if supernode.device.kind == "cpu" else TOKENS_PER_DEVICE
     sequences = num_devices * max(1, math.ceil(per_device / seq_len))
@@ -249,7 +259,10 @@ def default_tokens(supernode: Supernode, num_devices: int, seq_len: int) -> int:
 
 
 def unimplemented(strategy: Strategy) -> list[str]:
-    """Return names of choices that this version can price but not run; choices that layouts refuse are omitted."""
+    """Return the names of choices in a strategy that this version can price but not run.
+
+    Choices that `shard.plan_layouts` refuses are not included.
+    """
     s = strategy
     choices = []
     if s.order != AXES:

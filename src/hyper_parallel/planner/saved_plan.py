@@ -1,6 +1,6 @@
-"""Launch settings of a plan as text, and application of a saved plan to a recipe, with checks that both match.
+"""Settings that start a run with a plan, and use of a saved plan for a recipe.
 
-Launch settings are a recipe of this framework, or flags of Megatron-LM.
+Launch settings are the text of a HyperParallel recipe, or flags of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ _HEAD: Final = """\
 
 
 def launch_settings(plan: Plan, stack: str) -> str:
-    """Return settings that start a run with the plan; choices that the stack cannot express become comments.
+    """Return text that starts a run with the plan.
+
+    Choices of the plan that the training framework cannot express are listed in comments.
 
     Args:
         plan: The plan.
-        stack: `ours`: a recipe for `hyper-parallel train`; `megatron`: flags of Megatron-LM's `pretrain_gpt.py`.
+        stack: `ours`: a recipe for `hyper-parallel train`. `megatron`: flags of Megatron-LM's `pretrain_gpt.py`.
 
     Raises:
-        BadValue: HP102 for another stack.
+        BadValue: HP102 for any other `stack`.
     """
     if stack not in STACKS:
         raise BadValue(
-            "there are no launch settings for this stack",
+            f"there are no launch settings for the stack `{stack}`",
             got=stack,
             allowed=STACKS,
             hint="--launch ours",
@@ -48,7 +50,7 @@ def launch_settings(plan: Plan, stack: str) -> str:
 
 
 def recipe_values(plan: Plan) -> dict[str, Any]:
-    """Return layout, batch and number formats of a plan as the sections of a recipe.
+    """Return a recipe for the plan, as a dict from section to its keys.
 
     A plan has no data set, so `data.source` is `python-stdlib`.
     """
@@ -94,7 +96,7 @@ def recipe_values(plan: Plan) -> dict[str, Any]:
 
 
 def _recipe(plan: Plan) -> str:
-    """Return the recipe as text; its head names the keys that a plan does not determine."""
+    """Return the YAML text of the recipe; a comment at its top lists the keys that a plan does not determine."""
     return (
         _HEAD.format(model=plan.model.name)
         + str(yaml.safe_dump(recipe_values(plan), sort_keys=False)).rstrip()
@@ -107,7 +109,7 @@ def _host_bytes(plan: Plan) -> dict[str, int]:
 
 
 def _layers_per_rank(plan: Plan) -> list[int]:
-    """Return the number of decoder layers of every pipeline rank, over all its stages."""
+    """Return the number of decoder layers of every pipeline rank, all virtual stages of the rank included."""
     s = plan.strategy
     return [sum(plan.stages[i].layers for i in s.stages_of(rank)) for rank in range(s.pp)]
 
@@ -170,7 +172,7 @@ def _megatron(plan: Plan) -> str:
 
 
 def _not_in_recipe(plan: Plan) -> Iterator[str]:
-    """Yield choices of a strategy without a recipe key."""
+    """Yield a sentence about each choice of the plan that no recipe key can express."""
     s = plan.strategy
     if s.order != AXES:
         yield f"order of the axes {'>'.join(s.order)}"
@@ -181,7 +183,7 @@ def _not_in_recipe(plan: Plan) -> Iterator[str]:
 
 
 def _not_in_megatron(plan: Plan) -> Iterator[str]:
-    """Yield choices of a strategy without a flag of Megatron-LM."""
+    """Yield a sentence about each choice of the plan that no flag of Megatron-LM can express."""
     s = plan.strategy
     if s.order != AXES:
         yield f"order of the axes {'>'.join(s.order)} (its own order is tp-cp-ep-dp-pp)"
@@ -200,16 +202,16 @@ def _not_in_megatron(plan: Plan) -> Iterator[str]:
 
 
 def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file: str) -> list[str]:
-    """Return overrides that make a recipe train with a plan.
+    """Return overrides (`key=value`) with which a recipe trains by a plan.
 
     Args:
         plan: The saved plan.
         recipe: The recipe without the overrides.
-        where: Function from a recipe key to the origin of its value.
+        where: Function from a recipe key to the origin of its value, for errors.
         file: Path of the plan, for errors.
 
     Raises:
-        PlanMismatch: HP307 when sequences, batch or formats of recipe and plan differ.
+        PlanMismatch: HP307 when sequence length, tokens per step or dtype of recipe and plan differ.
     """
     work, training = plan.workload, recipe.training
     tokens = training.tokens_per_step
@@ -220,7 +222,7 @@ def plan_overrides(plan: Plan, recipe: Recipe, where: Callable[[str], str], file
     ):
         if own != planned:
             raise PlanMismatch(
-                "the saved plan is for another workload than the recipe",
+                f"`{key}` differs between the recipe and the saved plan",
                 where=f"{file}; {where(key)}",
                 got=f"{key}={own} in the recipe, {planned} in the plan",
                 changes={key: planned},
@@ -251,7 +253,7 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
         file: Path of the saved plan.
 
     Raises:
-        PlanMismatch: HP307 naming model, batch or layout.
+        PlanMismatch: HP307 if model, number of ranks, tokens per step or strategy differ.
     """
     sizes = ("num_params", "num_active_params")
     facts: Mapping[str, tuple[object, object]] = {
@@ -261,14 +263,14 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
         )
         if any(getattr(saved.model, n) != getattr(run_plan.model, n) for n in sizes)
         else (0, 0),
-        "ranks": (saved.strategy.world_size, run_plan.strategy.world_size),
+        "number of ranks": (saved.strategy.world_size, run_plan.strategy.world_size),
         "tokens per step": (saved.workload.tokens_per_step, run_plan.workload.tokens_per_step),
-        "layout": (str(saved.strategy), str(run_plan.strategy)),
+        "strategy": (str(saved.strategy), str(run_plan.strategy)),
     }
     for name, (planned, own) in facts.items():
         if planned != own:
             raise PlanMismatch(
-                f"the saved plan does not fit the run: it has another {name}",
+                f"the saved plan and the run differ in {name}",
                 where=file,
                 got=f"plan: {planned}; run: {own}",
                 hint=f"hyper-parallel plan --recipe RECIPE.yaml -o {file}, with the recipe of the run",
@@ -276,7 +278,6 @@ def check_saved_plan(saved: Plan, run_plan: Plan, file: str) -> None:
 
 
 def _as_yaml(value: object) -> str:
-    """Return a value as YAML text."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

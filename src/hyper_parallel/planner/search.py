@@ -1,22 +1,24 @@
 """Exact search: vectorized branch and bound over the levels of the strategy space.
 
-A partial strategy has lower bounds on the seconds per token and on the memory of all its completions. A bound above the
-best strategies so far, or above the memory of a device, prunes it; the most promising of the others are completed
-first. When no partial strategy is open, the best strategy is optimal within the cost model: that is the certificate.
-The bounds hold because they price a partial strategy with the best value of every open choice:
+The search tree has one level per group of choices. A node is a partial strategy, stored as a row of a table with the
+columns of `cost.Candidates`; a completion adds the missing columns. A node has lower bounds on the seconds per token
+and on the memory of all its completions. A bound above the best strategies so far, or above the memory of a device,
+prunes the node; the most promising nodes are expanded first. When no node is open, the best strategy is optimal within
+the cost model: this is the certificate. The bounds hold because they use the best value of every missing column:
 
     blocks     tp_x, tp_y, cp, sequences per microbatch, shapes, ep, etp, Ulysses: computation and communication of the
                layers, every group on the best links of the machine, every stage as full as the average
     pipeline   adds pp, the schedule and its bubble; no data-parallel cost and no recomputation; memory with all
                allowed sharding, offload and recomputation
     states     adds data parallelism and recomputation; every group on the best links of the machine
-    order      complete except for overlap inside of layers: exact price without overlap, a bound with overlap
-    overlap    complete strategy: the price itself
+    order      complete except for overlap inside of layers: exact time without overlap, a bound with overlap
+    overlap    complete strategy: its predicted time
 
 The bound of overlap hides communication behind all computation of a layer, except for the first and last chunk.
 
-Recomputation is solved per strategy: for every kind, the smallest number of layers that fits, with gathered inputs kept
-or re-gathered.
+A choice (`bounds.Choice`) is a way to free memory: recomputation, re-gathering of inputs, or offload. It is no level of
+the tree, but solved per strategy, with the smallest number of recomputed layers that fits. To price a row is to predict
+its time and memory. The closed form is the predicted time without a simulation of the pipeline schedule.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ from hyper_parallel.planner.strategy_space import (
 
 
 class PeakBytes:
-    """Cache of peak bytes and recomputed layers; rows with equal memory share an integer, their kind.
+    """Cache of peak bytes and recomputed layers by kind: rows of one kind have equal memory, see `cost.memory_key`.
 
-    Memory depends on few columns, neither on shapes nor on the order of the axes. So there are far fewer kinds than
-    rows, and complete strategies reuse the kinds of their partial strategies.
+    A kind is an integer. Memory depends on few columns, so there are far fewer kinds than rows. Expanded rows have the
+    kind of the row from which they were expanded.
     """
 
     def __init__(self, pricer: Pricer) -> None:
@@ -70,7 +72,7 @@ class PeakBytes:
         self._min_layers: dict[Choice, Array] = {}
 
     def kinds(self, columns: Columns) -> NDArray[np.intp]:
-        """Return, per row, the integer that rows with equal memory share; compute the peak bytes of new ones."""
+        """Return the kind of every row; compute the peak bytes of new kinds."""
         key, numbers = memory_key(columns, self.pricer.request.workload.seq_len), self._numbers
         first, index = distinct(key)
         table = np.column_stack(key)[first]
@@ -87,7 +89,7 @@ class PeakBytes:
         return kinds[index]
 
     def bytes(self, kinds: NDArray[np.intp]) -> Array:
-        """Return a lower bound of the peak bytes, [choices, rows]; `kinds` is a result of the method `kinds`."""
+        """Return lower bounds of the peak bytes, [choices, rows], for a result of the method `kinds`."""
         return self._bytes[:, kinds]
 
     def min_recompute_layers(
@@ -107,7 +109,7 @@ class PeakBytes:
 
 
 def _with_capacity(table: Array, columns: int) -> Array:
-    """Return a table of at least `columns` columns, new ones NaN; the size doubles, for amortized growth."""
+    """Return `table` extended to at least `columns` columns, at least doubled if extended; new entries are NaN."""
     if table.shape[1] >= columns:
         return table
     extended = np.full((len(table), max(columns, 2 * table.shape[1])), np.nan)
@@ -116,14 +118,17 @@ def _with_capacity(table: Array, columns: int) -> Array:
 
 
 class _ChoiceSeconds:
-    """Seconds per step of some rows under each choice, priced once per row and choice."""
+    """Cache of the seconds per step of some rows under each choice."""
 
     def __init__(self, pricer: Pricer, columns: Columns, fastest_s: Array) -> None:
         self.pricer, self.columns, self._num_rows = pricer, columns, len(fastest_s)
         self._known: dict[Choice, Array] = {pricer.fastest_choice: fastest_s}
 
     def seconds(self, indices: NDArray[np.intp], choice: Choice) -> Array:
-        """Return the seconds of some rows under a choice; full recomputation re-gathers inputs in any case."""
+        """Return the seconds per step of the rows `indices` under a choice.
+
+        Full recomputation re-gathers inputs in any case, so `regather` is then ignored.
+        """
         offload, regather, kind = choice
         regather = self.pricer.fastest_choice[1] if kind == FULL else regather
         choice = (offload, regather, kind)
@@ -134,15 +139,15 @@ class _ChoiceSeconds:
 
 
 class Completer:
-    """Solver that chooses for every row how to free memory, and prunes rows that cannot fit or win.
+    """Solver that finds the fastest choice for every row, and prunes rows that do not fit or are too slow.
 
     Attributes:
-        pricer: Pricer of the rows.
-        peaks: Cache of their peak bytes.
-        threshold: Seconds per token that a strategy must beat.
+        pricer: Predictor of time and memory of rows.
+        peaks: Cache of the peak bytes of rows.
+        threshold: Seconds per token above which rows are pruned; the search lowers it.
         cut: Number of pruned rows, by reason.
         priced: Number of priced complete strategies.
-        least_bytes: Least peak bytes of the rows that do not fit.
+        least_bytes: Least peak bytes among all rows that do not fit; infinity if all fit.
     """
 
     def __init__(self, pricer: Pricer, threshold: float) -> None:
@@ -151,19 +156,19 @@ class Completer:
         self.priced, self.least_bytes = 0, np.inf
 
     def faster(self, per_token_s: Array) -> NDArray[np.bool_]:
-        """Return the mask of rows that can be among the best; count the other rows."""
+        """Return the mask of rows within the threshold; count the other rows as pruned."""
         fast: NDArray[np.bool_] = per_token_s <= self.threshold * (1 + TIE)
         self.cut["slower by its bound"] += int((~fast).sum())
         return fast
 
     def promising(self, columns: Columns) -> Columns:
-        """Return the rows that can be among the best by the bound under the fastest choice."""
+        """Return the rows whose lower bound under the fastest choice is within the threshold."""
         pricer = self.pricer
         per_token_s = pricer.seconds(columns, pricer.fastest_choice) / pricer.tokens(columns)
         return select(columns, self.faster(per_token_s))
 
     def fit(self, columns: Columns) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Return the result of `PeakBytes.kinds`, and per row whether it fits in memory under any choice."""
+        """Return the kind of every row (see `PeakBytes`), and the mask of rows that fit in memory under any choice."""
         kinds = self.peaks.kinds(columns)
         peaks = self.peaks.bytes(kinds)[self.pricer.selectable]
         fits: NDArray[np.bool_] = (peaks <= self.pricer.capacity).any(axis=0)
@@ -171,16 +176,16 @@ class Completer:
         return kinds, fits
 
     def complete(self, columns: Columns) -> Columns:
-        """Return the rows that can be among the best, with their prices and the choice that frees memory.
+        """Return the rows that fit and are within the threshold, with the columns `PRICES` and `FREED` added.
 
         A partial strategy becomes one row, with its fastest choice. A complete strategy becomes a row per choice,
-        because simulation decides among them. A choice as slow as an earlier one is omitted.
+        because simulation decides among them. A choice that is not faster than an earlier one is omitted.
 
         Recomputation covers the smallest number of layers per rank that fits. Layers are equal, so time and the bytes
-        of every phase are linear in that number. With offload, partial recomputation is left to the memory plan, which
-        drops single results at the price in the term of the copies.
+        of every phase are linear in this number. With offload, the memory plan decides about partial recomputation, and
+        its time is part of the term of offload copies.
 
-        Rows that cannot fit are pruned first, because memory is cheaper to price than time.
+        Rows that do not fit are pruned first, because predicting memory is cheaper than predicting time.
         """
         pricer = self.pricer
         kinds, fits = self.fit(columns)
@@ -223,9 +228,10 @@ class Completer:
         return self._rows(columns, options)
 
     def _rows(self, columns: Columns, options: list[tuple[NDArray[np.intp], Array]]) -> Columns:
-        """Return a row per option of complete strategies, or per partial strategy with its fastest option.
+        """Return the result of `complete` for rows with their options.
 
-        `options` are pairs of row indices and values of the columns `PRICES` and `FREED`, [columns, rows].
+        `options` has, per choice, the indices of its rows, and the values of the columns `PRICES` and `FREED` in these
+        rows, [columns, rows].
         """
         indices = np.concatenate([np.empty(0, dtype=np.intp), *(rows for rows, _ in options)])
         table = np.concatenate([np.empty((6, 0)), *(values for _, values in options)], axis=1)
@@ -244,16 +250,16 @@ class Completer:
 
 
 MISSES_PER_BATCH: Final = 2
-"""Number of strategies that exceed device memory and that `closest_misses` returns per batch of pruned rows."""
+"""Number of strategies that `closest_misses` returns per batch of rows pruned for memory."""
 MAX_MISSES: Final = 64
-"""Number of strategies that exceed device memory and that are kept per batch of pruned rows."""
+"""Number of strategies that are recorded per batch of rows pruned for memory."""
 SLICE: Final = 768
-"""Partial strategies completed per vectorized call, many because each call has a fixed cost."""
+"""Number of nodes expanded per vectorized call; many, because each call has a fixed cost."""
 MOST_ROWS: Final = 2_500_000
 """Maximum number of priced rows; a search that reaches it stops, and the certificate states the gap."""
 
 _OpenNode: TypeAlias = tuple[float, int, Columns, NDArray[np.intp], Array]
-"""Partial strategies in a queue: least bound, serial number, columns, row indices sorted by bound, and the bounds."""
+"""Entry of a queue of nodes: (least bound, serial number, columns, row indices sorted by bound, sorted bounds)."""
 _BUBBLE_SCHEDULES: Final = tuple(SCHEDULES.index(s) for s in ("gpipe", "1f1b", "interleaved"))
 _MESH_COLUMNS: Final = ("tp_x", "tp_y", "cp", "microbatch")
 _MEMORY_COLUMNS: Final = ("tp_x", "cp", "microbatch", "ep", "etp")
@@ -263,20 +269,20 @@ _LAYOUT_COLUMNS: Final = ("dp_shard", "cp", "tp_x", "tp_y", *BLOCKS)
 
 
 def closed_form_s(rows: Columns, position: int) -> float:
-    """Return the closed-form seconds per token of one row."""
+    """Return the closed-form seconds per token of the row at `position`."""
     return float(rows["per_token_s"][position])
 
 
 class BranchAndBound:
-    """State of one search: open partial strategies, the best strategies so far, and counts.
+    """Search, run by the constructor: the best strategies, a lower bound, and counts.
 
     Attributes:
-        rows: Complete strategies within the limits, unsorted; includes every strategy with a price of at most `bound`.
-        slower: Other priced complete strategies; they may include strategies that this version cannot run.
-        bound: Lower bound of the seconds per token of all strategies that were not completed.
+        rows: Complete strategies that were within the threshold when found, unsorted.
+        slower: Other priced complete strategies, including some that this version cannot run.
+        bound: Lower bound of the seconds per token of all strategies outside `rows` that this version can run.
         legal: Whether a legal combination of degrees and microbatch exists.
-        num_refused: Number of complete strategies that fit and whose layouts this version cannot run.
-        barred: Refused strategies whose closed form was at most the best price at that time.
+        num_refused: Number of complete strategies that fit but that this version cannot run.
+        barred: Strategies that this version cannot run and that were within the threshold when found.
     """
 
     def __init__(
@@ -290,9 +296,10 @@ class BranchAndBound:
 
         Args:
             space: Space of strategies.
-            keep: Number of strategies of distinct degrees.
-            max_s_per_token: Limit of the seconds per token; None: no limit.
-            full_s: Full price of a row in seconds per token, at least its closed form.
+            keep: Number of best strategies to find; no two have the same degrees.
+            max_s_per_token: Maximum seconds per token; None: no maximum.
+            full_s: Function from rows and the index of one row to its seconds per token with the simulated schedule;
+                at least the closed form.
         """
         self.space, self.keep, self.full_s = space, keep, full_s
         self.pricer = Pricer(space)
@@ -319,7 +326,7 @@ class BranchAndBound:
         self.bound = self._run()
 
     def _run(self) -> float:
-        """Complete partial strategies, the deepest and most promising first, until none is open; return the bound."""
+        """Expand nodes, those of the deepest level and least bound first, until none is open; return `bound`."""
         levels = (
             self._pipelines,
             self._states,
@@ -364,9 +371,9 @@ class BranchAndBound:
         options: Callable[..., Sequence[Any]],
         *keys: Array,
     ) -> Columns:
-        """Return the rows with columns `names` added: one row per option of each row.
+        """Return the rows with columns `names` added: one new row per option of each row.
 
-        `options` returns the values of `names` for one row of the columns `keys`; its results are cached.
+        `options` is a function from one row of the columns `keys` to its options: tuples of values for `names`.
         """
         first, index = distinct(keys)
         parts = []
@@ -380,7 +387,7 @@ class BranchAndBound:
         return {**select(columns, source), **added}
 
     def _blocks(self) -> tuple[Columns, Array]:
-        """Return rows of degrees and block choices, and bounds from computation and communication of the layers."""
+        """Return the rows of the level `blocks`, and lower bounds of their seconds per token."""
         first, _ = distinct([self.meshes[n] for n in _MESH_COLUMNS])
         columns = {n: self.meshes[n][np.sort(first)] for n in _MESH_COLUMNS}
         inner = [columns[n] for n in _MESH_COLUMNS[:3]]
@@ -389,9 +396,9 @@ class BranchAndBound:
         return expanded, self.pricer.microbatch_s(expanded) if count(expanded) else np.empty(0)
 
     def _pipelines(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Return the rows with pp and a schedule added, and their bounds; prune rows that cannot fit.
+        """Return the rows expanded to the level `pipeline`, and their bounds; prune rows that do not fit.
 
-        Many blocks need the same memory, so the memory check comes before rows are built.
+        Many rows need the same memory, so memory is checked before the expanded rows are built.
         """
         tp = columns["tp_x"] * columns["tp_y"]
         keys = dict(
@@ -414,9 +421,10 @@ class BranchAndBound:
         return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _pipelines_of(self, columns: Columns) -> list[Array]:
-        """Return, per row of `_MEMORY_COLUMNS`, a table of its legal pipelines; `tp_x` holds all tensor-parallel ranks.
+        """Return, per row of the columns `_MEMORY_COLUMNS`, a table of its legal pipelines; `tp_x` is tp_x * tp_y.
 
-        Columns are `_PIPELINE_COLUMNS`, the factor of the step time for pipeline fill, and whether the row fits.
+        The table has the columns `_PIPELINE_COLUMNS`, the factor on the step time for pipeline fill, and whether the
+        pipeline fits in memory.
         """
         keys = tuples(columns, _MEMORY_COLUMNS)
         new = [row for row, key in enumerate(keys) if key not in self._cache]
@@ -444,14 +452,14 @@ class BranchAndBound:
         return [self._cache[key] for key in keys]
 
     def _schedules(self, *key: int) -> list[tuple[int, ...]]:
-        """Return the rows of `_PIPELINE_COLUMNS` for tp, cp and sequences per microbatch."""
+        """Return the legal rows of `_PIPELINE_COLUMNS` for one (tp, cp, sequences per microbatch)."""
         rows = self._pipelines_of_mesh[key]
         return [
             (*row, *schedule) for row in rows for schedule in self.space.schedules(row[0], row[2])
         ]
 
     def _states(self, columns: Columns, bound: Array) -> tuple[Columns, Array]:
-        """Return the rows with data parallelism and recomputation added, and bounds; only the order is missing."""
+        """Return the rows expanded to the level `states`, and their bounds."""
         inner = columns["tp_x"] * columns["tp_y"] * columns["cp"]
         keys = (columns["pp"], columns["dp"], inner, columns["ep"] * columns["etp"])
         expanded = self._expand(columns, _STATE_COLUMNS, self.space.states, *keys)
@@ -462,17 +470,19 @@ class BranchAndBound:
         return _drop_columns(rows, *PRICES, *FREED), rows["per_token_s"] * (1 - TIE)
 
     def _with_orders(self, columns: Columns, bound: Array, inner: bool) -> tuple[Columns, Array]:
-        """Complete the rows with the distinct orders of the axes and every overlap, and record them.
+        """Expand rows by orders of the mesh axes and overlaps, and record the complete strategies.
+
+        Orders with tensor parallelism innermost are a level of their own (`inner`); other orders are rarely faster.
 
         Returns:
-            The rows and bounds unchanged, for the next level: the remaining orders.
+            The rows and bounds unchanged, for the next level: the other orders.
         """
         keys = (*(columns[n] for n in AXES), np.full(len(bound), float(inner)))
         expanded = self._expand(_drop_columns(columns, "block"), ("order",), self._orders_of, *keys)
         if self._is_plain:
             self._complete(expanded | dict.fromkeys(OVERLAP_COLUMNS, np.ones(count(expanded))))
         if self.space.overlaps != (Overlap(),):
-            # Rows without overlap were priced first; the threshold they have set prunes most rows by their bound.
+            # Rows without overlap were priced first, which lowered the threshold: most rows are now pruned.
             fast = self.completer.promising(expanded)
             overlaps = self._expand(
                 fast, OVERLAP_COLUMNS, self._overlaps_of, *(fast[n] for n in OVERLAP_KEY)
@@ -481,20 +491,20 @@ class BranchAndBound:
         return columns, bound
 
     def _complete(self, rows: Columns) -> None:
-        """Complete and record strategies that lack only the choices that free memory."""
+        """Find the choices of complete strategies, and record the strategies."""
         if count(rows):
             self._record(self.completer.complete(rows))
 
     def _overlaps_of(self, *key: int) -> list[tuple[int, int, int]]:
-        """Return the overlaps to try for a row of `OVERLAP_KEY`; no overlap is omitted if it was priced before."""
+        """Return the overlaps to try for a row of `OVERLAP_KEY`, without `Overlap()` if it was priced before."""
         return [o for o in self.space.overlaps_of(*key) if not self._is_plain or max(o) > 1]
 
     def _orders_of(self, *key: int) -> list[int]:
-        """Return the orders to try; `key` holds the degrees, followed by the argument `inner` of `Space.orders`."""
+        """Return the orders to try; `key` has the degrees, followed by the argument `inner` of `Space.orders`."""
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
     def is_executable(self, rows: Columns, position: int) -> bool:
-        """Return whether this version can run a strategy; count strategies that it cannot run."""
+        """Return whether this version can run the strategy in one row; count strategies that it cannot run."""
         reason = self.refusal(rows, position)
         if reason is not None:
             self.space.rule_out(reason)
@@ -502,14 +512,15 @@ class BranchAndBound:
         return reason is None
 
     def refusal(self, rows: Columns, position: int) -> str | None:
-        """Return why this version cannot run a strategy; None if it can."""
+        """Return why this version cannot run the strategy in one row; None if it can."""
         degrees = (int(rows[name][position]) for name in _LAYOUT_COLUMNS)
         return self.space.refusal_of(*degrees, pp=int(rows["pp"][position]))
 
     def _record(self, rows: Columns) -> None:
-        """Record executable rows that can be among the best, fastest first, and lower the threshold with each.
+        """Record complete strategies within the threshold, fastest first, and lower the threshold with each.
 
-        The threshold is the best full price, or the closed form of the last of `keep` distinct degrees if larger.
+        The new threshold is the larger of two values: the best time with simulated schedule, and the closed form of the
+        `keep`-th best strategy with distinct degrees.
         """
         value, degrees = rows["per_token_s"].tolist(), tuples(rows)
         order = sorted(range(len(value)), key=value.__getitem__)
@@ -538,9 +549,9 @@ class BranchAndBound:
             self._barred.append(select(rows, np.array(barred, dtype=np.intp)))
 
     def closest_misses(self) -> Columns:
-        """Return the fastest strategies of each batch that exceed device memory under every choice.
+        """Return the fastest strategies that exceed device memory under every choice, per batch of pruned rows.
 
-        Each row has the choice with the least memory. The rows serve the refusal message and the rejected strategies.
+        Each row has the choice with the least memory. The rows are for error messages and for rejected strategies.
         """
         batch = np.repeat(np.arange(len(self._misses)), [count(part) for part in self._misses])
         if not len(batch):
@@ -553,13 +564,10 @@ class BranchAndBound:
         offload, regather, kind = pricer.choices[-1]
         # Full recomputation re-gathers its inputs in any case.
         regather = regather if kind != FULL else pricer.fastest_choice[1]
-        chosen = {
-            "zero": pricer.leanest[0],
-            "order": self.space.request.pins.get("order", 0),
-            "offload": offload,
-            "recompute": kind,
-            "regather": regather,
-        }
+        order, zero = self.space.request.pins.get("order", 0), pricer.leanest[0]
+        chosen = dict(
+            zip(("zero", "order", *FREED), (zero, order, offload, regather, kind), strict=True)
+        )
         memory = pricer.peak(columns)[-1]
         columns |= {n: np.full(len(indices), float(v)) for n, v in chosen.items()}
         return columns | dict(
@@ -570,11 +578,11 @@ class BranchAndBound:
 def _expand_rows(
     names: Sequence[str], parts: Sequence[Array], index: NDArray[np.intp]
 ) -> tuple[Columns, NDArray[np.intp]]:
-    """Return the concatenated tables `parts[i]` for i in `index`, as columns, and the position in `index` per row."""
+    """Return the concatenation of the tables `parts[i]` for i in `index`, as columns, and per row the position of i."""
     sizes = np.array([len(part) for part in parts], dtype=np.intp)
     counts, starts = sizes[index], np.cumsum(sizes) - sizes
     source = np.repeat(np.arange(len(index)), counts)
-    # A part is contiguous in the table; entries of a row count from the start of its part.
+    # A part is contiguous in the table; `place` counts from the start of the part.
     row_starts = np.cumsum(counts) - counts
     place = np.arange(len(source)) + (starts[index] - row_starts)[source]
     table = np.concatenate([np.empty((0, len(names))), *parts])[place]

@@ -1,15 +1,16 @@
 """Space of strategies: legal degrees and choices, as tables of numbers.
 
-A strategy is chosen level by level, so the space is a few tables instead of one product:
+The search chooses a strategy level by level, so the space is several small tables instead of their product:
 
     mesh       pp, tp_x, tp_y, cp, the data-parallel ranks, sequences per microbatch
     blocks     shapes of attention and MLP, ep and etp, Ulysses ranks inside cp
     states     dp_replicate x dp_shard, and the sharded states (zero)
     schedule   pipeline schedule and virtual stages
     order      axes outer to inner, one order per distinct placement on the tiers
-    overlap    half-batches, and chunks of the experts' tokens
+    overlap    half-batches, and chunks of tokens
 
-Illegal combinations are counted by reason when their level is built.
+A row of a table is a combination of values; a column is one degree or choice, named as in `cost.Candidates`. A pin
+fixes a column to a value. Illegal combinations are counted by reason when their table is built.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,16 +37,18 @@ from hyper_parallel.units import divisors
 TENSOR_INNERMOST: Final = frozenset(
     i for i, order in enumerate(ORDERS) if {*order[-2:]} == {"tp_x", "tp_y"}
 )
-"""Indices of the orders with tensor parallelism, which communicates most, on the innermost axes."""
+"""Indices into `cost.ORDERS` of orders with tensor parallelism, which communicates most, on the innermost axes."""
 
 
 def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[int]:
-    """Return one order of the axes per equivalence class, as indices into `cost.ORDERS`.
+    """Return one order of the mesh axes per equivalence class, as indices into `cost.ORDERS`.
 
-    Orders with tensor parallelism innermost are preferred.
+    Two orders are equivalent if every axis has equally many of its ranks in every domain. A domain is a set of devices
+    connected by links of their own, such as a node. Orders with tensor parallelism innermost are preferred.
 
-    Two orders are equivalent if every axis has the same share of its ranks in every domain of links. `tiers` are the
-    numbers of devices per domain with links of its own, inner to outer.
+    Args:
+        degrees: Degrees of the mesh axes, in the order of `ir.AXES`.
+        tiers: Number of devices per domain of each tier, inner to outer.
     """
     indices, axes = _permutations(tuple(i for i, d in enumerate(degrees) if d > 1))
     ranks = np.array(degrees)[axes]
@@ -62,7 +65,7 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
 
 @lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    """Return one order per permutation of some axes: indices into `ORDERS`, and the axes inner to outer."""
+    """Return one order per permutation of `axes`, as (indices into `ORDERS`, table of the axes from inner to outer)."""
     first: dict[tuple[int, ...], int] = {}
     for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
         places = (AXES.index(axis) for axis in reversed(ORDERS[index]))
@@ -73,27 +76,27 @@ def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.in
 BLOCKS: Final = (
     "attention_shape", "mlp_shape", "ep", "etp", "cp_ulysses", "attention_tokens", "cp_gather",
 )  # fmt: skip
-"""Columns of a row of `Space.blocks`."""
+"""Columns of the result of `Space.blocks`."""
 OVERLAP_KEY: Final = ("pp", "dp_shard", "cp", "tp_x", "tp_y", "ep", "zero", "microbatch")
-"""Columns that decide which overlap is legal."""
+"""Columns on which the legal overlaps depend."""
 OVERLAP_COLUMNS: Final = ("halves", "ep_chunks", "tp_chunks")
-"""Columns of an overlap."""
+"""Columns that together are one overlap."""
 _ONE, _TWO, _MOVED = (SHAPES.index(shape) for shape in ("1d", "2d", "weight"))
 
 Columns: TypeAlias = dict[str, NDArray[np.float64]]
-"""Rows of a level as columns of equal length, named as in `cost.Candidates`."""
+"""Table of strategies: dict from name of a column, as in `cost.Candidates`, to its values; one row per strategy."""
 
 
 class Space:
-    """Levels of the strategy space, built on demand.
+    """Tables of the strategy space for one request, built on demand.
 
     Attributes:
         request: Model, machine, workload and pins.
-        ruled_out: Number of illegal combinations, by reason; grows as levels are built.
-        zeros: Allowed sharding, most first: 3 parameters, 2 gradients, 1 optimizer states, 0 nothing.
+        ruled_out: Number of illegal combinations so far, by reason.
+        zeros: Allowed ZeRO stages, 3 first.
         recomputes: Allowed kinds of recomputation, as indices into `cost.RECOMPUTE`.
-        regathers: Whether gathered inputs may be re-gathered in backward; 0 (keep them, faster) first.
-        offloads: Whether bytes that exceed the device may be offloaded to host memory.
+        regathers: Allowed values of column `regather`: 0 keeps gathered inputs for backward, 1 re-gathers them.
+        offloads: Allowed values of column `offload`: 1 offloads bytes that exceed device memory.
         overlaps: Allowed overlaps inside of layers, the simplest first.
     """
 
@@ -124,11 +127,11 @@ class Space:
         self._whole_streams: dict[int, bool] = {}
 
     def _allowed(self, name: str, values: Sequence[int]) -> list[int]:
-        """Return the values of a column that the pins allow."""
+        """Return the entries of `values` that the pins allow for a column."""
         return [value for value in values if self.request.allows(name, value)]
 
     def _allowed_overlaps(self) -> tuple[Overlap, ...]:
-        """Return the overlaps that the pin `overlap` allows; without a pin, that of `request.base`."""
+        """Return the overlaps that the pin `overlap` allows; without a pin, only the overlap of `request.base`."""
         pinned = self.request.pins.get("overlap")
         if pinned is None:
             return (self.request.base.overlap,)
@@ -136,24 +139,23 @@ class Space:
         return tuple(o for o in options if self.request.may_overlap(o))
 
     def _divisors(self, axis: str, number: int) -> list[int]:
-        """Return the divisors of a number that the pins of an axis allow."""
+        """Return the divisors of `number` that the pins allow as degree of an axis."""
         return [d for d in divisors(number) if self.request.allows(axis, d)]
 
     def rule_out(self, reason: str, number: int = 1) -> bool:
-        """Count illegal combinations by reason; return whether there are any."""
+        """Add `number` to the count of illegal combinations with this reason; return whether `number` is positive."""
         if number:
             self.ruled_out[reason] += number
         return number > 0
 
     def meshes(self) -> Columns:
-        """Return level one: rows of pp, tp_x, tp_y, cp, dp, microbatch and accumulation."""
+        """Return the table `mesh`: columns pp, tp_x, tp_y, cp, dp, microbatch and accumulation."""
         table = np.array(list(self._meshes()), dtype=np.float64).reshape(-1, 5)
         rows = np.concatenate([self._batched(table, micro) for micro in self.microbatches()])
         names = ("pp", "tp_x", "tp_y", "cp", "dp", "microbatch", "accumulation")
         return dict(zip(names, rows.T, strict=True))
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
-        """Yield legal (pp, tp_x, tp_y, cp, dp)."""
         r, rule_out = self.request, self.rule_out
         tokens, seq_len = r.workload.tokens_per_step, r.workload.seq_len * r.group_sequences
         unsplit = dict(r.model.unsplit)
@@ -179,7 +181,7 @@ class Space:
                             continue
                         dp = r.num_devices // pp // tp // cp
                         uneven = tokens is not None and tokens % (seq_len * dp) > 0
-                        reason = "tokens per step do not divide over the data-parallel ranks"
+                        reason = "the data-parallel ranks do not divide the tokens per step"
                         if not rule_out(reason, uneven) and self._splits(dp):
                             yield pp, x, y, cp, dp
 
@@ -189,7 +191,7 @@ class Space:
         return [(dp // s, s) for s in shards if self.request.allows("dp_replicate", dp // s)]
 
     def microbatches(self) -> Sequence[int | None]:
-        """Return the sequences per microbatch to try; None is a size that follows from the other batch numbers."""
+        """Return the numbers of sequences per microbatch to try; None: derived from the other batch numbers."""
         w = self.request.workload
         microbatch = self.request.pins.get("microbatch", w.microbatch)
         if microbatch or w.tokens_per_step is None or w.accumulation_steps is not None:
@@ -197,7 +199,7 @@ class Space:
         return divisors(max(1, w.tokens_per_step // w.seq_len))
 
     def _batched(self, table: NDArray[np.float64], microbatch: int | None) -> NDArray[np.float64]:
-        """Return the meshes over which the batch divides, with columns for microbatch size and count added."""
+        """Return the rows over whose ranks the batch divides, with columns microbatch and accumulation added."""
         w, ones = self.request.workload, np.ones(len(table))
         steps = ones * (w.accumulation_steps or 1)
         if w.tokens_per_step is None:
@@ -212,22 +214,25 @@ class Space:
             divides &= (micro == w.microbatch) & (steps == w.accumulation_steps)
         divides &= steps == self.request.pins.get("accumulation", steps)
         enough = steps >= table[:, 0]
-        self.rule_out("the batch does not divide", int((~divides).sum()))
+        self.rule_out("the batch is not divisible", int((~divides).sum()))
         self.rule_out("fewer microbatches than pipeline stages", int((divides & ~enough).sum()))
         keep = divides & enough
         return np.column_stack([table[keep], micro[keep], steps[keep]])
 
     def kv_legal(self, ranks: int) -> bool:
-        """Return whether key and value heads divide over the ranks, or replicate over them evenly."""
+        """Return whether the number of key-value heads divides the number of ranks, or is divisible by it."""
         heads = self.request.model.num_kv_heads
         return heads % ranks == 0 or ranks % heads == 0
 
     def whole_heads(self, ranks: int) -> bool:
-        """Return whether every rank has whole query heads; without them 2-D attention scatters tokens instead."""
+        """Return whether the attention heads can be sharded over `ranks` ranks without dividing a head.
+
+        Otherwise 2-D attention scatters tokens instead of heads.
+        """
         return self.request.model.num_heads % ranks == 0 and self.kv_legal(ranks)
 
     def shapes(self, x: int, y: int) -> tuple[list[int], list[int]]:
-        """Return legal shapes of attention and MLP on x times y ranks, as indices into `cost.SHAPES`.
+        """Return the legal shapes (see `ir.BLOCK_SHAPES`) of attention and MLP, as indices into `cost.SHAPES`.
 
         1-D requires heads and widths divisible by x y. 2-D attention requires heads divisible by x (see `whole_heads`)
         and the residual width by x and y; a 2-D MLP requires widths divisible by x. Weight-moving attention requires
@@ -248,10 +253,10 @@ class Space:
         return [s for s, legal in attention.items() if legal], [s for s, ok in mlp.items() if ok]
 
     def blocks(self, x: int, y: int, cp: int, dp: int) -> list[tuple[int, ...]]:
-        """Return level two: legal rows of `BLOCKS` for the degrees tp_x, tp_y, cp and data parallelism.
+        """Return the table `blocks` for the degrees tp_x, tp_y, cp and dp: legal tuples of the columns `BLOCKS`.
 
-        Ring attention sends at most as much as an all-gather of keys and values, whose gradients are summed in float32,
-        and it may overlap. So all-gather is a choice only if it is pinned.
+        Context parallelism by an all-gather of keys and values is included only if pinned. It sends at least as many
+        bytes as ring attention, because gradients are summed in float32, and it does not overlap.
         """
         r, names = self.request, BLOCKS[:2]
         on_tokens = self._tokens(x, y, cp)
@@ -277,7 +282,7 @@ class Space:
         ]
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
-        """Return legal (ep, etp): ranks that share the experts, and ranks that share each expert."""
+        """Return the legal (ep, etp) for `tp` tensor-parallel ranks and `ranks` ranks of a pipeline stage."""
         r = self.request
         inner = math.gcd(self.request.experts, ranks) if self.request.experts else 1
         divisible = not r.experts or all(w % tp == 0 for w in r.model.intermediate_sizes)
@@ -291,7 +296,7 @@ class Space:
         ]
 
     def _runs_with(self, ep: int) -> bool:
-        """Return whether this version can make layouts for `ep` expert-parallel ranks."""
+        """Return whether this version can run the model with `ep` expert-parallel ranks."""
         if ep not in self._ep:
             self._ep[ep] = self.request.refusal(Strategy(dp_shard=ep, ep=ep)) is None
         return self._ep[ep]
@@ -302,7 +307,6 @@ class Space:
         return "" if pinned is None else str(PINNABLE["cp_kind"].shown(pinned))
 
     def _ulysses(self, tp: int, cp: int) -> list[int]:
-        """Return the allowed numbers of ranks inside cp that exchange heads (Ulysses)."""
         r, kind = self.request, self._cp_kind()
         local, kv = r.model.num_heads // tp, max(1, r.model.num_kv_heads // tp)
         candidates = {"ulysses": [cp], "hybrid": divisors(cp)[1:-1], "": divisors(cp)}.get(
@@ -315,10 +319,10 @@ class Space:
         ]
 
     def _tokens(self, x: int, y: int, cp: int) -> int | None:
-        """Return 0 if 2-D attention on x * y ranks scatters heads over y, 1 if tokens; None if neither is legal.
+        """Return column `attention_tokens` for 2-D attention on x * y ranks: 0 scatters heads over y, 1 tokens.
 
-        Scattering tokens sends at least as many bytes as scattering heads. It is therefore chosen only if it is pinned
-        or if x * y does not divide the heads. With y > 1 it excludes context parallelism.
+        Scattering tokens sends at least as many bytes as scattering heads, and with y > 1 it excludes context
+        parallelism. It is therefore chosen only if pinned, or if the heads cannot be sharded. None if neither is legal.
         """
         pinned = self.request.pins.get("attention_scatter")
         if pinned != 1 and self.whole_heads(x * y):
@@ -328,10 +332,10 @@ class Space:
     def refusal_of(
         self, shard: int, cp: int, x: int, y: int, *block: int, pp: int = 1
     ) -> str | None:
-        """Return why this version cannot run strategies with these degrees and a row of `blocks`; None if it can.
+        """Return why this version cannot run strategies with some degrees; None if it can.
 
-        FSDP and ring attention apply to all parameters. Without experts and a second axis, layouts depend only on tp_x
-        and on the presence of a pipeline; rows of `blocks` have only Ulysses degrees that divide the heads.
+        Results are cached by the degrees on which layouts depend. Without expert parallelism and tp_y, these are tp_x
+        and whether there is a pipeline. `block` is a row of `blocks`; the other arguments are degrees.
         """
         if not self.request.executable:
             return None
@@ -353,7 +357,10 @@ class Space:
         return self._refusals[key]
 
     def open_overlap(self, columns: Columns) -> Columns:
-        """Return `OVERLAP_COLUMNS` of rows without a chosen overlap, for a lower bound over all allowed overlaps."""
+        """Return `OVERLAP_COLUMNS` with which the predicted time is a lower bound over all allowed overlaps.
+
+        {} if no overlap is allowed.
+        """
         if self.overlaps == (Overlap(),):
             return {}
         chunks = max(o.ep_chunks for o in self.overlaps)
@@ -371,7 +378,7 @@ class Space:
         }
 
     def overlaps_of(self, *key: int) -> list[tuple[int, int, int]]:
-        """Return level six: legal values of `OVERLAP_COLUMNS` for a row of `OVERLAP_KEY`."""
+        """Return the table `overlap`: legal tuples of `OVERLAP_COLUMNS` for a row of `OVERLAP_KEY`."""
         named: dict[str, Any] = dict(zip(OVERLAP_KEY, key, strict=True))
         micro, zero = named.pop("microbatch"), named.pop("zero")
         plain = Strategy(**named, zero=zero if zero < 2 else None)
@@ -391,7 +398,7 @@ class Space:
         return options
 
     def _holds_all_tokens(self, tp: int) -> bool:
-        """Return whether every tensor-parallel rank holds all tokens between blocks, or layouts refuse the degree."""
+        """Return whether the residual stream is replicated over `tp` tensor-parallel ranks, or `tp` is refused."""
         if tp not in self._whole_streams:
             try:
                 whole = tp > 1 and self.request.shard(Strategy(tp_x=tp)).whole_stream
@@ -401,13 +408,10 @@ class Space:
         return self._whole_streams[tp]
 
     def overlaps_with(self, offload: int, regather: int) -> bool:
-        """Return whether overlap of tensor parallelism is legal with these choices of offload and re-gathering."""
-        strategy = Strategy(
-            tp_x=2,
-            offload=bool(offload),
-            gathered_inputs="re-gather" if regather else "keep",
-            overlap=Overlap(half_batch=True),
-        )
+        """Return whether overlap of tensor-parallel collectives is legal with these values of offload and regather."""
+        inputs: Literal["keep", "re-gather"] = "re-gather" if regather else "keep"
+        half = Overlap(half_batch=True)
+        strategy = Strategy(tp_x=2, offload=bool(offload), gathered_inputs=inputs, overlap=half)
         try:
             check_overlap(strategy, Workload(8, microbatch=2))
         except UnsupportedSharding:
@@ -415,22 +419,22 @@ class Space:
         return True
 
     def states(self, pp: int, dp: int, inner: int, fold: int) -> list[tuple[int, ...]]:
-        """Return level three: legal (dp_replicate, dp_shard, zero) of `dp` data-parallel ranks.
+        """Return the table `states`: legal (dp_replicate, dp_shard, zero) of `dp` data-parallel ranks.
 
-        dp_shard times `inner`, the ranks of cp and tp, is divisible by `fold`, the ranks of ep and etp.
+        Experts fold over dp_shard x cp x tp, so `fold` (ep * etp) must divide dp_shard * `inner` (cp * tp).
         """
         splits = [s for s in self._splits(dp) if (s[1] * inner) % fold == 0]
         return [(*split, zero) for split in splits for zero in self.zeros_of(pp)]
 
     def zeros_of(self, pp: int) -> list[int]:
-        """Return the allowed ZeRO stages; pipelines have no executable ZeRO-1."""
+        """Return the allowed ZeRO stages with `pp` pipeline ranks; this version cannot run ZeRO-1 in a pipeline."""
         return [z for z in self.zeros if z != 1 or pp == 1 or self._zero_1_staged]
 
     def shards(self, rows: Columns) -> NDArray[np.bool_]:
-        """Return the mask of rows to keep: those whose ZeRO stage differs in effect from all other stages.
+        """Return the mask of rows to keep; rows whose ZeRO stage has the effect of another stage are dropped.
 
-        Gradients of a single microbatch are reduced layer by layer, so ZeRO-1 gains nothing there. On one rank ZeRO-0
-        equals ZeRO-1. With a pinned stage, all rows with that stage are kept.
+        ZeRO-1 has the effect of ZeRO-2 with a single microbatch, and ZeRO-0 that of ZeRO-1 on one rank. If the stage is
+        pinned, rows are kept by `has_pinned_zero`.
         """
         if "zero" in self.request.pins:
             has_pinned: NDArray[np.bool_] = self.has_pinned_zero(rows["dp_shard"] * rows["cp"])
@@ -445,15 +449,16 @@ class Space:
         return distinct
 
     def has_pinned_zero(self, shards: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return the mask of strategies that satisfy a pinned ZeRO stage; `shards` are their ranks of dp_shard x cp.
+        """Return the mask of strategies with dp_shard * cp = `shards` ranks to which a pinned ZeRO stage applies.
 
-        A recipe's stage applies only if there are ranks to shard over; a pin of the plan command requires such ranks.
+        A pin of the plan command requires more than one rank to shard over. The stage of a recipe has no effect on a
+        single rank, so it excludes nothing.
         """
         pinned = self.request.pins.get("zero", 0) > 0 and not self.request.from_recipe
         return np.asarray((shards > 1) | (not pinned))
 
     def schedules(self, pp: int, microbatches: int) -> list[tuple[int, int]]:
-        """Return level four: legal (index into `cost.SCHEDULES`, virtual stages per rank)."""
+        """Return the table `schedule`: legal (index into `cost.SCHEDULES`, virtual stages per rank)."""
         layers = self.request.model.num_layers
         options = [("1f1b", 1)]
         if pp > 1:
@@ -472,7 +477,7 @@ class Space:
         return [(SCHEDULES.index(s), v) for s, v in options]
 
     def orders(self, degrees: tuple[int, ...], tiers: tuple[int, ...], inner: bool) -> list[int]:
-        """Return level five: the `distinct_orders` with (`inner`) or without tensor parallelism as innermost axis."""
+        """Return the table `order`: `distinct_orders` in `TENSOR_INNERMOST` if `inner`, else all others."""
         if len(self._orders) == 1:
             return self._orders if inner else []
         return [i for i in distinct_orders(degrees, tiers) if (i in TENSOR_INNERMOST) == inner]

@@ -550,7 +550,7 @@ def _fitting_step(
         else:
             limit = reduced
     raise DoesNotFit(
-        f"{request.model.name} does not fit with its towers on {request.num_devices} devices of "
+        f"{request.model.name} does not fit with its encoders on {request.num_devices} devices of "
         f"{request.supernode.name}",
         got=f"{format_bytes(needed)} on the fullest device, with {media} images or recordings per sequence",
         allowed=f"up to {format_bytes(capacity)}",

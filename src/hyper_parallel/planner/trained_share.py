@@ -1,4 +1,4 @@
-"""Trained share of a model, from the names of its parameters and the recipe's `freeze` and `lora`."""
+"""Trained fraction of a model's parameters, from their names and the recipe's `training.freeze` and `lora`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hyper_parallel.model import ModelSpec, ParamSpec
 
 
 def trained_share(model: ModelSpec, recipe: Recipe) -> float:
-    """Return the number of elements with a gradient, adapters included, divided by all parameters of the model.
+    """Return the number of parameters with a gradient, adapters included, divided by all parameters of the model.
 
-    The number is an estimate, because a specification has no module classes: with `all-linear`, every matrix of a layer
-    except routed experts counts as a linear module. If the module itself is available, count its parameters instead.
+    The result is an estimate, because a model spec has no module classes. With `lora.target_modules=all-linear`, every
+    matrix of a layer except routed experts counts as a linear module.
 
     Args:
-        model: The recipe's model.
+        model: Spec of the recipe's model.
         recipe: Recipe with `lora` and `training.freeze`.
     """
     lora, patterns = recipe.lora, recipe.training.freeze
@@ -42,7 +42,7 @@ def trained_share(model: ModelSpec, recipe: Recipe) -> float:
 
 
 def _parameters(model: ModelSpec) -> Iterator[tuple[str, ParamSpec, bool]]:
-    """Yield every parameter with its name, and whether it is outside embedding and head."""
+    """Yield (name, parameter, whether it is outside embedding and head) for every layer."""
     for block in model.blocks:
         for param in block.params:
             for layer in block.layers or (None,):
@@ -61,5 +61,5 @@ def _has_adapter(module: str, inside: bool, lora: Lora) -> bool:
 
 
 def _is_one_of(module: str, ends: tuple[str, ...]) -> bool:
-    """Return whether the last parts of a module's name equal one of `ends`."""
+    """Return whether a module path such as `layers.0.mlp.up_proj` ends with one of `ends`, in whole names."""
     return any(module == end or module.endswith(f".{end}") for end in ends)

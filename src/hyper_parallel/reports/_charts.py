@@ -1,4 +1,4 @@
-"""Charts of a report as full-width Bokeh figures with hover and zoom: curves, stacked bars, and lanes of spans."""
+"""Charts of a report as full-width Bokeh figures with hover and zoom: curves, stacked bars, and timelines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ THEME: Final = Theme(
         }
     }
 )
-"""Transparent, so that the background of the page is visible; the script of the page colours text and grid."""
+"""Bokeh theme with a transparent background, for light and dark pages. The page's script colours text and grid."""
 
 
 class Unit(NamedTuple):
@@ -69,7 +69,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Figure, with its legend entries as tuples of label, colour and style."""
+    """Bokeh figure, and its legend entries as tuples of label, colour and style."""
 
     figure: Any
     keys: Sequence[tuple[str, str, str]]
@@ -130,7 +130,6 @@ def curves(
 
 
 def _draw_bands(plot: Any, bands: Sequence[Span], x_unit: Unit, top: float) -> None:
-    """Draw spans of time as filled bands from 0 to `top`."""
     plot.quad(
         left=[s.start_s / x_unit.size for s in bands],
         right=[s.end_s / x_unit.size for s in bands],
@@ -145,7 +144,6 @@ def _draw_bands(plot: Any, bands: Sequence[Span], x_unit: Unit, top: float) -> N
 def _draw_line(
     plot: Any, line: Curve, points: Sequence[tuple[float, float]], x_unit: Unit, unit: Unit
 ) -> Any:
-    """Draw the points of a line and return their renderer."""
     data = {
         "x": [x / x_unit.size for x, _ in points],
         "y": [y / unit.size for _, y in points],
@@ -211,10 +209,10 @@ def bars(
 
 
 def lanes(spans: Sequence[Span], names: Mapping[str, str]) -> Chart:
-    """Return a chart of spans over time in lanes, with one colour per kind.
+    """Return a timeline: a chart with one row (lane) per executor, and one colour per kind of span.
 
     Args:
-        spans: Spans whose category is a kind, and whose name is a readable label.
+        spans: Spans whose category is a kind (key of `COLORS`), and whose name is a readable label.
         names: Label of each lane to draw, by lane, top to bottom.
     """
     visible = [s for s in spans if s.duration_s > 0 and s.lane in names]

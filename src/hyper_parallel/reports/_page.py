@@ -29,7 +29,7 @@ from hyper_parallel.reports._charts import (
 )
 from hyper_parallel.reports._run_record import RunRecord
 from hyper_parallel.reports._submodels import submodel_rows
-from hyper_parallel.reports._timeline import one_step, some_steps, steps_of
+from hyper_parallel.reports._timeline import one_step, some_steps, steady_steps, steps_of
 from hyper_parallel.reports.data_section import data_section
 from hyper_parallel.reports.results import (
     conditions,
@@ -162,7 +162,7 @@ def _exposed(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _balance(run: RunRecord) -> dict[str, float] | None:
-    """Return the mean imbalance of media tokens, `in_order` of the data and `balanced`; None without media."""
+    """Return the mean imbalance of media tokens over ranks, before (`in_order`) and after balancing."""
     steps = [m["balance"] for m in run.last.rows if "balance" in m]
     total = sum(step["media_tokens"] for step in steps)
     if not total:
@@ -301,14 +301,14 @@ def _predicted_steps(run: RunRecord) -> list[tuple[str, list[tuple[float, float]
 
 
 def _points(run: RunRecord, key: str, inside: str | None = None) -> list[tuple[float, float]]:
-    """Return pairs of step and value of a metric, or of the metric's member `inside`."""
+    """Return (step, value) pairs of a metric; for a metric that is a dict, of its entry `inside`."""
     return _points_of(run.metrics, key, inside)
 
 
 def _points_of(
     rows: Sequence[dict[str, Any]], key: str, inside: str | None = None
 ) -> list[tuple[float, float]]:
-    """Return pairs of step and value of a key in some records, or of the key's member `inside`."""
+    """Return (step, value) pairs of a key in records; for a value that is a dict, of its entry `inside`."""
     pairs = [
         (m["step"], m[key] if inside is None else m[key][inside])
         for m in rows
@@ -413,11 +413,8 @@ def _by_kind(
 
 
 def _phases(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each phase of a step, averaged over ranks and steps.
-
-    The first recorded step is excluded, because it is slower: it also counts bytes.
-    """
-    steps = {*(steps_of(timeline)[1:] or steps_of(timeline))}
+    """Return the seconds of each phase of a step, averaged over ranks and all but the first recorded step."""
+    steps = {*steady_steps(timeline)}
     # A collective in flight is no phase: the rank computes or waits meanwhile.
     spans = [s for s in timeline.spans if s.step in steps and s.category != "in flight"]
     rank_steps = len({(s.lane.split("/")[0], s.step) for s in spans}) or 1
@@ -472,7 +469,6 @@ def _tier(run: RunRecord, tier: str) -> Chart | None:
 
 
 def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
-    """Return facts about the offloaded steps for the template; None when the run did not offload."""
     if run.offload is None:
         return None
     steps = [m["offload"] for m in run.last.rows if "offload" in m]
@@ -484,9 +480,9 @@ def _offload_facts(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any] | None:
-    """Return a table of ranks for the template, with one row per group of the innermost axes; None for one device.
+    """Return the table of ranks in a mesh for the template, with one row per group of the innermost axes.
 
-    The innermost axes are the tensor-parallel axes if present, else the last axis.
+    The innermost axes are the tensor-parallel axes if present, else the last axis. None for one device.
     """
     axes = [(n, d) for n, d in mesh.axes if d > 1]
     if not axes:

@@ -6,7 +6,7 @@ import re
 from typing import Final, NamedTuple
 
 from hyper_parallel.ir import SubmodelsPlan, Timeline
-from hyper_parallel.reports._timeline import steps_of
+from hyper_parallel.reports._timeline import steady_steps
 
 _FORWARD: Final = re.compile(r"(tower )?(forward|\d+F\d+)")
 _BACKWARD: Final = re.compile(r"(tower )?(backward|\d+[BIW]\d+)")
@@ -46,16 +46,11 @@ def submodel_rows(plan: SubmodelsPlan | None, timeline: Timeline | None) -> list
     return [*rows, PartRow("step", where, (plan.step_s, plan.bubble), step)]
 
 
-def _steps(timeline: Timeline) -> list[int]:
-    """Return the numbers of the recorded steps, without the first one if there are others, because it is slower."""
-    return steps_of(timeline)[1:] or steps_of(timeline)
-
-
 def _part_s(
     timeline: Timeline, ranks: tuple[int, ...], of_tower: bool
 ) -> tuple[float, float] | None:
     """Return mean seconds per step of forward and of backward on the sub-model's busiest rank; None without spans."""
-    steps, seconds = _steps(timeline), {rank: [0.0, 0.0] for rank in ranks}
+    steps, seconds = steady_steps(timeline), {rank: [0.0, 0.0] for rank in ranks}
     for span in timeline.spans:
         rank = int(span.lane.split("/")[0].removeprefix("rank "))
         if span.step not in steps or rank not in seconds:
@@ -75,7 +70,7 @@ def _step_s(timeline: Timeline) -> tuple[float, float] | None:
         s for s in timeline.spans if _FORWARD.fullmatch(s.name) or _BACKWARD.fullmatch(s.name)
     ]
     ranks = {span.lane.split("/")[0] for span in passes}
-    for step in _steps(timeline):
+    for step in steady_steps(timeline):
         spans = [span for span in passes if span.step == step]
         if spans:
             lengths.append(max(s.end_s for s in spans) - min(s.start_s for s in spans))

@@ -14,7 +14,7 @@ _MOST_EVENTS: Final = 200_000
 
 
 def predicted_timeline(plan: Plan) -> Timeline:
-    """Return a plan's predicted step: a sequence of spans, one per cost term, since terms count exposed time only."""
+    """Return a plan's predicted step as consecutive spans, one per cost term; terms count exposed time only."""
     spans, now = [], 0.0
     for term in plan.cost:
         if term.seconds > 0:
@@ -26,6 +26,11 @@ def predicted_timeline(plan: Plan) -> Timeline:
 def steps_of(timeline: Timeline) -> list[int]:
     """Return the numbers of the recorded steps, ascending."""
     return sorted({span.step for span in timeline.spans if span.step is not None})
+
+
+def steady_steps(timeline: Timeline) -> list[int]:
+    """Return the numbers of the recorded steps, without the first if there are others: counting bytes slows it."""
+    return steps_of(timeline)[1:] or steps_of(timeline)
 
 
 def one_step(timeline: Timeline, step: int | None = None) -> Timeline:

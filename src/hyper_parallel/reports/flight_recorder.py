@@ -98,7 +98,7 @@ class Divergence:
 def read_dumps(paths: Iterable[Path]) -> dict[int, dict[str, Any]]:
     """Return the content of dump files by rank, which is the number at the end of a file name.
 
-    Of a directory, all files whose name ends in a number are read.
+    For a directory, every file is read whose name ends in a number.
 
     Raises:
         DumpUnreadable: HP623 when a file is not a dump, a rank has two dumps, or there is none.
@@ -156,7 +156,7 @@ def _unreadable(path: Path, why: str) -> DumpUnreadable:
 
 
 def divergences(dumps: Mapping[int, Mapping[str, Any]]) -> list[Divergence]:
-    """Return the first divergence of every process group in which ranks diverge, in order of time."""
+    """Return the first divergence of every process group with one, in order of time."""
     groups: dict[tuple[str, str], dict[int, dict[int, Mapping[str, Any]]]] = defaultdict(dict)
     members: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, dump in dumps.items():
@@ -215,7 +215,7 @@ def _first(
 
 
 def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
-    """Return how the ranks' calls of one collective differ, and the ranks at fault; an empty text if they are equal."""
+    """Return how the ranks' calls of one collective differ (`Divergence.kind`) and the ranks at fault; "" if equal."""
     missing = [rank for rank, entry in entries.items() if entry is None]
     if missing:
         return "missing", missing
@@ -228,7 +228,7 @@ def _difference(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, l
 
 
 def _undone(entries: Mapping[int, Mapping[str, Any] | None]) -> tuple[str, list[int]]:
-    """Return `state` and the ranks that have not completed a collective; an empty text if all ranks have."""
+    """Return `state` and the ranks that have not completed a collective; "" if all ranks have completed it."""
     undone = [
         rank
         for rank, entry in entries.items()

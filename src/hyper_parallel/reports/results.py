@@ -46,7 +46,6 @@ def results(run: RunRecord) -> list[Result]:
 
 
 def _settings_of(run: RunRecord) -> Iterator[Result]:
-    """Yield results about steps, data, learning rate and elapsed time."""
     tokens = float(sum(int(m.get("tokens", 0)) for m in run.metrics))
     amount = f"{format_count(tokens)} tokens"
     if run.terms.records and run.plan.workload.seq_len:
@@ -133,7 +132,6 @@ def _preference(
 
 
 def _speed(run: RunRecord) -> Iterator[Result]:
-    """Yield times, throughput and memory, with predictions as notes."""
     plan, part = run.plan, run.last
     if (step_s := part.steady("step_s")) is not None:
         note = _predicted_note(format_seconds(plan.whole_step_s), step_s, plan.whole_step_s)
@@ -165,7 +163,7 @@ def _speed(run: RunRecord) -> Iterator[Result]:
 
 
 def medians_text(run: RunRecord) -> str:
-    """Return a sentence that states the steps over which medians are taken."""
+    """Return the report's sentence about the steps over which medians are taken."""
     part, several = run.last, len(run.parts) > 1
     first, left_out = part.step + 1, part.warm_up
     steps = f"steps {first} to {part.step + len(part.rows)}" if several else "all steps"

@@ -12,7 +12,7 @@ class StageTerms(NamedTuple):
     Attributes:
         loss: Name of the loss.
         meaning: One sentence about the loss.
-        records: Plural of the unit that a step counts; empty: tokens.
+        records: Plural name of the data records that a step counts; empty: a step counts tokens.
         rows: Number of sequences per record.
     """
 

@@ -1,4 +1,4 @@
-"""Runtime: join a world of ranks, start local ranks, and apply a plan to a model."""
+"""Runtime: launch or join ranks, parallelize a model by a plan, and run training steps with offload."""
 
 from hyper_parallel.backends.torch import (
     Handle,

@@ -1,6 +1,6 @@
-"""parallelize: apply a plan to a model in one call; plan_of: the plan of a module under a strategy, without a search.
+"""`parallelize` applies a plan to a model. `plan_of` returns the plan of a module under a given strategy.
 
-A parallelized Hugging Face model has a `save_pretrained` that writes the output of `hp.save_pretrained`.
+`save_pretrained` of a parallelized Hugging Face model writes the same files as `hp.save_pretrained`.
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ def parallelize(
     Args:
         model: Any `nn.Module`; Hugging Face models provide sharding rules. Parameters have equal values on every rank,
             or are on the meta device.
-        plan: The plan.
-        world: Ranks to use; None: join the world of the environment until the process ends.
-        ranks: Ranks of the world that share this model; None: all.
-        routing: Options of expert routing; None: the model's own behavior.
-        average: Average the gradients of `loss.backward()` over data-parallel ranks (`data_share`), as
-            `DistributedDataParallel` does. Suits loops whose loss is the mean over a rank's own data. False: sum them.
-            Has no effect on `forward_backward`.
-        one_order: Whether every rank calls the submodules in the order of the first steps and equally often; it may
-            skip some in a step. False: order and number of calls may differ between ranks in any step, which costs one
-            exchange between hosts per module that FSDP gathers.
-        sync_replicas: False: run no collectives, and leave the sum of gradients to the caller; only for replicas that
-            are not sharded.
+        plan: Plan of the model.
+        world: World whose ranks run the model; None: join the world of the launcher until the process ends.
+        ranks: Ranks of the world that run this model; None: all ranks.
+        routing: Options of expert routing; None: as implemented by the model.
+        average: Whether `loss.backward()` averages gradients over data-parallel ranks, as `DistributedDataParallel`
+            does. This suits loops whose loss is the mean over a rank's own data. If False, gradients are summed. No
+            effect on `forward_backward`.
+        one_order: Whether all ranks call the submodules in the order of the first steps and equally often; a step may
+            skip some of them. If False, order and number of calls may differ between ranks. FSDP then needs a message
+            between hosts for every module that it gathers.
+        sync_replicas: Whether to reduce gradients over replicas. If False, no collectives run, and the caller sums the
+            gradients; only for unsharded replicas.
 
     Returns:
-        The same model, with the same class and parameter names, its parameters sharded. Its `save_pretrained` writes
-        the output of `hp.save_pretrained`.
+        `model` with sharded parameters; class and parameter names do not change.
 
     Raises:
         DegreesMismatch: HP301 when the plan is for another number of ranks.
         PlanMismatch: HP307 when the plan is for another model.
-        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for parameters that cannot be split exactly.
+        NotDivisible: HP203 for a dimension that the degrees do not divide.
+        RuleError: HP204 for a sharding rule that matches no parameter.
+        UnsupportedSharding: HP205 for an unsupported layout.
     """
     if world is None:
         world = World.join()
@@ -82,10 +83,10 @@ def parallelize(
 
 
 def _end(world: World) -> None:
-    """Leave the world before the interpreter exits, and collect unreachable models with their process groups.
+    """Leave the world before the interpreter exits, and free unreachable process groups by garbage collection.
 
-    A destroyed process group still exists until its last reference is gone. If it outlives the interpreter, one of its
-    threads may free a tensor of the last collective too late, which ends the process by SIGABRT.
+    A destroyed process group exists until its last reference is gone. If the group outlives the interpreter, its
+    threads may free a tensor too late, which ends the process by SIGABRT.
     """
     world.leave()
     gc.collect()
@@ -97,20 +98,23 @@ def plan_of(
     workload: Workload | None = None,
     topology: str | Supernode = "local",
 ) -> Plan:
-    """Return the plan of a module under one strategy.
+    """Return the plan of a module under a given strategy, without a search.
 
     Args:
-        model: Any module, also on the meta device; only its parameter shapes and structure are read.
-        strategy: A `Strategy`, or keys of a recipe's `parallel` section as text, such as `"dp_shard=4 tp=2"`; "" is one
-            rank.
-        workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and lengths that
-            `plan` assumes and lists in the notes of the plan.
+        model: Any module, also on the meta device; only its structure and parameter shapes are read.
+        strategy: A `Strategy`, or keys of a recipe's `parallel` section as text, such as `"dp_shard=4 tp=2"`. An empty
+            text means a single rank.
+        workload: Sequence length, batch sizes and dtypes of a step. None: the dtypes of the module, and default sizes
+            that the plan's notes list.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
 
     Raises:
-        UnknownKey: HP101 with the nearest key. BadValue: HP102 for a value that is not allowed.
-        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for parameters that cannot be split exactly.
-        BatchMismatch: HP308 when the batch is not divisible by the number of data-parallel ranks.
+        UnknownKey: HP101 for an unknown key of `strategy`.
+        BadValue: HP102 for an invalid value of `strategy`.
+        NotDivisible: HP203 for a dimension that the degrees do not divide.
+        RuleError: HP204 for a sharding rule that matches no parameter.
+        UnsupportedSharding: HP205 for an unsupported layout.
+        BatchMismatch: HP308 when the number of data-parallel ranks does not divide the batch.
     """
     words = strategy if isinstance(strategy, str) else None
     if isinstance(strategy, str):
@@ -131,7 +135,7 @@ def plan_of(
 
 
 def _say_in_words(error: HyperParallelError, words: str) -> None:
-    """Change an error in place: replace recipe keys (`parallel.tp_x`) by words of a strategy text (`tp=2`)."""
+    """Replace recipe keys in an error, such as `parallel.tp_x`, by keys of the strategy text `words`, in place."""
     if error.where is not None and error.where.startswith("parallel."):
         error.where = f"strategy: {error.where.removeprefix('parallel.')}"
     changes = error.changes
@@ -171,11 +175,11 @@ _DEFAULTS: Final = {
     "distributed_checkpoint": False,
     "safe_serialization": True,
 }
-"""Arguments of transformers for which only the default value is supported."""
+"""Arguments of transformers' `save_pretrained` for which only the default value is supported."""
 
 
 def attach_save_pretrained(model: nn.Module) -> None:
-    """Replace the `save_pretrained` of a Hugging Face model, which cannot write sharded parameters."""
+    """Replace `save_pretrained` of a Hugging Face model by a method that can write sharded parameters."""
     if callable(getattr(model, "save_pretrained", None)):
         object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
 
@@ -187,18 +191,18 @@ def _save_pretrained(
     max_shard_size: int | str | None = None,
     **kwargs: Any,
 ) -> None:
-    """Write the model as a directory that `from_pretrained` reads; every rank calls this.
+    """Write the model to a directory that `from_pretrained` can load; collective over all ranks.
 
     Args:
-        model: The model.
-        save_directory: The directory.
-        is_main_process: Has no effect: rank 0 writes.
-        max_shard_size: Size at which a file is closed, in bytes or as a text such as `5GB`; None: 5 GiB.
+        model: Parallelized model.
+        save_directory: Directory to write.
+        is_main_process: Ignored: rank 0 writes.
+        max_shard_size: Maximum file size, in bytes or as a text such as `5GB`; None: 5 GiB.
         kwargs: Other arguments of transformers, which must have their default values.
 
     Raises:
         BadValue: HP102 for an unsupported argument.
-        HyperParallelError: As `hp.save_pretrained`.
+        HyperParallelError: Errors of `hp.save_pretrained`.
     """
     from huggingface_hub.serialization._base import parse_size_to_int
 

@@ -1,4 +1,4 @@
-"""Search for the objects that a user's step refers to, and the checks by which `offload` refuses a step."""
+"""Search for the models and optimizers to which a user's training step refers, and checks of a step for `offload`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hyper_parallel.errors import CaptureUnsupported
 
 
 def models_of(step: Callable[..., Any]) -> list[torch.nn.Module]:
-    """Return the modules that a step refers to, without submodules of another module in the list."""
+    """Return the modules to which a step function refers, except submodules of another such module."""
     modules = _referenced_objects(step, torch.nn.Module)
     inside = {id(part) for value in modules for part in [*value.modules()][1:]}
     return [value for value in modules if id(value) not in inside]
 
 
 def optimizers_of(step: Callable[..., Any]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that a step refers to."""
+    """Return the optimizers to which a step function refers."""
     return _referenced_objects(step, torch.optim.Optimizer)
 
 
 def schedulers_of(step: Callable[..., Any]) -> list[Any]:
-    """Return the learning-rate schedulers that a step refers to."""
+    """Return the learning-rate schedulers to which a step function refers."""
     return _referenced_objects(step, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -35,13 +35,16 @@ def _referenced_objects(step: Callable[..., Any], kind: type) -> list[Any]:
 
 
 def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
-    """Yield the closure variables and globals of a function and its callees, and the members of their containers."""
+    """Yield the objects to which a function refers: closure variables, globals, arguments of `partial`, `self`.
+
+    Elements of containers, attributes of user objects, and references of called user functions are included.
+    """
     seen.add(id(step))
     values: list[Any] = []
     if isinstance(step, partial):
         values += [*step.args, *step.keywords.values()]
         step = step.func
-    # Only attributes of objects from the step's own module and of plain namespaces are searched.
+    # Attributes are searched only in objects from the step's module and in `types.SimpleNamespace`.
     user_modules = getattr(step, "__module__", None), "types"
     if inspect.ismethod(step):
         values += [step.__self__, *vars(step.__self__).values()]
@@ -65,19 +68,19 @@ def _values(step: Callable[..., Any], seen: set[int]) -> Iterator[Any]:
 
 
 def refuse_compiled(step: Callable[..., Any], model: torch.nn.Module) -> None:
-    """Refuse a compiled step or model: while it is recorded, torch would run it eagerly, with other rounding."""
+    """Raise HP511 for a compiled step or model, which torch would run eagerly, with other rounding, when recorded."""
     if hasattr(step, "_torchdynamo_orig_callable") or any(
         hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         for module in model.modules()
     ):
         raise CaptureUnsupported(
-            "the step or its model is compiled; a memory plan runs operators one by one",
+            "the step or its model is compiled by torch.compile, but a memory plan runs single operators",
             hint="pass the module before compilation: `model._orig_mod` of `torch.compile(model)`",
         )
 
 
 def refuse_odd_arguments(leaves: list[Any]) -> None:
-    """Refuse step arguments that are neither tensors nor plain values, because their changes cannot be detected."""
+    """Raise HP511 for step arguments that are neither tensors nor plain values, whose changes cannot be detected."""
     kinds = (
         torch.Tensor,
         bool,
@@ -100,10 +103,10 @@ def refuse_odd_arguments(leaves: list[Any]) -> None:
 
 
 def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse a step whose Python code reads a number that differs in every step, such as the loss or a step counter.
+    """Raise HP511 if the step's Python code reads a number that changes in every step, such as the loss.
 
-    A changed number violates its guard and would stop the next step halfway, when the state cannot be restored.
-    Integers and booleans that depend on the batch are accepted, because they may repeat.
+    A guard checks every number that Python reads. A changed number would stop a later step halfway, when the state
+    cannot be restored. Integers and booleans that depend only on the batch are accepted, because they may repeat.
     """
     program = captured.program
     varies = {*captured.input_storages, *captured.written_state}
@@ -117,10 +120,10 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
             kinds = [type(optimizer).__name__ for optimizer in optimizers]
             fused = any("fused" in optimizer.defaults for optimizer in optimizers)
             raise CaptureUnsupported(
-                "the optimizer counts its steps in Python",
+                "the optimizer counts its steps in Python, so every planned step would repeat one count",
                 where=f"`{call.func}` reads `{name}`",
                 got=kinds,
-                hint="create it with `fused=True`, which keeps the count in a tensor"
+                hint="create the optimizer with `fused=True`, which keeps the count in a tensor"
                 if fused
                 else (
                     "with `capturable=True` an accelerator keeps the count in a tensor; or use "
@@ -132,14 +135,14 @@ def refuse_reads(captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
                 "the step reads a number that changes between steps",
                 where=f"`{call.func}` on the result of `{name}`",
                 got=call.guards[0][1],
-                hint="return `loss.detach()` instead of `loss.item()`, and read it outside of the step",
+                hint="return `loss.detach()` instead of `loss.item()`, and read the loss outside of the step",
             )
 
 
 def refuse_schedule(
     step: Callable[..., Any], captured: Captured, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Refuse a step that calls a learning-rate scheduler: planned steps would repeat the recorded learning rate."""
+    """Raise HP511 if the step calls a learning-rate scheduler, because planned steps would repeat the recorded rate."""
     rates = {
         group["lr"].untyped_storage()._cdata
         for optimizer in optimizers
@@ -150,5 +153,5 @@ def refuse_schedule(
     if schedulers_of(step) and not rates.isdisjoint(changed):
         raise CaptureUnsupported(
             "a scheduler changes the learning rate inside of the step",
-            hint="call `scheduler.step()` after the step, outside of it",
+            hint="call `scheduler.step()` outside of the step, after it",
         )

@@ -1,4 +1,9 @@
-"""parallelize_submodels: place the encoders (towers) and the language part of a multimodal model on separate ranks."""
+"""`parallelize_submodels` parallelizes the encoders (towers) and the language part of a multimodal model separately.
+
+Each sub-model has its own layout and ranks; sub-models may share ranks. Tower ranks send features to the ranks of the
+language part, which send gradients back. A joint schedule orders the actions of tower and pipeline stages. Without a
+joint schedule, all towers encode the microbatches of a step in synchronous rounds.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +43,13 @@ from hyper_parallel.runtime._parallelize import attach_save_pretrained, parallel
 from hyper_parallel.runtime._world import World
 
 _ALL: Final = 2**31
-"""Number of microbatches in flight for schedules that may run all forward passes first: no limit."""
+"""Limit of microbatches in flight for schedules that may run all forward passes first."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
 _JOINT: Final = (
-    "one tower; pp with schedule=1f1b; the tower on the same pipeline stages of each data-parallel rank of `language`; "
-    "at most one rank of a sharded tower per pipeline stage and data-parallel rank"
+    "one encoder; pp with schedule=1f1b; the encoder on the same pipeline stages of each data-parallel rank of "
+    "`language`; at most one rank of a sharded encoder per pipeline stage and data-parallel rank"
 )
-"""Layouts with a joint schedule."""
+"""Layouts with a joint schedule: one schedule that orders the actions of encoder and language part."""
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 
@@ -59,35 +64,34 @@ def parallelize_submodels(
     routing: Routing | None = None,
     schedule: Schedule | None = None,
 ) -> nn.Module:
-    """Parallelize the towers (encoders) and the language part of a multimodal model, each with a layout on its ranks.
+    """Parallelize the towers (encoders) and the language part of a multimodal model, each with its layout and ranks.
 
-    A tower's ranks run the model's own `get_image_features`, `get_video_features` or `get_audio_features`, and send
-    the results to the ranks of the language part. These send gradients back unless the tower is frozen. Afterwards,
-    every rank calls `forward_backward`, `forward_loss` and `clip_grad_norm_`, with the microbatches of
-    `microbatch_sources`.
+    Tower ranks run the model's `get_image_features`, `get_video_features` or `get_audio_features`, and send the results
+    to the ranks of the language part. The language ranks send gradients back unless the tower is frozen. To train, all
+    ranks call `forward_backward`, `forward_loss` and `clip_grad_norm_` on the microbatches of `microbatch_sources`.
 
     Args:
-        model: Hugging Face model of text and images, videos or audio, unmodified, with equal values on every rank or on
-            the meta device. It loses the parameters of the parts of other ranks.
-        layouts: `plan_of` strategies of all towers, `vision`, `audio` or both, and of `language`.
-        world: Ranks to use.
-        workload: Workload of the plans of all parts; None: see `plan_of`.
-        ranks: Ranks of each part; parts may share ranks. Meshes have them in ascending order. None: the first part has
-            the first ranks, and no rank has several parts.
-        routing: Options of expert routing in the language part; None: the model's own behavior.
-        schedule: Schedule of steps with its number of microbatches, for one tower and a language part with pipeline
-            stages and 1F1B: stage 0 is the tower, and lane k runs stage k + 1; see `mpmd.submodel_schedule`. None: one
-            from equal costs.
+        model: Hugging Face model of text with images, videos or audio, unmodified, with equal values on every rank or
+            on the meta device. Parameters of sub-models on other ranks are removed.
+        layouts: Strategy, as in `plan_of`, of each sub-model: `language`, and `vision`, `audio` or both.
+        world: World whose ranks run the model.
+        workload: Workload of the language part; None: see `plan_of`.
+        ranks: Ranks of each sub-model, used in ascending order; sub-models may share ranks. None: consecutive ranks in
+            the order of `layouts`, without sharing.
+        routing: Options of expert routing in the language part; None: as implemented by the model.
+        schedule: Joint schedule for a fixed number of microbatches; see `mpmd.submodel_schedule`. It requires one tower
+            and a language part with 1F1B pipeline stages. Stage 0 is the tower, and lane k runs stage k + 1. None: a
+            joint schedule that assumes equal costs, if the layouts permit one.
 
     Returns:
-        The part of this rank, or a module with its parts. Its parameters have the names of the model.
+        The sub-model of this rank, or a module that joins several sub-models. Parameter names are those of `model`.
 
     Raises:
-        BadValue: HP102 for other names of sub-models, and for ranks that do not fit.
+        BadValue: HP102 for unknown or missing names of sub-models, and for ranks that contradict the degrees.
         DegreesMismatch: HP301 when the degrees do not add up to the number of ranks.
-        UnsupportedSharding: HP205 for a model without a tower of its own, and for axes that a sub-model does not
+        UnsupportedSharding: HP205 for a model without a separable tower, and for axes that a sub-model does not
             support.
-        ScheduleError: HP320 for a schedule that does not fit, or without a joint schedule of the parts.
+        ScheduleError: HP320 for an invalid schedule, or for layouts that do not permit a joint schedule.
     """
     strategies = _validated_strategies(division := divide(model), layouts, world.world_size, ranks)
     members = _members(strategies, ranks)
@@ -100,7 +104,7 @@ def parallelize_submodels(
     for (name, side), part in zip(sides.items(), _parts(model, division, sides), strict=True):
         is_tower = isinstance(side, Tower)
         plan = plan_of(part, strategies[name])
-        # `workload` is that of the language part; its batch need not be divisible by the tower's ranks.
+        # Set without checks, because the tower's ranks need not divide the batch of the language part.
         plan = replace(plan, workload=workload or plan.workload)
         options = _options(is_tower, layout is not None, plan.strategy, routing)
         parallelize(part, plan, world, members[name], **options)
@@ -113,7 +117,7 @@ def parallelize_submodels(
 def _parts(
     model: nn.Module, division: Division, sides: Mapping[str, Tower | Reader]
 ) -> list[nn.Module]:
-    """Return the sub-models of this rank, in the order of `sides`; `model` becomes the last one."""
+    """Split `model` into the sub-models of this rank, in the order of `sides`; the last sub-model reuses `model`."""
     towers = {tower.kind: tower for tower in division.towers}
     models = [*(twin_of(model) for _ in range(len(sides) - 1)), model]
     return [
@@ -125,7 +129,7 @@ def _parts(
 
 
 def _with_stage_layers(model: nn.Module, language: Strategy, division: Division) -> Strategy:
-    """Return the strategy of the language part; with layers of each stage if later stages may read features."""
+    """Return the strategy of the language part, with explicit `stage_layers` if later stages may read features."""
     if language.pp == 1 or language.stage_layers or not division.layers_with_features:
         return language
     return replace(language, stage_layers=plan_of(model, language).strategy.stage_layers)
@@ -134,10 +138,10 @@ def _with_stage_layers(model: nn.Module, language: Strategy, division: Division)
 def _options(
     is_tower: bool, joint: bool, strategy: Strategy, routing: Routing | None
 ) -> dict[str, Any]:
-    """Return the keyword arguments of `parallelize` for one sub-model.
+    """Return the keyword arguments of `parallelize` for a sub-model.
 
-    A tower runs once for each microbatch with media, so the number of its calls differs from step to step. Copies of a
-    tower under a joint schedule sum their gradients at the end of a step.
+    A tower runs only for microbatches with media, so the number of calls differs between steps and ranks. Under a joint
+    schedule, the replicas of a tower reduce their gradients at the end of a step.
     """
     if not is_tower:
         return {"routing": routing}
@@ -151,12 +155,12 @@ def _check_schedule(
     layout: JointLayout | None,
     frozen: bool,
 ) -> None:
-    """Raise ScheduleError (HP320) for a schedule that the parts cannot run."""
+    """Raise ScheduleError (HP320) for a schedule that the sub-models cannot run."""
     if schedule is None:
         return
     if layout is None:
         raise ScheduleError(
-            "tower and language part have no joint schedule",
+            "encoder and language part have no joint schedule in this layout",
             got=f"{strategies}",
             allowed=_JOINT,
             hint="schedule=None",
@@ -165,17 +169,17 @@ def _check_schedule(
 
 
 def _role(part: nn.Module, side: Tower | Reader, world: World) -> Role:
-    """Return the role of a parallelized sub-model; a language part then reads its features from the tower's ranks."""
+    """Return the role of a parallelized sub-model; make a language part read its features from the tower ranks."""
     if isinstance(side, Reader):
         tp, pipeline = handle(part).tp, handle(part).pipeline
-        # A rank reads the features of its shard of the tokens, or of all tokens if activations are replicated.
+        # A rank receives features of its shard of the tokens, or of all tokens if activations are replicated.
         group = None if tp is None or tp.replicated_activations else tp.group
         side.watch(part, group, None if pipeline is None else pipeline.stages.running)
     return Role(part, side, world.rank == _first_rank(side))
 
 
 def _rank_module(roles: Sequence[Role], joint: JointSteps | None) -> nn.Module:
-    """Return the module of this rank: its only sub-model, or a module that joins the sub-models of `roles`."""
+    """Return the module of this rank: its single sub-model, or a module that joins the sub-models of `roles`."""
     group = dist.group.WORLD
     assert group is not None
     attached, whole = handle(roles[0].part), roles[0].part
@@ -192,7 +196,7 @@ def _rank_module(roles: Sequence[Role], joint: JointSteps | None) -> nn.Module:
 def _members(
     strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the world's ranks of each sub-model, by name, as in its mesh: ascending; without `ranks`, consecutive."""
+    """Return the ascending ranks of each sub-model, by name; consecutive ranks if `ranks` is None."""
     if ranks is not None:
         return {name: tuple(sorted(ranks[name])) for name in strategies}
     members: dict[str, tuple[int, ...]] = {}
@@ -210,9 +214,9 @@ def _joint_steps(
     frozen: bool,
     schedule: Schedule | None,
 ) -> JointSteps:
-    """Return the steps of this rank that interleave tower and pipeline stages, following a joint schedule.
+    """Return the runner of this rank's steps, which interleave tower and pipeline stages by a joint schedule.
 
-    `places` has the data-parallel rank and the pipeline stage of each rank of the language part.
+    `places` contains (data-parallel rank, pipeline stage) of each rank of the language part.
     """
     side = roles[-1].side
     tower = (side.border if isinstance(side, Tower) else side.borders[0]).tower
@@ -241,13 +245,13 @@ def _exchange_sides(
     division: Division,
     world: World,
 ) -> dict[str, Tower | Reader]:
-    """Return this rank's ends of the feature exchange, by name of its sub-models, the language part first.
+    """Return this rank's ends of the exchange of features and gradients, by sub-model, the language part first.
 
-    Creates process groups, so all ranks must call it.
+    Collective over all ranks, because process groups are created.
     """
-    for name, strategy in strategies.items():  # every rank creates the groups of all parts
+    for name, strategy in strategies.items():  # all ranks create the groups of all sub-models
         world.mesh(strategy, members[name])
-    # One process group per direction: messages of both directions may wait for each other.
+    # One process group per direction, because messages in a common group could block each other.
     everyone = list(range(world.world_size))
     features, gradients = (Channel(dist.new_group(everyone), world.device) for _ in range(2))
     language = strategies[LANGUAGE]
@@ -279,10 +283,21 @@ def submodel_strategies(
     world_size: int,
     ranks: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Strategy]:
-    """Return the strategy of each sub-model of a model, in the order of `layouts`; needs no other ranks.
+    """Parse and check the layouts of sub-models without other ranks; see `parallelize_submodels`.
+
+    Args:
+        model: Multimodal model, not changed.
+        layouts: Strategy of each sub-model.
+        world_size: Number of ranks of all sub-models.
+        ranks: Ranks of each sub-model; None: consecutive ranks.
+
+    Returns:
+        Strategy of each sub-model, in the order of `layouts`.
 
     Raises:
-        BadValue: HP102, DegreesMismatch: HP301, UnsupportedSharding: HP205; see `parallelize_submodels`.
+        BadValue: HP102 for unknown or missing names of sub-models, and for ranks that contradict the degrees.
+        DegreesMismatch: HP301 when the degrees do not add up to `world_size`.
+        UnsupportedSharding: HP205 for axes that a sub-model does not support.
     """
     return _validated_strategies(divide(model), layouts, world_size, ranks)
 
@@ -293,7 +308,7 @@ def _validated_strategies(
     world_size: int,
     ranks: Mapping[str, Sequence[int]] | None,
 ) -> dict[str, Strategy]:
-    """Return the validated strategy of each sub-model; arguments and errors as for `submodel_strategies`."""
+    """Parse and check the layouts of the sub-models of `division`; see `submodel_strategies`."""
     names = {*division.kinds, LANGUAGE}
     unknown, missing = sorted(layouts.keys() - names), sorted(names - layouts.keys())
     if unknown or missing:
@@ -340,7 +355,7 @@ def _validated_strategies(
 
 
 def _check_stages(language: Strategy) -> None:
-    """Raise UnsupportedSharding (HP205) if a rank has several pipeline stages."""
+    """Raise UnsupportedSharding (HP205) if a rank of the language part has several pipeline stages."""
     if language.pp > 1 and language.virtual_stages > 1:
         raise UnsupportedSharding(
             "a rank has several pipeline stages of the language part",
@@ -354,7 +369,7 @@ def _check_stages(language: Strategy) -> None:
 def _check_ranks(
     strategies: Mapping[str, Strategy], ranks: Mapping[str, Sequence[int]], world_size: int
 ) -> None:
-    """Raise an error if a sub-model's ranks do not match its degrees, or a rank of the world has no sub-model."""
+    """Check explicit `ranks`: sub-models must match their degrees, use all ranks, and share ranks only if supported."""
     for name, strategy in strategies.items():
         if len({*ranks.get(name, ())}) != strategy.world_size:
             first = ", ".join(map(str, range(strategy.world_size)))
@@ -370,9 +385,9 @@ def _check_ranks(
     shared = not towers.isdisjoint(ranks[LANGUAGE])
     if strategies[LANGUAGE].pp > 1 and shared and joint_layout(strategies, ranks) is None:
         texts = (f"{name} {s} on ranks {[*ranks[name]]}" for name, s in strategies.items())
-        part = "this tower" if len(strategies) == 2 else "one of several towers"
+        part = "the encoder in this layout" if len(strategies) == 2 else "one of several encoders"
         raise UnsupportedSharding(
-            f"a language part with pipeline stages cannot share ranks with {part} without a joint schedule",
+            f"a language part with pipeline stages cannot share ranks with {part}",
             where="parallel.submodels.language.pp",
             got="; ".join(texts),
             allowed=_JOINT,

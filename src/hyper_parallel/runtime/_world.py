@@ -1,4 +1,4 @@
-"""World: an object that represents the ranks of a training program, owns their process groups, and can be closed."""
+"""World: the ranks of a training program with a common process group, and the device meshes created in it."""
 
 from __future__ import annotations
 
@@ -42,20 +42,19 @@ from hyper_parallel.runtime.supervision import (
 )
 
 _ANSWER_S: Final = 5.0
-"""Seconds within which a live machine reports; connections of all ranks fail within one or two seconds. Not measured on
-a large cluster."""
+"""Seconds within which a machine must report after a failed collective; not measured on a large cluster."""
 _POLL_S: Final = 0.1  # short compared with `_ANSWER_S`
 
 
 class Hosts:
-    """Liveness flags of the machines, in the store of the process group.
+    """Flags of live machines in the store of the process group, to name a lost machine after a failed collective.
 
     Args:
-        store: The store.
+        store: Store of the process group.
         rank: Rank of this process.
         local_rank: Local rank of this process.
-        world_size: Ranks of all machines.
-        ranks_each: Ranks of one machine.
+        world_size: Number of ranks on all machines.
+        ranks_each: Number of ranks on each machine.
     """
 
     def __init__(
@@ -68,16 +67,19 @@ class Hosts:
             store.set(self._names[rank // ranks_each], socket.gethostname())
 
     def alive(self) -> None:
-        """Set the flag of this machine; called after a failure of any rank."""
+        """Set the flag of this machine; called after a failure of this rank."""
         self._store.set(self._alive[self._rank // self._ranks_each], "")
 
     def lost(self) -> HostLost | None:
-        """Return an error that names the machines without a flag after a few seconds; None when all have one."""
+        """Wait for the flags of all machines; return an error that names the missing machines, or None.
+
+        If the store is unreachable, the error names the rendezvous host.
+        """
         missing, names = list(range(len(self._alive))), list[str]()
         answered = threading.Event()
 
         def poll() -> None:
-            with suppress(Exception):  # the exception type for a lost store depends on its library
+            with suppress(Exception):  # the error class for a lost store depends on torch's store
                 self.alive()
                 deadline = time.monotonic() + _ANSWER_S
                 while missing and time.monotonic() < deadline:
@@ -105,19 +107,19 @@ class Hosts:
 
 
 _MISMATCH: Final = "Detected mismatch between collectives"
-"""Message of torch at debug level DETAIL (ProcessGroupWrapper.cpp)."""
+"""Part of torch's error message at debug level DETAIL (ProcessGroupWrapper.cpp)."""
 
 
 class World:
-    """Ranks that jointly train one or more models.
+    """Ranks with a common process group, which train one or more models; a context manager that leaves the group.
 
     Attributes:
         rank: Rank of this process.
-        world_size: Number of processes.
+        world_size: Number of ranks.
         local_rank: Rank of this process on its machine.
         device: Device on which this process computes.
-        backend: Collective libraries by device type; empty in a world of one without process group.
-        heartbeat: Heartbeat slot of this rank; None: the rank is not monitored.
+        backend: Backend of torch.distributed, such as `cpu:gloo,cuda:nccl`; empty without a process group.
+        heartbeat: Writer of this rank's heartbeat; None: the rank is not monitored.
     """
 
     def __init__(
@@ -148,21 +150,21 @@ class World:
         worlds: Sequence[int] = (),
         ending: Callable[[], bool] = lambda: False,
     ) -> World:
-        """Join the world that the launcher's environment variables describe; without a launcher, a world of one rank.
+        """Join the world that the environment variables of the launcher describe; without them, a single-rank world.
 
         Args:
-            device: cpu, cuda, npu, ... None: the accelerator of this machine if it has one, else cpu.
-            deadlines: Maximum time of a rank in one phase of a step. A rank that exceeds it ends all ranks of this
-                machine. None: no limit. This package's launcher monitors its ranks itself.
-            debug: Let torch compare each collective across ranks before it runs, which is slow.
-            worlds: Sizes of the worlds into which the ranks of another launcher, such as torchrun, are split, in rank
-                order. (): one world of all ranks. This package's launcher splits its ranks itself.
-            ending: Returns whether a signal has asked ranks to end after their step. A rank that then waits too long is
-                killed. Has no effect without deadlines.
+            device: `cpu`, `cuda`, `npu`, ...; None: the accelerator of this machine, or `cpu` without accelerator.
+            deadlines: Maximum time of a rank in a phase of a step. If a rank exceeds its deadline, all ranks of the
+                machine are ended. None: no limit. Ignored on ranks of `launch`, which monitors them itself.
+            debug: Whether torch compares each collective across ranks before running it, which is slow.
+            worlds: Sizes of the worlds, in rank order, into which the ranks of torchrun are split; (): a single world.
+                Ignored on ranks of `launch`, which splits them itself.
+            ending: Function that returns whether a signal has asked ranks to end after the current step. Deadlines are
+                then shorter. No effect without deadlines.
 
         Raises:
-            DeviceUnavailable: HP502 when this process has no accelerator of its own.
-            LauncherIncomplete: HP315 when the environment does not match any launcher.
+            DeviceUnavailable: HP502 when the machine has fewer accelerators than local ranks.
+            LauncherIncomplete: HP315 when environment variables of the launcher are missing or invalid.
         """
         rank, world_size, local_rank = launched_rank()
         part = None
@@ -181,7 +183,7 @@ class World:
             if INIT_METHOD not in os.environ:
                 _variables("MASTER_ADDR", "MASTER_PORT")
             world._open(os.environ.get(INIT_METHOD, "env://"))
-            if world._board is not None and local_rank == 0:  # all ranks have mapped it
+            if world._board is not None and local_rank == 0:  # all ranks have mapped the file
                 world._board.unlink(missing_ok=True)
         elif dist.is_initialized():
             world.rank, world.world_size = dist.get_rank(), dist.get_world_size()
@@ -190,10 +192,10 @@ class World:
 
     @classmethod
     def fake(cls, rank: int, world_size: int, backend: str = "fake") -> World:
-        """Create one rank of a simulated world, in which collectives return at once and transfer nothing.
+        """Create a rank of a simulated world, in which collectives return at once without transfers.
 
-        One process can thus trace the operations of a rank in a world of any size. The default process group must not
-        be initialized; `close` destroys it. `backend` is `fake` or `TRACED`.
+        A single process can trace the operators of any rank in a world of any size. The default process group must not
+        be initialized, and `close` destroys it. `backend` is `fake` or `TRACED`.
         """
         # Importing the module registers the backend.
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -204,8 +206,8 @@ class World:
         return world
 
     def _open(self, init_method: str | None) -> None:
-        """Create the default process group; a group of one when `init_method` is None."""
-        # gloo for the host; for the device, the backend that torch or its device plug-in has registered.
+        """Create the default process group; a single-rank group when `init_method` is None."""
+        # gloo for CPU tensors; for the device, the backend that torch or a device plug-in has registered.
         kind = self.device.type
         self.backend = "gloo"
         if kind != "cpu":
@@ -215,8 +217,7 @@ class World:
             options = {"init_method": init_method, "timeout": self._timeout}
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if init_method == "env://" and (restart != "0" or self._part is not None):
-            # torchrun keeps its store over a restart: without a prefix, a rank would read addresses from before the
-            # restart.
+            # torchrun keeps its store over a restart. A prefix hides the old addresses in the store.
             store = dist.PrefixStore(f"restart_{restart}", next(rendezvous(init_method))[0])
             if self._timeout is not None:
                 store.set_timeout(self._timeout)
@@ -231,7 +232,7 @@ class World:
             self._hosts = Hosts(store, self.rank, self.local_rank, self.world_size, local_size)
 
     def _watch(self, deadlines: Deadlines | None, ending: Callable[[], bool]) -> None:
-        """Start to publish the heartbeats of this rank, and to monitor the machine's ranks unless the launcher does."""
+        """Publish the heartbeats of this rank and, unless the launcher does so, monitor the ranks of this machine."""
         if BOARD_VARIABLE in os.environ:
             ranks, path = os.environ[BOARD_VARIABLE].split(" ", 1)
             board, poll = HeartbeatBoard(Path(path), int(ranks)), _ignore
@@ -247,21 +248,21 @@ class World:
                 poll = WaitReporter(board, first).poll if self.local_rank == 0 else _ignore
         else:
             return
-        # torch's own timeout raises a less specific error, so it must expire later
+        # The timeout of torch raises a less specific error, so it must expire later.
         if deadlines is not None:
             self._timeout = timedelta(seconds=max(deadlines.step_s, deadlines.first_step_s) + 60)
         self.heartbeat = HeartbeatWriter(board, self.local_rank)
         self._watched.enter_context(self.heartbeat.watched(poll))
 
     def mesh(self, strategy: Strategy, ranks: Sequence[int] | None = None) -> DeviceMesh:
-        """Return the device mesh of a strategy; it has all axes, outermost first, including axes of degree 1.
+        """Return the device mesh of a strategy, with all axes, including axes of degree 1, outermost first.
 
-        Creating a mesh creates process groups, so every rank of the world must call this in the same order, including
-        ranks outside `ranks`. Meshes are cached.
+        Creating a mesh creates process groups. All ranks of the world, also ranks outside `ranks`, must therefore call
+        `mesh` in the same order. Meshes are cached.
 
         Args:
             strategy: Strategy whose degrees multiply to the number of ranks.
-            ranks: Ranks of this world in the mesh, which has them in ascending order; None: all. Several models may use
+            ranks: Ranks of this world in the mesh, used in ascending order; None: all ranks. Several models may use
                 disjoint sets of ranks.
 
         Raises:
@@ -274,7 +275,7 @@ class World:
             self._open(None)
         mesh = self._mesh(AXES, [getattr(strategy, axis) for axis in AXES], members)
         if strategy.cp > 1:
-            # The FSDP axis is created here because every rank of the world calls this function.
+            # Create the flattened FSDP axis here, because all ranks of the world call this function.
             mesh["dp_shard", "cp"]._flatten(FLAT)
         if 1 < len(members) < self.world_size and members not in self._groups:
             self._groups[members] = dist.new_group(list(members))
@@ -283,9 +284,9 @@ class World:
     def expert_mesh(
         self, strategy: Strategy, ranks: Sequence[int] | None = None
     ) -> DeviceMesh | None:
-        """Return the mesh of the same ranks for experts, axes pp, dp_replicate, edp, ep; None when ep is 1.
+        """Return the device mesh of experts, with axes pp, dp_replicate, edp, ep, over the same ranks as `mesh`.
 
-        Must be called after `mesh`; every rank of the world must call this in the same order.
+        Return None when ep is 1. All ranks of the world must call this in the same order, after `mesh`.
         """
         if strategy.ep == 1:
             return None
@@ -306,7 +307,7 @@ class World:
         return self._meshes[key]
 
     def group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        """Return the process group of all ranks of a mesh created by `mesh`; None for a mesh of one rank."""
+        """Return the process group of all ranks in a mesh that `mesh` has created; None for a single-rank mesh."""
         if mesh.size() == 1:
             return None
         if mesh.size() == self.world_size:
@@ -314,16 +315,16 @@ class World:
         return self._groups[tuple(mesh.mesh.flatten().tolist())]
 
     def close(self) -> None:
-        """Wait for the other ranks, leave the world, and destroy the groups that this object has created.
+        """Wait for all ranks in a barrier, then destroy the process groups that this object has created.
 
-        A rank that leaves earlier would close connections that slower ranks are still opening.
+        Without the barrier, a rank could close connections that slower ranks are still opening.
         """
         if self._owns_group and dist.is_initialized():
             dist.barrier()
         self.leave()
 
     def leave(self) -> None:
-        """Leave the world and destroy its process groups without waiting for the other ranks."""
+        """Destroy the process groups that this object has created, without waiting for other ranks."""
         self._watched.close()
         had_meshes = bool(self._meshes)
         self._meshes.clear()
@@ -342,7 +343,7 @@ class World:
     ) -> None:
         if error is None:
             self.close()
-        else:  # other ranks may wait in a collective, which fails once this rank has left
+        else:  # other ranks may wait in a collective, which fails as soon as this rank has left
             stamp(error)
             lost = None
             if self._hosts is not None:
@@ -363,7 +364,7 @@ class World:
 
 @dataclass(frozen=True)
 class _WorldPart:
-    """Member of a list of worlds into which a launcher's ranks are split.
+    """Position of this process in the list of worlds into which the ranks of torchrun are split.
 
     Attributes:
         number: Index of this world.
@@ -379,14 +380,14 @@ class _WorldPart:
 
     @classmethod
     def of(cls, rank: int, worlds: Sequence[int]) -> _WorldPart:
-        """Return the world to which a launcher's rank belongs; `worlds` are the sizes in rank order."""
+        """Return the position of a global rank; `worlds` are the sizes of the worlds, in rank order."""
         ends = list(accumulate(worlds))
         number = bisect_right(ends, rank)
         size = worlds[number]
         return cls(number, rank - ends[number] + size, size, ends[-1])
 
     def store(self, store: dist.Store) -> dist.Store:
-        """Return the prefix store of this world, once the ranks of all worlds have joined the launcher's store."""
+        """Wait until the ranks of all worlds have joined `store`; return a prefix store for this world."""
         if store.add("joined", 1) == self.launched:
             store.set("all_joined", "")
         store.wait(["all_joined"])
@@ -394,18 +395,18 @@ class _WorldPart:
 
 
 def _ignore() -> None:
-    """Do nothing: the launcher monitors the ranks."""
+    """Do nothing, because another process monitors the ranks."""
 
 
 def forget_meshes() -> None:
     """Clear torch's caches that are keyed by device mesh, which frees the process groups of closed worlds.
 
-    An entry of a closed world would also match an equal mesh of a later world, whose groups differ. A rank forked later
-    would inherit cached groups without their threads, and hang when it frees one.
+    Otherwise an entry of a closed world could match an equal mesh of a later world, whose groups differ. Ranks forked
+    later would inherit the cached groups without their threads, and would hang when freeing a group.
     """
     from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
-    # As `torch.distributed.tensor.debug._clear_sharding_prop_cache`, whose import takes each rank 30 ms.
+    # Same as `torch.distributed.tensor.debug._clear_sharding_prop_cache`, whose import takes 30 ms.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):  # since the C++ fast path
         torch._C._clear_DTensor_sharding_propagator_cache()
@@ -416,10 +417,10 @@ def forget_meshes() -> None:
 
 
 def launched_rank() -> tuple[int, int, int]:
-    """Return rank, world size and local rank from the environment; 0, 1 and 0 without a launcher.
+    """Return (rank, world size, local rank) from the environment variables of a launcher; (0, 1, 0) without RANK.
 
     Raises:
-        LauncherIncomplete: HP315 when a variable is missing or has an impossible value.
+        LauncherIncomplete: HP315 when a variable is missing or has an invalid value.
     """
     if "RANK" not in os.environ:
         return 0, 1, 0
@@ -437,19 +438,19 @@ def launched_rank() -> tuple[int, int, int]:
 
 
 def _degrees_mismatch(strategy: Strategy, num_ranks: int, *, is_subset: bool) -> DegreesMismatch:
-    """Return the error for a strategy whose degrees do not multiply to `num_ranks`, with a hint that fixes it."""
     size = strategy.world_size
     dp_shard, remainder = divmod(num_ranks, size // strategy.dp_shard)
     hint = f"ranks=range({size})" if is_subset else f"torchrun --nproc-per-node {size} SCRIPT"
     return DegreesMismatch(
-        f"the degrees multiply to {size}, not to the number of ranks",
+        f"the degrees multiply to {size}, but there {'is' if num_ranks == 1 else 'are'} {num_ranks} "
+        f"rank{'' if num_ranks == 1 else 's'}",
         got=f"{strategy} on {num_ranks} rank{'' if num_ranks == 1 else 's'}",
         hint=hint if remainder else f"{hint}, or dp_shard={dp_shard}",
     )
 
 
 def _variables(*names: str) -> dict[str, str]:
-    """Return environment variables by name; raise LauncherIncomplete (HP315) if one is missing."""
+    """Return environment variables by name; raise LauncherIncomplete (HP315) for a missing variable."""
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise _incomplete(f"`{missing[0]}` is missing", f"RANK={os.environ['RANK']}")
@@ -458,7 +459,7 @@ def _variables(*names: str) -> dict[str, str]:
 
 def _incomplete(problem: str, got: str) -> LauncherIncomplete:
     return LauncherIncomplete(
-        f"{problem}, so this rank cannot connect to the others",
+        f"{problem}, so this rank cannot connect to the other ranks",
         where="environment of this process",
         got=got,
         allowed="RANK below WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them",

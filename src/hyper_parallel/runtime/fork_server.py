@@ -1,4 +1,4 @@
-"""Preparation of a process before it forks ranks, and initialization of a forked rank; see `local_launch`."""
+"""Preparation of a process before it forks ranks, and initialization of forked ranks; see `local_launch`."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ _TOKENIZERS: Final = "TOKENIZERS_PARALLELISM"
 _LONGEST_WAIT_S: Final = 2.0  # idle BLAS workers spin for about 30 ms before they sleep
 _BETWEEN_LOOKS_S: Final = 0.002
 _QUIET_LOOKS: Final = (
-    5  # polls that must find every thread asleep, because a computing thread may pause
+    5  # consecutive polls that must find all threads asleep, because a computing thread may pause
 )
 
 
 def start_rank(process: ForkProcess, rank: int, world_size: int) -> None:
-    """Fork a process for a rank.
+    """Start the process of a rank by a fork.
 
     Raises:
-        RankFailed: HP601 when the system has no process or memory left.
+        RankFailed: HP601 when the limit of processes or memory is reached.
     """
     try:
         process.start()
     except OSError as error:
         raise RankFailed(
-            f"rank {rank} of {world_size} could not be started; the others were stopped",
+            f"rank {rank} of {world_size} could not be started, so all ranks were stopped",
             got=error.strerror,
             hint="start fewer ranks, or raise the limits of processes and memory (ulimit -u, ulimit -v)",
         ) from error
 
 
 def prepare_fork() -> None:
-    """Import the modules of ranks, flush the output streams, and end or refuse threads that would break a fork.
+    """Prepare this process for forks: import modules of ranks, flush output, end OpenMP threads, check other threads.
 
     Raises:
-        ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
+        ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
     """
-    # Otherwise every rank would import these modules itself.
+    # Ranks inherit these modules instead of importing them.
     import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor
@@ -66,10 +66,10 @@ def prepare_fork() -> None:
 
 
 def begin_forked() -> None:
-    """Initialize a forked rank: keep inherited objects alive, and end this process when the parent ends."""
+    """Initialize a forked rank: keep inherited objects alive, and make the kernel kill it when its parent ends."""
     parent = multiprocessing.parent_process()
     gc.freeze()  # objects of the parent must not be finalized here
-    gc.enable()  # disabled while the command starts
+    gc.enable()  # the command line disables garbage collection at its start
     if sys.platform == "linux":
         # The kernel kills this rank when the parent ends for any reason: prctl(2), PR_SET_PDEATHSIG.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -78,10 +78,10 @@ def begin_forked() -> None:
 
 
 def _check_fork() -> None:
-    """Raise ForkUnsafe (HP605) if a process group is open, and free closed groups with their threads.
+    """Raise ForkUnsafe (HP605) if torch.distributed is initialized; free destroyed process groups.
 
-    A rank inherits the groups without their threads, and would hang when it uses or frees one. Meshes are part of
-    reference cycles, so a closed group survives until the next collection.
+    Forked ranks inherit process groups without their threads, and would hang when using or freeing a group. Meshes
+    refer to groups in reference cycles, so garbage collection is needed to free them.
     """
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def _check_fork() -> None:
         raise ForkUnsafe(
             "local ranks cannot be forked from a process that belongs to a process group",
             got=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            hint="close the world first, for example by `with World.join() as world: ...`",
+            hint="close the world before, for example by `with World.join() as world: ...`",
         )
     tasks = Path("/proc/self/task")
     if not tasks.is_dir() or len(list(tasks.iterdir())) > 1:
@@ -97,9 +97,9 @@ def _check_fork() -> None:
 
 
 def _check_threads() -> None:
-    """Raise ForkUnsafe (HP605) if another thread computes, because it may hold a lock that a forked rank waits for.
+    """Raise ForkUnsafe (HP605) if another thread computes, which may hold a lock that a forked rank needs.
 
-    Sleeping threads are accepted, such as threads of a notebook or progress bar, and idle BLAS workers.
+    Sleeping threads, for example of notebooks, progress bars or BLAS, are accepted.
     """
     deadline, quiet = time.monotonic() + _LONGEST_WAIT_S, 0
     running: set[tuple[int, str]] = set()
@@ -112,12 +112,12 @@ def _check_threads() -> None:
         raise ForkUnsafe(
             "local ranks cannot be forked while another thread runs",
             got=sorted(f"thread {python.get(number, name)}" for number, name in running),
-            hint="end it first with thread.join(), or start the ranks with torchrun",
+            hint="end the thread before with thread.join(), or start the ranks with torchrun",
         )
 
 
 def _running() -> Iterator[tuple[int, str]]:
-    """Yield id and name of the other threads of this process that are running or runnable."""
+    """Yield (id, name) of each other thread of this process that is running or runnable."""
     for task in Path("/proc/self/task").glob("[0-9]*"):
         with suppress(OSError):  # the thread has ended
             name, _, state = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
@@ -126,10 +126,10 @@ def _running() -> Iterator[tuple[int, str]]:
 
 
 def _end_openmp_threads() -> None:
-    """End the worker threads of torch's OpenMP runtime; its next parallel loop starts them again.
+    """End the worker threads of torch's OpenMP runtime, which the next parallel loop starts again.
 
-    GNU's OpenMP runtime would wait for them in a forked child, where they do not exist; LLVM's and Intel's would not.
-    Source: OpenMP 5.0, `omp_pause_resource_all`. The symbol is found through torch._C, which links torch's runtime.
+    In a forked child these threads do not exist, but GNU's OpenMP runtime would wait for them. Source: OpenMP 5.0,
+    `omp_pause_resource_all`, found through torch._C, which links the runtime.
     """
     import torch
 
@@ -141,11 +141,15 @@ def _end_openmp_threads() -> None:
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """Select the device of a rank and return it.
+    """Set the current device of torch to the device of a rank, and return this device.
+
+    Args:
+        kind: Device type, such as `cpu` or `cuda`.
+        local_rank: Index of the device.
 
     Raises:
-        DeviceUnavailable: HP603 when there are fewer devices than local ranks.
-        ForkUnsafe: HP605 when the process that forked this rank has initialized the device's driver.
+        DeviceUnavailable: HP502 when there are fewer devices than local ranks.
+        ForkUnsafe: HP605 when the process that forked this rank has initialized the device driver.
     """
     import torch
 
@@ -155,7 +159,7 @@ def device_of_rank(kind: str, local_rank: int) -> torch.device:
     count = module.device_count() if module is not None and module.is_available() else 0
     if local_rank >= count:
         raise DeviceUnavailable(
-            f"local rank {local_rank} finds no {kind} device of its own",
+            f"local rank {local_rank} needs {kind} device {local_rank}, which does not exist",
             got=f"{count} {kind} devices",
             hint="lower the degrees, or start the run on more machines with torchrun",
         )
@@ -175,10 +179,10 @@ def device_of_rank(kind: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def serial_tokenizers() -> Iterator[None]:
-    """Disable the threads of `tokenizers` in processes forked inside the context.
+    """Disable the threads of the library `tokenizers` in processes that are forked inside the context.
 
-    Otherwise the library prints a warning in each process, and hangs when its parallelism is requested by the
-    environment. The setting affects speed only, not tokens.
+    With threads, the library would print a warning in each forked process, or even hang. Tokens do not depend on this
+    setting.
     """
     before = os.environ.get(_TOKENIZERS)
     os.environ[_TOKENIZERS] = "false"

@@ -1,6 +1,6 @@
-"""Manifest of a run on Kubernetes: a JobSet with torchrun in one pod per machine, and the recipe as a ConfigMap.
+"""Kubernetes manifest of a run: a JobSet with torchrun in one pod per machine, and the recipe as a ConfigMap.
 
-JobSet (`jobset.x-k8s.io`) gives every pod a stable host name, so the torchrun agents rendezvous at the first pod.
+JobSet (`jobset.x-k8s.io`) gives every pod a stable host name. The torchrun agents rendezvous at the first pod.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from hyper_parallel.config import Recipe, recipe_to_yaml, time_limit_s, with_abs
 from hyper_parallel.runtime.launchers import ranks_per_node, torchrun_words
 
 _PORT: Final = 29500
-"""Port of torchrun's rendezvous in the first pod, torchrun's default."""
+"""Port of the rendezvous in the first pod; the default of torchrun."""
 _RECIPE_FOLDER: Final = "/etc/hyper-parallel"
 _JOB: Final = "ranks"
 _QUEUE: Final = "kueue.x-k8s.io/queue-name"
 """Label that assigns a JobSet to a Kueue queue."""
 _MOST_NAME: Final = 40
-"""Maximum length of a name: pod names add about twenty characters, and a host name has at most 63."""
+"""Maximum length of a job name: pod names add about 20 characters, and host names have at most 63."""
 
 
 def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
-    """Return the manifest of a run for `kubectl apply -f`.
+    """Return the YAML manifest of a run for `kubectl apply -f`.
 
     Args:
-        recipe: The run.
-        ranks: Ranks of all machines.
-        output_dir: Directory of the run; its name becomes the name of the job.
+        recipe: Recipe of the run.
+        ranks: Number of ranks on all machines.
+        output_dir: Directory of the run, whose name becomes the name of the job.
 
     Raises:
-        DegreesMismatch: HP301 when the machines that the recipe names do not hold exactly these ranks.
+        DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     name = _name(output_dir.name)
     parts = [_config_map(name, recipe), _job_set(name, recipe, ranks)]
@@ -44,7 +44,7 @@ def manifest(recipe: Recipe, ranks: int, output_dir: Path) -> str:
 
 
 def _name(text: str) -> str:
-    """Convert a text to a DNS label: lower-case letters, digits and hyphens."""
+    """Convert a text to a DNS label of lower-case letters, digits and hyphens."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_NAME].strip("-")
     return label if re.match(r"[a-z]", label) else f"run-{label}".rstrip("-")
 
@@ -71,7 +71,7 @@ def _job_set(name: str, recipe: Recipe, ranks: int) -> dict[str, Any]:
     failures: dict[str, Any] = {"maxRestarts": recipe.training.max_restarts}
     if recipe.launch.time is not None:
         pods["activeDeadlineSeconds"] = time_limit_s(recipe.launch.time)
-        # With a restart after the time limit, a run would have no limit.
+        # A restart after the time limit would make the limit ineffective.
         late = {"name": "limitOfTime", "action": "FailJobSet"}
         failures["rules"] = [{**late, "onJobFailureReasons": ["DeadlineExceeded"]}]
     metadata: dict[str, Any] = {"name": name}

@@ -1,8 +1,9 @@
 """Launchers of ranks: torchrun command, Slurm script, `srun`, and actors of a Ray cluster.
 
-All but Ray start `hyper-parallel train`. The process is a rank if RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT are in its environment. On Ray, every rank is an actor. If an actor dies, the run ends with
-an error that names the machine. Other functions check whether this machine can run the local ranks of a run.
+torchrun, Slurm and `srun` start `hyper-parallel train` on every rank. A process is a rank if RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in its environment. On Ray, every rank is an actor. If an
+actor dies, the run ends with an error that names its machine. Other functions check that this machine can run the local
+ranks of a run.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.topology import RankCapacity, rank_capacity
 
-_STORE_PORTS: Final = 20000  # below Linux's range of client ports, ip_local_port_range
+_STORE_PORTS: Final = 20000  # first port of rendezvous stores, below ip_local_port_range of Linux
 
 
 def ranks_per_node(recipe: Recipe, ranks: int) -> int:
     """Return the number of ranks per machine.
 
     Raises:
-        DegreesMismatch: HP301 when the machines that the recipe names do not hold exactly these ranks.
+        DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     launch = recipe.launch
     ranks_each = launch.nproc_per_node or max(1, ranks // launch.nnodes)
@@ -53,11 +54,11 @@ def ranks_per_node(recipe: Recipe, ranks: int) -> int:
 
 
 def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str]:
-    """Return the arguments of `torchrun` that start this machine's ranks.
+    """Return the arguments of `torchrun` that start the ranks of this machine.
 
     Args:
-        recipe: The run.
-        ranks: Ranks on all machines.
+        recipe: Recipe of the run.
+        ranks: Number of ranks on all machines.
         words: Arguments of `hyper-parallel` on every rank.
     """
     launch, ranks_each = recipe.launch, ranks_per_node(recipe, ranks)
@@ -75,9 +76,16 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
 
 
 def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
-    """Return a Slurm script that runs torchrun on every machine, with rendezvous on the first.
+    """Return a Slurm script that runs torchrun on every machine, with rendezvous on the first machine.
 
-    Arguments as for `torchrun_words`; `output_dir` is the directory of the run.
+    Args:
+        recipe: Recipe of the run.
+        ranks: Number of ranks on all machines.
+        words: Arguments of `hyper-parallel` on every rank.
+        output_dir: Directory of the run.
+
+    Raises:
+        BadValue: HP102 for a control character in `launch.sbatch` or `output_dir`.
     """
     launch_section = recipe.launch
     if not all(map(str.isprintable, (str(output_dir), *launch_section.sbatch))):
@@ -115,10 +123,12 @@ def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: 
 
 
 def join_srun() -> None:
-    """Set RANK and the other variables of a rank from Slurm's, if `srun` has started this process as one of several.
+    """Set RANK and the other variables of a rank from those of Slurm.
+
+    No effect if RANK is set, or if `srun` has not started several processes.
 
     Raises:
-        LauncherIncomplete: HP315 when a variable of Slurm is missing or cannot be read.
+        LauncherIncomplete: HP315 when a variable of Slurm is missing or invalid.
     """
     env = os.environ
     if "RANK" in env or "SLURM_STEP_ID" not in env or env.get("SLURM_NTASKS", "1") == "1":
@@ -136,7 +146,7 @@ def join_srun() -> None:
         }
     except (KeyError, ValueError, IndexError) as error:
         raise LauncherIncomplete(
-            "`srun` started several processes, but this one cannot determine its rank",
+            "`srun` started several processes, but this process cannot determine its rank",
             where="environment of this process",
             got=f"{type(error).__name__}: {error}",
             allowed="SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_JOB_ID, SLURM_JOB_NODELIST and "
@@ -147,13 +157,13 @@ def join_srun() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: gpu03 for `gpu[03-05,9],login`."""
+    """Return the first host of a Slurm node list, for example gpu03 of `gpu[03-05,9],login`."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def _tasks(text: str) -> list[int]:
-    """Return the number of processes of every machine from Slurm's notation: [4, 4, 3] for `4(x2),3`."""
+    """Parse Slurm's list of processes per machine, for example `4(x2),3` to [4, 4, 3]."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -162,7 +172,7 @@ def _tasks(text: str) -> list[int]:
 
 
 _NODE_RANKS = 8
-"""Ranks per machine in hints, if the recipe states none: the devices of a DGX or Atlas server."""
+"""Ranks per machine in hints if the recipe sets none: number of devices of a DGX or Atlas server."""
 
 
 _MOST_OVERSUBSCRIBED: Final = 256
@@ -170,10 +180,10 @@ _MOST_OVERSUBSCRIBED: Final = 256
 
 
 def local_capacity(device: str | None = None) -> RankCapacity:
-    """Return the number of ranks that this machine can run on a device type, without initializing its driver.
+    """Return how many ranks this machine can run on a device type, without initializing the device driver.
 
     Args:
-        device: cpu, cuda, npu, ...; None: the accelerator that torch finds, else cpu.
+        device: `cpu`, `cuda`, `npu`, ...; None: the accelerator that torch finds, or `cpu`.
     """
     import torch
 
@@ -185,16 +195,16 @@ def local_capacity(device: str | None = None) -> RankCapacity:
 
 
 def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
-    """Raise an error if a run has more local ranks than this machine can run.
+    """Check that this machine can run the local ranks of a run; no effect on ranks and on clusters.
 
     Args:
-        recipe: The run.
-        ranks: Ranks of all its worlds.
+        recipe: Recipe of the run.
+        ranks: Number of all ranks of the run.
         words: Arguments of `hyper-parallel` that start the run, for the hint.
 
     Raises:
         DeviceUnavailable: HP502 with the number of ranks that this machine can run.
-        DegreesMismatch: HP301 when the machines of the recipe do not hold exactly these ranks.
+        DegreesMismatch: HP301 when `launch.nnodes * launch.nproc_per_node` is not `ranks`.
     """
     if "RANK" in os.environ:  # this process is a rank already
         return
@@ -220,20 +230,20 @@ def check_local_start(recipe: Recipe, ranks: int, words: Sequence[str]) -> None:
 
 
 def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) -> None:
-    """Raise an error for more local ranks than this machine can run.
+    """Check a number of ranks against the capacity of this machine.
 
     Args:
-        ranks: Ranks to start on this machine.
+        ranks: Number of ranks to start on this machine.
         capacity: Number of ranks that the machine can run.
-        where: Option or key that sets the number of ranks.
-        hint: Commands or values that work instead.
+        where: Option or recipe key that sets the number of ranks, for the error.
+        hint: Hint of the error.
 
     Raises:
         DeviceUnavailable: HP502 with the number of ranks that this machine can run.
     """
     if ranks > capacity.num_ranks:
         raise DeviceUnavailable(
-            f"{ranks:,} ranks would be started on this machine, which can run at most {capacity.num_ranks:,}",
+            f"the run needs {ranks:,} ranks on this machine, which can run at most {capacity.num_ranks:,}",
             where=where,
             got=f"{ranks} ranks, {capacity.limit}",
             allowed=f"1..{capacity.num_ranks}",
@@ -242,12 +252,12 @@ def check_rank_count(ranks: int, capacity: RankCapacity, where: str, hint: str) 
 
 
 def has_cluster(recipe: Recipe) -> bool:
-    """Return whether the recipe or RAY_ADDRESS names a Ray cluster; otherwise Ray starts actors on this machine."""
+    """Return whether `launch.ray_address` or RAY_ADDRESS names a Ray cluster; if not, actors run on this machine."""
     return recipe.launch.ray_address is not None or "RAY_ADDRESS" in os.environ
 
 
 def launch_words(ranks: int, node_ranks: int | None = None) -> str:
-    """Return recipe overrides that spread ranks evenly over machines of at most `node_ranks` ranks each."""
+    """Return recipe overrides that distribute ranks evenly over machines with at most `node_ranks` ranks (None: 8)."""
     max_per_node = min(node_ranks or _NODE_RANKS, ranks)
     per_node = next(n for n in range(max_per_node, 0, -1) if ranks % n == 0)
     return f"launch.nnodes={ranks // per_node} launch.nproc_per_node={per_node}"
@@ -256,16 +266,16 @@ def launch_words(ranks: int, node_ranks: int | None = None) -> str:
 _PLACED_S: Final = 60.0
 """Seconds within which a cluster must reserve machines for the ranks."""
 _GRACE_S: Final = 2.0
-"""Seconds for other ranks to report failures after the first one."""
+"""Seconds after the first failure in which other ranks can report failures."""
 STORE_BYTES: Final = 100 * 2**20
-"""Object store of a local cluster; small because ranks do not exchange data through it."""
+"""Bytes of a local cluster's object store; small, because ranks do not exchange data through the store."""
 
 
 class Rank:
-    """Ray actor of one rank of a run; `ray.remote` wraps this class."""
+    """Ray actor of a rank; `ray.remote` wraps this class."""
 
     def place(self) -> tuple[str, str, int, list[str]]:
-        """Return host name, IP address, a free port, and the accelerators that Ray assigns to this actor."""
+        """Return (host name, IP address, free port, ids of the GPUs that Ray assigns to this actor)."""
         import ray
 
         with socket.socket() as free:
@@ -275,7 +285,7 @@ class Rank:
         return socket.gethostname(), ray.util.get_node_ip_address(), port, devices
 
     def run(self, fn: Callable[[], Any], environment: dict[str, str]) -> Any:
-        """Set environment variables, call `fn`, and return its result."""
+        """Set environment variables, and return the result of `fn()`."""
         os.environ.update(environment)
         return fn()
 
@@ -288,22 +298,23 @@ def launch_on_ray(
     address: str | None = None,
     restart: int = 0,
 ) -> list[Any]:
-    """Run `fn()` in `ranks` Ray actors and return the results in rank order; each has the variables that torchrun sets.
+    """Run `fn()` in `ranks` Ray actors and return the results in rank order.
 
-    All machines have equally many ranks, with consecutive numbers. If the cluster has GPUs, each rank reserves one.
+    Actors have the environment variables that torchrun sets. Ranks are distributed evenly over the machines, with
+    consecutive ranks on each machine. If the cluster has GPUs, each actor reserves a GPU.
 
     Args:
-        fn: Function that each actor calls; it and its result must be picklable.
-        ranks: Number of actors, a multiple of the number of machines.
+        fn: Function that each actor calls; the function and its result must be picklable.
+        ranks: Number of actors, a multiple of `nnodes`.
         nnodes: Number of machines.
-        address: The cluster. None: that of RAY_ADDRESS, else a local one that is shut down afterwards.
+        address: Address of the cluster; None: RAY_ADDRESS or, if unset, a local cluster that is shut down at the end.
         restart: Number of restarts so far, passed to ranks as TORCHELASTIC_RESTART_COUNT.
 
     Raises:
-        MissingDependency: HP501 without Ray.
-        DeviceUnavailable: HP502 when the cluster cannot reserve these machines.
+        MissingDependency: HP501 when the package `ray` is not installed.
+        DeviceUnavailable: HP502 when the cluster cannot reserve the machines.
         RankFailed: HP601 with the machine of the first actor that died or failed.
-        HyperParallelError: A coded error of a rank, unchanged.
+        HyperParallelError: Coded error of a rank.
     """
     try:
         import ray
@@ -334,10 +345,10 @@ def launch_on_ray(
 
 
 def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
-    """Reserve machines, start one actor per rank, and return the actors in rank order; `stack` kills them on exit.
+    """Reserve machines and start an actor per rank; return the actors in rank order. Closing `stack` kills them.
 
     Raises:
-        DeviceUnavailable: HP502 when the cluster cannot reserve these machines.
+        DeviceUnavailable: HP502 when the cluster cannot reserve the machines.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -349,7 +360,7 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
     stack.callback(remove_placement_group, group)
     if not group.wait(_PLACED_S):
         raise DeviceUnavailable(
-            f"the Ray cluster lacks {nnodes} machines with {per_node} of {' and '.join(resources)} free on each",
+            f"the Ray cluster does not have {nnodes} machines with {per_node} free {' and '.join(resources)} each",
             where="launch.ray_address",
             got=ray.available_resources(),
             hint="ray status",
@@ -370,7 +381,6 @@ def _start_actors(stack: ExitStack, nnodes: int, per_node: int) -> list[Any]:
 def _environment(
     rank: int, per_node: int, places: list[tuple[str, str, int, list[str]]], restart: int
 ) -> dict[str, str]:
-    """Return the environment variables of a rank; `places` are the results of `Rank.place` in rank order."""
     first = rank // per_node * per_node
     variables: dict[str, Any] = {
         "RANK": rank,
@@ -388,9 +398,9 @@ def _environment(
 
 
 def _results(running: dict[Any, int], hosts: list[str]) -> list[Any]:
-    """Wait for all ranks and return their results in rank order; raise RankFailed (HP601) after a failure.
+    """Wait for all ranks; return their results in rank order, or raise the first failure.
 
-    The error names a dead actor before others, because its death may have made them fail.
+    A dead actor takes precedence over other failures, which it may have caused.
     """
     import ray
 

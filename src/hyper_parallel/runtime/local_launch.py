@@ -1,14 +1,14 @@
-"""Start local ranks by forking a parent that has already imported torch.
+"""Launch of local ranks as forks of a parent process that has already imported torch.
 
-Imports dominate the start of a rank (12 s for 8 torchrun workers on two cores, 0.4 s forked), and forked ranks share
-the parent's code pages. The parent must not own a process group or have initialized an accelerator when it forks. A
-forked rank would wait forever for the threads of OpenMP and `tokenizers`, because a fork copies no threads. The OpenMP
-pool is therefore ended before the fork, and `tokenizers` runs serially in ranks.
+Imports dominate the start of a rank: 12 s for 8 torchrun workers on two cores, 0.4 s for forked ranks. Forked ranks
+also share the parent's code pages. The parent must not have a process group or an initialized accelerator when it
+forks. A fork copies no threads, so ranks would wait forever for threads of OpenMP and `tokenizers`. The OpenMP threads
+are therefore ended before the fork, and `tokenizers` runs serially in ranks.
 
-Each rank runs `fn(rank)`, redirects standard output and error to its log file, and ends with `os._exit`, so code of
-the parent (test runner, exit handlers) does not run in it. When a rank fails, the others get a short grace time and are
-then killed by process id; the first failure is raised in full. With deadlines, the parent also monitors the heartbeats
-of the ranks, and kills a run that hangs.
+Each rank redirects standard output and error to its log file, runs `fn(rank)`, and ends with `os._exit`. Exit handlers
+of the parent therefore do not run in ranks. When a rank fails, the other ranks are killed after a short grace time, and
+the first failure is raised in full. With deadlines, the parent also monitors the heartbeats of the ranks, and kills all
+ranks if one hangs.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ INIT_METHOD: Final = "HYPER_PARALLEL_INIT_METHOD"
 """Environment variable with the rendezvous method of a forked rank."""
 
 _GRACE_S: Final = 2.0
-_GRACE_OF_KILLED_S: Final = 0.5  # a killed rank writes no record to wait for
-_QUIET_POLL_S: Final = 2.0  # without deadlines; the end of a rank ends the wait at once
+_GRACE_OF_KILLED_S: Final = 0.5  # shorter, because a killed rank writes no record
+_QUIET_POLL_S: Final = 2.0  # without deadlines; the end of a rank interrupts the wait
 _POLL_S: Final = 0.25  # detects a frozen rank well within a second after its deadline
 _LINES_OF_STACK: Final = 16  # number of lines in an error; the log contains the full stack
 _STACKS_S: Final = 0.5
 _LENGTH: Final = struct.Struct("<Q")
 _CHUNK_BYTES: Final = 1 << 30  # Linux writes less than 2 GiB per call
 _STACK: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n(?:  File .*\n)*", re.MULTILINE)
-"""One thread in the output of faulthandler; the main thread is the last."""
+"""Stack of a thread in the output of faulthandler, in which the main thread is the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """Result of a rank, or time, traceback and coded error of its failure."""
+    """Result of a rank or, after a failure, its time, traceback and coded error (None for other exceptions)."""
 
     result: Any = None
     failed_at: float = math.inf
@@ -92,26 +92,26 @@ def launch(
     """Run `fn(rank)` on `world_size` forked ranks and return their results in rank order.
 
     Args:
-        fn: Function that each rank calls with its rank; may be a closure. Its result must be picklable.
+        fn: Function of the rank; may be a closure. Its result must be picklable.
         world_size: Number of ranks.
-        log_dir: Directory of `rank_<n>.log`; None: a temporary one.
+        log_dir: Directory of the log files `rank_<n>.log`; None: a temporary directory.
         timeout_s: Seconds after which unfinished ranks are killed; None: no limit.
         threads: CPU threads per rank.
-        echo_rank: Rank that writes to the parent's standard output and error instead of a log file.
-        deadlines: Maximum time of a rank in one phase of a step. None: no limit; if all ranks wait, a line is printed.
-        worlds: Sizes of several worlds, in rank order; (): one world of all ranks.
-        ending: Returns whether a signal has asked ranks to end after their step. A rank that then waits too long is
-            killed. All ranks are killed at once if none has begun a step. Has no effect without deadlines.
+        echo_rank: Rank that writes to the parent's standard output and error instead of a log file; None: no rank.
+        deadlines: Maximum time of a rank in a phase of a step. None: no limit; if all ranks wait, a line is printed.
+        worlds: Sizes of several worlds (process groups), in rank order; (): a single world of all ranks.
+        ending: Function that returns whether a signal has asked ranks to end after their step; needs `deadlines`.
 
     Raises:
         KeyboardInterrupt: All ranks were killed because `ending` returned True before the first step.
-        ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
-        RankHung: HP620 when a rank exceeds its deadline; names the culprit.
-        RankFailed: HP601 when a rank cannot be started, or with the first failure in full and one line per other rank.
-            A coded error of a rank is raised unchanged.
+        ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
+        RankHung: HP620 when a rank exceeds its deadline; the error names the rank that caused the hang.
+        RankFailed: HP601 when a rank cannot be started or has failed, with the traceback of the first failure.
+        HyperParallelError: Coded error of the rank that failed first.
     """
     with scratch_folder() as scratch, _Records(world_size) as records:
-        logs = _create_folder(Path(log_dir or scratch))
+        with written(logs := Path(log_dir or scratch)):
+            logs.mkdir(parents=True, exist_ok=True)
         board = HeartbeatBoard(scratch / "board", world_size)
         watch: HangDetector | WaitReporter = WaitReporter(board)
         if deadlines is not None:
@@ -123,8 +123,8 @@ def launch(
                 for rank, world in enumerate(_world_of_ranks(worlds or (world_size,))):
                     if ending():
                         raise KeyboardInterrupt
-                    log_folder = None if rank == echo_rank else logs
-                    where = (world, scratch, log_folder, threads, board, records)
+                    folder = None if rank == echo_rank else logs
+                    where = (world, scratch, folder, threads, board, records)
                     ranks.append(_fork(fn, rank, world_size, where))
                     if deadlines is not None:
                         board.started(rank, ranks[-1].pid or 0)
@@ -146,24 +146,16 @@ def _world_of_ranks(worlds: Sequence[int]) -> Iterator[range]:
             yield range(first, stop)
 
 
-def _create_folder(folder: Path) -> Path:
-    """Return a folder, created if it does not exist."""
-    with written(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _fork(
     fn: Callable[[int], Any], rank: int, world_size: int, where: tuple[Any, ...]
 ) -> ForkProcess:
-    """Fork a rank and return its process; `where` are the arguments of `_child` after `rank`."""
+    """Fork a rank and return its process; `where` contains the arguments of `_child` after `rank`."""
     process = ForkProcess(target=_child, args=(fn, rank, *where))
     start_rank(process, rank, world_size)
     return process
 
 
 def _kill(ranks: Sequence[ForkProcess]) -> None:
-    """Kill all ranks and wait until they have ended."""
     for process in ranks:
         process.kill()
     for process in ranks:
@@ -171,14 +163,13 @@ def _kill(ranks: Sequence[ForkProcess]) -> None:
 
 
 def _hang_error(hang: Hang, logs: Path) -> HyperParallelError:
-    """Return the error of a hang, with log file and stack of the first rank that causes it."""
     first = logs / f"rank_{hang.culprits[0] if hang.culprits else 0}.log"
     stack = _stack(_text(first)).splitlines()[:_LINES_OF_STACK]
     return hang.error(str(first), "\n".join(stack))
 
 
 class _Records:
-    """Records of all ranks, in anonymous in-memory files, so that a full disk cannot lose a result."""
+    """Records of all ranks, in anonymous in-memory files, because a disk may be full."""
 
     def __init__(self, ranks: int) -> None:
         self._files = [os.memfd_create(f"hyper_parallel record {rank}") for rank in range(ranks)]
@@ -191,7 +182,7 @@ class _Records:
             os.close(file)
 
     def write(self, rank: int, record: _Record) -> None:
-        """Write a record atomically: its length is written last, and a reader ignores a record without length."""
+        """Write a record atomically: its length is written last, and `read` ignores a record without length."""
         content = pickle.dumps(record)
         with os.fdopen(self._files[rank], "r+b", buffering=0, closefd=False) as file:
             file.seek(_LENGTH.size)
@@ -201,7 +192,7 @@ class _Records:
             file.write(_LENGTH.pack(len(content)))
 
     def read(self, rank: int) -> _Record:
-        """Return the record of a rank; an empty record if the rank has written none."""
+        """Return the record of a rank; an empty record if the rank has not written any."""
         with os.fdopen(self._files[rank], "rb", closefd=False) as file:
             file.seek(0)
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size) or bytes(_LENGTH.size))
@@ -219,13 +210,18 @@ def _child(
     board: HeartbeatBoard,
     records: _Records,
 ) -> None:
-    """Run a forked rank until the process exits; output goes to a file in `logs`, or to the parent's if None."""
+    """Run a forked rank until its process exits.
+
+    Output goes to `rank_<rank>.log` in `logs` or, if `logs` is None, to the standard output and error of the parent.
+    """
     status = 1
     try:
         begin_forked()
         if logs is not None:
             _redirect(logs / f"rank_{rank}.log")
-        faulthandler.register(signal.SIGUSR1, file=2)  # sent by the parent when this rank hangs
+        faulthandler.register(
+            signal.SIGUSR1, file=2
+        )  # the parent sends this signal when a rank hangs
         import torch
 
         torch.set_num_threads(threads)
@@ -245,7 +241,7 @@ def _child(
         records.write(rank, _Record(result))
         status = 0
     except BaseException as error:
-        if logs is not None:  # otherwise the error of the parent reaches the same terminal
+        if logs is not None:  # otherwise the parent prints the error to the same terminal
             with suppress(OSError):
                 traceback.print_exc()
         coded = error if isinstance(error, HyperParallelError) else None
@@ -269,7 +265,7 @@ def _redirect(log: Path) -> None:
 
 
 def stamp(error: BaseException) -> float:
-    """Return the time of the first call with this error, which approximates the time at which it was raised."""
+    """Return the time at which an error was raised, approximated by the first call of `stamp` for the error."""
     when: float = error.__dict__.setdefault("failed_at", time.time())
     return when
 
@@ -277,12 +273,12 @@ def stamp(error: BaseException) -> float:
 def _wait(
     ranks: list[ForkProcess], timeout_s: float | None, watch: HangDetector | WaitReporter
 ) -> tuple[dict[int, str], Hang | None]:
-    """Wait for all ranks; after the first failure, wait for the others only for a grace time.
+    """Wait for the end of all ranks, at most a grace time after the first failure.
 
-    When a rank exceeds its deadline, ranks write their stacks to their logs.
+    When a rank exceeds its deadline, ranks write their stacks to their log files.
 
     Returns:
-        Descriptions of failures by rank, earliest first, and the hang or None.
+        Descriptions of failures by rank, earliest first, and the hang (None: no hang).
     """
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
     failures: dict[int, str] = {}
@@ -322,7 +318,10 @@ def _wait(
 
 @contextmanager
 def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
-    """Print the position of every rank when SIGTERM ends this process, unless the caller has a handler."""
+    """Print the position of every rank if SIGTERM ends this process inside the context.
+
+    No effect if the caller has installed a handler, or outside the main thread.
+    """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -343,9 +342,10 @@ def _places_on_sigterm(board: HeartbeatBoard) -> Iterator[None]:
 
 
 def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()) -> None:
-    """Signal ranks to write their stacks to their logs.
+    """Signal ranks to write their stacks to their log files.
 
-    A stopped rank can only write after SIGCONT, so all others are killed first, lest the step continue.
+    A rank stopped by a signal can write only after SIGCONT. All other ranks are killed before, because the step would
+    continue otherwise.
     """
     for process in ranks.values():
         os.kill(process.pid, signal.SIGUSR1)
@@ -363,9 +363,9 @@ def _ask_for_stacks(ranks: dict[int, ForkProcess], stopped: Collection[int] = ()
 def _raise_first(
     failures: dict[int, str], record_files: _Records, logs: Path, echo_rank: int | None
 ) -> None:
-    """Raise the failure of the rank that failed first, with one line per other failed rank."""
+    """Raise the error of the rank that failed first, with a line per other failed rank."""
     records = {rank: record_files.read(rank) for rank in failures}
-    # A killed rank leaves no record and makes the others fail in their next collective, so its failure comes first.
+    # A killed rank leaves no record, and other ranks fail in their next collective, so its failure was the first.
     killed = [rank for rank, how in failures.items() if how.startswith("killed by")]
     first = killed[0] if killed else min(failures, key=lambda rank: records[rank].failed_at)
     if (coded := records[first].coded) is not None:
@@ -385,18 +385,18 @@ def _text(log: Path) -> str:
 
 
 def _end(log: str) -> str:
-    """Return the last stack of the main thread in a log, else the last 4000 characters of the log."""
+    """Return the last stack of the main thread in a log or, without a stack, the last 4000 characters."""
     return _stack(log)[:4000] or log[-4000:]
 
 
 def _stack(log: str) -> str:
-    """Return the last stack of the main thread in a log; empty if there is none."""
+    """Return the last stack of the main thread in a log; "" for a log without stacks."""
     stacks: list[str] = _STACK.findall(log)
     return stacks[-1] if stacks else ""
 
 
 def _last_line(record: _Record, how: str, log: str) -> str:
-    """Return the last line of a rank's error; for a hanging rank, the description and the innermost frame."""
+    """Return the last line of a rank's traceback or, without traceback, `how` and the innermost frame of its stack."""
     if lines := record.trace.strip().splitlines():
         return lines[-1][:200]
     return ", in ".join([how, *(line.strip() for line in _stack(log).splitlines()[1:2])])

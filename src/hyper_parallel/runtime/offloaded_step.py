@@ -1,9 +1,10 @@
 """hp.offload: run a user's training step by a memory plan.
 
-The first call runs the step eagerly, which creates the optimizer state. The second call records the step and plans it.
-Later calls run the plan. The results of the first planned step are compared with those of the eager step, bitwise on a
-CPU. With several ranks, collectives start in recorded order. Ranks with equal recorded programs share one plan, and all
-ranks raise the same error.
+A memory plan lists, for the operators of a recorded step, the tensors to evict, prefetch and recompute. The first call
+runs the step eagerly, which creates the optimizer state. The second call records the step and plans its memory. Later
+calls run by the plan (planned steps). The first planned step is checked against the eager step, bitwise on a CPU. With
+several ranks, collectives start in recorded order. Ranks with equal recorded programs get the same plan, and all ranks
+raise the same error.
 """
 
 from __future__ import annotations
@@ -66,18 +67,20 @@ from hyper_parallel.topology import Supernode, detect_local, load_topology
 from hyper_parallel.units import parse_bytes
 
 FLASH_BYTES_S: Final = 1e9
-"""Rate of one NVMe drive, a generic figure, used when the topology names no flash."""
+"""Assumed bytes/s of an NVMe drive, if the topology has no flash."""
 
 
 def host_machine(node: Supernode, dram_bytes: int | None, flash: bool) -> MemoryMachine:
-    """Return a machine with the tiers device, DRAM and, optionally, files; copy rates are from the topology.
+    """Return the machine model of memory plans, with copy rates from a topology.
+
+    Its tiers are device memory, DRAM and optionally flash.
 
     Args:
-        node: The topology.
+        node: Topology of the machine.
         dram_bytes: Bytes of DRAM; None: unlimited.
-        flash: Add a tier of files.
+        flash: Whether to add a flash tier.
     """
-    # Without host memory in the topology, a copy reads and writes the device's memory.
+    # Without host memory in the topology, a copy reads and writes device memory.
     host = Channel(node.host_bytes_s or node.device.memory_bytes_s.value / 2)
     drives = [pool.bytes_s.value for pool in node.pools if pool.kind == "flash"]
     drive = Channel(drives[0] if drives else FLASH_BYTES_S) if flash else None
@@ -88,7 +91,7 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, in rank order."""
+    """Return the values of all ranks, in rank order; collective over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [value] * dist.get_world_size()
@@ -97,9 +100,9 @@ def gather_objects(value: T) -> list[T]:
 
 
 def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryPlan:
-    """Return the plan of this rank, computed by the lowest rank that has equal inputs.
+    """Return the memory plan of this rank, computed by the lowest rank with equal `inputs`; collective over all ranks.
 
-    If planning fails on any rank, every rank raises the error that requires the largest budget.
+    If planning fails on any rank, all ranks raise an error with capacities that suffice on every rank.
     """
     digests = gather_objects(hashlib.sha256(repr(inputs).encode()).hexdigest())
     planners = [digests.index(digest) for digest in digests]
@@ -123,10 +126,10 @@ def agree_on_plan(compute: Callable[[], MemoryPlan], *inputs: object) -> MemoryP
 
 
 def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
-    """Return one error for all ranks, whose required capacities suffice for every rank; None without errors."""
+    """Merge the errors of several ranks into an error whose required capacities suffice on every rank; None for []."""
     full = [error for error in errors if isinstance(error, TierFull)]
     other_errors = [error for error in errors if error not in full]
-    if other_errors or not full:  # more DRAM alone does not resolve the errors of all ranks
+    if other_errors or not full:  # more DRAM does not resolve the errors of all ranks
         budgets = [with_capacity_hint(e, {"device": e.enough_bytes["device"]}) for e in full]
         return max((*other_errors, *budgets), key=_device_bytes, default=None)
     shared = [t for t in full[0].enough_bytes if all(t in e.enough_bytes for e in full)]
@@ -134,16 +137,16 @@ def merge_errors(errors: list[HyperParallelError]) -> HyperParallelError | None:
 
 
 def _device_bytes(error: HyperParallelError) -> int:
-    """Return the device bytes that an error asks for; 0 for an error that no budget resolves."""
+    """Return the device bytes that an error requires; 0 for an error that no budget resolves."""
     if isinstance(error, TierFull):
         return error.enough_bytes["device"]
     return error.least_bytes if isinstance(error, BudgetImpossible) else 0
 
 
 MOST_SHAPES: Final = 8
-"""Maximum number of planned input shapes: the plan of a large model takes seconds and megabytes."""
+"""Maximum number of planned input shapes; each plan of a large model takes seconds and megabytes."""
 _Key = tuple[TreeSpec, tuple[Any, ...]]
-"""Structure of the arguments, with shape, dtype and device of every tensor and the value of every other leaf."""
+"""Structure of the arguments, and for each leaf its shape, dtype and device, or the value of a non-tensor."""
 
 
 def offload(
@@ -158,35 +161,36 @@ def offload(
     """Run a training step in less device memory.
 
     Args:
-        step: Function that runs forward, backward, `optimizer.step()` and `optimizer.zero_grad()` on one batch, in this
-            order. `zero_grad` may also come first. Its arguments are nested containers of tensors; a value that varies
-            between calls must be a tensor. It returns tensors (`loss.detach()`, not `loss.item()`).
-        budget: Device bytes (`"24GiB"`); the result is the fastest plan within them.
-        max_slowdown: Instead of a budget: minimize bytes at this relative slowdown (0.02 is 2 %).
-        model: Modules of the step. None: the modules that `step` and its callees refer to.
-        optimizer: Optimizers of these modules. None: the optimizers that `step` refers to. Their state must be in
-            tensors (`AdamW(..., fused=True)`). Learning rates become tensors, which torch's schedulers change in place.
-        topology: Preset name or YAML file; `local` is this machine. On a CPU, a device is simulated.
+        step: Function that runs forward, backward, `optimizer.step()` and `optimizer.zero_grad()` on a batch, in this
+            order; `zero_grad` may also come first. Arguments are nested containers of tensors. A value that differs
+            between calls must be a tensor. Results must be tensors too (`loss.detach()`, not `loss.item()`).
+        budget: Device memory, for example `"24GiB"`, within which the plan minimizes the time of the step.
+        max_slowdown: Relative slowdown, for example 0.02, within which the plan minimizes device memory.
+        model: Modules of the step; None: the modules to which `step` and the functions that it calls refer.
+        optimizer: Optimizers of the modules; None: the optimizers to which `step` refers. The state of an optimizer
+            must be in tensors (`AdamW(..., fused=True)`). Learning rates become tensors, which torch's schedulers
+            change in place.
+        topology: Preset name or YAML file; `local`: this machine. On a CPU, a device is simulated.
 
     Returns:
         A callable with the signature of `step`.
 
     Raises:
-        BadValue: HP102 when not exactly one goal is given, or no optimizer is found.
-        CaptureUnsupported: HP511 for compiled code. A call also raises it if replay would not repeat the step exactly.
+        BadValue: HP102 unless either `budget` or `max_slowdown` is given, and for a step without optimizer.
+        CaptureUnsupported: HP511 for compiled code. The second call raises HP511 if the step cannot be replayed.
         BudgetImpossible: HP402 in the second call, on all ranks, with the smallest feasible budget.
     """
     if (budget is None) == (max_slowdown is None):
         raise BadValue(
-            "offload needs exactly one goal", got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
-            allowed="budget or max_slowdown", hint='hp.offload(step, budget="24GiB")',
+            "offload needs either `budget` or `max_slowdown`", got=f"budget={budget!r}, max_slowdown={max_slowdown!r}",
+            hint='hp.offload(step, budget="24GiB")',
         )  # fmt: skip
     models = models_of(step) if model is None else _as_list(model)
     optimizers = optimizers_of(step) if optimizer is None else _as_list(optimizer)
     if not optimizers:
         raise BadValue(
             "no optimizer was found in the step",
-            hint="hp.offload(step, budget=..., optimizer=optimizer)",
+            hint='hp.offload(step, budget="24GiB", optimizer=optimizer)',
         )
     joint_model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     refuse_compiled(step, joint_model)
@@ -202,7 +206,7 @@ def offload(
 
 @dataclass(frozen=True, slots=True)
 class _StepMachine:
-    """Machine for which a step is planned: memory tiers, rates of the device, and the link between ranks."""
+    """Machine model for planning a step: memory tiers, rates of the device, and the link between ranks."""
 
     memory: MemoryMachine
     roofline: Roofline
@@ -210,10 +214,10 @@ class _StepMachine:
 
 
 def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) -> _StepMachine:
-    """Return the machine to plan for; its FLOP/s are for the dtype of the trained parameters.
+    """Return the machine model of a topology, with FLOP/s for the dtype of the trained parameters.
 
     Raises:
-        BadValue: HP102 for the topology `local` with ranks on several machines.
+        BadValue: HP102 for topology `local` with ranks on several machines.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
@@ -237,22 +241,22 @@ def _step_machine(topology: str, optimizers: Sequence[torch.optim.Optimizer]) ->
 
 @dataclass(slots=True)
 class _Planned:
-    """Recorded step for one input shape, and its plan."""
+    """Recorded step for an input shape, and its memory plan."""
 
     captured: Captured
     plan: MemoryPlan
 
 
 class OffloadedStep:
-    """Training step under a memory plan, created by `offload`; called like the step.
+    """Training step under a memory plan, created by `offload`; called like the user's step.
 
-    Between steps, model and optimizer hold no values. Code that reads or changes them (an evaluation, a checkpoint)
-    must run inside `with step.materialized():`. Each new input shape is recorded and planned, at most `MOST_SHAPES` of
-    them.
+    Between planned steps, the tensors of model and optimizer have no valid values. Code that reads or changes them,
+    such as an evaluation or a checkpoint, must run inside `with step.materialized():`. Each new input shape, of at most
+    `MOST_SHAPES`, is recorded and planned.
 
     Attributes:
-        plan: The running memory plan; None before the third call.
-        measured: Measurements of the newest planned step; None before.
+        plan: Current memory plan; None before the third call.
+        measured: Measurements of the newest planned step; None before the first planned step.
     """
 
     def __init__(
@@ -273,7 +277,7 @@ class OffloadedStep:
         self._planned: dict[_Key, _Planned] = {}
         self._device: tuple[_Key, PlannedDevice] | None = None
         replicas = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-        # Number of eager steps left; with DDP there are two, because the second one reorders its buckets.
+        # Number of remaining eager steps: two with DDP, which reorders its buckets in the second step.
         self._plain = 2 if replicas else 1
         self._zeroes_first = False
         self.plan: MemoryPlan | None = None
@@ -281,21 +285,22 @@ class OffloadedStep:
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._owned, self._empty = partial(gathered_parameters, sharded), list[weakref.ref[Any]]()
         device = self._compute_device = self._parameters[0].device
-        # Optimizer kernels of an accelerator use a float32 learning rate; CPU kernels use Python's double.
+        # Optimizer kernels use a float32 learning rate on accelerators and float64 on CPUs.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         for group in groups:
-            # Adam rejects a learning rate in a tensor in this case; its step counter in Python is refused later.
+            # In this case Adam rejects tensor learning rates. `refuse_reads` later refuses its Python step counter.
             number = "betas" in group and group.get("foreach") and not group.get("capturable")
             if not number and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=dtype, device=device)
         update_wrapper(self, step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step and return the outputs of `step`, whose tensors own their storage.
+        """Run a step and return the outputs of the user's step, as tensors with storages of their own.
 
         Raises:
             StepChanged: HP512 when the model, the optimizer or a value read by Python differs from the recording.
-            CaptureUnsupported: HP511, BudgetImpossible: HP402, see `offload`.
+            CaptureUnsupported: HP511 if the step cannot be replayed.
+            BudgetImpossible: HP402 if no memory plan fits the budget.
         """
         leaves, nest = tree_flatten((args, kwargs))
         tensors = {f"input {i}": v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)}
@@ -307,7 +312,7 @@ class OffloadedStep:
             # On a CPU this mode does not move tensors.
             with spill_mode(self._compute_device, owned=self._owned) as mode:
                 result = self._step(*args, **kwargs)
-                # Storages that FSDP has freed and will allocate again.
+                # Storages that FSDP has freed, and will allocate again in the next step.
                 self._empty = mode.emptied_storages
             return result
         if key not in self._planned:
@@ -323,12 +328,12 @@ class OffloadedStep:
         return outputs
 
     def _recorded(self, key: _Key, leaves: list[Any], tensors: dict[str, torch.Tensor]) -> Any:
-        """Run and record an eager step, plan later steps with inputs of this shape, and return the step's outputs."""
+        """Run and record an eager step, plan later steps with inputs of the same shape, and return the outputs."""
         if len(self._planned) == MOST_SHAPES:
             raise StepChanged(
                 f"the step was called with more than {MOST_SHAPES} different input shapes or non-tensor values",
                 got=str(key[1])[:200],
-                hint="pad the inputs to a few lengths, and pass values that differ as tensors",
+                hint="pad the inputs to a few lengths, and pass changing values as tensors",
             )
         self.close()
         returned: list[Any] = []
@@ -366,9 +371,9 @@ class OffloadedStep:
         return returned.pop()
 
     def _previous_gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return pairs of parameter and gradient from the previous step, which the recorded step must not read.
+        """Return (parameter, gradient) pairs of the previous step, which the recorded step must not read.
 
-        For a step that begins with `zero_grad`, missing gradients are first set to zeros.
+        For a step that begins with `zero_grad`, missing gradients are set to zeros before.
         """
         for p in self._parameters if self._zeroes_first else ():
             if p.grad is None and p.requires_grad:
@@ -376,7 +381,7 @@ class OffloadedStep:
         return [(p, p.grad) for p in self._parameters if p.grad is not None]
 
     def _named_state(self) -> dict[str, tuple[torch.Tensor, str]]:
-        """Return pairs of tensor and storage kind (such as `weight`) for model and optimizers, by name."""
+        """Return (tensor, storage kind such as `weight`) of all model and optimizer tensors, by name."""
         named = model_state(self._model)
         known = {id(p) for p in self._model.parameters()}
         other_params = [p for p in self._parameters if id(p) not in known]
@@ -387,11 +392,11 @@ class OffloadedStep:
         return named
 
     def _plan_step(self, captured: Captured) -> MemoryPlan:
-        """Return the plan of a recorded step; a check or planning that fails on one rank raises on all.
+        """Check a recorded step and plan its memory; collective over all ranks.
 
         Raises:
-            CaptureUnsupported: HP511 if replay would not repeat the step exactly.
-            BudgetImpossible: HP402 with the smallest feasible budget.
+            CaptureUnsupported: HP511 if the step cannot be replayed.
+            BudgetImpossible: HP402 on all ranks, with the smallest feasible budget.
         """
         refuse_reads(captured, self._optimizers)
         refuse_schedule(self._step, captured, self._optimizers)
@@ -414,7 +419,7 @@ class OffloadedStep:
 
     @contextmanager
     def materialized(self) -> Iterator[None]:
-        """Restore the values of model and optimizer for the duration of this context, between steps."""
+        """Materialize the tensors of model and optimizer inside the context, which must not contain a step."""
         if self._device is None:
             yield
         else:
@@ -422,12 +427,12 @@ class OffloadedStep:
                 yield
 
     def lent(self) -> AbstractContextManager[None]:
-        """Return `materialized()`, under its former name."""
+        """Return `materialized()`; deprecated name."""
         warnings.warn("`lent()` is now `materialized()`", DeprecationWarning, stacklevel=2)
         return self.materialized()
 
     def close(self) -> None:
-        """Restore the values of model and optimizer. A later call of the step moves them to planned memory again."""
+        """Materialize the tensors of model and optimizer; the next step moves them to planned memory again."""
         if self._device is not None:
             self._device[1].close()
             self._device = None
@@ -444,14 +449,14 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer without its wrappers, such as Accelerate's."""
+    """Return an optimizer without wrappers such as `AcceleratedOptimizer`."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
 
 
 def _no_gradient(p: torch.nn.Parameter) -> torch.Tensor:
-    """Return a zero gradient expanded from one element; for a sharded parameter, a DTensor with the same sharding."""
+    """Return a zero gradient that takes the memory of a single element; a DTensor if the parameter is one."""
     part = local(p)
     zeros = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(part)
     if not isinstance(p, DTensor):

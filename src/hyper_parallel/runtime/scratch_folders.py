@@ -1,8 +1,8 @@
 """Scratch folders of processes on this machine, in memory if there is space, removed even after a crash.
 
 Each folder contains a lock file. The process that creates the folder and the ranks forked from it share a lock
-(`flock`), which the kernel releases when the last of them ends. Creating a folder also removes older folders of the
-same user whose lock is free.
+(`flock`). The kernel releases the lock when the last of these processes ends. Creating a folder also removes older
+folders of the same user whose lock is free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOCK: Final = ".lock"
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _MEMORY: Final = Path("/dev/shm")  # tmpfs on every Linux
 _RESERVED_BYTES: Final = 1 << 20
-"""Minimum free space: ranks of one machine write their rendezvous and heartbeats here."""
+"""Minimum free space, for the rendezvous file and the heartbeats of ranks."""
 
 
 @contextmanager
@@ -32,10 +32,10 @@ def scratch_folder(*, in_memory: bool = True) -> Iterator[Path]:
     """Yield a new scratch folder, and remove it at the end of the context.
 
     Args:
-        in_memory: Prefer /dev/shm to the directory of TMPDIR; pass False for larger files.
+        in_memory: Whether to prefer /dev/shm to the temporary directory (TMPDIR); False for large files.
 
     Raises:
-        OutputNotWritable: HP105 when neither has space.
+        OutputNotWritable: HP105 when no directory has space.
     """
     temporary = Path(tempfile.gettempdir())
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def scratch_folder(*, in_memory: bool = True) -> Iterator[Path]:
 
 
 def _first_folder(parents: list[Path], stack: ExitStack) -> Path:
-    """Create a folder in the first directory that has space; `stack` removes it."""
+    """Create a folder in the first of `parents` that has space; closing `stack` removes the folder."""
     refusal: OutputNotWritable | None = None
     for parent in parents:
         with ExitStack() as attempt:
@@ -60,14 +60,14 @@ def _first_folder(parents: list[Path], stack: ExitStack) -> Path:
             stack.push(attempt.pop_all())
             return folder
     assert refusal is not None
-    refusal.hint = "TMPDIR=<a directory with free space>, before the command"
+    refusal.hint = f"export TMPDIR={Path.home()}, or another directory with free space"
     raise refusal
 
 
 def _locked(folder: Path) -> int:
-    """Create the lock file of a folder, and return the descriptor that holds the lock."""
+    """Create and lock the lock file of a folder; return its file descriptor, whose closing releases the lock."""
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    # On a file system without locks, the end of the process cannot be detected, and the folder is never removed.
+    # On a file system without locks, the folder of a killed process is never removed.
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, _mark(folder))
@@ -75,7 +75,7 @@ def _locked(folder: Path) -> int:
 
 
 def _reserve(path: Path) -> None:
-    """Raise OSError if the disk has too little space: a write to a memory-mapped file would kill the process."""
+    """Raise OSError if the disk has too little space; a later write to a memory-mapped file would kill the process."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(file, 0, _RESERVED_BYTES)
@@ -85,7 +85,7 @@ def _reserve(path: Path) -> None:
 
 
 def _remove_dead(parent: Path) -> None:
-    """Remove folders of this user whose processes have ended without removing them."""
+    """Remove the scratch folders of this user that ended processes have left behind."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             status = folder.lstat()
@@ -95,7 +95,7 @@ def _remove_dead(parent: Path) -> None:
             try:
                 mark = _mark(folder)
                 if mark and os.read(lock, len(mark) + 1) == mark:
-                    # Raises while a process holds the lock.
+                    # This raises an error while a process holds the lock.
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
@@ -103,7 +103,7 @@ def _remove_dead(parent: Path) -> None:
 
 
 def _mark(folder: Path) -> bytes:
-    """Return the content of a lock file: the kernel's boot id, which locks do not outlive, and the folder name."""
+    """Return the content of a lock file: boot id of the kernel, because locks end with a reboot, and folder name."""
     try:
         return _BOOT.read_bytes() + os.fsencode(folder.name)
     except OSError:  # not Linux

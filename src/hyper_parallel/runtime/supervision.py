@@ -1,16 +1,17 @@
-"""Heartbeats of ranks, detection of hangs, and restarts after a hang or a lost rank.
+"""Heartbeats of ranks, detection of hangs, and restarts after a hang or a failed rank.
 
     one slot per rank:  pid | phases begun | steps begun | step | microbatch | phase | note
 
-The slots are in a file that the ranks of a machine and their parent map into memory. A rank writes its slot at the
-start of every phase of a step, which takes a few microseconds and no system call. The note describes a wait. A thread
-of the rank writes it from the main thread's stack when a phase lasts long. Reads and writes are not synchronized, so a
-reader may see a partial text once. This module does not import torch.
+The slots form the board, a file that the ranks of a machine and their parent map into memory. A rank writes its slot at
+the start of every phase of a step (forward, backward, ...), which takes microseconds and no system call. If a phase
+lasts long, a thread of the rank writes a note: the collective in which the main thread waits, or its position in the
+code. Reads and writes are not synchronized, so a reader may rarely see a partial text. This module does not import
+torch.
 
-A rank makes progress when it begins a phase. If one rank makes no progress until its deadline, the culprits of the hang
-are determined. They are the ranks that are stopped or have ended. If there are none, they are the ranks outside
-collectives, because ranks inside a collective wait for them. The shorter deadline always applies to a process stopped
-by a signal, because it cannot be busy.
+A rank makes progress when it begins a phase. A hang is detected when a rank makes no progress until its deadline. The
+culprits of a hang are the ranks that are stopped by a signal or have ended. Without such ranks, the culprits are the
+ranks outside collectives, because the other ranks wait for them. A process stopped by a signal cannot be busy, so the
+shorter deadline applies to it.
 """
 
 from __future__ import annotations
@@ -35,41 +36,41 @@ from typing import Any, Final, TypeVar
 from hyper_parallel.errors import RankFailed, RankHung, RestartsUsedUp
 
 BOARD_VARIABLE: Final = "HYPER_PARALLEL_BOARD"
-"""Environment variable with the path of the launcher's board, for a forked rank."""
+"""Environment variable of forked ranks: number of slots and path of the parent's board."""
 
 _MOVE: Final = struct.Struct("<qqqqq48s")
-"""Slot without its note: five integers and the name of the phase, see the module's docstring."""
+"""Format of a slot without note: five integers and the name of the phase, see the module docstring."""
 _PID: Final = struct.Struct("<q")  # first field of `_MOVE`
 _NOTE: Final = struct.Struct("<200s")
 _SLOT_BYTES: Final = _MOVE.size + _NOTE.size
 _IDLE_S: Final = 0.01
-"""CPU seconds between two polls below which a thread counts as waiting."""
+"""A thread that used fewer CPU seconds between two polls counts as waiting."""
 _POLL_S: Final = 0.5  # this polling interval has no measurable cost
 _COMMUNICATION: Final = ("torch/distributed/", "backends/torch/collectives.py")
-"""Files of functions that communicate."""
+"""Path fragments of source files with functions that communicate."""
 _BETWEEN: Final = (
     "torch/overrides.py",
     "torch/utils/_contextlib.py",
     "torch/_dynamo/",
     "backends/torch/forward_variants.py",
 )
-"""Files of stack frames between two functions that communicate."""
+"""Path fragments of source files whose stack frames may lie between functions that communicate."""
 _DELEGATES: Final = ("torch/autograd/", "concurrent/futures/", "threading.py")
-"""Files in which the main thread waits for another thread: backward on a device, an asynchronous checkpoint."""
+"""Path fragments of source files in which the main thread waits for another thread, for example in backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """State that a rank has last published.
+    """Last published state of a rank.
 
     Attributes:
         pid: Process id; 0 before the first heartbeat and after a successful end.
-        beats: Number of phases begun; constant while the rank makes no progress.
-        begun: Number of steps begun by this process.
+        beats: Number of phases begun, which does not change while the rank makes no progress.
+        begun: Number of steps begun by the process.
         step: Current step; 0 outside steps.
-        microbatch: Microbatch of the step, from 1; 0 if there is none.
+        microbatch: Current microbatch of the step, from 1; 0 outside microbatches.
         phase: Current phase.
-        note: Current wait (`waits for ...`) or position (`is in ...`); empty in a phase that has just begun.
+        note: Current wait (`waits for ...`) or position in the code (`is in ...`); empty in a short phase.
     """
 
     pid: int
@@ -86,10 +87,10 @@ class Heartbeat:
 
 
 class HeartbeatBoard:
-    """Heartbeat slots of the ranks of one machine.
+    """Heartbeat slots of the ranks on a machine.
 
     Args:
-        path: The file; created when it is missing.
+        path: Path of the file, which is created if it does not exist.
         ranks: Number of slots.
     """
 
@@ -103,7 +104,7 @@ class HeartbeatBoard:
             os.close(file)
 
     def read(self) -> list[Heartbeat]:
-        """Return the state of every rank, in rank order."""
+        """Return the last published state of every rank, in the order of slots."""
         return [self._read(rank * _SLOT_BYTES) for rank in range(self.ranks)]
 
     def started(self, rank: int, pid: int) -> None:
@@ -121,10 +122,10 @@ def _text(field: bytes) -> str:
 
 
 class HeartbeatWriter:
-    """Writer of this rank's heartbeat slot; no other process writes the slot.
+    """Writer of this rank's heartbeat slot. No other process writes the slot.
 
     Args:
-        board: Slots of this machine.
+        board: Heartbeat slots of the machine.
         slot: Index of this rank's slot.
     """
 
@@ -140,7 +141,7 @@ class HeartbeatWriter:
         return self._numbers[1]
 
     def begin_step(self, step: int | None) -> None:
-        """Publish the start of a step; None for work outside steps, such as an evaluation or a checkpoint."""
+        """Publish the start of a step; None: work outside steps, such as an evaluation or a checkpoint."""
         self._numbers[2] += step is not None
         self._numbers[3:] = [step or 0, 0]
         self.begin_phase("begin")
@@ -155,13 +156,13 @@ class HeartbeatWriter:
             self.note("")
 
     def note(self, text: str) -> None:
-        """Publish the note of this rank: a wait or a position in the code."""
+        """Publish a note: the current wait of this rank, or its position in the code."""
         self._noted = bool(text)
         _NOTE.pack_into(self._memory, self._offset + _MOVE.size, text.encode()[:199])
 
     @contextmanager
     def watched(self, poll: Callable[[], None]) -> Iterator[None]:
-        """Run a thread that, twice a second, publishes the note if the phase lasts long, and calls `poll`."""
+        """Run a thread inside the context that twice a second calls `poll`, and publishes a note in a long phase."""
         ended = threading.Event()
 
         main = threading.main_thread().ident or 0
@@ -170,7 +171,7 @@ class HeartbeatWriter:
             before, computed_s = -1, 0.0
             while not ended.wait(_POLL_S):
                 now_s = _computed_s(main)
-                # A loop without phases counts as waiting unless it has used CPU time.
+                # A user's loop, which publishes no phases, counts as waiting only while it uses no CPU time.
                 if self.beats == before and (self._numbers[2] or now_s - computed_s < _IDLE_S):
                     self.note(describe_position())
                 elif self._noted:
@@ -190,19 +191,19 @@ class HeartbeatWriter:
 
 
 def _computed_s(thread: int) -> float:
-    """Return the CPU seconds of a thread; 0 on systems without thread clocks."""
+    """Return the CPU seconds used by a thread; 0.0 on systems without thread clocks."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def describe_position() -> str:
-    """Return the position of the main thread as text.
+    """Describe the collective in which the main thread waits or, outside collectives, its position in the code.
 
     Examples: `waits for all_reduce (gradient norm) over dp_shard`, `is in f (file.py:3)`.
     """
     frames = sys._current_frames()
-    frames.pop(threading.get_ident())  # this function's own, whose variables refer to it
+    frames.pop(threading.get_ident())  # the frame of this function, to avoid a reference cycle
     main = frames.pop(threading.main_thread().ident or 0)
     innermost = [main]
     if any(part in main.f_code.co_filename for part in _DELEGATES):
@@ -215,10 +216,10 @@ def describe_position() -> str:
 
 
 def _communication(frame: FrameType | None) -> str:
-    """Return a description of the collective in which a thread waits; empty if it waits in none.
+    """Describe the collective in which a thread waits, given its innermost frame; return "" outside collectives.
 
-    Only the frames of the collective are asked for `f_locals`, because Python keeps that snapshot until the function
-    returns.
+    `f_locals` is read only from frames of the collective, because Python keeps this copy of the variables until the
+    function returns.
     """
     calls: list[str] = []
     facts: dict[str, str] = {}
@@ -243,9 +244,9 @@ def _communication(frame: FrameType | None) -> str:
 
 
 _AWAIT: Final = "await_collective"
-"""Function of `backends.torch.collectives` that waits for a collective in flight."""
+"""Name of the function in `backends.torch.collectives` that waits for a collective in flight."""
 _NO_CALLS: Final = ("_", "wrapper", "wait", "<")
-"""Prefixes of the names of functions that are not collectives."""
+"""Prefixes of function names that do not name a collective."""
 _PLAIN: Final = {
     "foreach_all_gather": "all_gather",
     "foreach_all_gather_copy_out": "all_gather",
@@ -259,11 +260,11 @@ _PLAIN: Final = {
     "launch_reduce_into": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-"""Name of the collective, for messages, by name of the function of torch or FSDP that runs it."""
+"""Name of the collective in messages, by name of the function of torch or FSDP that runs the collective."""
 
 
 def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield ("group" | "purpose" | "layer", text) of a collective from the local variables of a function."""
+    """Yield facts about a collective, ("group" | "purpose" | "layer", text), from the local variables of a frame."""
     for value in variables.values():
         if description := getattr(value, "group_desc", None):
             axis = str(description).removeprefix("mesh_")
@@ -276,53 +277,53 @@ def _facts(variables: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
-"""Maximum seconds between two polls that count; after a longer pause, the whole machine had stopped."""
+"""At most this many seconds between two polls count towards a deadline; longer pauses concern the whole machine."""
 _BACKOFF_S: Final = 1.0
-"""Seconds before the first restart, doubled for each further one; short compared with the start of ranks."""
+"""Seconds of waiting before the first restart, doubled for each later restart."""
 _LONGEST_BACKOFF_S: Final = 60.0
 _STOPPED: Final = "tT"
-"""States of proc(5): stopped by a debugger, by a signal."""
+"""Process states of proc(5): stopped by a debugger, stopped by a signal."""
 _GONE: Final = "ZX"
-"""States of proc(5): zombie, dead."""
+"""Process states of proc(5): zombie, dead."""
 _LAST_WORDS_S: Final = 0.5
 """Seconds for the ranks of a machine to print the reason and their stacks, before the first rank ends."""
 _ENDING_S: Final = 10.0
-"""Minimum deadline in seconds of a phase of a step, after a signal has asked the run to end."""
+"""Minimum deadline of a phase, in seconds, after a signal has asked the run to end."""
 _ENDING_FIRST_S: Final = 20.0
-"""Like `_ENDING_S`, in the first step, which is slower; not measured."""
+"""Like `_ENDING_S`, for the first step, which is slower; not measured."""
 _ENDING_PHASES: Final = 3.0
 """Deadline of a phase after a signal has asked the run to end, as a multiple of the longest phase so far."""
 _QUIET_S: Final = 30.0
-"""Seconds without progress after which waiting ranks are reported; longer than common steps, not measured."""
+"""Seconds without progress after which waiting ranks are reported: longer than common steps, not measured."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Maximum time of a rank in one phase.
+    """Maximum time without progress of a rank.
 
     Attributes:
-        step_s: Seconds in a step; also in any other phase for a process that is stopped or has ended.
-        first_step_s: Seconds in the first step of a process, and outside steps: start, evaluation, checkpoint, export.
+        step_s: Seconds in a phase of a step. For a process that is stopped by a signal or has ended: in any phase.
+        first_step_s: Seconds in a phase of the first step, and outside steps: start, evaluation, checkpoint, export.
     """
 
     step_s: float
     first_step_s: float
 
     def of(self, beat: Heartbeat) -> float:
-        """Return the deadline that currently applies to a rank."""
+        """Return the deadline, in seconds, that applies to a rank in state `beat`."""
         return self.step_s if beat.step and beat.begun > 1 else self.first_step_s
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Description of a run that makes no progress.
+    """Description of a hang.
 
     Attributes:
         culprits: Ranks that cause the hang; empty when all ranks wait in collectives.
-        stopped: Culprits that a signal has stopped.
-        description: State of the first culprit.
-        other_states: States of the other ranks, one line each.
+        stopped: Culprits that are stopped by a signal.
+        description: Line about the state of the first culprit.
+        other_states: Lines about the states of all other ranks.
     """
 
     culprits: tuple[int, ...]
@@ -336,9 +337,9 @@ class Hang:
         """Return the error to raise.
 
         Args:
-            where: Log file of the first culprit.
+            where: Log file of the first culprit; None: no log file.
             stack: Stack of the first culprit.
-            restart: Setting that makes the launcher restart lost ranks, for the hint.
+            restart: Setting that makes the launcher restart failed ranks, for the hint.
         """
         hint = "training.timeout_s=3600, if a phase may take this long"
         if not self.culprits:
@@ -352,13 +353,14 @@ class Hang:
 class HangDetector:
     """Hang detector that polls the heartbeats of a machine.
 
-    At most two seconds of the time between two polls count, so a pause of the whole machine is no hang.
+    At most two seconds of the time between two polls count, so a pause of the whole machine is not taken for a hang.
 
     Args:
         board: Heartbeat slots of the ranks.
-        deadlines: Maximum time of a rank in one phase.
+        deadlines: Maximum time without progress of a rank.
         first: Rank of slot 0.
-        ending: Returns whether a signal has asked the run to end after the current step. Deadlines are then short.
+        ending: Function that returns whether a signal has asked the run to end after the current step. Deadlines are
+            then shorter.
     """
 
     def __init__(
@@ -376,7 +378,7 @@ class HangDetector:
         self._polled_at = time.monotonic()
 
     def poll(self, ranks: Collection[int]) -> Hang | None:
-        """Poll once; return the hang if one of the running `ranks` exceeds its deadline, else None."""
+        """Poll the heartbeats; return the hang if any of `ranks` (running slots) exceeds its deadline, else None."""
         now = time.monotonic()
         passed, self._polled_at = min(now - self._polled_at, _LONGEST_POLL_S), now
         beats = self._board.read()
@@ -411,7 +413,7 @@ class HangDetector:
 
 
 class WaitReporter:
-    """Reporter for loops without deadlines: prints the wait of every rank when no rank makes progress.
+    """Reporter for runs without deadlines, which prints the waits of all ranks when no rank makes progress.
 
     Args:
         board: Heartbeat slots of the ranks.
@@ -425,7 +427,7 @@ class WaitReporter:
         self._next_s = _QUIET_S
 
     def poll(self) -> None:
-        """Poll once; print a line when all ranks wait without progress for 30 s, 60 s, 120 s and so on."""
+        """Poll the heartbeats; print a line after 30 s, 60 s, 120 s, ... without progress of any rank."""
         seen = [(beat.beats, beat.note) for beat in self._board.read()]
         if seen != self._seen or not any(note.startswith("waits for") for _, note in seen):
             self._seen, self._since, self._next_s = seen, time.monotonic(), _QUIET_S
@@ -437,7 +439,7 @@ class WaitReporter:
             sys.stderr.write(f"no rank has made progress for {idle_s:.0f} s: {where}\n")
 
     def places(self) -> list[str]:
-        """Return the position of every rank that has published a heartbeat, one line each."""
+        """Return a line about the wait or position of every rank that has published a heartbeat."""
         return [
             f"rank {self._first + slot} {beat.note or 'does not wait'}"
             for slot, beat in enumerate(self._board.read())
@@ -448,12 +450,12 @@ class WaitReporter:
 def hang(
     beats: Sequence[Heartbeat], idle_s: Sequence[float], states: dict[int, str], first: int = 0
 ) -> Hang:
-    """Return the description of a hang: the ranks that cause it, and the ranks that wait for them.
+    """Determine the ranks that cause a hang, and describe the states of all ranks.
 
     Args:
-        beats: Last state of every rank.
-        idle_s: Seconds per rank since its last progress, or since it was stopped.
-        states: States of the running processes by slot, see proc(5); empty: unknown.
+        beats: Last published state by slot.
+        idle_s: Seconds by slot since the last progress, or since a signal stopped the process.
+        states: Process states of proc(5) by slot, for running ranks; "": unknown.
         first: Rank of slot 0.
     """
     waiting = [rank for rank in states if beats[rank].note.startswith("waits for")]
@@ -485,7 +487,7 @@ def _is_one_of(state: str, states: str) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process as a letter of proc(5); empty if unknown, or for process id 0."""
+    """Return the state of a process as a letter of proc(5); "X" if it has ended, "" if unknown or `pid` is 0."""
     if not pid or not Path("/proc/self/stat").exists():
         return ""
     try:
@@ -495,17 +497,17 @@ def process_state(pid: int) -> str:
 
 
 class HangMonitor:
-    """Hang monitor inside each rank, for ranks of another launcher: on a hang, it ends all ranks of the machine.
+    """Hang monitor inside each rank of torchrun, which ends all ranks of the machine after a hang.
 
-    Every rank polls, because any rank may be the one that is stopped. The launcher may restart ended ranks
-    (`torchrun --max-restarts`).
+    Every rank polls, because any rank may be stopped by a signal. torchrun restarts the ended ranks if `--max-restarts`
+    permits.
 
     Args:
-        board: The slots of this machine.
-        deadlines: Maximum time of a rank in one phase.
+        board: Heartbeat slots of the machine.
+        deadlines: Maximum time without progress of a rank.
         slot: Slot of this rank.
-        first: Rank of slot 0, for names of slots.
-        ending: As in `HangDetector`; called on a separate thread, because the main thread may wait.
+        first: Rank of slot 0.
+        ending: See `HangDetector`. Called on another thread, because the main thread may be blocked.
     """
 
     def __init__(
@@ -520,7 +522,10 @@ class HangMonitor:
         self._watch = HangDetector(board, deadlines, first, ending)
 
     def poll(self) -> None:
-        """Poll once; on a hang, end this process and stopped ranks. The lowest running rank prints the reason."""
+        """Poll the heartbeats; after a hang, end this process and all stopped processes of the machine.
+
+        The lowest rank that is not stopped prints the error.
+        """
         hang_state = self._watch.poll(range(self._board.ranks))
         if hang_state is None:
             return
@@ -541,18 +546,21 @@ class HangMonitor:
 
 
 def board_of_machine() -> Path:
-    """Return the path of the heartbeat file that ranks of another launcher share; a restart uses a new file."""
+    """Return the path of the heartbeat file that the ranks of torchrun share; a restart uses a new file."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     run = "-".join([str(os.getuid()), str(os.getppid()), *(os.environ.get(n, "") for n in names)])
     return Path(tempfile.gettempdir()) / f"hyper_parallel-{run.replace('/', '_')}.board"
 
 
 def with_restarts(attempt: Callable[[int], _T], max_restarts: int) -> _T:
-    """Return the result of `attempt(0)`; after each loss of ranks, try the next number up to `max_restarts`.
+    """Return the result of the first successful `attempt(number)`, for numbers from 0 to `max_restarts`.
+
+    Only RankFailed and RankHung lead to another attempt, after a growing pause.
 
     Raises:
-        RestartsUsedUp: HP621 when the last restart has failed as well.
-        RankFailed: HP601, RankHung: HP620 when `max_restarts` is 0. Other coded errors are not retried.
+        RestartsUsedUp: HP621 when the last attempt has failed.
+        RankFailed: HP601 when `max_restarts` is 0.
+        RankHung: HP620 when `max_restarts` is 0.
     """
     for number in range(max_restarts + 1):
         try:
@@ -566,7 +574,7 @@ def with_restarts(attempt: Callable[[int], _T], max_restarts: int) -> _T:
                     f"{first}; the ranks were started {max_restarts + 1} times",
                     where=error.where,
                     allowed=f"training.max_restarts={max_restarts}",
-                    hint="read the log of that rank; then train again, from the newest checkpoint",
+                    hint="read the log of that rank, then start the run again, from the newest checkpoint",
                     others=[line for line in other_lines or error.others if line.strip()],
                 ) from error
             wait_s = min(_BACKOFF_S * 2**number, _LONGEST_BACKOFF_S)

@@ -1,4 +1,4 @@
-"""HyperShard without a framework: sharding rules, layouts derived from them, and the boundary table of collectives."""
+"""HyperShard: sharding rules, the parameter layouts they give, and the table of a step's collectives. No framework."""
 
 from hyper_parallel.shard._boundary import (
     BlockWidths,

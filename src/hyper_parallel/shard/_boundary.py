@@ -1,7 +1,10 @@
-"""Types of the boundary table: collectives (`Boundary`), sharding of tokens, widths of a block.
+"""Types of the boundary table, which lists every collective of a training step (`_table`).
 
-Formulas are plain arithmetic on `Number`. With ints of one strategy they give exact bytes, padding included
-(`TokenCut.of`). With arrays they evaluate all candidates at once, without rounding up.
+A `Boundary` is one collective, `TokenCut` the sharding of tokens, and `BlockWidths` the sizes of a block. A block is
+the attention or the MLP of a decoder layer.
+
+Formulas are plain arithmetic on `Number`. With ints they give the exact bytes of one strategy, padding included
+(`TokenCut.of`). With arrays they evaluate many candidate strategies at once, and sizes are not rounded up.
 """
 
 from __future__ import annotations
@@ -15,32 +18,32 @@ import numpy as np
 from hyper_parallel.ir import Purpose, SequenceCut, Strategy, Workload
 
 Number = Any
-"""Int of one strategy, or array over candidates; bools count as 0 and 1."""
+"""Int for one strategy, or numpy array with one entry per candidate strategy; bools count as 0 and 1."""
 
 
 Format = Literal["compute", "reduce", "parameter", "statistic", "norm", "count"]
-"""Number format of a message. statistic: compute format, at least float32; norm: parameter format, at least float32;
-count: int64."""
+"""Dtype of a message. compute, reduce and parameter: the run's dtype of that name. statistic: the compute dtype, but at
+least float32. norm: the parameter dtype, but at least float32. count: int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Entry of the boundary table: a collective with its elements and its number of calls."""
+    """Entry of the boundary table: a collective, the elements of one call, and the number of calls per rank."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all or send_recv
     axes: tuple[str, ...]  # mesh axes of the group
     ranks: Number  # ranks of the group
-    # of the full tensor (after a gather, before a scatter or reduction); for all_to_all, of one rank before it
+    # elements of the full tensor: output of a gather, input of a scatter or reduction; all_to_all: input of one rank
     elements: Number
     purpose: Purpose
     format: Format = "compute"
     forward: Number = 0  # calls in the forward of one microbatch and layer
     backward: Number = 0  # calls in the backward
-    recomputed: Number = 0  # further calls if backward recomputes the layer
-    # further calls if backward does not recompute the layer, and gathered inputs are freed after forward
+    recomputed: Number = 0  # additional calls if backward recomputes the layer
+    # additional calls if gathered inputs are freed after forward, and backward does not recompute the layer
     regathered: Number = 0
     once: Number = 0  # calls per step
-    # elements that this rank sends per call, if ranks differ; None: as in a ring algorithm
+    # elements that this rank sends per call, if ranks send different numbers; None: those of a ring algorithm
     sent: Number | None = None
 
     def sent_bytes(self, width: Number) -> Number:
@@ -52,21 +55,21 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class TokenCut:
-    """Numbers of tokens of one microbatch per context- and tensor-parallel rank."""
+    """Sharding of a microbatch's tokens: degrees of the axes, and the number of tokens per rank."""
 
     x: Number  # tensor-parallel ranks on x
     y: Number  # tensor-parallel ranks on y
     tokens: Number  # T, tokens of one context-parallel rank
     piece: Number  # n, tokens of one tensor-parallel rank between blocks
-    spans: Number  # tokens of all sequences if each is sharded over y, padding included
-    ring: Number = 1  # places of the context-parallel ring
-    ulysses: Number = 1  # Ulysses ranks at each place
-    # sharding of each sequence; None: all ring rounds count, also those outside of a sliding window
+    spans: Number  # tokens of one context-parallel rank, each sequence padded to a multiple of y
+    ring: Number = 1  # length of the context-parallel ring
+    ulysses: Number = 1  # Ulysses ranks at each position of the ring
+    # sharding of each sequence over cp; None: `rounds` also counts ring rounds outside of a sliding window
     sequence: SequenceCut | None = None
 
     @classmethod
     def of(cls, strategy: Strategy, workload: Workload) -> TokenCut:
-        """Return the numbers of tokens under one strategy, padding included."""
+        """Return the sharding of one microbatch's tokens under a strategy, padding included."""
         s, batch = strategy, workload.microbatch or 1
         cut = SequenceCut.of(workload.seq_len, s.cp, s.cp_kind, s.cp_ulysses)
         by_sequence = s.tp_y > 1 and s.attention_shape == "weight"
@@ -80,22 +83,26 @@ class TokenCut:
         return self.x * self.y
 
     def rounds(self, window: int | None) -> Number:
-        """Return the number of ring rounds that send keys and values; `window` is None for full attention."""
+        """Return the number of ring-attention rounds that send keys and values.
+
+        Args:
+            window: Tokens of the sliding window; None: full attention.
+        """
         return self.ring - 1 if self.sequence is None else len(self.sequence.distances(window))
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Weight matrix of a block, or several with the same input."""
+    """Weight matrix of a block, or several stacked matrices with the same input."""
 
-    width: Number  # rows of a weight that reads the residual stream, columns of one that writes it
-    weights: Number  # elements
-    keys: bool = False  # whether its rows are key or value heads
+    width: Number  # output features of an input projection, input features of an output projection
+    weights: Number  # elements of the matrix
+    keys: bool = False  # whether it projects to keys or values
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWidths:
-    """Widths of an attention or MLP block that determine its collectives."""
+    """Sizes of an attention or MLP block that determine its collectives."""
 
     hidden: Number  # width of the residual stream
     inputs: tuple[Projection, ...]  # projections that read the residual stream
@@ -104,18 +111,17 @@ class BlockWidths:
 
 
 def padded_sizes(sequences: int, length: int, x: int, y: int, by_sequence: bool) -> tuple[int, int]:
-    """Return two numbers of tokens, both including padding.
+    """Return the numbers of tokens per tensor-parallel rank, padding included.
 
     Args:
         sequences: Number of sequences in a microbatch.
         length: Tokens of one sequence.
-        x: Ranks of the axis tp_x.
-        y: Ranks of the axis tp_y.
+        x: Degree of tp_x.
+        y: Degree of tp_y.
         by_sequence: True: each sequence is sharded over y first. False: all tokens are sharded over x * y at once.
 
     Returns:
-        Tokens of one sequence on a y rank, and tokens of all sequences that each of the x * y ranks holds between
-        attention and MLP blocks.
+        (tokens of one sequence on a y rank, tokens of all sequences on one of the x * y ranks between blocks).
     """
     span = -(-length // y)
     tokens, pieces = (sequences * span, x) if by_sequence else (sequences * length, x * y)
@@ -130,8 +136,8 @@ def ring_bytes(kind: str, whole_bytes: Number, ranks: Number) -> Number:
         whole_bytes: Size of the full tensor: after a gather, before a scatter or a reduction.
         ranks: Number g of ranks of the group.
 
-    Cost: (g-1)/g of the whole for all-gather, reduce-scatter and all-to-all, twice that for all-reduce, the whole for
-    broadcast and for a message; fractions of bytes are rounded down per call.
+    Cost: (g-1)/g of `whole_bytes` for all-gather, reduce-scatter and all-to-all, and twice that for all-reduce.
+    Broadcast and send_recv send `whole_bytes`. Fractions of bytes are rounded down per call.
     Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, section 3.
     """
     if kind in ("broadcast", "send_recv"):

@@ -1,8 +1,9 @@
 """Sharding rules derived from names and shapes of matrices, for models without a complete tensor-parallel plan.
 
-Two structures are recognised: feed-forward pairs, and attention with separate query, key, value and output projections
-whose rows match the heads of the config. All other modules are replicated by the last rule, `Rule("*", "whole")`. A
-name pattern is sharded in all layers or in none. A block with an unrecognised parameter is not sharded.
+Two structures are recognised: MLPs of input and output projections, and attention with separate query, key, value and
+output projections. The rows of the attention projections must match the heads in the config. A block with an
+unrecognised parameter is replicated. A module is sharded in all layers or in none. The last rule, `Rule("*", "whole")`,
+replicates all other modules.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def derived_rules(
     """Return sharding rules derived from the names and shapes of a model's parameters.
 
     Args:
-        params: Dict from parameter name, with layer index, to shape.
-        linear: Names of modules that compute x W^T + b; only these are sharded.
+        params: Shape of each parameter by full name, layer index included.
+        linear: Names of the modules that compute x W^T + b. No other module is sharded.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
     """
@@ -85,9 +86,9 @@ def _members(base: str, leaves: tuple[str, ...], linear: frozenset[str]) -> list
 
 
 def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str, str] | None:
-    """Return a dict from module name to style for the feed-forward pair of a module.
+    """Return the style of each projection of an MLP, by module name.
 
-    Empty if the pair must be replicated; None if the module has no such pair.
+    Empty if the shapes are not those of an MLP, so that it is replicated; None if `base` has no MLP projections.
     """
     for leaves, last in _FEED_FORWARD:
         names = _members(base, (*leaves, last), linear)
@@ -97,7 +98,7 @@ def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str
         hidden, width = inside[f"{out}.weight"]
         rows = 2 * width if leaves[0] in _PACKED_HALVES else width
         siblings = {n: s for n, s in inside.items() if module_of(n) not in names}
-        # A layer has other modules too; one with the width of the pair may scale its hidden activations.
+        # A layer has other modules too; a parameter as wide as the MLP may scale its hidden activations.
         layer = base.rpartition(".")[2].isdecimal() or leaves[0] == "intermediate.dense"
         alone = width not in {s[0] for s in siblings.values() if s} if layer else not siblings
         fits = all(inside[f"{n}.weight"] == (rows, hidden) for n in into)
@@ -109,9 +110,9 @@ def _feed_forward(base: str, inside: Shapes, linear: frozenset[str]) -> dict[str
 def _attention(
     base: str, inside: Shapes, linear: frozenset[str], num_heads: int, num_kv_heads: int
 ) -> dict[str, str] | None:
-    """Return a dict from module or parameter name to style for an attention module.
+    """Return the style of each projection of an attention module, by module or parameter name.
 
-    Empty if it must be replicated; None if the module is not attention.
+    Empty if its shapes or parameters are not recognised, so that it is replicated; None if `base` is not attention.
     """
     # Modules with these names are checked against the heads of the config.
     named = "attn" in base.rpartition(".")[2] or "attention" in base.rpartition(".")[2]

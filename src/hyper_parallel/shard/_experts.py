@@ -7,8 +7,8 @@ first dim that divides:
     64 experts, ep=8, edp=4    [expert:ep.edp, gate_up, embed]      2 experts each
     8 experts, ep=8, edp=4     [expert:ep, gate_up:edp, embed]      a quarter of one expert each
 
-Experts in a list of modules (`experts.0.up_proj.weight`, `experts.1.up_proj.weight`, ...) are distributed: each rank
-owns a contiguous run of modules.
+Experts in a list of modules (`experts.0.up_proj.weight`, `experts.1.up_proj.weight`, ...) are distributed over `ep`:
+each rank owns a contiguous run of modules.
 
     `experts.*.up_proj.weight`, ep=8    [mlp, embed], one of ep
 
@@ -31,10 +31,10 @@ EXPERTS = "experts"
 
 
 def mark_experts(params: list[Param]) -> list[Param]:
-    """Return the parameters with styles set for experts (`experts`) and their sibling modules (`replicate`).
+    """Return the parameters with style `experts` for routed experts, and `replicate` for the rest of their block.
 
-    Parameters with a rule keep their style. Routed experts are modules named `experts` and parameters with an expert
-    dim. The router and other direct members of the same block act on each token alone, so they are replicated.
+    Routed experts are modules named `experts` and parameters with an expert dim. The router and other direct members of
+    the block act on each token alone, so they are replicated. A style that a rule has assigned is kept, except `whole`.
     """
     marked = [
         replace(p, style=EXPERTS)
@@ -52,9 +52,9 @@ def mark_experts(params: list[Param]) -> list[Param]:
 
 
 def check_folding(strategy: Strategy) -> None:
-    """Raise NotDivisible (HP203) if `ep` does not divide the ranks over which it folds."""
+    """Raise NotDivisible (HP203) unless `ep` divides dp_shard * cp * tp, the ranks over which experts are sharded."""
     s = strategy
-    divided = f"dp_shard * cp * tp = {_inner(s)}, the ranks that ep folds over"
+    divided = f"dp_shard * cp * tp = {_inner(s)}, the ranks over which ep shards experts"
     _check_divides(s, _inner(s), divided, f"dp_shard={s.dp_shard}, cp={s.cp}, tp={s.tp}")
 
 
@@ -97,7 +97,7 @@ def _check_divides(strategy: Strategy, number: int, divided: str, got: str) -> N
 
 
 def _lengths(experts: list[Param]) -> list[int]:
-    """Return the lengths of all module lists of experts; lists whose names have `*` as index are omitted."""
+    """Return the number of experts in each module list, except for lists named with `*` instead of an index."""
     lists: dict[str, set[str]] = {}
     for param in experts:
         if index := _index(param):
@@ -120,20 +120,17 @@ def expert_layout(layout: Layout, param: Param, strategy: Strategy) -> Layout:
 
 
 def even_dim(shape: Sequence[int], ranks: int) -> int:
-    """Return the first dim whose size is divisible by `ranks`; 0 if none is, which FSDP then pads."""
+    """Return the first dim whose size is divisible by `ranks`; 0 if there is none: FSDP then pads dim 0."""
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def container(param: Param) -> str:
-    """Return the name of the module with all experts of a layer, given a parameter of an expert.
-
-    It is the list of experts, or the module that owns a fused parameter.
-    """
+    """Return the name of the module that contains all experts of the layer of `param`, an expert parameter."""
     before, separator, _ = f".{param.module}.".partition(f".{EXPERTS}.")
     return f"{before}.{EXPERTS}".removeprefix(".") if separator else param.module
 
 
 def _index(param: Param) -> str:
-    """Return the index of the parameter's module in a list of experts, or "" for fused parameters."""
+    """Return the index of the expert in its module list, as text; "" for a parameter that fuses all experts."""
     index = param.name.removeprefix(f"{container(param)}.").partition(".")[0]
     return index if index.isdecimal() or index == "*" else ""

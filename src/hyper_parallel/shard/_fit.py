@@ -1,7 +1,7 @@
-"""Checks that tensor parallelism gives exact results, on parameters with assigned rules.
+"""Checks that tensor parallelism computes the same result as one device, given the sharding style of each parameter.
 
-Each check keeps a style, changes it with a note, or raises. A combination whose result would differ from that of one
-device is refused, never approximated.
+A style is a key of `STYLES`. Style `whole` or `replicate` replicates a parameter; the others shard it. A check either
+accepts a style, replaces it and adds a note for the user, or raises. Inexact combinations are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hyper_parallel.shard._rules import REFUSED, WHOLE
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """Parameter with the style that a rule assigned to it."""
+    """Parameter with its sharding style; `owner` is the module or parameter that the rule of this style names."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,9 @@ class Param:
     owner: str
     style: str | None
     parts: int = 1  # stacked projections that are sharded separately
-    role: str | None = None  # unit of sharding: heads, kv_heads or width; None: replicated
+    role: str | None = (
+        None  # quantity that the degree must divide: heads, kv_heads or width; None: replicated
+    )
 
     @property
     def module(self) -> str:
@@ -61,7 +63,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the model, and the strategy, for the checks."""
+    """Strategy and model sizes that the checks need."""
 
     strategy: Strategy
     num_heads: int
@@ -75,12 +77,12 @@ class Sizes:
 
     @property
     def without_tp(self) -> dict[str, object]:
-        """Recipe changes, key to value, that give the tensor-parallel ranks to FSDP instead."""
+        """Recipe changes (values by key) that use FSDP instead of tensor parallelism on the same ranks."""
         return {"parallel.tp": 1, "parallel.dp_shard": self.strategy.dp_shard * self.tp}
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module that contains a parameter or module."""
+    """Return the name of the parent module of a parameter or module."""
     return name.rpartition(".")[0]
 
 
@@ -94,7 +96,7 @@ def rule_hint(rules: Mapping[str, str]) -> str:
 
 
 def is_covered(params: list[Param]) -> bool:
-    """Return whether every parameter except norms has a rule that allows a sharded residual stream."""
+    """Return whether the residual stream can be sharded: every parameter except norms has a supported style."""
     return all(
         _is_norm(param) if param.style is None else param.style not in (*REFUSED, WHOLE)
         for param in params
@@ -102,11 +104,11 @@ def is_covered(params: list[Param]) -> bool:
 
 
 def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters, with style `whole` where no implemented rule exists, and add a note with their names.
+    """Return the parameters with style `whole` where no supported style is assigned, and add a note with their names.
 
     Raises:
-        UnsupportedSharding: HP205 if no parameter would be sharded, or with two axes, ep, pp or latents, which need a
-            sharded residual stream.
+        UnsupportedSharding: HP205 if no parameter would be sharded, or if a replicated parameter lies between sharded
+            projections. Also with tp_y, ep, pp or latent attention, which need a sharded residual stream.
     """
     result = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in params]
     into = {
@@ -130,7 +132,7 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
     if all(p.style in (WHOLE, "replicate", "experts") for p in result):
         raise UnsupportedSharding(
             "tensor parallelism can shard no module of this model exactly",
-            got=f"tp={sizes.tp}; whole: {shown}",
+            got=f"tp={sizes.tp}; replicated: {shown}",
             allowed="dp_replicate, dp_shard, or `parallel.rules` that name input and output projections",
             changes=sizes.without_tp,
         )
@@ -150,7 +152,7 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
 
 
 def refuse_shapes(params: list[Param], sizes: Sizes) -> None:
-    """Raise UnsupportedSharding (HP205) for a sharding style on a parameter that is neither matrix nor vector."""
+    """Raise UnsupportedSharding (HP205) for a sharded parameter that is neither a matrix nor a vector."""
     for param in params:
         whole = ("replicate", "experts", WHOLE, "inner")
         if param.style not in (None, *whole) and not 1 <= len(param.shape) <= 2:
@@ -167,7 +169,7 @@ def _is_norm(param: Param) -> bool:
 
 
 def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters, with embedding and head replicated if the ranks do not divide the vocabulary."""
+    """Return the parameters, with embedding and head replicated if tp does not divide the vocabulary size."""
     rows = {p.shape[0] for p in params if p.style in ("vocab", "head")}
     if not rows or all(size % sizes.tp == 0 for size in rows | {sizes.vocab_size}):
         return params
@@ -180,11 +182,10 @@ def fit_vocabulary(params: list[Param], sizes: Sizes, notes: list[str]) -> list[
 
 
 def check_pairs(params: list[Param], sizes: Sizes) -> None:
-    """Raise UnsupportedSharding (HP205) for a module with inconsistent styles.
+    """Raise UnsupportedSharding (HP205) for a module whose parameters have styles that do not fit together.
 
     Colwise input projections require rowwise output projections, without a replicated projection in between. Attention
-    mixes tokens, so it cannot be replicated if the sequence is sharded. A norm over all heads cannot act on a subset of
-    them.
+    mixes tokens, so it cannot be replicated if the sequence is sharded. A norm over all heads needs all heads.
     """
     parents: dict[str, list[Param]] = {}
     for param in params:
@@ -209,7 +210,10 @@ def check_pairs(params: list[Param], sizes: Sizes) -> None:
 
 
 def check_widths(params: list[Param]) -> None:
-    """Raise UnsupportedSharding (HP205) if a colwise projection has no rowwise one of its width, or vice versa."""
+    """Raise UnsupportedSharding (HP205) if a layer has a colwise projection without a rowwise one of equal width.
+
+    A rowwise projection without a colwise projection of equal width is refused too.
+    """
     layers: dict[str, list[Param]] = {}
     for param in params:
         if len(param.shape) == 2 and param.role != "kv_heads":

@@ -1,14 +1,15 @@
-"""Tensor-parallel axes that shard each weight, with one axis or two.
+"""Mesh axes that shard each weight under one- or two-dimensional tensor parallelism.
 
-The shape of a block (attention or MLP) is its use of the P = tp_x * tp_y ranks; with one axis it is 1d:
+A block is an attention or an MLP. `attention_shape` and `mlp_shape` select how a block uses the P = tp_x * tp_y ranks;
+with tp_y = 1 the shape is 1d:
 
     shape    colwise [out, in]       rowwise [out, in]       activations between blocks
     1d       [out:tp_x.tp_y, in]     [out, in:tp_x.tp_y]     [T/P, D]
     2d       [out:tp_x, in:tp_y]     [out:tp_y, in:tp_x]     [T/tp_x, D/tp_y]
     weight   [out:tp_x.tp_y, in]     [out:tp_y, in:tp_x]     [T/P, D], weights gathered over y
 
-The residual stream is [T/tp_x, D/tp_y] if all matrices of all layers are in 2d blocks, else [T/P, D]. In the first case
-the norms of the residual stream are sharded over y.
+T tokens, D hidden size, `:` precedes the axes that shard a dim. The residual stream is [T/tp_x, D/tp_y] if all matrices
+of all layers are in 2d blocks, else [T/P, D]. In the first case its norms are sharded over tp_y.
 
 Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, sections 3.2.2 and 3.2.3 (2-D weight-stationary and
 weight-gathered layouts).
@@ -24,7 +25,7 @@ X, Y = "tp_x", "tp_y"
 _REGION_STYLES = ("colwise", "rowwise", "kv_replicate", "qkv", "gate_up")
 
 Axes = tuple[tuple[str, ...], ...]
-"""Per dim, the mesh axes that shard it."""
+"""Mesh axes that shard each dim of a parameter; () for a dim that is not sharded."""
 
 
 def block_shape(param: Param, strategy: Strategy) -> BlockShape:
@@ -58,7 +59,7 @@ def _on_stream(param: Param) -> bool:
 
 
 def tensor_axes(param: Param, strategy: Strategy, hidden_cut: bool) -> Axes:
-    """Return, per dim of a parameter, the tensor-parallel axes that shard it under its final style."""
+    """Return the tensor-parallel axes that shard each dim of a parameter, according to its final style."""
     whole: Axes = ((),) * len(param.shape)
     both = (X, Y) if strategy.tp_y > 1 else (X,)
     if param.style in ("vocab", "head", "norm_heads"):

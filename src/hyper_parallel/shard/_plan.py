@@ -47,12 +47,12 @@ from hyper_parallel.shard._sizes import check_context, fit_sizes
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """Layouts of all parameters of a model, with the styles they follow from.
+    """Layout of every parameter of a model, and sharding style of every module.
 
     Attributes:
-        layouts: Parameter name, as in the input, to its layout.
-        styles: Module name (or parameter name, if a rule names one) to its final style. Without tensor parallelism this
-            is `replicate`, or `experts` for modules of routed experts.
+        layouts: Layout of each parameter, by the name in the input.
+        styles: Final style by module name, or by parameter name if a rule names the parameter. Without tensor
+            parallelism every style is `replicate`, except `experts` for routed experts.
         notes: Deviations from the model's own plan, with reasons.
         hidden_cut: Whether the hidden dim of the residual stream is sharded over tp_y.
         whole_stream: Whether every tensor-parallel rank holds the residual stream of all tokens.
@@ -89,14 +89,15 @@ def plan_layouts(
         num_kv_heads: Key and value heads.
         head_dim: Width of one head; distinguishes key and value projections from query projections by size.
         vocab_size: Rows of the embedding.
-        tied: Parameter name to the name of the parameter it shares its storage with.
+        tied: Name of the parameter with the same storage, by name of each tied parameter.
         where: Origin of the setting, for error messages.
 
     Raises:
-        NotDivisible: HP203 when heads or widths do not divide by the tensor-parallel degree, or heads by Ulysses.
+        NotDivisible: HP203 when heads or widths are not divisible by the tensor-parallel degree, or heads by the
+            Ulysses degree.
         RuleError: HP204 when a rule of the strategy matches no parameter, has an unknown style, or gives tied
             parameters different layouts.
-        UnsupportedSharding: HP205 for unsupported axes, and for modules without an exact tensor-parallel form.
+        UnsupportedSharding: HP205 for unsupported axes, and for modules that cannot be sharded exactly.
     """
     listed = list(params)
     try:
@@ -127,7 +128,7 @@ def plan_layouts(
 
 
 def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str]) -> list[Param]:
-    """Return the parameters with final styles under tensor parallelism; raise an error if no exact form exists."""
+    """Return the parameters with their final styles under tensor parallelism; raise if no exact sharding exists."""
     if whole_stream:
         if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(
@@ -145,15 +146,15 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
 def replicated_matrices(
     params: Iterable[tuple[str, tuple[int, ...]]], rules: Sequence[Rule]
 ) -> tuple[frozenset[str], bool]:
-    """Return the matrices that tensor parallelism replicates on every rank, independent of its degree.
+    """Return the matrices that tensor parallelism replicates on every rank for any degree.
 
     Args:
         params: Name and shape of every parameter.
         rules: Rules of the model.
 
     Returns:
-        (names of these matrices, whether every rank has the residual stream of all tokens because the rules do not
-        cover the model).
+        (names of the matrices, whether every rank holds the residual stream of all tokens). The second is true if a
+        parameter other than a norm has no supported style.
     """
     assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
     cut = ("vocab", "head", EXPERTS)
@@ -171,7 +172,7 @@ def covers(
     num_kv_heads: int,
     head_dim: int,
 ) -> bool:
-    """Return whether rules cover all parameters, so that the residual stream can be sharded between blocks."""
+    """Return whether the rules assign a consistent style to all parameters, so that the residual stream is sharded."""
     assigned = mark_experts([_find((name, shape, ()), rules) for name, shape in params])
     try:
         check_pairs(assigned, Sizes(Strategy(), num_heads, num_kv_heads, head_dim, 1))

@@ -1,8 +1,8 @@
 """Rules that assign a style to each module, from a model's own plan or the table of families.
 
 A style states the sharding of a module's weight over the tensor-parallel axis and of its input and output.
-`normalise_plan` converts plans of Hugging Face configuration classes. Hugging Face styles that are not
-implemented exactly map to the names in `REFUSED`; `plan_layouts` rejects them under tensor parallelism.
+`normalise_plan` converts plans of Hugging Face configuration classes. Hugging Face styles without an exact
+implementation map to the names in `REFUSED`. `plan_layouts` replicates modules with such a style, or raises HP205.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STYLES: Final[Mapping[str, str]] = MappingProxyType(
         "whole": "parameters replicated; the module and its siblings process all tokens on every rank",
     }
 )
-"""Style that a rule may name, to its meaning."""
+"""Meaning of each style that a rule may name."""
 
 WHOLE: Final = "whole"
-"""Style of replicated modules without a rule; with such modules every rank has the residual stream of all tokens."""
+"""Style of modules that are replicated because no rule shards them. Every rank then computes them for all tokens."""
 
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -46,7 +46,7 @@ REFUSED: Final[Mapping[str, str]] = MappingProxyType(
         "unsupported": "a module whose plan uses a style that is not implemented",
     }
 )
-"""Unsupported style of model plans, to its meaning; such modules are replicated."""
+"""Meaning of each unsupported style of Hugging Face plans; modules with such a style are replicated."""
 
 _FROM_HUGGING_FACE: Final = {
     **{style: style for style in ("colwise", "rowwise", "packed_colwise", "packed_rowwise")},
@@ -80,10 +80,10 @@ def match(pattern: str, name: str) -> str | None:
 
 
 def applies(rule: Rule, param: str) -> str | None:
-    """Return the part of a parameter name to which a rule applies: the parameter or a module; None if it does not.
+    """Return the name of the parameter or module to which a rule assigns its style; None if the rule does not apply.
 
-    A rule with a sharding style must name the parameter or the module that owns it. A rule with `experts` or a style
-    without sharding also applies to all submodules.
+    A rule with a sharding style must name the parameter, or the module that owns the parameter. A rule with `experts`
+    or a replicating style also applies to all submodules.
     """
     owner = match(rule.pattern, param)
     if owner is None or "." not in param[len(owner) + 1 :]:
@@ -103,9 +103,8 @@ def normalise_plan(
         prefix: Prefix of every pattern; `model.` for the base model inside a causal language model.
 
     Returns:
-        Rules, most specific pattern first, and notes about styles without an exact counterpart. An unknown style
-        becomes `unsupported`, which `plan_layouts` refuses under tensor parallelism: a replicated weight next to
-        sharded ones would change the result.
+        (rules, longest pattern first; notes about unknown styles). An unknown style becomes `unsupported`:
+        `plan_layouts` replicates the module, or raises HP205 if it lies between sharded projections.
     """
     plan = plan or {}
     expert_modules = tuple(p for p, style in plan.items() if style == "moe_tp_experts")
@@ -127,7 +126,7 @@ def normalise_plan(
 
 
 def _of(module: str, **styles: str) -> dict[str, str]:
-    """Return a dict from module pattern to style, for the children of one module in every layer."""
+    """Return the styles of the children of one module in every layer, by module pattern."""
     return {f"{module}.{part}": style for part, style in styles.items()}
 
 
@@ -161,7 +160,7 @@ _FAMILIES: Final[Mapping[str, Mapping[str, str]]] = {
     **dict.fromkeys(("glm", "glm4"), _GLM),
     **dict.fromkeys(("olmo2", "olmo3"), _OLMO),
 }
-"""Model type to the plan (pattern to style) of its configuration class, as `normalise_plan` converts it."""
+"""Plan (style by module pattern) of each model type's configuration class, as converted by `normalise_plan`."""
 _PACKED_MLP: Final = _of("mlp", gate_up_proj="gate_up", down_proj="rowwise")
 _NORMED_HEADS: Final = {**_ATTENTION, **_of("self_attn", q_norm="norm_heads", k_norm="norm_heads")}
 _LATENT: Final = _of(
@@ -175,13 +174,13 @@ _COMPLETED: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_oss": {**_ATTENTION, "self_attn.sinks": "colwise"},
     "deepseek_v3": _LATENT,
 }
-"""Model type to styles (by pattern) of modules that shard exactly, but that its configuration class does not shard."""
+"""Styles by module pattern, per model type, of modules that shard exactly but that the class's plan omits."""
 FAMILIES: Final = tuple(_FAMILIES)
 """Model types with an entry in the table of plans."""
 
 
 def completed_rules(model_type: str, prefix: str = "model.") -> tuple[Rule, ...]:
-    """Return rules that take precedence over the plan of a family's configuration class.
+    """Return rules for modules that shard exactly but that the plan of the family's configuration class omits.
 
     Args:
         model_type: `model_type` of the config; the result is empty for a family without such rules.
@@ -196,8 +195,8 @@ def family_rules(model_type: str) -> tuple[Rule, ...]:
 
     Args:
         model_type: `model_type` of the config; a type without an entry gets the rules of `llama`, whose module names
-            most decoder-only models use. If names differ, `plan_layouts` finds matrices without a rule and refuses
-            tensor parallelism.
+            most decoder-only models use. `plan_layouts` replicates matrices with other names, or raises HP205 if no
+            matrix can be sharded.
     """
     layer = _FAMILIES.get(model_type, _LLAMA)
     rules = [Rule(f"model.layers.*.{name}", style) for name, style in layer.items()]

@@ -1,9 +1,11 @@
-"""Divisibility checks for tensor parallelism, and the alternatives for sizes that do not divide.
+"""Divisibility checks for tensor parallelism, and alternatives for sizes that are not divisible by the degree.
 
-Key and value projections with fewer heads than ranks are replicated, and each head is computed on several ranks. A
-packed projection with equal parts that divide is sharded part by part: each rank has the rows that it uses, and nothing
-is exchanged. FSDP then shards the columns, so their number must divide and the projection must have no bias. Other
-packed projections are sharded into equal slices of all rows, and ranks exchange columns of the output.
+Key and value projections with fewer heads than ranks are replicated, and each head is computed on several ranks.
+
+A packed projection stacks several projections in one weight, such as query, key and value. If its parts have equal
+divisible sizes, each part is sharded: every rank has the rows that it uses. FSDP then shards the columns, so the number
+of columns must be divisible and a bias is not allowed. Any other packed projection is sharded into equal slices of all
+rows, and ranks exchange columns of the output.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ PACKED = ("qkv", "gate_up")
 _CUT = ("colwise", "rowwise", "kv_replicate", "norm_heads", *PACKED)
 
 Problem = tuple[Param, str, int, str, int]
-"""Dim that does not divide: (parameter, name of the dim, its size, names of the axes, their degree)."""
+"""Dim whose size the degree does not divide: (parameter, name of the dim, size, names of the axes, degree)."""
 
 
 def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
     """Return the tensor-parallel degrees that keep attention heads whole and divide every width.
 
-    A degree t is legal when t divides `num_heads` and every width, and either t divides `num_kv_heads` (key and value
-    heads are split) or `num_kv_heads` divides t (each is computed on t / num_kv_heads ranks).
+    A degree t is legal when t divides `num_heads` and every width. Also, either t divides `num_kv_heads` (key and value
+    heads are sharded), or `num_kv_heads` divides t (each head is computed on t / num_kv_heads ranks).
 
     Args:
         num_heads: Query heads.
@@ -52,11 +54,11 @@ def legal_tp(num_heads: int, num_kv_heads: int, *widths: int) -> list[int]:
 
 
 def check_overlap(strategy: Strategy, workload: Workload) -> None:
-    """Raise UnsupportedSharding (HP205) if layers do not support the `overlap` of a strategy.
+    """Raise UnsupportedSharding (HP205) if the layers cannot overlap communication as `overlap` requests.
 
     Args:
-        strategy: Strategy with the overlap.
-        workload: Workload with resolved batch numbers.
+        strategy: Strategy with its `overlap` settings.
+        workload: Workload with a resolved microbatch.
     """
     s, overlap = strategy, strategy.overlap
 
@@ -169,7 +171,13 @@ def check_context(strategy: Strategy, num_heads: int) -> None:
 
 
 def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters with final styles of key, value and packed projections; raise if sizes do not divide."""
+    """Return the parameters with final styles for key, value and packed projections.
+
+    Raises:
+        NotDivisible: HP203 for a size that is not divisible by the degree of the axes that shard it.
+        UnsupportedSharding: HP205 for a combination that two tensor-parallel axes do not support.
+        RuleError: HP204 for a style that does not fit the shape of its parameter.
+    """
     s = sizes.strategy
     if s.tp_y > 1:
         _check_two_axes(params, sizes)
@@ -190,7 +198,7 @@ def fit_sizes(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param
 
 
 def _role(param: Param, sizes: Sizes) -> str | None:
-    """Return the unit by which a parameter is sharded: heads, kv_heads or width; None if it is replicated."""
+    """Return the quantity that the degree must divide: heads, kv_heads or width; None for a replicated parameter."""
     if param.style not in _CUT or (param.style == "rowwise" and len(param.shape) != 2):
         return None
     split = -1 if param.style == "rowwise" else 0
@@ -207,7 +215,7 @@ def _role(param: Param, sizes: Sizes) -> str | None:
 
 
 def _width(param: Param) -> int:
-    """Return the full width that tensor parallelism divides, such as that of an MLP; for role `width`."""
+    """Return the size that the degree must divide for role `width`: of a gate_up weight half the rows."""
     return param.cut_size // (2 if param.style == "gate_up" else 1)
 
 
@@ -240,7 +248,7 @@ def _problems(cuts: Sequence[Param], sizes: Sizes, s: Strategy) -> Iterator[Prob
 
 
 def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisible:
-    """Return the error for a dim that does not divide, with degrees and block shapes that divide."""
+    """Return the error for an indivisible dim, with the degrees and block shapes that are possible."""
     param, dimension, size, axes, degree = problem
     s = sizes.strategy
     if s.tp_y == 1:
@@ -281,7 +289,7 @@ def _refusal(problem: Problem, cuts: Sequence[Param], sizes: Sizes) -> NotDivisi
 
 
 def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
-    """Return the parameter, with style `kv_replicate` if key and value heads do not divide over the ranks."""
+    """Return the parameter, with style `kv_replicate` if the ranks do not divide the key and value heads."""
     s, heads = sizes.strategy, sizes.num_kv_heads
     if param.style == "kv_replicate" and param.role != "kv_heads":
         raise RuleError(
@@ -302,7 +310,7 @@ def _fit_kv(param: Param, sizes: Sizes, notes: list[str]) -> Param:
 
 
 def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
-    """Return the parts of a packed weight; raise RuleError (HP204) if their rows do not add up to its rows."""
+    """Return the parts of a packed weight; raise RuleError (HP204) if their sizes do not add up to its rows."""
     rows = param.shape[0]
     if param.style == "gate_up":
         parts = gate_up_parts(rows)
@@ -319,9 +327,9 @@ def packed_parts(param: Param, sizes: Sizes) -> tuple[Part, ...]:
 
 
 def _fit_packed(param: Param, sizes: Sizes, biased: bool, notes: list[str]) -> Param:
-    """Return a packed projection with `parts` set if it is sharded part by part.
+    """Return a packed projection, with `parts` set if each of its parts is sharded separately.
 
-    Otherwise it is sharded into equal row slices, and ranks exchange output columns; a note says so.
+    If not, the projection is sharded into equal row slices, and a note tells the user the reason.
     """
     s = sizes.strategy
     shards = s.mesh().degree(s.fsdp_axes)

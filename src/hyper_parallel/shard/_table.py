@@ -3,9 +3,10 @@
 The runtime executes these collectives, `cost.step_collectives` counts their bytes, and the search predicts their
 seconds. Sizes are ints of one strategy or arrays over candidates, see `_boundary`.
 
-Notation: T tokens of a microbatch on a data- and context-parallel rank, P = x y tensor-parallel ranks, n padded
-tokens per tensor-parallel rank between blocks, D hidden, q / k rows of query / key projections, F MLP width. Forward of
-one block (in backward, gathers become scatters and vice versa):
+T: tokens of a microbatch on a data- and context-parallel rank; P = x y tensor-parallel ranks; n: padded tokens per
+tensor-parallel rank between blocks; D: hidden size; q, k: rows of query and key projections; F: MLP width. The
+collectives in the forward of one block (attention or MLP), with their elements, are as follows. In backward, gathers
+become scatters and vice versa.
 
     1d        gather and scatter over (x, y)        P n D each
     2d        gather over x                         P n D / y
@@ -55,10 +56,10 @@ def _mirrored(
     kind: str, axes: tuple[str, ...], ranks: Number, elements: Number, purpose: Purpose,
     *, format: Format = "compute", calls: Number = 1, redone: bool = True, resident: bool = True,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Yield a collective of forward and its transpose in backward.
+    """Yield a collective of forward, and the transposed collective of backward.
 
-    With `redone`, recomputation runs the forward collective again. Without `resident`, backward runs it again if the
-    strategy frees gathered inputs.
+    With `redone`, recomputation of the layer repeats the forward collective. Without `resident`, backward repeats the
+    forward collective if the strategy frees gathered inputs.
     """
     yield Boundary(
         kind, axes, ranks, elements, purpose, format, forward=calls,
@@ -83,7 +84,7 @@ def block_boundaries(
         block: Widths of the block.
         shape: Use of the two tensor-parallel axes (1d, 2d or weight); 1d with one axis.
         cut: Sharding of tokens.
-        token_scatter: Whether 2d attention scatters tokens over y, and gathers keys and values, instead of heads.
+        token_scatter: Whether 2d attention shards tokens over y and gathers keys and values. False: y shards heads.
         hidden_cut: Whether the residual stream is sharded over y; used for 2d blocks.
         ends_layer: Whether the block ends the layer, so that recomputation stops before its last collective.
     """
@@ -95,9 +96,13 @@ def block_boundaries(
         yield from _mirrored(*turned, calls=1 - hidden_cut)
     yield from _mirrored("all_gather", axes, ranks, stream, Purpose.SEQUENCE_GATHER, resident=False)
     if shape == "weight":
-        yield from _moved_weights(block, cut)
+        yield from _weight_block_gathers(block, cut)
     elif shape == "2d":
-        yield from _heads(block, cut, token_scatter) if block.kv_heads else _widths(block, cut)
+        yield from (
+            _attention_over_y(block, cut, token_scatter)
+            if block.kv_heads
+            else _mlp_over_y(block, cut)
+        )
     for _ in block.outputs:
         yield from _mirrored(
             "reduce_scatter", axes, ranks, stream, Purpose.SEQUENCE_SCATTER, redone=redone
@@ -109,10 +114,13 @@ def block_boundaries(
 def block_program(
     strategy: Strategy, kv_heads: int, hidden_cut: bool, *, keys: bool = False
 ) -> dict[Purpose, Boundary]:
-    """Return the collectives of a block's forward, by purpose; their `elements` are 0.
+    """Return the collectives in the forward of a block by purpose, without sizes: `elements` is 0.
 
-    `kv_heads` is 0 for an MLP. With `keys`, the input projection is a key or value projection. For other arguments see
-    `block_boundaries`.
+    Args:
+        strategy: Degrees and block shapes.
+        kv_heads: Key and value heads; 0: the block is an MLP.
+        hidden_cut: As for `block_boundaries`.
+        keys: Whether the input projection is a key or value projection.
     """
     s = strategy
     shape = s.attention_shape if kv_heads else s.mlp_shape
@@ -124,8 +132,8 @@ def block_program(
     return {b.purpose: b for b in table if b.forward}
 
 
-def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the collectives of a `weight` block over y: gathers of weights, and of keys and values."""
+def _weight_block_gathers(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
+    """Yield the collectives over y of a block with shape `weight`: gathers of weights, and of keys and values."""
     for p in (*block.inputs, *block.outputs):
         whole = share(p.weights, cut.x)
         if p.keys:  # heads that do not divide over x are not sharded over x
@@ -135,11 +143,11 @@ def _moved_weights(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
         yield Boundary(*gather, forward=1, backward=1)
         yield Boundary("reduce_scatter", Y, cut.y, whole, Purpose.WEIGHT_SCATTER, backward=1)
     if block.kv_heads:
-        yield from _keys(block, cut, 1)
+        yield from _key_value_gather(block, cut, 1)
 
 
-def _widths(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the collectives of a 2d MLP over y: reduce-scatters of hidden values, and gathers before the output."""
+def _mlp_over_y(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
+    """Yield the collectives over y of a 2d MLP: reduce-scatters after input, all-gathers before output projections."""
     tokens = cut.tp * cut.piece
     for p in block.inputs:
         rows = tokens * share(p.width, cut.x)
@@ -149,37 +157,37 @@ def _widths(block: BlockWidths, cut: TokenCut) -> Iterator[Boundary]:
         yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.WIDTH_GATHER, resident=False)
 
 
-def _heads(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
-    """Yield the collectives of 2d attention over y: reduce-scatters to heads or tokens, gathers before the output."""
+def _attention_over_y(block: BlockWidths, cut: TokenCut, token: Number) -> Iterator[Boundary]:
+    """Yield the collectives over y of 2d attention: reduce-scatters to heads or tokens, then all-gathers."""
     tokens = pick(token, cut.spans, cut.tokens)
     # With fewer key heads than ranks, every y rank gets the sum and selects the head of its queries.
     doubled = (block.kv_heads % cut.tp > 0) * (1 - token)
     for p in block.inputs:
-        rows = tokens * _rows_on_x(p, block, cut)
+        rows = tokens * _rows_per_x_rank(p, block, cut)
         scatter = ("reduce_scatter", Y, cut.y, rows, Purpose.HEAD_SCATTER)
         yield from _mirrored(*scatter, calls=1 - doubled if p.keys else 1)
         if p.keys:
             yield from _mirrored("all_reduce", *scatter[1:], calls=doubled)
-    yield from _keys(block, cut, token)
+    yield from _key_value_gather(block, cut, token)
     for p in block.outputs:
         rows = tokens * share(p.width, cut.x)
         yield from _mirrored("all_gather", Y, cut.y, rows, Purpose.HEAD_GATHER, resident=False)
 
 
-def _keys(block: BlockWidths, cut: TokenCut, calls: Number) -> Iterator[Boundary]:
-    rows = sum(_rows_on_x(p, block, cut) for p in block.inputs if p.keys)
+def _key_value_gather(block: BlockWidths, cut: TokenCut, calls: Number) -> Iterator[Boundary]:
+    rows = sum(_rows_per_x_rank(p, block, cut) for p in block.inputs if p.keys)
     yield from _mirrored(
         "all_gather", Y, cut.y, cut.spans * rows, Purpose.KEY_VALUE_GATHER, calls=calls
     )
 
 
-def _rows_on_x(p: Projection, block: BlockWidths, cut: TokenCut) -> Number:
+def _rows_per_x_rank(p: Projection, block: BlockWidths, cut: TokenCut) -> Number:
     """Return the output rows of a projection on one x rank; for keys and values, at least one head."""
     return share(p.width, least(cut.x, block.kv_heads) if p.keys else cut.x)
 
 
 def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
-    """Yield the all-reduces of norms if the hidden dim is sharded over y: `statistics` sums per token."""
+    """Yield the all-reduces over y of a norm whose hidden dim is sharded over y: `statistics` sums per token."""
     rows = cut.y * cut.piece
     yield from _mirrored(
         "all_reduce", Y, cut.y, rows, Purpose.NORM_STATISTICS, format="statistic", calls=statistics
@@ -187,7 +195,11 @@ def norm_boundaries(cut: TokenCut, statistics: int) -> Iterator[Boundary]:
 
 
 def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator[Boundary]:
-    """Yield the reduction of a vocabulary-parallel embedding: all-reduce, or with `waits` the first layer's scatter."""
+    """Yield the reduction of a vocabulary-parallel embedding.
+
+    With `waits`, the reduce-scatter before the first layer also sums the partial embeddings. Otherwise they are
+    all-reduced.
+    """
     if waits:
         stream = cut.tp * cut.piece * hidden
         yield from _mirrored("reduce_scatter", TP, cut.tp, stream, Purpose.SEQUENCE_SCATTER)
@@ -196,9 +208,9 @@ def embedding_boundaries(cut: TokenCut, hidden: Number, waits: bool) -> Iterator
 
 
 def head_boundaries(cut: TokenCut, hidden: Number, cut_vocabulary: bool) -> Iterator[Boundary]:
-    """Yield the gather before the head, and the collective of the loss.
+    """Yield the all-gather of tokens before the head, and the collective of the loss.
 
-    That is the gather of loss statistics if the vocabulary is sharded, else the sum of the loss.
+    The loss needs an all-gather of its statistics if the vocabulary is sharded, else an all-reduce of its sum.
     """
     stream = cut.tp * cut.piece * hidden
     yield from _mirrored("all_gather", TP, cut.tp, stream, Purpose.SEQUENCE_GATHER)
@@ -209,7 +221,7 @@ def head_boundaries(cut: TokenCut, hidden: Number, cut_vocabulary: bool) -> Iter
 
 
 def packed_boundaries(parts: tuple[Part, ...], ranks: int, tokens: int) -> Iterator[Boundary]:
-    """Yield the all-to-alls of output columns of a packed projection, as the first rank sends them."""
+    """Yield the all-to-alls of a packed projection's output columns, with the elements that rank 0 sends."""
     rows = sum(p.rows for p in parts)
     peers = range(1, ranks)
     sent = tokens * sum(exchanged_rows(parts, ranks, 0, t) for t in peers)
@@ -220,7 +232,7 @@ def packed_boundaries(parts: tuple[Part, ...], ranks: int, tokens: int) -> Itera
 
 
 def head_norm_boundaries(cut: TokenCut) -> Iterator[Boundary]:
-    """Yield the all-reduce of the sums of squares of a norm over all heads."""
+    """Yield the all-reduce of the sum of squares for a norm over all heads, such as a query norm."""
     yield from _mirrored(
         "all_reduce", TP, cut.tp, cut.tokens, Purpose.NORMS_OVER_HEADS, format="statistic"
     )
@@ -268,7 +280,7 @@ def expert_boundaries(
 ) -> Iterator[Boundary]:  # fmt: skip
     """Yield the collectives of routed experts for one layer and microbatch: dispatch and combine.
 
-    A row is one token for one expert. If measured rows are not given, routing is assumed to be uniform.
+    A row is the hidden state of one token for one of its experts.
 
     Args:
         hidden: Width of a row.
@@ -277,7 +289,7 @@ def expert_boundaries(
         rows: Rows of this rank's tokens, T k / P if every token chooses k experts.
         sent: Rows sent to experts on other ranks; None: uniform routing.
         received: Rows received for experts of this rank; None: uniform routing.
-        cut_experts: Ranks that shard one expert, and therefore gather each other's rows.
+        cut_experts: Ranks that shard one expert. They gather each other's rows.
     """
     group, local = ("all_to_all", ("ep",), ranks), rows * hidden
     yield Boundary(*group, experts, Purpose.EXPERT_ROW_COUNTS, "count", forward=1, recomputed=1)
@@ -295,7 +307,9 @@ def sharing_boundaries(
     elements: Number, axes: tuple[str, ...], ranks: Number, replicas: Number, zero: Number, once: Number,
     freed: Number, *, experts: bool = False,
 ) -> Iterator[Boundary]:  # fmt: skip
-    """Yield the data-parallel collectives of a parameter group: gathers, gradient scatters, sums over replicas.
+    """Yield the data-parallel collectives of a parameter group.
+
+    They are parameter all-gathers, gradient reduce-scatters, and gradient all-reduces over replicas.
 
     Args:
         elements: Elements of the group, padding included.
@@ -303,7 +317,7 @@ def sharing_boundaries(
         ranks: Number of ranks of these axes.
         replicas: Number of ranks of dp_replicate.
         zero: ZeRO stage: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters.
-        once: Whether gradients are reduced once per step instead of per microbatch: pipelines, and `zero` below 2.
+        once: Whether gradients are reduced once per step instead of once per microbatch.
         freed: Whether parameters are freed after forward and gathered for backward.
         experts: Whether the group belongs to routed experts.
     """
@@ -328,13 +342,13 @@ def sharing_boundaries(
 def pipeline_boundaries(
     cut: TokenCut, hidden: Number, onward: Number, back: Number
 ) -> Iterator[Boundary]:
-    """Yield the messages to neighbouring stages; every tensor-parallel rank sends its own tokens.
+    """Yield the messages between pipeline stages; every tensor-parallel rank sends its own tokens.
 
     Args:
         cut: Sharding of tokens.
         hidden: Width of the residual stream.
-        onward: Number of stages of the rank whose next stage is on another rank.
-        back: Number of stages of the rank whose previous stage is on another rank.
+        onward: Number of the rank's stages that send activations to another rank.
+        back: Number of the rank's stages that send gradients to another rank.
     """
     message = ("send_recv", ("pp",), 2, cut.piece * hidden)
     yield Boundary(*message, Purpose.PIPELINE_ACTIVATIONS, forward=onward)

@@ -1,4 +1,4 @@
-"""Event-driven simulation of a TaskGraph in exact integer nanoseconds: the reference for the faster clocks."""
+"""Event-driven simulation of a TaskGraph in integer nanoseconds: the reference for the faster ones in `schedule`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hyper_parallel.ir import Counter, Span, Task, TaskGraph, Timeline
 def simulate(graph: TaskGraph) -> Timeline:
     """Return the simulated timeline of a task graph.
 
-    A task starts when its dependencies have ended and its executor is free and selects it. At one instant, ends are
-    processed before starts. So a priority queue contains all tasks that are ready at that instant, and memory released
-    then is available to tasks that start then.
+    A task starts when its dependencies have ended and its executor is free and selects it. If tasks end and start at
+    the same time, the ends are processed first: they make other tasks ready and release memory.
 
     Returns:
         Timeline with one span per task, in the order of their starts, and one counter sample per memory change.
@@ -70,14 +69,13 @@ def simulate(graph: TaskGraph) -> Timeline:
 
 
 def _span(task: Task, begin_ns: int, end_ns: int) -> Span:
-    """Return the span of a task that ran."""
     return Span(task.executor, task.name, begin_ns / 1e9, (end_ns - begin_ns) / 1e9, task.kind)
 
 
 def _initial_queues(
     graph: TaskGraph, lane_of: list[int], num_lanes: int
 ) -> tuple[list[list[tuple[int, int, int]]], list[int], list[list[int]]]:
-    """Return the ready queue per lane at time 0, and per task its number of dependencies and its dependents.
+    """Return the ready queue of every lane at time 0, and for every task its number of dependencies and its dependents.
 
     Entries of a ready queue are (priority, time at which the task became ready, index of the task). On an executor that
     runs tasks in list order, each task also depends on the previous one.
@@ -103,10 +101,10 @@ def _initial_queues(
 class _Clock:
     """Running tasks and the current time in nanoseconds.
 
-    All tasks on shared cores have the same rate, so one counter holds the work done by each of them since the start. A
-    task ends when the counter has grown by its duration. Tasks with demands have a rate and remaining work each. The
-    end of every other task is known at its start. Work is rounded down to nanoseconds at every event, and times are
-    rounded up, so no task takes less than its duration.
+    All tasks on shared cores have the same rate, so one counter suffices for the work that each has done. A task ends
+    when the counter has grown by its duration. Each task with demands has its own rate and remaining work. The end of
+    every other task is known at its start. Work is rounded down to nanoseconds at every event and times are rounded up,
+    so no task takes less than its duration.
     """
 
     def __init__(self, graph: TaskGraph, lanes: tuple[str, ...]) -> None:
@@ -120,11 +118,9 @@ class _Clock:
 
     @property
     def idle(self) -> bool:
-        """True if no task is running."""
         return not self._own and not self._sharing and not self._left_ns
 
     def start(self, lane: int, number: int) -> None:
-        """Start the task with index `number` on a lane at the current time."""
         task = self._tasks[number]
         if task.demands:
             self._left_ns[number] = task.duration_ns
@@ -146,7 +142,7 @@ class _Clock:
         return {n: min(rate_of[r] for r, _ in self._tasks[n].demands) for n in self._left_ns}
 
     def advance(self) -> list[int]:
-        """Advance to the next instant at which tasks end, and return the indices of these tasks in ascending order."""
+        """Advance to the next time at which tasks end, and return the indices of these tasks in ascending order."""
         instants = [self._own[0][0]] if self._own else []
         rates = self._rates() if self._left_ns else {}
         instants += [self.now - (-self._left_ns[n] // rate) for n, rate in rates.items()]
@@ -181,8 +177,7 @@ def peaks(timeline: Timeline) -> dict[str, float]:
 def steady_step_s(graph: TaskGraph, max_staleness: int | None) -> float:
     """Return the steady-state seconds per step of a graph of `ir.role_tasks`: the mean time between ends of learning.
 
-    The first steps, whose sampling can begin at once, are excluded. So are the last ones, during which no rank samples
-    any more: they are faster where roles share cores.
+    The mean excludes the first steps, whose sampling does not wait, and the last steps, during which only learners run.
 
     Args:
         graph: Graph of more than 2 * (`max_staleness` + 2) steps.

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 DRAWS = 64
-"""Number of random draws over which a program of several ranks is averaged.
+"""Number of random draws over which the simulated time of several ranks is averaged.
 
-A trade-off: the error of the mean is an eighth of the deviation of one draw, and time grows with the number."""
+A trade-off: with 64 draws, the standard error is an eighth of one draw's deviation; run time grows with the number."""
 
 
 class Schedule:
     """Clock that gives each appended task its earliest start; a lane runs one task at a time, in append order.
 
-    All times must have the same unit. Integer nanoseconds are exact, seconds as exact as floating point.
+    All times must have the same unit. Integer nanoseconds give exact results.
 
     Attributes:
         free: End of the last task, by lane.
@@ -31,10 +31,10 @@ class Schedule:
         self.free: defaultdict[str, Any] = defaultdict(int)
 
     def append(self, lane: str, duration: Any, deps: Iterable[Any] = ()) -> Any:
-        """Append a task and return its start.
+        """Append a task and return its start time.
 
         Args:
-            lane: Lane that runs it.
+            lane: Lane that runs the task.
             duration: Time from start to end.
             deps: End times of the tasks that must end first.
         """
@@ -46,7 +46,7 @@ class Schedule:
         return start
 
     def hold(self, lane: str, until: Any) -> Any:
-        """Keep a lane idle until a time, and return the idle time; 0 if the lane is busy until then."""
+        """Keep a lane idle until the time `until`; return the idle time, 0 if the lane is busy until then."""
         idle = until - self.free[lane]
         if idle <= 0:
             return 0
@@ -61,9 +61,9 @@ class Ranks:
     Attributes:
         count: Number of ranks.
         jitter: Standard deviation of the duration of one task on one rank, relative to its mean.
-        spread: Share of a collective's duration by which the first rank has its result before the last one.
-        counts_late: Count the waits for ranks that have not reached a collective. Without them, the end of a program is
-            the mean over ranks of computation and waits for transfers.
+        spread: Time from the first to the last rank's completion of a collective, divided by its duration.
+        counts_late: Whether waits for stragglers (ranks that have not reached a collective) count. If not, the end of a
+            program is the mean over ranks of computation and waits for transfers.
     """
 
     count: int
@@ -77,7 +77,7 @@ class Ranks:
         return self.count > 1 and (self.jitter > 0.0 or self.spread > 0.0)
 
     def factors(self, normal: Array) -> Array:
-        """Return log-normal factors of mean 1 from standard normal draws."""
+        """Return log-normal factors of mean 1 for the durations of tasks, from standard normal draws."""
         variance = math.log1p(self.jitter**2)
         factors: Array = np.exp(math.sqrt(variance) * normal - variance / 2.0)
         return factors
@@ -85,12 +85,12 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class LaneProgram:
-    """Tasks of one topology on FIFO lanes, for many vectors of durations at once.
+    """Task graph on FIFO lanes, evaluated for many vectors of durations at once.
 
     Attributes:
-        lanes: Lane of every task.
-        deps: For every task, the indices of tasks that must end first; they are smaller than its own index.
-        rows: For every task, the index of its duration in `durations`.
+        lanes: Lane of every task, a number from 0.
+        deps: For every task, the indices of earlier tasks that must end first.
+        rows: For every task, the index of its duration in the argument `durations` of the methods.
     """
 
     lanes: tuple[int, ...]
@@ -98,7 +98,11 @@ class LaneProgram:
     rows: tuple[int, ...]
 
     def span(self, durations: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
-        """Return the end of the last task and the busy time of every lane, for each column of `durations`."""
+        """Return the end of the last task, and the busy time of every lane.
+
+        Args:
+            durations: Arrays of durations, indexed by `rows`; an array has an entry per candidate, or one for all.
+        """
         ends: list[Array] = []
         zero: Array = np.zeros(1)
         num_lanes = max(self.lanes, default=0) + 1
@@ -118,16 +122,16 @@ class LaneProgram:
     def contended_span(
         self, durations: Sequence[Array], demand: Array | float, ranks: Ranks | None = None
     ) -> Array:
-        """Return the end of the last task if two lanes share one resource; at least one lane must always be busy.
+        """Return the end of the last task if the two lanes share one resource; at least one lane must always be busy.
 
-        A task of the first lane uses the whole resource when alone, a task of the second the share `demand`. While both
-        lanes are busy, both run at the rate 1 / (1 + demand). So the order of events is the one without contention, and
-        every interval in which both are busy lasts 1 + demand times as long.
+        A task on lane 0 uses the whole resource when it runs alone, a task on lane 1 the fraction `demand`. While both
+        lanes are busy, both run at the rate 1 / (1 + demand). Contention therefore changes no order of events: every
+        interval in which both lanes are busy lasts 1 + demand times as long.
 
         Args:
-            durations: Durations by row; an entry per candidate.
-            demand: Share of the resource.
-            ranks: Ranks that run the program and share lane 1; None: ranks in lockstep.
+            durations: As for `span`.
+            demand: Fraction of the resource that a task on lane 1 uses.
+            ranks: Ranks that run the program and share lane 1; None: all ranks run in lockstep.
         """
         end, busy = self.span(durations)
         contention = demand * (sum(busy) - end)
@@ -138,9 +142,9 @@ class LaneProgram:
     def _span_of_ranks(self, durations: Sequence[Array], ranks: Ranks) -> Array:
         """Return the mean end of the last task over random speeds of ranks; lane 1 is a link that ranks share.
 
-        A collective starts when every rank has reached it and the link is free. Every rank computes `durations` on
-        average, exactly: the mean deviation of the draws is subtracted. Equal seeds draw equal numbers, so programs can
-        be compared. Arrays are [candidates, ranks, draws].
+        A collective starts when every rank has reached it and the link is free. The mean computation of a rank is
+        exactly that in `durations`, because the mean excess of the draws is subtracted. The random seed is fixed, so
+        results of different programs can be compared. Arrays are [candidates, ranks, draws].
         """
         columns = np.broadcast_arrays(*durations)[0].shape[0]
         work = [np.broadcast_to(row, (columns,))[:, None, None] for row in durations]
@@ -167,7 +171,7 @@ class LaneProgram:
                     ready = np.maximum(ready, ends[dep])
                 starts[task] = ready.max(axis=1, keepdims=True)
                 link = np.maximum(link, starts[task]) + work[row]
-                ends.append(link - ranks.spread * work[row] * _places(normal[task]))
+                ends.append(link - ranks.spread * work[row] * _completion_order(normal[task]))
             else:
                 wait(deps)
                 seconds = work[row] * ranks.factors(normal[task])
@@ -180,7 +184,7 @@ class LaneProgram:
         return mean
 
 
-def _places(normal: Array) -> Array:
-    """Return a place in random order for each rank of draws [ranks, draws], from 0 for the last to 1 for the first."""
-    places: Array = np.argsort(np.argsort(normal, axis=0), axis=0) / (len(normal) - 1.0)
-    return places
+def _completion_order(normal: Array) -> Array:
+    """Return a random order of the ranks per draw, from 0 for the last rank to 1 for the first; [ranks, draws]."""
+    order: Array = np.argsort(np.argsort(normal, axis=0), axis=0) / (len(normal) - 1.0)
+    return order

@@ -31,7 +31,7 @@ _MOST_DEVICES = 2**24
 
 
 class Number(Section):
-    """`Quantity` in a topology file, in the unit that its key names."""
+    """`Quantity` in a topology file. The key states the unit, such as `memory_gb_s`."""
 
     value: float = Field(gt=0, ge=1 / _LARGEST, le=_LARGEST)
     source: str = Field(min_length=1)
@@ -43,7 +43,7 @@ class Number(Section):
 
 
 def _one(**units: tuple[Number | None, float]) -> Quantity:
-    """Return a quantity in base units. Keyword arguments are (number, factor) by unit; one number is not None."""
+    """Return the only number that is not None, in base units; arguments are (number, factor to base units) by unit."""
     values = [number.scaled(factor) for number, factor in units.values() if number is not None]
     if len(values) != 1:
         raise ValueError(f"give exactly one of {', '.join(units)}")
@@ -75,7 +75,7 @@ class DeviceEntry(_Entry):
     memory_gb_s: Number
 
     def resolve(self) -> Device:
-        """Return the device card in base units."""
+        """Return the device in base units."""
         return Device(
             name=self.name,
             kind=self.kind,

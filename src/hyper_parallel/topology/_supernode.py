@@ -17,8 +17,8 @@ class Quantity:
     Attributes:
         value: Value in base units: bytes, bytes/s, FLOP/s, seconds.
         source: Source of the number, as a short phrase.
-        certainty: Whether the number is stated in a public source, derived from stated ones, general knowledge,
-            inferred, or measured here.
+        certainty: Whether the number is stated in a public source, derived from stated numbers, general knowledge,
+            inferred, or measured on this machine.
     """
 
     value: float
@@ -57,10 +57,10 @@ class Tier:
         name: node, supernode, pod, cluster or host.
         size: Devices inside one domain of this tier; 0 is unlimited. Domains are runs of consecutive device ids.
         bytes_s: Bytes/s per device and direction inside the tier.
-        latency_s: Seconds of one message between two devices of the tier.
+        latency_s: Seconds for an empty message between two devices of the tier.
         kind: full_mesh, switch, torus, or host (ranks of one CPU machine).
-        shares_links: True if this tier and the next inner one use the same links of a device, so that their traffic
-            adds up. False if the device has separate links for this tier.
+        shares_links: True if this tier and the next inner tier use the same links of a device, so that traffic of both
+            tiers adds up. False if the device has separate links for this tier.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Supernode:
         name: Preset name.
         description: Description of the machine in one sentence.
         num_devices: Devices of one supernode (the default number to plan for).
-        device: The device card.
+        device: Device with its rates and its memory.
         tiers: Interconnect levels, inner to outer; the last may be unlimited.
         pools: Memory beyond the devices' own.
     """
@@ -146,7 +146,7 @@ class Supernode:
         float64 runs at 1/1 to 1/64 of the rate of float32.
 
         Raises:
-            UnknownPeak: HP310 when the device card has no entry for the format.
+            UnknownPeak: HP310 when the device has no entry for the dtype.
         """
         peaks = self.device.peak_flops
         if dtype not in peaks:

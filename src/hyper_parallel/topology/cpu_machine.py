@@ -32,8 +32,10 @@ _PACKAGE: Final = "hyper-parallel"
 _MEASURE_TIMEOUT_S: Final = 60
 _LOOPBACK_BYTES_S: Final = 1.1e9
 _LOOPBACK_STEP_S: Final = 0.4e-3
-"""Gloo over loopback on two busy cores. 16 MiB all-reduce of 2, 4, 8 ranks: 15, 48, 94 ms, which is 1.1 GB/s per core
-in use; 4-byte all-gather: 0.3, 2.5, 12 ms, which is 0.4 ms per ring step, longer as cores are shared."""
+"""Seconds per ring step of gloo over loopback, measured on two busy cores.
+
+A 4-byte all-gather of 2, 4, 8 ranks takes 0.3, 2.5, 12 ms: 0.4 ms per step, and more when ranks share cores. A 16 MiB
+all-reduce takes 15, 48, 94 ms: 1.1 GB/s per core in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def rank_threads(num_ranks: int) -> int:
 
 
 def _facts(path: str) -> dict[str, str]:
-    """Return the `name: value` lines of a file as a dict; the first line of a repeated name counts."""
+    """Return the `name: value` lines of a file as a dict; of a repeated name, the first value."""
     lines = (line.partition(":") for line in reversed(_read(path).splitlines()))
     return {name.strip(): value.strip() for name, _, value in lines}
 

@@ -84,7 +84,6 @@ def read_topology(path: Path) -> Supernode:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Return the mapping from alias to preset name, read from the preset files."""
     aliases = {}
     for name in preset_names():
         data = read_mapping(_PRESETS / f"{name}.yaml", TopologyUnreadable, "topology file")
@@ -237,7 +236,7 @@ def detect_local(
 
 
 def is_this_machine(topology: str) -> bool:
-    """Return whether this machine has the device of the topology with this name or file."""
+    """Return whether the device of a topology, given by name or file, is the device of this machine."""
     if topology == "local":
         return True
     device, accelerators = load_topology(topology).device, find_accelerators()

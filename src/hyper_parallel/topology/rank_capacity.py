@@ -13,7 +13,7 @@ CPU_RANK_BYTES: Final = int(0.4 * GiB)
 
 _CPU_RANKS: Final = 16
 _CPU_RANKS_PER_CORE: Final = 4
-"""CPU ranks that may start on any machine, and ranks per core that may start on larger ones; ranks share cores."""
+"""CPU ranks that may start on any machine, and CPU ranks per core on machines with more cores."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Trainer: data, training loop, checkpoints and generation.
 
-Names are imported on first use: recipes, data order, records and manifests need no framework.
+Names are imported on first use, so importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Calibration of this machine: measure its ranks, write its cards, and compare predictions before and after.
 
-Ranks run micro-benchmarks and short training steps of small models with several layouts. All models of a group are
-resident at once, and run one step each per round. Other load on the machine thus affects all layouts alike.
+The constants of the cost model are stored in a device card (rates and overheads of the hardware) and a stack card
+(overheads of the framework). Ranks measure them by micro-benchmarks and by probes: training steps of a small model with
+some layout. The models of several probes are resident at once. In each round every model runs a step, so other load on
+the machine affects all probes alike.
 """
 
 from __future__ import annotations
@@ -70,31 +72,29 @@ _WINDOW_S: Final = 0.12
 _SHORT_WINDOW_S: Final = 0.06
 _NARROW: Final = 64
 _WIDE: Final = 256
-"""Hidden sizes of the probed models: launches dominate the step of a narrow model, matmuls that of a wide model. A
-factor of 4 separates both."""
+"""Hidden sizes of the probed models: operator launches dominate the step of a narrow model, matmuls that of a wide
+model."""
 _MANY_RANKS: Final = 4
-"""Number of ranks above which probes have fewer layers, as ranks that share cores are slower."""
+"""Number of ranks above which probes have fewer layers, because ranks that share cores are slower."""
 _AT_ONCE: Final = 5
-"""Number of probes that run at once: dozens of resident models and process groups slow a rank by up to a factor of
-3."""
+"""Number of resident probes: dozens of models and process groups would slow a rank by up to a factor of 3."""
 _MIN_ROUNDS: Final = 3
-"""Minimum rounds per measurement: one warm-up, which does not count, and two whose minimum or median is taken."""
+"""Minimum rounds per measurement: a warm-up round, which does not count, and two counted rounds."""
 _MAX_ROUNDS: Final = 15
 _BUDGET_S: Final = 2.0
-"""Seconds after which only the minimum number of rounds runs: dozens of probes then end in minutes. A fast machine
-stops at `_MAX_ROUNDS`."""
+"""Seconds after which no round starts beyond `_MIN_ROUNDS`, so that all probes take minutes."""
 
 _Row = tuple[int, int, Mapping[str, Any], int, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Small model to time, and the layout to run it with.
+    """Small model and layout whose training step is timed.
 
     Attributes:
         config: Values of the model's `config.json`.
-        plan_model: The same model in the planner's form.
-        plan: Plan with that layout.
+        plan_model: `ModelSpec` of the model, for the planner.
+        plan: Plan with the layout.
     """
 
     config: dict[str, Any]
@@ -103,7 +103,7 @@ class Probe:
 
 
 def make_probes(supernode: Supernode, *, short: bool = False) -> list[Probe]:
-    """Return small training runs whose step times determine the constants of the machine's cost model.
+    """Return probes whose step times determine the constants of the machine's cost model.
 
     The first two probes differ only in their number of layers. Two widths separate the time of FLOPs from the launch
     time of operators. Several numbers of layers and microbatches separate costs per layer from costs per step. Every
@@ -111,7 +111,7 @@ def make_probes(supernode: Supernode, *, short: bool = False) -> list[Probe]:
 
     Args:
         supernode: Machine to measure, with all its ranks.
-        short: Return fewer probes on a CPU: dense models, on the axes dp_replicate, dp_shard, tp_x, cp and pp.
+        short: Whether to return fewer probes on a CPU: dense models, on the axes dp_replicate, dp_shard, tp_x, cp, pp.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
     if kind != "cpu":
@@ -178,16 +178,16 @@ def _probe(
 def time_probes(
     probes: Sequence[Probe], world: World, pick: Callable[[Sequence[float]], float] = min
 ) -> list[float]:
-    """Return the seconds per step of every probe on this rank; the first round warms up and does not count.
+    """Return the seconds per step of each probe on this rank; collective over all ranks.
 
     Args:
         probes: Probes to time.
         world: Ranks of the process group, and this rank's device.
-        pick: Function from the seconds of all rounds to one number: the minimum to compare layouts, the median to
-            predict a run.
+        pick: Function from a probe's seconds in all rounds but the first to its result: the minimum to compare layouts,
+            or the median to predict a run.
     """
     runs = [_TimedProbe(probe, world) for probe in probes]
-    # A real run has one model: garbage collection must not traverse the objects of all models.
+    # A real run has a single model, so garbage collection must not traverse the objects of all models.
     gc.collect()
     gc.freeze()
     start = time.perf_counter()
@@ -211,7 +211,7 @@ def short_step(
     """Run a training step: forward and backward of all microbatches, clipping, loss reduction and optimizer update.
 
     Returns:
-        Scalar loss over all ranks, on the device; the host is not synchronized.
+        Scalar tensor with the loss over all ranks. The host does not wait for the device.
     """
     loss = forward_backward(model, microbatches, valid_tokens)
     clip_grad_norm_(model, 1.0)
@@ -223,7 +223,7 @@ def short_step(
 
 
 class _TimedProbe:
-    """Parallelized model, optimizer and data of one probe on this rank."""
+    """Parallelized model, optimizer and data of a probe on this rank."""
 
     def __init__(self, probe: Probe, world: World) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -247,7 +247,7 @@ class _TimedProbe:
         self._tokens = work.tokens_per_step or 1
 
     def turn(self) -> float:
-        """Run one step after a barrier of all ranks, and return its seconds."""
+        """Run a step after a barrier, and return its seconds."""
         if self._world.world_size > 1:
             dist.barrier()
         start = time.perf_counter()
@@ -262,10 +262,11 @@ def calibrate_local(
     """Measure this machine, write its cards, and yield lines of output.
 
     Args:
-        output: Path of the cards; None: the path that `plan` and `train` read.
-        ranks: Number of ranks; None: every accelerator, or 4 on a machine without one.
-        check: Recipe whose predictions before and after are compared with measured steps.
-        steps: Number of measured steps.
+        output: Path of the card file; None: the path that `plan` and `train` read.
+        ranks: Number of ranks; None: all accelerators, or 4 ranks on a machine without accelerators.
+        check: Recipe to train. Its measured step is compared with the predictions of the old and the new cards. None:
+            no comparison.
+        steps: Number of steps to train.
     """
     path = output or own_path()
     check_card_file(path)
@@ -288,11 +289,11 @@ def calibrate_local(
 def calibrate_first_run(job: Job) -> str | None:
     """Measure this machine for some seconds before its first run, and save the cards where `calibrate` saves them.
 
-    Nothing is measured under another launcher, if the topology is not `local`, or if the saved cards cover this number
-    of ranks.
+    Nothing is measured under torchrun, if the topology is not `local`, or if the saved cards cover this number of
+    ranks.
 
     Returns:
-        Line of output, or None if nothing was measured. After a measurement the caller must plan the run again.
+        Line of output, or None if no cards were saved. After a measurement the caller must plan the run again.
     """
     ranks = job.ranks
     if job.recipe.topology != "local" or under_torchrun():
@@ -315,7 +316,7 @@ def calibrate_first_run(job: Job) -> str | None:
 
 
 def _printed_numbers(device: DeviceCard, stack: StackCard) -> dict[str, float]:
-    """Return the numbers of both cards that `calibrate` prints, by name."""
+    """Return the constants of a device card and a stack card that `calibrate` prints, by name."""
     numbers = ("saturation", "elementwise", "stream", "link", "latency", "kernel_s")
     tables = ("matmul", "attention")
     return {
@@ -326,7 +327,7 @@ def _printed_numbers(device: DeviceCard, stack: StackCard) -> dict[str, float]:
 
 
 def _rank_counts(supernode: Supernode) -> list[int]:
-    """Return the rank counts to measure: all devices of an accelerator; 1, 2, 4, ... and all ranks of a CPU."""
+    """Return the numbers of ranks to measure: all accelerators, or on a CPU 1, 2, 4, ... up to all ranks."""
     most = supernode.num_devices
     if supernode.device.kind != "cpu":
         return [most]
@@ -342,10 +343,10 @@ def _shipped(supernode: Supernode) -> tuple[DeviceCard, StackCard]:
 def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, StackCard]:
     """Measure the machine with all its ranks and return its cards.
 
-    With `short` on a CPU, constants that no probe measures keep the values of the shipped CPU card.
+    With `short` on a CPU, constants that no probe measures have the values of the CPU card in this package.
     """
     ranks, kind = supernode.num_devices, supernode.device.kind
-    # A name other than `local`, so that earlier or damaged cards of this machine are not read.
+    # With a name other than `local`, earlier or damaged cards of this machine are not read.
     supernode = replace(supernode, name=LOCAL_CARD + " machine")
     dtypes = tuple(d for d in _DTYPES if d in supernode.device.peak_flops)
     probes = make_probes(supernode, short=short)
@@ -377,7 +378,7 @@ def _measure(supernode: Supernode, *, short: bool = False) -> tuple[DeviceCard, 
 
 
 def _with_shipped(stack: StackCard, base: StackCard, probes: Sequence[Probe]) -> StackCard:
-    """Return `stack` with the numbers of `base` for experts and for parallel axes without a probe."""
+    """Return `stack` with the constants of `base` for experts and for parallel axes that no probe uses."""
     strategies = [probe.plan.strategy for probe in probes]
     unused = [a for a in stack.host_s if all(getattr(s, a, 1) == 1 for s in strategies)]
     names = ("moe", "moe_host_s", *(f"host_s.{axis}" for axis in unused))

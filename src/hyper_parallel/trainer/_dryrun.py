@@ -1,8 +1,8 @@
-"""Dry run: trace of a recipe's ranks for any machine, rank by rank in this process, with fake tensors.
+"""Dry run: trace of a recipe's training step for any machine, rank by rank in this process, with fake tensors.
 
-The traced program is the training program: the model's code, `parallelize`, the loop's forward, backward, clipping,
-loss reduction and optimizer step. Only other ranks and values are missing: collectives return at once, and tensors have
-sizes but no bytes. A `Recorder` records the step; peak and collectives are computed from the recording.
+The traced code is that of a real step: the model, `parallelize`, forward, backward, clipping, loss reduction and
+optimizer step. Collectives return at once without transfers, and tensors have sizes but no values. A `Recorder` records
+the operators. Memory peaks and collectives are computed from the recording.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class TracedRank:
     Attributes:
         rank: Global rank.
         coordinate: Mesh coordinate of the rank, by axis.
-        peaks: Peak bytes of a step in the steady state, by memory tier.
-        collectives: Collectives of one step.
-        operators: Number of operators of one step.
+        peaks: Peak bytes of a step, by memory tier; the optimizer state already exists.
+        collectives: Collectives of the step.
+        operators: Number of operators of the step.
         seconds: Wall time of the trace.
     """
 
@@ -75,9 +75,9 @@ class TracedRank:
 
 
 def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
-    """Return the differences between a traced rank's collectives and the plan's formulas, one sentence each.
+    """Compare the traced collectives with the plan's predictions; return a sentence per kind and axes that differ.
 
-    The formulas are for the rank at coordinate 0 of every axis.
+    The plan predicts the collectives of rank 0, so `rank` should be rank 0.
     """
     totals: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for i, items in enumerate((rank.collectives, plan.collectives)):
@@ -95,7 +95,7 @@ def differences(rank: TracedRank, plan: Plan) -> tuple[str, ...]:
 
 
 class _NoGauge:
-    """Memory gauge that measures nothing, as fake tensors have no storage."""
+    """Memory gauge that reports 0 bytes, because fake tensors have no storage."""
 
     def peak_bytes(self) -> int:
         return 0
@@ -103,12 +103,10 @@ class _NoGauge:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Trace attention with values narrower than keys as a single fused operator, as accelerators run it.
+    """Trace `scaled_dot_product_attention` as a single fused operator even if keys and values differ in width.
 
-    The fused CPU kernel requires equal widths of keys and values.
-
-    The function itself is replaced. A `TorchFunctionMode` is inactive during a backward pass, so attention recomputed
-    there would use another kernel than in forward.
+    Accelerators have such a fused kernel. On a CPU it requires equal widths of keys and values. The torch function is
+    patched inside the context, because a `TorchFunctionMode` would not cover recompute during backward.
     """
     original = F.scaled_dot_product_attention
 
@@ -134,22 +132,22 @@ def trace_rank(
     workspace: Workspace | None = None,
     accelerator: bool = False,
 ) -> TracedRank:
-    """Trace one rank of a plan.
+    """Trace a training step on one rank of a plan.
 
     Args:
-        build: Returns the model on the meta device.
+        build: Function that returns the model on the meta device.
         plan: Plan, for any number of ranks.
-        training: Optimizer and clipping.
+        training: Section `training` of the recipe, with optimizer and clipping.
         rank: Rank to trace.
         alignment_bytes: Alignment of every allocation.
-        workspace: Workspace bytes of operators; None: not counted.
-        accelerator: Trace fused attention also where values are narrower than keys, as accelerators support it.
+        workspace: Function that returns the workspace bytes of an operator; None: not counted.
+        accelerator: Whether to trace attention as an accelerator runs it; see `_fused_attention`.
     """
     start = time.perf_counter()
     strategy = plan.strategy
     recorder = Recorder(alignment_bytes, FakeKernels(workspace))
     with World.fake(rank, strategy.world_size) as world:
-        # Meshes and FSDP's groups read values of index tensors, so they are created before fake tensors.
+        # Meshes and FSDP groups read tensor values, so `parallelize` runs outside the fake-tensor mode.
         model = parallelize(build(), plan, world)
         attention = _fused_attention() if accelerator else nullcontext()
         with FakeTensorMode(allow_non_fake_inputs=True), recorder, attention:
@@ -170,7 +168,7 @@ def trace_rank(
             recorder.restart("setup")
             _step(loop, recorder, plan, training)
             recorder.enter("after the step")
-            # FSDP pads uneven parameters in its first run, which changes their bytes.
+            # FSDP pads uneven parameters in its first forward, which changes their bytes.
             _name_state(recorder, model, optimizer)
             recording = recorder.recording(f"{plan.model.name} rank {rank}")
     meshes = plan.mesh, strategy.expert_mesh()
@@ -185,7 +183,7 @@ def trace_rank(
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's states, so that the traced step is a steady-state step instead of the first one."""
+    """Create the optimizer state by a step with zero gradients; the traced step then represents all later steps."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -194,12 +192,11 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step(loop: Loop, recorder: Recorder, plan: Plan, training: Training) -> None:
-    """Run one step of the training loop on fake tensors, without reading the value of any tensor."""
     work = plan.workload
     shape = (work.microbatch or 1, work.seq_len)
     inputs = []
     for _ in range(work.accumulation_steps or 1):
-        with unset_fake_temporarily():  # token ids are real tensors, as model code may read them
+        with unset_fake_temporarily():  # model code may read token ids, so they are real tensors
             batch = {
                 n: torch.zeros(shape, dtype=torch.int64) for n in ("input_ids", "shift_labels")
             }
@@ -224,14 +221,14 @@ def _name_state(recorder: Recorder, model: nn.Module, optimizer: torch.optim.Opt
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Traced ranks of a plan.
+    """Result of a dry run.
 
     Attributes:
         plan: Plan with its predictions.
         device: Name of the device.
         capacity_bytes: Memory of the device.
-        ranks: One traced rank of every distinct program.
-        notes: Remarks for the reader.
+        ranks: Traced ranks.
+        notes: Sentences about the assumptions of the trace.
         seconds: Duration of the dry run.
     """
 
@@ -244,12 +241,12 @@ class DryRun:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak device memory of the fullest traced rank, tensors only."""
+        """Peak bytes of tensors on the fullest traced rank."""
         return max(rank.peaks["hbm"].num_bytes for rank in self.ranks)
 
     @property
     def planned_bytes(self) -> int:
-        """Planned peak of the fullest device, tensors only: the counterpart of `peak_bytes`."""
+        """Planned peak bytes of tensors on the fullest device, for comparison with `peak_bytes`."""
         return self.plan.tensor_bytes
 
     @property
@@ -259,27 +256,28 @@ class DryRun:
 
     @property
     def planned_to_traced(self) -> float:
-        """Relative excess of the planned tensor peak over the traced one; negative if the plan is too low."""
+        """(`planned_bytes` - `peak_bytes`) / `peak_bytes`; negative if the plan predicts too little."""
         return self.planned_bytes / self.peak_bytes - 1.0
 
     @property
     def fits(self) -> bool:
-        """True if the fullest traced rank and the reserve fit the device."""
+        """True if `peak_bytes` plus `reserved_bytes` fit the device memory."""
         return self.peak_bytes + self.reserved_bytes <= self.capacity_bytes
 
 
 def dry_run(
     loaded: LoadedRecipe, *, num_ranks: int | None = None, rank: int | None = None
 ) -> DryRun:
-    """Plan a recipe and trace the program of its ranks.
+    """Plan a recipe and trace a training step of its ranks.
 
     Args:
-        loaded: Recipe with the topology to run on.
-        num_ranks: Ranks of the whole run; None: as in the recipe.
-        rank: The rank to trace; None: one rank of every distinct program.
+        loaded: Recipe, with the topology to plan for.
+        num_ranks: Number of ranks of the run; None: as in the recipe.
+        rank: Rank to trace; None: the ranks of `distinct_ranks`.
 
     Raises:
-        BadValue: HP102 when there is no such rank.
+        BadValue: HP102 when `rank` is not a rank of the plan.
+        Contradiction: HP104 under torchrun, or for a recipe that a dry run does not support.
         HyperParallelError: Errors of planning and `parallelize`.
     """
     from hyper_parallel.planner import plan_recipe
@@ -292,7 +290,7 @@ def dry_run(
     size = plan.strategy.world_size
     if rank is not None and not 0 <= rank < size:
         raise BadValue(
-            "there is no such rank", where="--rank", got=rank, allowed=f"0..{size - 1}",
+            f"the plan has no rank {rank}", where="--rank", got=rank, allowed=f"0..{size - 1}",
             hint="--rank 0",
         )  # fmt: skip
     machine = load_topology(recipe.topology)
@@ -320,17 +318,17 @@ def dry_run(
 
 
 def _check_support(loaded: LoadedRecipe) -> None:
-    """Raise Contradiction (HP104) in a process with a process group, or for a recipe that a dry run cannot trace."""
+    """Raise Contradiction (HP104) if torch.distributed is initialized, or for a recipe that cannot be traced."""
     if dist.is_initialized():
         raise Contradiction(
-            "a dry run cannot run inside a process group, but this process is a rank of one",
+            "a dry run cannot run in a process whose torch.distributed is initialized",
             where="--dry-run",
-            hint="start it without torchrun",
+            hint="start the dry run without torchrun",
         )
     refuse_submodels(loaded, "a dry run traces one layout of the whole model", "--dry-run")
     if loaded.recipe.stage == "rm":
         raise Contradiction(
-            "a dry run traces next-token cross entropy, which a reward model does not have",
+            "a dry run traces next-token cross entropy, but a reward model has another loss",
             where=loaded.where("stage"),
             got="stage=rm, --dry-run",
             hint="stage=dpo",
@@ -338,9 +336,9 @@ def _check_support(loaded: LoadedRecipe) -> None:
 
 
 def distinct_ranks(plan: Plan) -> tuple[int, ...]:
-    """Return one rank of every distinct program: the rank of each pipeline stage at coordinate 0 of all other axes.
+    """Return a rank of every pipeline stage, as ranks of a stage run the same program up to uneven shards.
 
-    Coordinate 0 has the largest shards of tensors with uneven shards.
+    These ranks have coordinate 0 on all other axes, where uneven shards are largest.
     """
     stages = plan.strategy.pp
     return tuple(range(0, plan.strategy.world_size, plan.strategy.world_size // stages))

@@ -1,4 +1,4 @@
-"""Changes of a recipe that replan it: another number of ranks, or the split into training and sampling ranks."""
+"""Changes of a recipe before planning: to another number of ranks, or to the planned training and sampling ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from hyper_parallel.planner import plan_recipe
 
 
 def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
-    """Return the recipe with `parallel: auto` for `ranks` ranks.
+    """Return the recipe with `parallel: auto` for `ranks` ranks, to be planned again.
 
-    Sharding rules of its `parallel` section are kept, degrees are dropped.
-
-    Args:
-        loaded: Recipe with `training.tokens_per_step`, which stays; numbers of microbatches are derived again.
-        ranks: Number of ranks of the new plan.
+    Of section `parallel` only the sharding rules are kept. `training.tokens_per_step` is kept. The size and the number
+    of microbatches are derived again.
     """
     recipe, derived = loaded.recipe, f"derived: planned anew for {ranks} ranks"
     rules = {"rules": recipe.parallel.rules} if recipe.parallel.rules else {}
@@ -37,9 +34,9 @@ def replan_for_ranks(loaded: LoadedRecipe, ranks: int) -> LoadedRecipe:
 
 
 def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRecipe:
-    """Return an elastic recipe replanned for the `launched` ranks of another launcher.
+    """Return a recipe with `training.elastic` changed to the number of ranks that torchrun has launched.
 
-    The recipe is returned unchanged if it is not elastic, is already for that number of ranks, or `launched` is None.
+    Return the recipe unchanged if it is not elastic, already has `launched` ranks, or `launched` is None.
     """
     parallel = loaded.recipe.parallel
     planned = parallel.world_size
@@ -51,10 +48,10 @@ def replan_for_launched(loaded: LoadedRecipe, launched: int | None) -> LoadedRec
 
 
 def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
-    """Return the recipe with `grpo.rollout_ranks` and `grpo.rollout_tp` set by the plan, if either is `auto`.
+    """Replace `grpo.rollout_ranks` and `grpo.rollout_tp` by the plan's values if either is `auto`.
 
-    `parallel.world_size` becomes the number of training ranks. If the plan has no sampling ranks, the options that need
-    them (staleness, partial rollouts, reference role) are reset.
+    `parallel.world_size` becomes the number of training ranks. If the plan has no sampling ranks, the options that
+    require sampling ranks (staleness, partial rollouts, reference role) are reset.
     """
     grpo, roles = loaded.recipe.grpo, plan.roles
     if "auto" not in (grpo.rollout_ranks, grpo.rollout_tp):
@@ -75,14 +72,10 @@ def with_planned_roles(loaded: LoadedRecipe, plan: Plan) -> LoadedRecipe:
 
 
 def replan_up_to(loaded: LoadedRecipe, most: int) -> LoadedRecipe:
-    """Return the recipe for the largest number of ranks, up to `most`, that can be planned.
-
-    Args:
-        loaded: Recipe with the origins of its values.
-        most: Maximum number of ranks; smaller numbers are tried in descending order.
+    """Return the recipe changed to the largest number of ranks, at most `most`, that the planner accepts.
 
     Raises:
-        HyperParallelError: Error of planning for one rank, when no number of ranks can be planned.
+        HyperParallelError: Error of planning for one rank, if planning fails for every number of ranks.
     """
     for ranks in range(most, 0, -1):
         replanned = replan_for_ranks(loaded, ranks)

@@ -1,4 +1,7 @@
-"""Parity check: a recipe's layout against one rank, with the same steps of a small model on local CPU processes."""
+"""Parity check: compare the training steps of a recipe's layout with those on a single rank.
+
+Both runs train the same small model in float64, as local CPU processes.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +41,16 @@ from hyper_parallel.trainer.loop import Display, LrSchedule
 from hyper_parallel.trainer.small_configs import SIZES, shrink_config
 
 LIMIT: Final = 1e-10
-"""Maximum relative difference of equal numbers in float64 runs."""
+"""Maximum relative difference that counts as rounding in float64."""
 
 _FLOOR: Final = 1e-6
-"""Minimum reference for a parameter's gradient norm, as a share of the total gradient norm."""
+"""Minimum denominator of a gradient norm's relative difference, as a share of the total gradient norm."""
 _MAX_RANKS: Final = 8  # three axes of degree 2: covers every pair of axes and fits a laptop
 _AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp_x", "tp_y")
 _DROPPABLE_AXES: Final = ("dp_replicate", "dp_shard", "tp_y", "cp")
-"""Axes that are dropped if there are too many ranks, in this order: the most common axes first."""
+"""Axes that get degree 1, in this order, until at most `_MAX_RANKS` ranks remain."""
 _MAX_FULL_WIDTH_PARAMETERS: Final = 50_000_000
-"""Maximum parameters of the model with few layers of full width that is used if the narrow model fails."""
+"""Maximum parameters of a model that is reduced in depth only, which is tried if the narrow model fails."""
 _SEQ_LEN: Final = {
     "pt": 64,
     "sft": 512,
@@ -60,20 +63,20 @@ _SEQ_LEN: Final = {
 _MICROBATCHES: Final = 4  # sufficient for two virtual stages on each of two ranks
 
 Steps = list[dict[str, float]]
-"""Loss, gradient norm, and the norm of every parameter's gradient, of each step."""
+"""Metrics by name for each step: loss, gradient norm, and the gradient norm of every parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Metric of one step, on one rank and on the tested layout.
+    """Metric of a step in the single-rank run and in the run of the tested layout.
 
     Attributes:
-        name: `loss`, `grad_norm`, or the name of a parameter for the norm of its gradient.
+        name: `loss`, `grad_norm`, or a parameter name for the norm of the parameter's gradient.
         step: Step, from 1.
-        one_rank: Value on one rank.
-        layout: Value on the layout; NaN if the layout's run has no such metric.
-        relative: Absolute difference divided by the one-rank value; for a very small gradient, by a fraction of the
-            total gradient norm.
+        one_rank: Value of the single-rank run.
+        layout: Value of the layout's run; NaN if this run lacks the metric.
+        relative: Absolute difference divided by `one_rank`. For a very small gradient the divisor is a fraction of the
+            total gradient norm instead.
     """
 
     name: str
@@ -85,14 +88,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Comparison of a run on one rank with the same run on a layout.
+    """Comparison of a run on a single rank with the same run on a layout.
 
     Attributes:
         model: Description of the trained model.
         strategy: Tested layout.
-        notes: Changes of the recipe's layout for the test, one sentence each.
-        differences: All metrics of all steps, equal ones included: per step loss, gradient norm, then parameters in the
-            model's order.
+        notes: Sentences about changes of the recipe's layout for the test.
+        differences: All metrics of all steps, including equal metrics. Their order within a step is loss, gradient
+            norm, parameters in the model's order.
     """
 
     model: str
@@ -102,16 +105,16 @@ class Parity:
 
     @property
     def first(self) -> Difference | None:
-        """First gradient, in order of steps and then of the model's parameters, that differs by more than `LIMIT`.
+        """First parameter gradient, by step and then in the model's order, that differs by more than `LIMIT`.
 
-        If no gradient differs, it is the first differing loss or gradient norm, or None.
+        If all parameter gradients agree: the first loss or total gradient norm that differs, or None.
         """
         wrong = [d for d in self.differences if not d.relative <= LIMIT]
         parameters = [d for d in wrong if d.name not in ("loss", "grad_norm")]
         return next(iter(parameters or wrong), None)
 
     def worst(self, count: int) -> list[Difference]:
-        """Return the `count` largest relative differences, at most one per metric name."""
+        """Return the `count` metric names with the largest relative differences, each at its worst step."""
         worst: dict[str, Difference] = {}
         for d in sorted(
             self.differences, key=lambda d: -d.relative if d.relative >= 0 else -math.inf
@@ -121,10 +124,10 @@ class Parity:
 
 
 def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
-    """Train a small copy of a recipe's model on one rank and on the recipe's layout, and compare.
+    """Train a small copy of a recipe's model on a single rank and on the recipe's layout, and compare all metrics.
 
-    Both runs have the same seed and data, float64, no dropout and no clipping; ranks are local processes with gloo.
-    Degrees above 2 become 2, and axes are dropped until 8 ranks suffice.
+    The two runs have the same seed and data, and use float64 without dropout or clipping. Ranks are local processes
+    with gloo. Degrees above 2 become 2, and axes are dropped until at most 8 ranks remain.
 
     Args:
         loaded: Recipe with the origins of its values.
@@ -132,11 +135,11 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 
     Raises:
         Contradiction: HP104 in a process of torchrun.
-        HyperParallelError: Errors of preparing or running either run.
+        HyperParallelError: Errors of preparing or training the runs.
     """
     if under_torchrun():
         raise Contradiction(
-            "parity starts its own ranks, so it cannot run under torchrun",
+            "`parity` launches local ranks itself, so it cannot run under torchrun",
             where="environment of this process",
             hint=f"hyper-parallel parity {loaded.path}",
         )
@@ -167,7 +170,7 @@ def parity(loaded: LoadedRecipe, steps: int = 3) -> Parity:
 
 
 def _layout(loaded: LoadedRecipe) -> tuple[Strategy, tuple[str, ...]]:
-    """Return the recipe's layout reduced to at most `_MAX_RANKS` ranks, and one sentence per change."""
+    """Return the recipe's layout reduced to at most `_MAX_RANKS` ranks, and a sentence about each change."""
     recipe = loaded.recipe
     strategy = plan_recipe(recipe, None, loaded.where, read_recipe_spec(loaded)).strategy
     hybrid = strategy.cp_kind == "hybrid" and strategy.cp > 2
@@ -206,7 +209,7 @@ def _parallel(recipe: Recipe, layout: Strategy) -> Parallel:
 
 
 def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow: bool) -> Recipe:
-    """Return the recipe with a small random model in float64, few short steps, and no checkpoints or offload."""
+    """Return the recipe with a small random model in float64, short sequences, and no checkpoints or offload."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -243,7 +246,7 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
             "profile": None,
             "recompute_layers": None if recipe.training.recompute_layers is None else 1,
         },
-        # The capacity of an expert depends on the tokens of a rank.
+        # With a capacity, dropped tokens would depend on the number of tokens per rank.
         "moe": {"capacity_factor": None},
         "checkpoint": {"every": 0, "every_minutes": 0.0, "keep_best": False, "resume": "never", "from_dir": None,
                        "export": False},
@@ -261,12 +264,12 @@ def _small_recipe(recipe: Recipe, scratch: Path, steps: int, dp: int, *, narrow:
 
 
 def _attention(recipe: Recipe) -> str | None:
-    """Return the recipe's attention implementation if a CPU supports it, else None."""
+    """Return `eager` if the recipe sets it, else None, because a CPU may not support the implementation."""
     return recipe.model.attn_implementation if recipe.model.attn_implementation == "eager" else None
 
 
 def _size(loaded: LoadedRecipe) -> int:
-    """Return the approximate number of parameters of the recipe's model with few layers of full width."""
+    """Return the approximate number of parameters of the recipe's model when reduced in depth only."""
     model = loaded.recipe.model
     spec = read_spec(model.path, trusted=model.trust_remote_code)
     return int(spec.num_params * min(1.0, SIZES["num_hidden_layers"] / spec.num_layers))
@@ -278,7 +281,7 @@ def _job(loaded: LoadedRecipe, recipe: Recipe, parallel: Parallel) -> Job:
 
 
 def _run(job: Job) -> tuple[Steps, list[str]]:
-    """Train on local ranks; return one dict of metrics per step, and the metric names in the model's order."""
+    """Train on local ranks; return the metrics of each step, and the metric names in the model's order."""
     ranks = job.plan.strategy.world_size
     results = launch(lambda _: _rank(job), ranks, threads=rank_threads(ranks))
     steps: Steps = []
@@ -292,7 +295,7 @@ def _run(job: Job) -> tuple[Steps, list[str]]:
 
 
 def _rank(job: Job) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Train; return per step the loss and gradient norm, and this rank's part of each squared gradient norm."""
+    """Train on this rank; return per step (loss and gradient norm, this rank's share of squared norms by parameter)."""
     training, steps = job.recipe.training, []
     squares: dict[str, float] = {}
     with World.join("cpu") as world, TorchEngine(job, world, Display(0, False)) as engine:

@@ -1,4 +1,4 @@
-"""Description of a run's training data: `data.json` with counts, lengths and examples, and rows of the start panel."""
+"""Description of a run's training data, for `data.json` and for the panel printed at the start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ DATA_RECORD: Final = "data.json"
 
 
 def data_facts(job: Job) -> dict[str, Any]:
-    """Return the contents of `data.json` as JSON values; for a stream they describe the records read so far."""
+    """Return the contents of `data.json`: counts, lengths and examples of each data source.
+
+    For streamed data they describe the records read so far.
+    """
     packed, stage = job.packed, job.recipe.stage
     weights = packed.weights or (1.0,) * len(packed.counts)
     sources = []
@@ -40,7 +43,7 @@ def data_facts(job: Job) -> dict[str, Any]:
 
 
 def data_rows(job: Job) -> dict[str, str]:
-    """Return the summary of a run's data as a dict from row name to text."""
+    """Return the summary of a run's data, as a dict from row title to text."""
     packed, stage = job.packed, job.recipe.stage
     streaming = job.recipe.data.streaming
     rows = summary_rows(stage, _counts(job), packed.weights, sampled=streaming)
@@ -51,13 +54,13 @@ def data_rows(job: Job) -> dict[str, str]:
 
 
 def _counts(job: Job) -> tuple[DataCounts, ...]:
-    """Return the counts of each source; for a stream the counts of its first epoch up to the newest record read."""
+    """Return the counts of each source; for a stream only of the records read so far in the first epoch."""
     stream = job.packed.train
     return (stream.counts,) if isinstance(stream, Stream) else job.packed.counts
 
 
 def _epochs(job: Job) -> tuple[float | None, str]:
-    """Return the number of epochs (None for a stream) and its description."""
+    """Return the number of epochs (None for a stream) and a text about epochs and steps."""
     batches, steps, stage = job.train_batches(), job.recipe.training.steps, job.recipe.stage
     per_step = batches.sequences_per_step
     amount = f"{steps:,} step{'' if steps == 1 else 's'}"
@@ -87,7 +90,10 @@ _NEW_LINE: Final = "\u21b5"
 
 
 def panel_rows(job: Job) -> dict[str, Any]:
-    """Return the start panel's rows about the data: dict from row name to plain or rich text, with coloured targets."""
+    """Return the rows of the start panel about the data: summary, notes, and an example with its targets marked.
+
+    The result is a dict from row title to a string or rich text.
+    """
     rows: dict[str, Any] = {**data_rows(job)}
     lines = [*notes(job.recipe.stage, job.packed.counts), *job.packed.tokenizer_notes]
     if lines:
@@ -114,7 +120,7 @@ def _example(example: Example) -> Any:
 
 
 def _compact(segments: Iterable[Segment]) -> list[Segment]:
-    """Return at most `_MAX_SEGMENTS` segments, each shortened to one line; a last segment counts the omitted ones."""
+    """Shorten each segment to a line, and replace all after `_MAX_SEGMENTS` segments by a count."""
     all_segments = list(segments)
     shortened = [
         Segment(without_middle(s.text, _MAX_CHARACTERS).replace("\n", _NEW_LINE), s.trained)
@@ -128,7 +134,7 @@ def _compact(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def highlighted(segments: Iterable[Segment], *, coloured: bool) -> Any:
-    """Return segments as rich text with trained targets in green or, without `coloured`, between `[[` and `]]`."""
+    """Return segments as rich text with the targets in green or, without `coloured`, between `[[` and `]]`."""
     from rich.text import Text
 
     from hyper_parallel.errors import printable

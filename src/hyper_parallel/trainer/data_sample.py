@@ -2,8 +2,9 @@
 
     reader -> a batch of records -> idle worker process -> counts
 
-The first batch forks the workers, so that they share the tokenizer. Only an idle worker receives a batch, so the two
-ends of a pipe never write at the same time.
+A record is one document, or two documents in a preference stage. The reader forks the workers when the first batch is
+sent, so they share its tokenizer. Only idle workers receive a batch, so the two ends of a pipe never write at the same
+time.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ MAX_BYTES: Final = 16 * MiB
 _BATCH: Final = 256
 """Number of records of a tokenization batch."""
 _OWN_RECORDS: Final = 2 * _BATCH
-"""Number of records that are encoded before additional processes start."""
+"""Number of records that the reader encodes itself before it starts workers."""
 _MAX_PROCESSES: Final = 4
 _SUMS: Final = ("used", "cut", "tokens", "target_tokens")
 
 Unit = list[Document]
-"""Documents of one record: one, or the two of a pair."""
+"""Documents of a record: one, or the two of a pair."""
 
 
 def encoded_units(
     batch: Sequence[Unit], hf: Any, stage: str
 ) -> Iterator[tuple[Unit, list[Encoded]]]:
-    """Yield each record of a batch with its encoded documents."""
+    """Encode a batch of records; yield each record with its encoded documents."""
     encoded = encode([document for unit in batch for document in unit], hf, stage)
     for unit in batch:
         yield unit, [next(encoded) for _ in unit]
@@ -67,13 +68,13 @@ class Tally:
     lengths: LengthHistogram = field(default_factory=LengthHistogram)
 
     def add(self, unit: Unit, encoded: list[Encoded], stage: str) -> None:
-        """Add one record with its encoded documents to the counts and lengths."""
+        """Add a record with its encoded documents to the counts and lengths."""
         self.counts.add(unit, encoded, stage)
         for ids, _ in encoded:
             self.lengths.add(len(ids))
 
     def merge(self, other: Tally) -> None:
-        """Add the counts of a worker, except those of records read and ignored keys, which only the reader counts."""
+        """Add the counts of a worker, except the fields that only the reader counts (records read, ignored keys)."""
         for name in _SUMS:
             setattr(self.counts, name, getattr(self.counts, name) + getattr(other.counts, name))
         self.counts.dropped.update(other.counts.dropped)
@@ -82,12 +83,12 @@ class Tally:
 
 
 class EncodingHelpers:
-    """Pool of worker processes that encode records, started by the first batch.
+    """Pool of worker processes that encode records; `submit` starts them at its first call.
 
     Args:
         hf: Tokenizer of transformers.
         stage: Stage of the recipe.
-        counts: Counts of the source; workers use its sequence length and unknown token.
+        counts: Counts of the source, from which workers copy `seq_len` and `unknown_id`.
         number: Number of processes.
     """
 
@@ -103,7 +104,7 @@ class EncodingHelpers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: Any, __: TracebackType | None) -> None:
-        """Terminate the worker processes."""
+        """Close all pipes and wait for the workers; terminate the workers after an exception."""
         for connection in (*self._idle, *self._busy):
             connection.close()
         for process in self._processes:
@@ -139,7 +140,7 @@ class EncodingHelpers:
         self._tally.merge(result)
 
     def _start(self) -> None:
-        # Threads of the tokenizer do not survive a fork; the library warns unless this variable is set.
+        # Threads of the tokenizer do not survive a fork, and the library warns unless this variable is set.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         context = multiprocessing.get_context("fork")
         for _ in range(self._number):
@@ -151,7 +152,7 @@ class EncodingHelpers:
             self._idle.append(own)
 
     def _encode_batches(self, connection: Connection, parent: Connection) -> None:
-        """Receive batches, encode and count them, and send back tallies, until the reader closes the pipe."""
+        """Run a worker: receive batches, encode them, and send back their `Tally`, until the reader closes the pipe."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the reader terminates its workers
         for inherited in (parent, *self._idle):
             inherited.close()
@@ -171,14 +172,14 @@ class EncodingHelpers:
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
-    """Counts of the first records of a source.
+    """Counts of the first records of a data source.
 
     Attributes:
         counts: Numbers of records, documents and tokens.
-        lengths: Histogram of the lengths of all documents, in tokens.
-        examples: First records that have trained tokens.
+        lengths: Histogram of document lengths in tokens.
+        examples: First records that have target tokens.
         complete: Whether all records of the source were read.
-        weight: Share of the source in a mixture.
+        weight: Weight of the source in a mixture.
     """
 
     counts: DataCounts
@@ -196,8 +197,8 @@ class DataSample:
         stage: Stage of the recipe.
         sources: Samples of the sources.
         tokenizer: Directory of the tokenizer.
-        tokenizer_name: Name of the tokenizer in the recipe; None: it is trained on the data.
-        tokenizer_notes: Sentences on the tokenizer.
+        tokenizer_name: Name of the tokenizer in the recipe; None: the tokenizer is trained on the data.
+        tokenizer_notes: Sentences about the tokenizer.
     """
 
     stage: str
@@ -218,14 +219,14 @@ class DataSample:
 
     @property
     def rows(self) -> dict[str, str]:
-        """Summary as a dict from row name to text."""
+        """Summary of the data, as a dict from row title to text."""
         weights = [one.weight for one in self.sources]
         rows = summary_rows(self.stage, self.counts, weights, sampled=not self.complete)
         return rows | {"tokenizer": self.tokenizer_name or f"trained on the data: {self.tokenizer}"}
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on the counts and on the tokenizer, one sentence each."""
+        """Sentences about the counts and the tokenizer."""
         return [*notes(self.stage, self.counts), *self.tokenizer_notes]
 
     def as_dict(self) -> dict[str, Any]:
@@ -257,12 +258,12 @@ def sample_data(
 
     Args:
         loaded: Recipe with the origins of its values.
-        max_records: Maximum number of records of all sources together, divided evenly.
+        max_records: Maximum number of records, divided evenly among the sources.
         num_examples: Number of examples per source.
-        progress: Show a progress bar if a tokenizer is trained.
+        progress: Whether to show a progress bar if a tokenizer is trained.
 
     Raises:
-        NoData, BadValue, Contradiction: See `prepare`.
+        NoData, BadValue, Contradiction: Errors of `open_sources`.
         TokenizerMissing: HP706 for pretrained weights without a tokenizer.
     """
     typed = loaded.recipe
@@ -292,7 +293,6 @@ def sample_data(
 
 
 def _vocabulary(values: Mapping[str, Any]) -> int | None:
-    """Return the vocabulary size in the model's config; None if the config has none."""
     inner = values.get("text_config")
     size = values.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
     return size if isinstance(size, int) else None
@@ -310,11 +310,11 @@ def _sample(
         source = replace(source, max_bytes=most)
     records = units(source, stage)
     num_bytes, seen = 0, 0
-    # Texts are encoded by threads of the tokenizer.
+    # The tokenizer encodes plain text in threads, so no workers are needed.
     number = 0 if stage == "pt" else min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) - 1
     with EncodingHelpers(hf, stage, counts, number) as helpers:
         while batch := list(_batch(records, min(_BATCH, max_records - seen))):
-            # The first records are encoded in this process, which selects examples from them.
+            # This process encodes the first records, from which it selects the examples.
             if seen < _OWN_RECORDS or len(examples) < num_examples or not helpers.submit(batch):
                 for unit, encoded in encoded_units(batch, hf, stage):
                     tally.add(unit, encoded, stage)
@@ -331,7 +331,7 @@ def _sample(
 
 
 def _batch(records: Iterator[list[Document]], size: int) -> Iterator[list[Document]]:
-    """Yield the next `size` records, or fewer once they exceed a limit of bytes."""
+    """Yield the next `size` records, or fewer if their text exceeds an eighth of `MAX_BYTES`."""
     remaining = MAX_BYTES // 8
     for _ in range(size):
         unit = next(records, None)

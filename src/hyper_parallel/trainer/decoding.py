@@ -1,12 +1,13 @@
-"""Continuous batching: many sequences decode at once, and a queued one takes over the batch slot of one that ends.
+"""Continuous batching: many sequences decode at once, and when a sequence ends, a queued sequence gets its batch slot.
 
   add        queue sequences until a slot is free
-  step       run one pass of the model: prompts are prefilled first, in chunks; else every sequence in a slot reads its
-             last token. Sequences that have read all of their text choose a token.
-  ended      stop token, stop text or token limit reached: the slot is free for the next sequence
+  step       run a forward pass: prefill chunks of prompts or, if all prompts are in the cache, feed the last token of
+             every sequence. Choose a token for each sequence whose tokens are all in the key-value cache.
+  end        on a stop token, a stop text or the token limit, free the slot for the next sequence
 
-The random numbers of a sequence depend only on the seed, its number and the index of the token. Other sequences in the
-batch therefore do not change its text. An interrupted sequence can continue later from its tokens so far.
+A slot is a row of the key-value cache. The random numbers of a sequence depend only on the seed, the sequence's number
+and the index of the token, so other sequences in the batch do not change its text. An interrupted sequence can continue
+later from its tokens so far.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SLOTS: Final = 32
 """Default number of concurrent sequences."""
 
 _REFILL: Final = 4
-"""Prefill when at least one in this many slots is free, because a pass over several rows costs little more than one."""
+"""New sequences are admitted when at least one in this many slots is free, to prefill several prompts per pass."""
 
 
 _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
@@ -47,16 +48,16 @@ _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule for choosing tokens.
+    """Sampling parameters of text generation.
 
     Attributes:
         max_new_tokens: Maximum number of generated tokens.
-        temperature: Divisor of the logits; 0: always choose the most likely token.
-        top_p: Draw from the smallest set of most likely tokens whose total probability, after `top_k`, reaches this
-            value (Holtzman et al. 2020).
-        seed: Seed of the draws; the same seed gives the same text.
-        top_k: Draw from this many most likely tokens; 0: all tokens.
-        stop: Texts that end the continuation; they are cut off the result.
+        temperature: Divisor of the logits; 0: greedy decoding.
+        top_p: Nucleus sampling, after `top_k`: sample from the smallest set of most likely tokens whose probability
+            reaches this value (Holtzman et al. 2020).
+        seed: Random seed; the same seed gives the same text.
+        top_k: Number of most likely tokens to sample from; 0: all tokens.
+        stop: Texts that end the generation and are removed from the result.
     """
 
     max_new_tokens: int = 128
@@ -91,16 +92,16 @@ class DecodingSequence:
 
     Attributes:
         number: Index of the sequence in the batch.
-        text: Tokens of the prompt, then the chosen tokens, including the stop token.
-        start: Number of tokens of the prompt.
-        limit: Maximum number of chosen tokens.
+        text: Tokens of the prompt, then the generated tokens, including the stop token.
+        start: Number of prompt tokens.
+        limit: Maximum number of generated tokens.
         draws: [limit] random numbers in [0, 1), one per generated token; None: greedy decoding.
-        logprobs: Log-probabilities of the chosen tokens under the model's distribution (temperature 1, all tokens); 0
-            for inserted tokens.
+        logprobs: Log-probabilities of the generated tokens, with temperature 1 and without `top_k` and `top_p`; 0 for
+            tokens inserted by `continue_after`.
         finish: `stop` or `length` once the sequence has ended; None: in progress.
         read: Number of tokens of `text` that are in the key-value cache.
-        seconds: Time from the decoder's start to the end of the sequence.
-        media: Images and recordings of the prompt; None: the prompt is text only.
+        seconds: Seconds from the creation of the decoder to the end of the sequence.
+        media: Images and audio of the prompt; None: the prompt is text only.
     """
 
     number: int
@@ -121,14 +122,15 @@ class DecodingSequence:
 
 
 class Decoder:
-    """Decoding of many sequences by forward passes of a model, with continuous batching.
+    """Decoder of many sequences with continuous batching.
 
     Args:
-        passes: Forward passes of the model, with its key-value cache.
-        sampling: Rule for choosing tokens; each sequence has its own limit.
-        stops: Tokens that end a sequence.
-        ended: Returns whether a sequence ends with its newest token.
-        interrupt: Returns whether to stop decoding; called before each pass.
+        passes: Forward passes of the model with a key-value cache.
+        sampling: Sampling parameters, except `max_new_tokens`: each sequence has a `limit`.
+        stops: Token ids that end a sequence.
+        ended: Function that returns whether a sequence ends after its newest token; None: only `stops` and `limit` end
+            a sequence.
+        interrupt: Function, called before each pass, that returns whether to stop decoding; None: never.
     """
 
     def __init__(
@@ -148,27 +150,30 @@ class Decoder:
 
     @property
     def busy(self) -> bool:
-        """True if a sequence is unfinished."""
+        """True if any sequence is queued or in a slot."""
         return bool(self._waiting or self._slots)
 
     def add(self, sequences: Iterable[DecodingSequence]) -> None:
-        """Queue sequences, in this order, for free slots."""
+        """Queue sequences for free slots, first in first out."""
         self._waiting.extend(sequences)
 
     def continue_after(self, sequence: DecodingSequence, tokens: Sequence[int]) -> None:
-        """Append given tokens to an ended sequence and queue it again; the tokens count towards its limit."""
+        """Append `tokens` to an ended sequence and queue the sequence again; `tokens` count towards its limit."""
         sequence.text.extend(tokens)
         sequence.logprobs.extend([0.0] * len(tokens))
         sequence.finish = None
         self.add([sequence])
 
     def invalidate_cache(self) -> None:
-        """Discard the key-value cache of all sequences after a change of weights; they are prefilled again."""
+        """Discard the key-value cache after a change of weights; all sequences are prefilled again."""
         for sequence in self._slots.values():
             sequence.read = 0
 
     def run(self) -> Iterator[DecodingSequence]:
-        """Decode until no rank has work or any rank is interrupted; yield every sequence when it gets a token."""
+        """Decode until all sequences have ended on all ranks or any rank is interrupted.
+
+        Yield a sequence each time it has got a new token.
+        """
         while True:
             halted = self._interrupt is not None and self._interrupt()
             busy, halted = self.passes.combine_flags(self.busy, halted)
@@ -177,7 +182,7 @@ class Decoder:
             yield from self.step()
 
     def step(self) -> list[DecodingSequence]:
-        """Run one pass and return the sequences that got a token."""
+        """Run a forward pass and return the sequences that got a new token."""
         self._admit()
         if not self._slots:
             self.passes.run_idle()
@@ -189,7 +194,7 @@ class Decoder:
             if remaining > 1
         }
         longest = max(prompts.values(), default=0)
-        # Much shorter prompts, which would be mostly padding, run in a later pass.
+        # Prompts less than half as long as the longest would be mostly padding, so they run in a later pass.
         rows = sorted([row for row, size in prompts.items() if 2 * size > longest] or unread)
         fed = [self._slots[row] for row in rows]
         parts = [s.text[s.read : s.read + self.passes.chunk] for s in fed]
@@ -225,7 +230,7 @@ class Decoder:
             self._drop(sequence)
 
     def _drop(self, sequence: DecodingSequence) -> None:
-        """Free the slot of a sequence; if no sequence is queued, move the sequence of the last slot into it."""
+        """Free the slot of a sequence; if no sequence is queued, move the sequence of the last slot into this slot."""
         sequence.read = 0  # its cache entries may be overwritten
         row = next((row for row, s in self._slots.items() if s is sequence), None)
         if row is None:
@@ -234,7 +239,7 @@ class Decoder:
         del self._slots[row]
         last = max(self._slots, default=0)
         if last > row and not self._waiting:
-            # Keep used rows adjacent, so that the cache is read in place.
+            # If the used rows are adjacent, the cache is read in place.
             self.passes.move_sequence(last, row)
             self._slots[row] = self._slots.pop(last)
 
@@ -256,10 +261,10 @@ def make_decoder(
     ended: Callable[[DecodingSequence], bool] | None = None,
     interrupt: Callable[[], bool] | None = None,
 ) -> Decoder:
-    """Return a decoder with `sequences` queued, and a key-value cache large enough for them.
+    """Create a decoder with `sequences` queued, and with a key-value cache of sufficient length.
 
     Args:
-        model: Causal language model, plain or passed through `parallelize`, in evaluation mode.
+        model: Causal language model in evaluation mode, before or after `parallelize`.
         sequences: Sequences to continue.
         sampling: See `Decoder`.
         stops: See `Decoder`.
@@ -267,7 +272,7 @@ def make_decoder(
         ended: See `Decoder`.
         interrupt: See `Decoder`.
     """
-    # The last token is not fed back, so the cache needs no entry for it.
+    # The last token is not fed to the model, so the cache needs no entry for it.
     length = max((s.start + s.limit - 1 for s in sequences), default=1)
     passes = passes_of(model, max(1, min(slots, len(sequences))), length)
     decoder = Decoder(passes, sampling, stops, ended=ended, interrupt=interrupt)
@@ -276,10 +281,10 @@ def make_decoder(
 
 
 def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Choose one token per row of logits [B, V]; return token ids [B] as float64 and their log-probabilities [B].
+    """Sample a token per row of logits [B, V]; return token ids [B] as float64, and log-probabilities [B].
 
-    Numbers `drawn` [B] in [0, 1) select tokens by the inverse of the cumulative distribution. It is computed in
-    float64, so that every device selects the same tokens.
+    The random numbers `drawn` [B] in [0, 1) select tokens by inverse transform sampling. The cumulative distribution is
+    computed in float64, so all devices select the same tokens.
     """
     logp = logits.double().log_softmax(-1)
     if sampling.temperature == 0:
@@ -287,7 +292,7 @@ def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, T
     else:
         probabilities = _filtered_probabilities(logp / sampling.temperature, sampling)
         total = probabilities.cumsum(-1)
-        # Rounding may make a number equal to the total, beyond which the search points.
+        # After rounding, a number may equal the total, and the search would return an index past the end.
         token = torch.searchsorted(total, drawn[:, None] * total[:, -1:], right=True)
         token = token.clamp_(max=logits.shape[-1] - 1)
     return token[:, 0].double(), logp.gather(-1, token)[:, 0]
@@ -296,7 +301,7 @@ def choose(logits: Tensor, drawn: Tensor, sampling: Sampling) -> tuple[Tensor, T
 def _filtered_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     """Return unnormalised probabilities [B, V] after `top_k` and then `top_p`.
 
-    Tokens that tie with the last of the `top_k` are included, as in transformers.
+    Tokens with the same logit as the last of the `top_k` tokens are kept, as in transformers.
     """
     top_k, top_p = min(sampling.top_k, scores.shape[-1]), sampling.top_p
     if top_k:
@@ -305,14 +310,14 @@ def _filtered_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     probabilities = scores.softmax(-1)
     if top_p < 1:
         ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        # Keep a token if more likely tokens have not reached top_p; the first token is always kept.
+        # Keep a token if the more likely tokens have a total below top_p; this always keeps the first token.
         ranked = ranked.masked_fill(ranked.cumsum(-1) - ranked >= top_p, 0)
         probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ranked)
     return probabilities
 
 
 def numbers(*key: int, length: int) -> NDArray[np.float64]:
-    """Return [length] pseudorandom numbers in [0, 1) that depend only on `key` and their index."""
+    """Return [length] pseudorandom numbers in [0, 1); each depends only on `key` and its index."""
     raw = np.random.PCG64([part % 2**64 for part in key]).random_raw(length)
     drawn: NDArray[np.float64] = (raw >> 11) / 2.0**53
     return drawn

@@ -1,4 +1,4 @@
-"""Detection of run directories that are removed or replaced during a run, and hints that continue a failed run."""
+"""Detection of a run directory that is removed or replaced during the run, and hints that resume a failed run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 _SAFE_LR: Final = 3e-4  # the default of `training.lr`
 _REMOVAL_S: Final = 2.0
-"""Maximum wait for a removal to reach the directory: its files are removed first, one by one."""
+"""Maximum wait for the removal of the directory after the removal of the watched file."""
 _POLL_S: Final = 0.02  # short compared with `_REMOVAL_S`
 
 
 def nonfinite_hint(job: Job) -> str:
-    """Return the hint for a step with a non-finite loss or gradient.
+    """Return the hint for a non-finite loss or gradient.
 
-    The hint is a command that resumes from the newest checkpoint at a lower learning rate. Without a checkpoint it
-    consists of recipe overrides.
+    The hint is the command that resumes from the newest checkpoint with a lower learning rate or, without checkpoints,
+    recipe overrides.
     """
     lr = min(job.recipe.training.lr / 10, _SAFE_LR)
     change = f"training.lr={lr:g}"
@@ -37,10 +37,10 @@ def nonfinite_hint(job: Job) -> str:
 
 
 class DirectoryWatch:
-    """Watch on a run directory and one file in it, which detects that either was removed, moved or replaced.
+    """Detector of the removal, move or replacement of a run directory, and of a file in it.
 
     Args:
-        place: The run directory, which is held open.
+        place: The run directory. An open file descriptor refers to it until `close`.
 
     Raises:
         RunDirectoryLost: HP721 when the directory does not exist.
@@ -55,18 +55,18 @@ class DirectoryWatch:
         self._file = _identity(place)
 
     def follow(self, name: str) -> None:
-        """Also watch the file `name` of the directory, which the run keeps open for writing."""
+        """Also watch file `name` in the directory, which the run keeps open for writing."""
         self._name, self._file = name, _identity(self._place / name)
 
     def check(self) -> None:
-        """Raise if the directory was removed, moved or replaced, or the watched file was removed or replaced.
+        """Check that the directory and the watched file still exist at their paths.
 
         Raises:
-            RunDirectoryLost: HP721 with the newest saved step and its path.
+            RunDirectoryLost: HP721 with the newest saved step and the command that resumes from it.
         """
         if self._is_unchanged() and _identity(self._place / self._name) == self._file:
             return
-        # A removal of files one by one may not have reached the directory yet.
+        # A recursive removal may not have reached the directory yet.
         begin = time.monotonic()
         while self._is_unchanged() and time.monotonic() - begin < _REMOVAL_S:
             time.sleep(_POLL_S)
@@ -79,12 +79,18 @@ class DirectoryWatch:
         return _identity(self._place) == (opened.st_dev, opened.st_ino)
 
     def close(self) -> None:
-        """Close the directory."""
+        """Close the file descriptor of the directory."""
         os.close(self._handle)
 
 
 def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
-    """Return the error for lost files; `now` is the current path of a moved directory, or None for a removed one."""
+    """Return the error for a lost directory or file.
+
+    Args:
+        place: Original path of the directory.
+        now: Current path of the directory; None if it was removed.
+        what: Name of the lost object, for the message.
+    """
     moved = now is not None and now != place
     saved = max(checkpoints.steps(now / "checkpoints"), default=0) if now is not None else 0
     hint = f"start the run again; it begins at step 1 (ls -la {shlex.quote(str(place))})"
@@ -101,7 +107,7 @@ def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return (device number, inode) of a file or folder; None if it does not exist."""
+    """Return (device number, inode) of a file or directory; None if it does not exist."""
     try:
         status = path.lstat() if path.name.endswith(".jsonl") else path.stat()
     except OSError:
@@ -110,7 +116,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _folder_of(handle: int) -> Path | None:
-    """Return the current path of a folder from its open file descriptor; None if it was removed."""
+    """Return the current path of a directory from its open file descriptor; None if the directory was removed."""
     try:
         path = Path(os.readlink(f"/proc/self/fd/{handle}"))  # noqa: PTH115
     except OSError:  # not Linux

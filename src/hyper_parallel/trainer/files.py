@@ -1,4 +1,4 @@
-"""File output of a run: atomic publication of files and directories, and checksums that detect damage."""
+"""File output of a run: checksums of files, the lock of a run directory, and checks before writing."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
-        """Read size and checksum from disk."""
+        """Read a file, and return its size and checksum."""
         with path.open("rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 class Damaged(Exception):
-    """Missing, truncated or altered file; the message begins with its path."""
+    """Missing, truncated or altered file; the message begins with the path of the file."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: {why}")
@@ -55,7 +55,12 @@ class Damaged(Exception):
 def check_files(
     directory: Path, entries: Mapping[str, FileEntry], contents: Iterable[str] = ()
 ) -> None:
-    """Compare the size of every file in `entries` with the directory, and the checksum of those named in `contents`.
+    """Check the files of a directory against `entries`, which contain their expected sizes and checksums.
+
+    Args:
+        directory: Directory of the files.
+        entries: Expected entry of each file, by name.
+        contents: Names of files whose checksum is checked too; of all other files only the size is checked.
 
     Raises:
         Damaged: For the first file that is missing or differs.
@@ -78,7 +83,7 @@ def check_files(
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy the files `names` from directory `source` to `target`; missing files are skipped."""
+    """Copy the files `names` from directory `source` to `target`; skip missing files."""
     for name in names:
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)
@@ -87,13 +92,13 @@ def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 @contextmanager
 def tensors_written(path: Path) -> Iterator[None]:
-    """Convert write errors of a tensor file to HP105 inside the context, and remove the partial file.
+    """Convert write errors inside the context to HP105, and remove the incomplete tensor file.
 
     Args:
-        path: Path of the partial file.
+        path: Path of the file that is written inside the context.
 
     Raises:
-        OutputNotWritable: HP105.
+        OutputNotWritable: HP105 for an error of the operating system or of safetensors.
     """
     from safetensors import SafetensorError
 
@@ -111,11 +116,13 @@ def tensors_written(path: Path) -> Iterator[None]:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Lock a run directory for this process and the ranks it forks; the lock ends with the last of these processes.
+    """Lock a run directory for this process and the ranks that it forks, and remove incomplete files.
+
+    The operating system releases the lock when the last of these processes has ended.
 
     Raises:
-        RunInUse: HP720 with the owner.
-        OutputNotWritable: HP105.
+        RunInUse: HP720 naming the process that holds the lock.
+        OutputNotWritable: HP105 when the directory cannot be written.
     """
     from filelock import FileLock, Timeout
 
@@ -130,7 +137,7 @@ def run_lock(directory: Path) -> Iterator[None]:
                 "another run writes to this directory",
                 where=str(directory),
                 got=owner_text,
-                hint="wait for it, stop it (kill PROCESS), or set `output_dir=ANOTHER`",
+                hint=f"wait until it ends, or set `output_dir={directory}-2`",
             ) from None
         write_text(owner, f"process {os.getpid()} on {platform.node()}")
     _remove_partials(directory)
@@ -143,7 +150,6 @@ def run_lock(directory: Path) -> Iterator[None]:
 
 
 def _remove_partials(directory: Path) -> None:
-    """Remove partial files that a killed run left in this directory."""
     for path in directory.glob(".*.part"):
         if _PARTIAL.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError):
@@ -151,14 +157,14 @@ def _remove_partials(directory: Path) -> None:
 
 
 def check_writable(directory: Path, key: str) -> None:
-    """Raise if a directory cannot be created or written; the check leaves no file or directory behind.
+    """Check that a directory can be created and written, without leaving files behind.
 
     Args:
-        directory: The directory, which may not exist yet.
-        key: Option or recipe key that names the directory, such as `output_dir`.
+        directory: Directory, which may not exist yet.
+        key: Recipe key or command-line option that names the directory, such as `output_dir`.
 
     Raises:
-        OutputNotWritable: HP105.
+        OutputNotWritable: HP105 with the reason.
     """
     target = existing = directory.absolute()
     # os.path treats an overlong path as missing.
@@ -177,14 +183,14 @@ def check_writable(directory: Path, key: str) -> None:
         f"the directory of `{key}` cannot be written",
         where=f"{key}{equals}{directory!s:.500}",
         got=problem,
-        hint=f"{key}{equals}<a directory you can write>",
+        hint=f"{key}{equals}{Path(tempfile.gettempdir()) / 'hyper-parallel'}, or another directory that you can write",
     )
 
 
 def _try_to_create(path: Path, parent: Path) -> str:
-    """Try to create the missing folders of `path` inside `parent`; return the problem, or "" if it works.
+    """Try to create `path` below `parent`; return the reason of a failure, or "".
 
-    The trial happens in a temporary directory, because all ranks of another launcher run it at the same time.
+    The trial creates `path` in a temporary subdirectory, because all ranks of torchrun run it at the same time.
     """
     if path == Path():
         return ""

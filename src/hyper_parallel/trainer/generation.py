@@ -1,7 +1,8 @@
-"""Generation: continuation of prompts by an exported model, one token per step, with a key-value cache.
+"""Text generation by an exported model on one device, with a key-value cache.
 
-One pass over the prompt (prefill) fills the cache, and each further step feeds one token. Greedy decoding chooses the
-same tokens as a full forward pass per token. Generation runs on one device, with a `DeviceMemory` within its budget.
+Prefill runs the prompt through the model and fills the cache. Each decoding step then feeds one token. Greedy decoding
+chooses the same tokens as without a cache. With a `DeviceMemory` budget, a memory plan moves weights and cache between
+device, DRAM and flash.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device named `device`; `auto` is the accelerator if there is one, else the CPU.
+    """Return the torch device named `device`; `auto` means the accelerator, or the CPU of a machine without one.
 
     Raises:
         BadValue: HP102 for a name that is not a device.
@@ -90,7 +91,7 @@ def pick_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise BadValue(
-            "unknown device",
+            f"unknown device `{device}`",
             got=device,
             allowed="auto, cpu, cuda",
             where="--device",
@@ -101,7 +102,7 @@ def pick_device(device: str) -> torch.device:
         not present or (chosen.index or 0) >= torch.accelerator.device_count()
     ):
         raise DeviceUnavailable(
-            "this machine does not have this device",
+            f"this machine has no device `{device}`",
             got=device,
             allowed=f"auto, cpu, {accelerator.type}" if accelerator else "auto, cpu",
             hint="--device auto",
@@ -111,10 +112,12 @@ def pick_device(device: str) -> torch.device:
 
 
 def find_export(directory: str | Path) -> Path:
-    """Return the model or adapter directory to load: `RUN_DIR/export` of a run, else `directory` itself.
+    """Return the directory of an exported model or adapter: `directory/export` of a run, or `directory` itself.
+
+    A hub id is downloaded first.
 
     Raises:
-        RunUnreadable: HP603 when there is no exported model, or no tokenizer with it.
+        RunUnreadable: HP603 when the directory contains no exported model, or no tokenizer.
     """
     root = Path(directory).expanduser()
     if not root.exists() and (name := parse_name(str(directory))) is not None:
@@ -146,19 +149,19 @@ def find_export(directory: str | Path) -> Path:
 def load(
     directory: str | Path, *, device: str = "auto", dtype: str | None = None, trusted: bool = False
 ) -> tuple[Any, Any]:
-    """Return the model, in evaluation mode, and the tokenizer of a run or a Hugging Face directory.
+    """Load an exported model in evaluation mode; return model and tokenizer.
 
     Args:
-        directory: RUN_DIR or Hugging Face directory.
+        directory: Run directory, Hugging Face model directory or hub id.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, ...
         dtype: Dtype of the weights; None: as stored.
-        trusted: Whether code in the directory may run, for a model unknown to transformers.
+        trusted: Permission to run model code in the directory, for a model type unknown to transformers.
 
     Raises:
         RunUnreadable: HP603 when the directory has no export.
         WeightsUnreadable: HP703 when the weight files cannot be read.
-        CheckpointMismatch: HP702 when an adapter was trained on other weights.
-        BadValue: HP102 when the dtype does not exist.
+        CheckpointMismatch: HP702 when an adapter was trained on other base weights.
+        BadValue: HP102 for an unknown dtype.
         DeviceUnavailable: HP502 when the machine does not have the device.
     """
     from transformers.utils import logging
@@ -177,23 +180,23 @@ def load(
     )
     try:
         attach_properties(model, properties_of(file, trusted=trusted))
-    except ModelUnreadable as error:  # only transformers can build its class
-        logger.warning("not measured, so decoding trusts the model's own cache: %s", error.what)
+    except ModelUnreadable as error:  # only transformers can build the model
+        logger.warning("the model's key-value cache is used without a test: %s", error.what)
     return model.to(target_device).eval(), tokenizer
 
 
 def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) -> Any:
-    """Return the model of an export, with a merged adapter if it has one.
+    """Load an exported model; an adapter is merged into the base model.
 
     Args:
         export: Directory of the model, or of an adapter.
-        base: Directory or name of the model that has the weights.
+        base: Directory or hub id of the base model; equal to `export` without an adapter.
         dtype: Dtype of the weights; None: as stored.
-        trusted: Whether code in the directory may run.
+        trusted: Permission to run model code in the directory.
 
     Raises:
         WeightsUnreadable: HP703 when the weight files cannot be read, or lack parameters.
-        CheckpointMismatch: HP702 when an adapter was trained on other weights.
+        CheckpointMismatch: HP702 when an adapter was trained on other base weights.
     """
     try:
         model, report = from_pretrained(base, getattr(torch, dtype) if dtype else "auto", trusted)
@@ -207,31 +210,37 @@ def _load_model(export: Path, base: str, dtype: str | None, *, trusted: bool) ->
     except HyperParallelError:
         raise
     except Exception as error:
-        # transformers and safetensors raise many classes here, including plain Exception.
+        # transformers and safetensors raise many error classes here, including plain Exception.
         raise WeightsUnreadable(
             "the exported model cannot be loaded",
             where=str(export),
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             hint="--trust-remote-code"
             if "trust_remote_code" in str(error)
-            else "hyper-parallel checkpoint export RUN_DIR",
+            else _export_hint(export),
         ) from error
     if report["missing_keys"]:
         raise WeightsUnreadable(
             "the exported weights lack parameters of the model",
             where=str(export),
             got=sorted(report["missing_keys"])[:3],
-            hint="hyper-parallel checkpoint export RUN_DIR",
+            hint=_export_hint(export),
         )
     return model
 
 
+def _export_hint(export: Path) -> str:
+    if export.name != "export":
+        return "fetch the files of the model again"
+    return f"hyper-parallel checkpoint export {shlex.quote(str(export.parent))}"
+
+
 def check_dtype(dtype: str | None) -> None:
-    """Raise BadValue (HP102) unless `dtype` is None or names a dtype of weights."""
+    """Raise BadValue (HP102) unless `dtype` is None or a dtype name that weights can have."""
     kinds = ("float64", "float32", "bfloat16", "float16")
     if dtype is not None and dtype not in kinds:
         raise BadValue(
-            "unknown number format for weights",
+            f"unknown dtype `{dtype}` for weights",
             got=dtype,
             allowed=kinds,
             where="--dtype",
@@ -246,7 +255,15 @@ def decode_tokens(
     stops: Collection[int] = (),
     passes: Passes | None = None,
 ) -> Iterator[int]:
-    """Yield new token ids one by one until `sampling.max_new_tokens` or a token of `stops`, which is not yielded."""
+    """Continue an encoded prompt; yield each new token id, except a final token of `stops`.
+
+    Args:
+        model: Model in evaluation mode.
+        prompt_ids: Token ids of the prompt.
+        sampling: Sampling parameters.
+        stops: Token ids that end the generation.
+        passes: Forward passes of the model with an empty cache; None: created here.
+    """
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
     passes = passes or _passes_of_one(model, sequence)
@@ -254,7 +271,10 @@ def decode_tokens(
 
 
 def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
-    """Return the forward passes for one sequence; without media and with a static cache, steps have a fixed shape."""
+    """Create the forward passes for a single sequence: with fixed shapes if the model has a static cache, else growing.
+
+    A prompt with media always uses a growing cache.
+    """
     if (media := sequence.media) is not None:
         return GrowingPasses(model, media.arrays, media.per_token)
     if why_no_static_cache(model) is not None:
@@ -263,8 +283,8 @@ def _passes_of_one(model: Any, sequence: DecodingSequence) -> Passes:
 
 
 def _fixed_steps(sequences: Sequence[DecodingSequence]) -> SlotSteps:
-    """Return the shapes of decoding steps in which each sequence has its own slot."""
-    # The last token is not fed back, so the cache needs no entry for it.
+    """Return the shapes of decoding steps with a cache slot for each sequence."""
+    # The last token is not fed to the model, so the cache needs no entry for it.
     length = max(s.start + s.limit - 1 for s in sequences)
     return SlotSteps(len(sequences), max(len(s.text) for s in sequences), length)
 
@@ -276,7 +296,7 @@ def _decode_sequence(
     stops: Collection[int],
     ended: Callable[[DecodingSequence], bool] | None = None,
 ) -> Iterator[int]:
-    """Continue one sequence to its end and yield its new token ids, without the stop token."""
+    """Continue a single sequence to its end; yield its new token ids without the stop token."""
     decoder = Decoder(passes, sampling, stops, ended=ended)
     decoder.add([sequence])
     for running in decoder.run():
@@ -291,10 +311,14 @@ def decode(
     slots: int,
     interrupt: Callable[[], bool] | None,
 ) -> None:
-    """Continue sequences of `batch` in place until all have ended or `interrupt` returns True."""
+    """Continue sequences of `batch` in place until all have ended or `interrupt` returns True.
+
+    `slots` is the maximum number of concurrent sequences.
+    """
     if reason := slot_cache_refusal(model):
         logger.warning(
-            "decoding has no key-value cache, so every token recomputes its prefix: %s", reason
+            "decoding runs without a key-value cache and recomputes the prefix for every token: %s",
+            reason,
         )
     options = (batch.sampling, batch.stops, slots)
     decoder = make_decoder(model, sequences, *options, ended=batch.ended, interrupt=interrupt)
@@ -306,12 +330,15 @@ class Generator:
     """Loaded model and tokenizer that continue prompts.
 
     Args:
-        directory: RUN_DIR or Hugging Face directory.
+        directory: Run directory, Hugging Face model directory or hub id.
         device: `auto`, `cpu`, `cuda`, ...
         dtype: Dtype of the weights; None: as stored.
         memory: Budget of device memory; None: no limit. With a budget, weights are loaded into host memory, and a
-            memory plan moves them and the cache. On a CPU a device with this budget is simulated.
+            memory plan moves weights and cache. On a CPU a device with this budget is simulated.
         trusted: See `load`.
+
+    Attributes:
+        memory_use: Measured memory of the last generation; None without a budget.
     """
 
     def __init__(
@@ -341,9 +368,9 @@ class Generator:
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
     ) -> Iterator[str]:
-        """Return an iterator over pieces of a prompt's continuation; invalid input raises before the first piece.
+        """Return an iterator over the generated text, in pieces; invalid input raises before the first piece.
 
-        With `chat` the prompt is a user's message, or a list of conversation turns to be answered.
+        With `chat` the prompt is a user message, or a list of conversation turns, to which the model answers.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
@@ -355,11 +382,11 @@ class Generator:
     def generate(
         self, prompt: Prompt, sampling: Sampling | None = None, *, chat: bool = False
     ) -> Generation:
-        """Continue a prompt to its end and return the continuation.
+        """Generate the continuation of a prompt; see `stream` for `chat`.
 
         Raises:
             BadValue: HP102 when prompt and continuation exceed the context of the model.
-            Contradiction: HP104 for a prompt with media within a budget of device memory.
+            Contradiction: HP104 for a prompt with images or audio and a budget of device memory.
         """
         sampling, texts = sampling or Sampling(), self._codec
         start = time.perf_counter()
@@ -375,7 +402,7 @@ class Generator:
     def continue_tokens(
         self, prompt_ids: list[int], limit: int, media: PromptMedia | None = None
     ) -> list[int]:
-        """Return at most `limit` token ids of the greedy answer to an encoded chat prompt, without the stop token."""
+        """Return the token ids, at most `limit`, of the greedy answer to an encoded chat prompt, without stop token."""
         sampling, stops = Sampling(limit, temperature=0), self._codec.stop_token_ids(chat=True)
         sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), limit, media=media)
         passes = _passes_of_one(self.model, sequence)
@@ -390,22 +417,22 @@ class Generator:
         slots: int = SLOTS,
         interrupt: Callable[[], bool] | None = None,
     ) -> list[Generation]:
-        """Continue many prompts at once, with a key-value cache for `slots` sequences.
+        """Continue many prompts with continuous batching; under a memory budget, `slots` prompts at a time.
 
-        The random numbers of a sequence depend only on the seed and its number. An interrupted `Generation` among the
-        prompts continues as if it had not been interrupted. A finished one is returned unchanged.
+        The random numbers of a sequence depend only on the seed and the index of its prompt. An interrupted
+        `Generation` among the prompts continues as if it had not been interrupted. A finished `Generation` is returned
+        unchanged.
 
         Args:
-            prompts: Texts, numbered from 0, or interrupted generations.
-            sampling: Rule for choosing tokens.
-            chat: Whether each prompt is a user's message to be answered.
+            prompts: Texts, or results of an earlier call.
+            sampling: Sampling parameters.
+            chat: Whether each prompt is a user message to be answered.
             slots: Maximum number of concurrent sequences.
-            interrupt: Returns whether to stop and return the results so far; called before each pass.
+            interrupt: Function, called before each pass, that returns whether to stop and return the results so far.
 
         Raises:
             BadValue: HP102 when a prompt and its continuation exceed the context of the model.
-            HyperParallelError: Errors of `PlannedSlots` under a budget of device memory. Under a budget, `slots`
-                prompts end before the next ones begin.
+            HyperParallelError: Errors of `PlannedSlots` under a budget of device memory.
         """
         batch = PromptBatch(self._codec, prompts, sampling or Sampling(), chat=chat)
         sequences = [*batch.sequences.values()]
@@ -425,7 +452,6 @@ class Generator:
         batch: PromptBatch,
         interrupt: Callable[[], bool] | None,
     ) -> None:
-        """Continue sequences in place within the budget of device memory."""
         assert self.memory_use is not None
         passes = self._planned_passes(sequences)
         decoder = Decoder(
@@ -440,7 +466,6 @@ class Generator:
             self.memory_use.add(passes.use)
 
     def _planned_passes(self, sequences: Sequence[DecodingSequence]) -> PlannedSlots:
-        """Return planned forward passes for sequences within the budget of device memory."""
         assert self.memory is not None
         limits = self.memory.limits(str(self.model.dtype).removeprefix("torch."))
         return PlannedSlots(self.model, _fixed_steps(sequences), limits, self.device)
@@ -474,9 +499,9 @@ class Generator:
 
 
 def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple[Any, Any]:
-    """Return the model that transformers loads from a directory or hub id, and the loading info of `from_pretrained`.
+    """Load a model from a directory or hub id by transformers; return the model and its `output_loading_info`.
 
-    Weight shards without an index file are read here, because transformers does not find them.
+    Weight files that are split without an index are read here, because transformers does not find them.
     """
     from transformers import GenerationConfig
 
@@ -500,12 +525,14 @@ def from_pretrained(base: str, dtype: torch.dtype | str, trusted: bool) -> tuple
 
 
 def _auto_class(base: str) -> Any:
-    """Return the transformers class whose `from_pretrained` loads a directory, or a model name on the Hub."""
+    """Return the transformers class whose `from_pretrained` loads the directory or hub id `base`."""
     from transformers import AutoModelForCausalLM
 
     if not (Path(base) / "config.json").is_file():  # a name of the Hub
         return AutoModelForCausalLM
     file = read_config(base)
-    with suppress(HyperParallelError):  # a type left to transformers or custom code
+    with suppress(
+        HyperParallelError
+    ):  # a model type that only transformers or custom code can build
         return class_of_config(file)
     return AutoModelForCausalLM

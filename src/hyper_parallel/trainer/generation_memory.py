@@ -1,4 +1,4 @@
-"""Memory that text generation may use: bytes of device memory and DRAM, and a flash folder; topology to plan for."""
+"""Memory budget of text generation, and lines of output about the memory used."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hyper_parallel.units import format_bytes, format_seconds, parse_bytes
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory that text generation may use, and the topology to plan for.
+    """Memory budget of text generation, and the topology to plan for.
 
     Attributes:
-        device_bytes: Bytes of device memory.
-        dram_bytes: Bytes in DRAM; None: unlimited.
+        device_bytes: Maximum bytes of device memory.
+        dram_bytes: Maximum bytes of DRAM; None: unlimited.
         flash: Folder of the flash tier; None: no flash tier.
-        topology: Topology preset, or path of a topology file; `local`: this machine. Memory plans use its FLOP/s and
-            bandwidths. The clock of a simulated device uses them too.
+        topology: Topology preset, or path of a topology file; `local`: this machine. The memory plan and the clock of a
+            simulated device use the FLOP/s and bandwidths of the topology.
     """
 
     device_bytes: int
@@ -51,7 +51,7 @@ class DeviceMemory:
         )
 
     def limits(self, dtype: str) -> MemoryLimits:
-        """Return the limits of a memory plan (device bytes, host tiers, roofline) for a model of this dtype.
+        """Return the limits of a memory plan for a model with parameters of this dtype.
 
         Raises:
             UnknownPeak: HP310 when the topology has no rate for the dtype.
@@ -61,7 +61,7 @@ class DeviceMemory:
         try:
             flops_s = node.peak_flops(dtype)
         except UnknownPeak as error:
-            error.hint = "--dtype float32, or a --topology that has a rate for the format"
+            error.hint = f"--dtype float32, or a --topology with peak FLOP/s for {dtype}"
             raise
         roofline = Roofline(flops_s, node.device.memory_bytes_s.value)
         return MemoryLimits(self.device_bytes, machine, roofline, self.flash)
@@ -71,14 +71,14 @@ def _size(name: str, text: str) -> int:
     try:
         size = parse_bytes(text)
     except ValueError as error:
-        raise BadValue(f"{name} is not a size", got=text, hint=f"{name} 4GiB") from error
+        raise BadValue(f"{name} is not a size in bytes", got=text, hint=f"{name} 4GiB") from error
     if size <= 0:
-        raise BadValue(f"{name} must be above 0", got=text, hint=f"{name} 4GiB")
+        raise BadValue(f"{name} must be above 0 bytes", got=text, hint=f"{name} 4GiB")
     return size
 
 
 def describe_use(use: MemoryUse, topology: str) -> list[str]:
-    """Return lines of output about predicted and measured peak bytes and the time of copies."""
+    """Return lines of output: predicted and measured peak bytes of each tier, and seconds of waiting for copies."""
     lines = [f"weights and cache {format_bytes(use.state_bytes)}"]
     for tier, predicted in use.predicted_bytes.items():
         measured = use.measured_bytes[tier]

@@ -1,8 +1,8 @@
 """Generation on several ranks: the model is parallelized and loaded as for training, and ranks share the prompts.
 
-dp   every data-parallel rank decodes its own prompts; with FSDP all ranks run the same number of passes
-tp   every rank has its heads of the cache; logits are gathered, so all ranks choose the same token
-pp   every rank has the cache of its stages' layers; the last stage chooses and broadcasts the token
+dp   data-parallel ranks decode different prompts; with FSDP all ranks run the same number of forward passes
+tp   the key-value cache is sharded by heads; logits are gathered, so all ranks choose the same token
+pp   the key-value cache is sharded by layers; the last stage chooses the token and broadcasts it
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ def generate_on_ranks(
     trusted: bool = False,
     stop: StopRequest | None = None,
 ) -> list[Generation]:
-    """Run `Generator.generate_batch` on ranks started here, or by torchrun.
+    """Continue many prompts like `Generator.generate_batch`, on local ranks launched here or on ranks of torchrun.
 
     Args:
-        directory: RUN_DIR or Hugging Face directory.
-        prompts: Texts, numbered from 0, or interrupted generations.
-        sampling: Rule for choosing tokens.
+        directory: Run directory or Hugging Face model directory.
+        prompts: Texts, or results of an earlier call.
+        sampling: Sampling parameters.
         parallel: Layout as keys of a recipe's `parallel` section, for example `tp=2` or `dp_replicate=2 pp=2`.
-        chat: Whether each prompt is a user's message to be answered.
+        chat: Whether each prompt is a user message to be answered.
         slots: Maximum number of concurrent sequences per data-parallel rank.
         device: `auto`, `cpu`, `cuda`, ...
         dtype: Dtype of the weights; None: as stored.
-        trusted: Whether code in the directory may run.
-        stop: Request to return the results so far; None: no such request.
+        trusted: Permission to run model code in the directory.
+        stop: Request to stop and return the results so far; None: decode until all sequences have ended.
 
     Raises:
-        UnsupportedSharding: HP205 for the unsupported axis cp; see also `parallelize`.
+        UnsupportedSharding: HP205 for the axis cp, for adapters, and for layouts that `parallelize` does not support.
         BadValue: HP102 for an invalid layout, or a prompt that exceeds the context of the model.
         DeviceUnavailable: HP502 for more ranks than this machine can run.
         RankFailed: HP601 when a rank died.
@@ -105,7 +105,6 @@ def generate_on_ranks(
 
 
 def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequences]:
-    """Run `rank` on local ranks and return the sequences of each."""
     results = launch(rank, ranks, threads=rank_threads(ranks), echo_rank=0)
     return [part for parts in results for part in parts]
 
@@ -113,7 +112,7 @@ def _launch(rank: Callable[[int], list[_Sequences]], ranks: int) -> list[_Sequen
 def _decode_share(
     model: nn.Module, batch: PromptBatch, slots: int, stop: StopRequest | None
 ) -> _Sequences:
-    """Continue this data-parallel rank's share of the prompts, and return its sequences by prompt."""
+    """Decode the prompts of this data-parallel rank; return their sequences by index of the prompt."""
     share, shares = data_share(model)
     own = dict([*batch.sequences.items()][share::shares])
     decode(
@@ -127,10 +126,9 @@ def _decode_share(
 
 
 def _check_axes(strategy: Strategy) -> None:
-    """Raise UnsupportedSharding (HP205) for parallel axes that decoding does not support."""
     if strategy.cp > 1:
         raise UnsupportedSharding(
-            "generation does not support cp: a step has one token per sequence, so no sequence can be sharded",
+            "generation does not support cp, because a decoding step has a single token per sequence",
             where=_WHERE,
             got=f"cp={strategy.cp}",
             allowed="pp, dp_replicate, dp_shard, tp, ep",
@@ -141,12 +139,12 @@ def _check_axes(strategy: Strategy) -> None:
 def _model_and_plan(
     export: Path, strategy: Strategy, dtype: str | None, *, trusted: bool
 ) -> tuple[Any, Plan]:
-    """Return the model on the meta device, and its plan; raise for layouts that it does not support."""
+    """Return the exported model on the meta device, and a checked plan for the model under `strategy`."""
     from transformers import GenerationConfig
 
     if not (export / "config.json").is_file():
         raise UnsupportedSharding(
-            "--parallel does not support adapters, which are merged into their model on one rank",
+            "--parallel does not support adapters, because adapters are merged on a single rank",
             where=_WHERE,
             got=str(export),
             hint="leave out --parallel",
@@ -160,7 +158,7 @@ def _model_and_plan(
     check_pretrained(model, export)
     loop_over_experts(model, getattr(torch, dtype))
     formats = dict.fromkeys(("compute_dtype", "param_dtype", "reduce_dtype"), dtype)
-    # No schedule runs; this number of microbatches is valid for every schedule.
+    # No pipeline schedule runs; this number of microbatches is valid for every schedule.
     steps = 2 * strategy.stages
     work = Workload(128, microbatch=1, accumulation_steps=steps, **formats)
     plan = plan_of(model, strategy, work)

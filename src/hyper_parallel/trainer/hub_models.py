@@ -1,4 +1,4 @@
-"""Download of the models that a recipe names on the Hugging Face Hub."""
+"""Download of the models and data sets that a recipe names on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from hyper_parallel.trainer.data.sources import refuse_missing
 
 
 def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedRecipe:
-    """Download the hub repositories of a recipe, and return it with their local folders instead of their names.
+    """Download the hub repositories of a recipe; return the recipe with local folders in place of hub ids.
 
-    This covers `model.path`, `data.tokenizer` and reward models. A resumed run uses the commits recorded in its
-    config.yaml, unless the recipe names a revision.
+    The keys are `model.path`, `data.tokenizer` and `grpo.reward_funcs`. Data sets are downloaded too. A resumed run
+    uses the commits recorded in its config.yaml, unless the recipe names a revision.
 
     Args:
         loaded: Recipe with the origins of its values.
-        weights: Whether to download the model's weights too, if the recipe starts from them.
+        weights: Whether to download the weights of a pretrained model, not only its config and tokenizer.
 
     Raises:
         UnknownModel: HP304 when files cannot be downloaded, or a path does not exist.
-        Contradiction: HP104 when `model.trust_remote_code` is set for a name: code is not downloaded.
+        Contradiction: HP104 for a hub id with `model.trust_remote_code`, because code is not downloaded.
     """
     recipe = loaded.recipe
     model, data, grpo = recipe.model, recipe.data, recipe.grpo
@@ -51,7 +51,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
         name = str(parse_name(model.path)).partition("@")[0]
         local = name.rpartition("/")[2]
         raise Contradiction(
-            "Python code of a hub model is not downloaded automatically",
+            "model.path is a hub id with trust_remote_code=true, but Python code is not downloaded automatically",
             where=loaded.where("model.trust_remote_code"),
             got=f"trust_remote_code=true, model.path={model.path}",
             hint=f"hf download {name} --local-dir {local}, then model.path={local}",
@@ -74,7 +74,7 @@ def with_hub_models(loaded: LoadedRecipe, *, weights: bool = True) -> LoadedReci
 
 
 def _fetch_data(loaded: LoadedRecipe) -> None:
-    """Download the data sets of a recipe, except a stream, which training reads from the hub."""
+    """Download the data sets of a recipe, unless `data.streaming` reads them from the hub during training."""
     data = loaded.recipe.data
     if data.streaming:
         return
@@ -95,7 +95,7 @@ def _fetch_data(loaded: LoadedRecipe) -> None:
 def _folder(
     loaded: LoadedRecipe, text: str, part: Part, key: str, recorded: dict[str, HubName]
 ) -> str:
-    """Download part of the repository that `text` names and return its folder; return other text unchanged."""
+    """Download a part of the repository if `text` is a hub id, and return its folder; return other texts unchanged."""
     name = parse_name(text)
     if name is None:
         if key != "model.path" or not _is_missing(text):
@@ -111,12 +111,12 @@ def _folder(
     if name.revision is None:
         name = recorded.get(name.repository, name)
     if key == "model.path" and find_preset(text) is not None:
-        # Random weights need only the config of the preset.
+        # With random weights, the preset's config suffices.
         absent = not downloads_allowed() and cached_snapshot(name, part) is None
         if part == "tokenizer" or absent:
             return text
     if part == "tokenizer" and key == "model.path" and not downloads_allowed():
-        # A tokenizer is trained if the model has none.
+        # Without a tokenizer of the model, training data is used to train a tokenizer.
         part = part if cached_snapshot(name, part) is not None else "config"
     return str(fetch(name, part, where=loaded.where(key), key=key))
 
@@ -130,14 +130,14 @@ def _path_hint(text: str, key: str, near: str | None) -> str:
 
 
 def _is_missing(text: str) -> bool:
-    """Return whether `text` contains a slash, does not exist as a path, and is not a preset."""
+    """Return whether `text` looks like a path (contains a slash), but is neither an existing path nor a preset."""
     # os.path, because pathlib raises for text that cannot be a path.
     path = os.path.expanduser(text)  # noqa: PTH111
     return "/" in text and not os.path.lexists(path) and find_preset(text) is None
 
 
 def _recorded(recipe: Recipe) -> dict[str, HubName]:
-    """Return the hub names with commits that the run in the output directory has recorded, by repository."""
+    """Return, by repository, the hub ids with commits that an earlier part of the run has recorded."""
     place = Path(recipe.checkpoint.from_dir or recipe.output_dir)
     if recipe.checkpoint.resume == "never" or not steps(place / "checkpoints"):
         return {}

@@ -1,4 +1,4 @@
-"""Checksums of a run's input models: base weights, reference models and reward models."""
+"""Checksums of the input models of a run: base weights, reference models and reward models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BASE: Final = "base weights"
 
 @dataclass
 class RunInputs:
-    """Checksums of a run's input models by name, compared with those in its checkpoint.
+    """Checksums of input models by name, in the checkpoint and as read by this process.
 
     Attributes:
-        saved: Checksums recorded in the checkpoint; empty for a new run.
-        checksums: Checksums of the inputs read by this run.
+        saved: Checksums in the loaded checkpoint; empty for a new run.
+        checksums: Checksums of the models read by this process.
     """
 
     saved: dict[str, str] = field(default_factory=dict)
@@ -32,11 +32,16 @@ class RunInputs:
             self.saved = {str(name): str(checksum) for name, checksum in stored.items()}
 
     def state(self) -> dict[str, str]:
-        """Return the checksums for the next checkpoint; inputs not read by this run keep their saved checksum."""
+        """Return the checksums for the next checkpoint; models not read by this process keep their saved checksum."""
         return {**self.saved, **self.checksums}
 
     def check(self, name: str, checksum: str, place: str | Path) -> None:
-        """Record the checksum of an input, and compare it with the checksum in the checkpoint.
+        """Record the checksum of an input model, and compare it with the checksum in the checkpoint.
+
+        Args:
+            name: Name of the model, for example `base weights`.
+            checksum: Checksum of the model as read by this process.
+            place: Path of the model, for the error.
 
         Raises:
             CheckpointMismatch: HP702 when the checksums differ.
@@ -44,7 +49,7 @@ class RunInputs:
         saved = self.saved.get(name, checksum)
         if saved != checksum:
             raise CheckpointMismatch(
-                f"the {name} differ from those of the checkpoint: they were replaced or modified after it was saved",
+                f"the {name} have changed since the checkpoint was saved",
                 where=str(place),
                 got=f"checksum {checksum}",
                 allowed=f"checksum {saved}",

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.engine.step_programs import StepPrograms
 
 MAX_SIMULATED: Final = 4096
-"""Maximum microbatches of a step, over all stages, for a simulated timeline."""
+"""Maximum of stages * microbatches for which a step is simulated."""
 
 _OPTIMIZER_ARGS: Final = "training.optimizer_args"
 
@@ -80,21 +80,24 @@ _OPTIMIZER_ARGS: Final = "training.optimizer_args"
 class Job:
     """Prepared run; every rank has an equal copy.
 
+    A world is a set of ranks with a common process group: the training ranks, or a sampling replica of GRPO.
+
     Attributes:
         recipe: Resolved recipe.
-        plan: Plan for `plan.strategy.world_size` ranks; with sub-models, the ranks of the language model.
+        plan: Plan of the training ranks; with sub-models, of the ranks of the language model.
         packed: Tokenized and packed data.
         output_dir: Directory of all outputs.
         weights: Directory of the pretrained weights; None: random weights.
         model_files: Texts of the model's config files by file name, for the run and its exports.
-        on_topology: Whether this machine is the plan's topology; otherwise predicted and measured times are not
+        on_topology: Whether this machine is the topology of the plan. Otherwise predicted and measured times are not
             compared.
-        trained: Description of adapters and of the trained parameters; empty when all parameters are trained.
-        restarted: Whether this is a restart after lost ranks, which continues from the run's own checkpoints.
-        router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
-        programs: Captured step programs, one entry per rank whose programs differ, for a back end other than torch;
+        trained: Description of adapters and trained parameters; empty when all parameters are trained.
+        restarted: Whether this is a restart after a failure of ranks, which resumes from the checkpoints of the run.
+        router_loss: Description of the auxiliary loss of expert routers; None: no auxiliary loss.
+        programs: Captured step programs of each rank in a block (see `step_programs`), for a back end other than torch;
             None: torch.
-        media_costs: Cost of an image or recording, and cost of each of its tokens, for balancing ranks.
+        media_costs: Estimated encoder work per image or audio recording, and per token, for balancing; see
+            `cost_balance.media_costs`.
     """
 
     recipe: Recipe
@@ -112,12 +115,12 @@ class Job:
 
     @property
     def worlds(self) -> tuple[int, ...]:
-        """World sizes: of the training ranks, with an encoder's ranks last, then of each sampling replica."""
+        """World sizes: first of all training ranks, including the ranks of encoders, then of each sampling replica."""
         return _worlds(self.recipe, self.plan)
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of all worlds."""
+        """Number of ranks in all worlds."""
         return sum(self.worlds)
 
     @property
@@ -132,29 +135,29 @@ class Job:
 
     @property
     def model_dir(self) -> Path:
-        """Directory with the model's config and tokenizer, which exports of checkpoints need."""
+        """Directory with config and tokenizer of the model, from which checkpoints can be exported."""
         return self.output_dir / "model"
 
     @property
     def resume_dir(self) -> Path:
-        """Directory from which checkpoints are loaded."""
+        """Directory of the checkpoints from which the run resumes."""
         if self.restarted and steps(self.checkpoint_dir):
             return self.checkpoint_dir
         return _resume_dir(self.recipe)
 
     @property
     def ignore_checkpoints(self) -> bool:
-        """True if an earlier run in the output directory is removed instead of continued."""
+        """True if the run starts over and removes the checkpoints of an earlier run in the output directory."""
         return self.recipe.checkpoint.resume == "never" and not self.restarted
 
     def has_started_since(self, time_s: float) -> bool:
-        """Return whether ranks have started training since `time_s`: the run's config.yaml is not older."""
+        """Return whether ranks have started training since `time_s`, according to the time of config.yaml."""
         written = self.output_dir / "config.yaml"
         return written.exists() and written.stat().st_mtime >= time_s
 
     @property
     def _balances(self) -> bool:
-        """True if ranks are balanced by the cost of their images and audio; not with encoders on different ranks."""
+        """True if images and audio are balanced over ranks, which is not supported with several encoders."""
         return self.recipe.data.balance != "none" and len(self.recipe.parallel.towers) < 2
 
     def train_batches(self) -> Batches | StreamBatches:
@@ -182,17 +185,17 @@ class Job:
 
     @property
     def _group_size(self) -> int:
-        """Number of consecutive data rows that an objective reads together: 2 for pairs of answers, else 1."""
+        """Number of consecutive sequences that the loss compares: 2 for pairs of answers, else 1."""
         return 2 if self.recipe.stage in PAIRED_STAGES else 1
 
     def epochs_at(self, step: int, batches: Batches | StreamBatches) -> float | None:
-        """Return the number of epochs completed after `step`, with its fraction; None for a stream."""
+        """Return the number of epochs after step `step`, with a fraction; None for a stream."""
         if isinstance(batches, StreamBatches):
             return None
         return batches.sequences_seen(step) / batches.rows.unit / batches.num_sequences
 
     def holdout_batches(self) -> Batches | None:
-        """Return held-out batches of one step, with at most `eval_tokens` tokens; None without held-out data."""
+        """Return the batches of an evaluation, with about `training.eval_tokens` tokens; None without held-out data."""
         held_out = self.packed.holdout
         tokens = self.recipe.training.eval_tokens
         if held_out is None:
@@ -213,7 +216,7 @@ class Job:
         )
 
     def write(self, plan: Plan) -> None:
-        """Write recipe, plan, simulated step, and the model's config and tokenizer into the output directory.
+        """Write the files of the run's start: recipe, plan, simulated step, data record, model config, tokenizer.
 
         Args:
             plan: Plan as executed by the ranks.
@@ -239,10 +242,10 @@ class Job:
             folder.publish()
 
     def _with_stops(self, generation: str) -> str:
-        """Return the text of a generation config whose `eos_token_id` includes the tokens that end an answer.
+        """Add the end-of-turn tokens of the chat template to `eos_token_id` of a generation config, given as JSON.
 
-        A run on conversations trains the end-of-turn tokens of the chat template. Other tools learn these tokens only
-        from the generation config of the export.
+        Training on conversations teaches the model these tokens. Inference engines read stop tokens from the exported
+        generation config. For stage pt the text is returned unchanged.
         """
         if self.recipe.stage == "pt":
             return generation
@@ -257,18 +260,17 @@ class Job:
 
 
 def _worlds(recipe: Recipe, plan: Plan) -> tuple[int, ...]:
-    """Return the world sizes of a run; see `Job.worlds`."""
     trained = plan.strategy.world_size + recipe.parallel.tower_ranks
     return (trained, *[recipe.grpo.copy_ranks] * recipe.grpo.copies)
 
 
 def under_torchrun() -> bool:
-    """Return whether another launcher has started this process as one of several ranks."""
+    """Return whether torchrun, or another launcher that sets RANK, has started this process."""
     return "RANK" in os.environ
 
 
 def _training_ranks(recipe: Recipe) -> int | None:
-    """Return the number of training ranks started by another launcher; None when this process starts them."""
+    """Return the number of training ranks that torchrun has started; None when this process starts the ranks."""
     if "RANK" not in os.environ:
         return None
     from hyper_parallel.runtime import launched_rank
@@ -293,13 +295,13 @@ def prepare_job(
     check_ranks: Callable[[Recipe, int], None] = lambda *_: None,
     check_plan: Callable[[Plan], None] = lambda _: None,
 ) -> Job:
-    """Check a recipe, plan it and prepare its data; the only files written are the data's cache.
+    """Check a recipe, plan it and prepare its data; write only caches.
 
     Args:
         loaded: Recipe with the origins of its values.
-        progress: Show progress bars of the data preparation on standard error.
-        check_ranks: Called with the recipe and the number of ranks of all worlds as soon as the plan determines it.
-        check_plan: Called with the plan before data is prepared.
+        progress: Whether to show progress bars of the data preparation on standard error.
+        check_ranks: Function called with the planned recipe and its total number of ranks, before data is prepared.
+        check_plan: Function called with the plan, before data is prepared.
 
     Raises:
         HyperParallelError: Any invalid input; see docs/reference/errors.md.
@@ -309,7 +311,8 @@ def prepare_job(
     loaded, notes, proof = resolve_submodels(loaded, training_ranks)
     recipe, training_ranks = loaded.recipe, _training_ranks(loaded.recipe)
     _check_degrees(loaded, training_ranks)
-    from hyper_parallel.backends.torch import check_pretrained  # takes seconds to import torch
+    # Imported here, because importing torch takes seconds.
+    from hyper_parallel.backends.torch import check_pretrained
     from hyper_parallel.planner import plan_recipe
     from hyper_parallel.trainer.engine.recipe_model import (
         build_model,
@@ -343,16 +346,15 @@ def prepare_job(
     )
     job = _with_media_costs(job, model)
     resolved = _resolve_epochs(loaded, job)
-    job = _with_notes(replace(job, recipe=resolved.recipe), model, proof)
-    _check_newest(job, resolved)
+    _check_newest(job := _with_notes(replace(job, recipe=resolved.recipe), model, proof), resolved)
     return job
 
 
 def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
-    """Return a plan extended by the sub-models of `parallel.submodels`, with times predicted for the prepared data.
+    """Add the sub-models of `parallel.submodels` to a plan, with times predicted for the run's data.
 
     Raises:
-        HyperParallelError: The data or the sub-models are invalid.
+        HyperParallelError: Errors of invalid data or sub-models.
     """
     if loaded.recipe.parallel.submodels is None:
         return plan
@@ -369,16 +371,19 @@ def plan_with_submodels(loaded: LoadedRecipe, plan: Plan) -> Plan:
 def resolve_submodels(
     loaded: LoadedRecipe, ranks: int | None
 ) -> tuple[LoadedRecipe, tuple[str, ...], Certificate | None]:
-    """Return a recipe with planned layouts for `parallel.submodels: auto`, notes, and the certificate of the search.
+    """Search layouts for `parallel.submodels: auto`; without it, return the recipe unchanged.
 
-    If `training` sets no batch size, `tokens_per_step` becomes one sequence per rank.
+    If section `training` sets no batch size, `tokens_per_step` becomes one sequence per rank.
 
     Args:
-        loaded: The recipe; returned unchanged, without notes or certificate, unless its sub-models are `auto`.
-        ranks: Ranks started by another launcher; None: `parallel.world_size`, or all devices of the machine.
+        loaded: Recipe with the origins of its values.
+        ranks: Number of ranks started by torchrun; None: `parallel.world_size`, or all devices of the topology.
+
+    Returns:
+        Recipe with the chosen layouts, notes for the plan, and the certificate of the search (None without a search).
 
     Raises:
-        HyperParallelError: The data is invalid, or no layout can run.
+        HyperParallelError: Errors of invalid data, or of a search without a valid layout.
     """
     submodels = loaded.recipe.parallel.submodels
     if submodels is None or not submodels.auto:
@@ -413,9 +418,9 @@ def resolve_submodels(
 
 
 def with_proof(plan: Plan, proof: Certificate | None) -> Plan:
-    """Return the plan with `proof` as the certificate of its sub-models' layout.
+    """Store `proof` in the plan as the certificate of the search for the layouts of sub-models.
 
-    A plan without sub-models, or any plan if `proof` is None, is returned unchanged.
+    Return the plan unchanged if it has no sub-models or `proof` is None.
     """
     if plan.submodels is None or proof is None:
         return plan
@@ -423,12 +428,10 @@ def with_proof(plan: Plan, proof: Certificate | None) -> Plan:
 
 
 def _bare_job(recipe: Recipe, plan: Plan, packed: PackedData) -> Job:
-    """Return a job that is only complete enough to build its training batches."""
     return Job(recipe, plan, packed, Path(recipe.output_dir), None, {}, False)
 
 
 def _with_submodels(job: Job, model: Any) -> Plan:
-    """Return the plan of a job, extended by the sub-models of its recipe."""
     batches = job.train_batches()
     if job.recipe.parallel.submodels is None or not isinstance(batches, Batches):
         return job.plan
@@ -438,7 +441,7 @@ def _with_submodels(job: Job, model: Any) -> Plan:
 
 
 def _with_media_costs(job: Job, model: Any) -> Job:
-    """Return a job with `Job.media_costs` of its data; a note of its plan states if they are estimates."""
+    """Return the job with `media_costs` of its data, and with a note in the plan if they are estimates."""
     train = job.packed.train
     balanced = job.recipe.data.balance != "none"
     if isinstance(train, Stream) or not train.has_media or not balanced:
@@ -451,17 +454,17 @@ def _with_media_costs(job: Job, model: Any) -> Job:
 
 
 def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
-    """Return a job whose plan includes its sub-models and, for balanced ranks, a note on the imbalance of early steps.
+    """Add to the plan of a job: its sub-models, their certificate, and a note on the balancing of images and audio.
 
     Args:
         job: Job to extend.
         model: Model of the job.
-        proof: Certificate of the search for the layout of sub-models; None: no search.
+        proof: Certificate of the search for the layouts of sub-models; None: no search.
     """
     plan = with_proof(_with_submodels(job, model), proof)
     job, batches = replace(job, plan=plan), job.train_batches()
     if len(job.recipe.parallel.towers) > 1 and job.recipe.data.balance != "none":
-        kept = "data.balance: several encoders have ranks of their own, so records keep the order of the data"
+        kept = "data.balance: not supported with several encoders on separate ranks, so records keep the data order"
         return replace(job, plan=replace(plan, notes=(*plan.notes, kept)))
     if not isinstance(batches, Batches) or batches.order.costs is None:
         return job
@@ -472,7 +475,6 @@ def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
 
 
 def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
-    """Check the batches of a job, and return its recipe with `training.epochs` converted to steps."""
     recipe = job.recipe
     batches, _ = job.train_batches(), job.holdout_batches()
     if (epochs := recipe.training.epochs) is None or not isinstance(batches, Batches):
@@ -483,7 +485,7 @@ def _resolve_epochs(loaded: LoadedRecipe, job: Job) -> LoadedRecipe:
 
 
 def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
-    """Check the paths of a recipe, download its hub models, and return the recipe with their folders."""
+    """Check the paths of a recipe, download its hub models, and return the recipe with their local folders."""
     check_writable(Path(loaded.recipe.output_dir), "output_dir")
     recipe = (loaded := with_hub_models(loaded)).recipe
     read_config(recipe.model.path, where=loaded.where("model.path"))
@@ -517,9 +519,9 @@ def _check_paths(loaded: LoadedRecipe) -> LoadedRecipe:
 
 
 def _check_degrees(loaded: LoadedRecipe, training_ranks: int | None) -> None:
-    """Raise NotDivisible (HP203) or BatchMismatch (HP308) for degrees that contradict the model config or batch size.
+    """Raise HP203 or HP308 if the degrees do not divide the sizes in the model config, or the batch.
 
-    This check needs no model. Refusals that depend on the module come later, with its measurements.
+    This early check needs only the config. Checks that need the model, and all other errors, come later.
     """
     from hyper_parallel.planner import plan_recipe
 
@@ -537,7 +539,7 @@ def _check_degrees(loaded: LoadedRecipe, training_ranks: int | None) -> None:
 
 
 def _check_weights(loaded: LoadedRecipe) -> Path | None:
-    """Check pretrained weights with tokenizer and adapters; return their directory, or None for random weights."""
+    """Return the directory of the pretrained weights, None for random weights; check tokenizer and adapters."""
     from hyper_parallel.trainer.engine.recipe_model import weights_directory
 
     recipe, where = loaded.recipe, loaded.where("model.path")
@@ -549,14 +551,14 @@ def _check_weights(loaded: LoadedRecipe) -> Path | None:
             "LoRA adapters need saved base weights, but the model starts from random weights",
             where=where,
             got=f"lora, model.init={recipe.model.init}, checkpoint.export=true",
-            allowed="a directory with config.json, weights and tokenizer, such as RUN_DIR/export",
-            hint="set `model.path=RUN_DIR/export model.init=pretrained`, or `checkpoint.export=false`, or `lora=null`",
+            allowed="a `model.path` with config.json, weights and tokenizer, such as the export of a run",
+            hint="set `checkpoint.export=false`, or `lora=null`",
         )
     return weights
 
 
 def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
-    """Return whether a recipe's model can run on half-batches, by its measured properties and its losses."""
+    """Return whether the model computes equal results on half-batches, and none of its losses forbids them."""
     from hyper_parallel.backends.torch import check_half_batches, check_routing
     from hyper_parallel.ir import Overlap, Strategy
     from hyper_parallel.trainer.engine.recipe_model import routing_of
@@ -574,7 +576,10 @@ def _runs_half_batches(loaded: LoadedRecipe, model: Any) -> bool:
 
 
 def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, str | None]:
-    """Check a model with recipe and plan; return the plan with measured properties, and the router loss in words."""
+    """Check the model against recipe and plan; return the plan with measured properties.
+
+    The second result describes the auxiliary loss of expert routers; None: no auxiliary loss.
+    """
     from hyper_parallel.backends.torch import (
         check_flow,
         check_half_batches,
@@ -615,7 +620,6 @@ def _check_model(loaded: LoadedRecipe, plan: Plan, model: Any) -> tuple[Plan, st
 def _capture(
     loaded: LoadedRecipe, plan: Plan, router_loss: str | None
 ) -> tuple[StepPrograms, ...] | None:
-    """Return the captured step programs for a back end other than torch (see `capture_programs`); None for torch."""
     if loaded.recipe.backend == "torch":
         return None
     from hyper_parallel.trainer.engine.step_programs import capture_programs
@@ -624,7 +628,7 @@ def _capture(
 
 
 def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: bool) -> PackedData:
-    """Prepare the data of a recipe, check it against rewards, model and plan, and return it."""
+    """Prepare and return the data of a recipe, after checking it against rewards, model and plan."""
     from hyper_parallel.backends.torch.dropout import original_config
     from hyper_parallel.trainer.data import prepare
     from hyper_parallel.trainer.engine.recipe_model import check_media_inputs
@@ -648,14 +652,14 @@ def _prepare_data(loaded: LoadedRecipe, plan: Plan, model: Any, *, progress: boo
             "`data.balance: cost` balances images and audio, but the records have none",
             where=loaded.where("data.balance"),
             got="data.balance=cost",
-            allowed="records with images or audio: all others cost the same, since each row has data.seq_len tokens",
+            allowed="records with images or audio; all other sequences have equal work",
             hint="data.balance=auto",
         )
     return packed
 
 
 def _write_prediction(plan: Plan, path: Path) -> None:
-    """Write the simulated step of the plan, for comparison in reports; very long steps are skipped."""
+    """Write the simulated timeline of a step for reports, unless the step has too many microbatches."""
     from hyper_parallel.planner import simulate_plan
 
     path.unlink(missing_ok=True)
@@ -664,7 +668,7 @@ def _write_prediction(plan: Plan, path: Path) -> None:
 
 
 def _resume_dir(recipe: Recipe) -> Path:
-    """Return the checkpoint folder to resume from: in `checkpoint.from_dir`, or the run's own if it is newer."""
+    """Return the checkpoint folder to resume from: that of `checkpoint.from_dir` unless the run's own is newer."""
     own = Path(recipe.output_dir) / "checkpoints"
     if recipe.checkpoint.from_dir is None:
         return own
@@ -673,7 +677,7 @@ def _resume_dir(recipe: Recipe) -> Path:
 
 
 def _check_checkpoint(loaded: LoadedRecipe) -> None:
-    """Raise when the recipe requires a checkpoint and none was published."""
+    """Raise CheckpointCorrupt if the recipe requires a checkpoint and there is no complete checkpoint."""
     choice, directory = loaded.recipe.checkpoint, _resume_dir(loaded.recipe)
     if not steps(directory) and (choice.resume == "must" or choice.from_dir):
         key, value = ("from_dir", "null") if choice.from_dir else ("resume", "auto")
@@ -685,12 +689,12 @@ def _check_checkpoint(loaded: LoadedRecipe) -> None:
 
 
 def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
-    """Raise if the newest checkpoint is beyond the run's last step, or if this run cannot continue it.
+    """Check that the run can resume from its newest checkpoint.
 
     Raises:
-        Contradiction: HP104 for a step beyond the last one.
-        CheckpointMismatch: HP702 for a setting that must not change, or optimizer arguments that do not fit the saved
-            state.
+        Contradiction: HP104 for a checkpoint after the last step of the run.
+        CheckpointMismatch: HP702 for a changed fact that must not change, or for optimizer arguments that do not fit
+            the saved state.
     """
     directory, last_step = job.resume_dir, job.recipe.training.steps
     saved_steps = [] if job.recipe.checkpoint.resume == "never" else steps(directory)
@@ -698,12 +702,12 @@ def _check_newest(job: Job, loaded: LoadedRecipe) -> None:
         return
     if saved_steps[-1] > last_step:
         raise Contradiction(
-            "the checkpoint to continue from is beyond the last step of the run",
+            f"the newest checkpoint is of step {saved_steps[-1]}, after the last step of the run",
             where=loaded.where("training.steps"),
-            got=f"steps={last_step}, the newest checkpoint of {directory} is of step {saved_steps[-1]}",
+            got=f"steps={last_step}, newest checkpoint in {directory}: step {saved_steps[-1]}",
             hint=f"training.steps={2 * saved_steps[-1]}",
         )
-    # Ranks check the checkpoint they load, possibly an older one; this check precedes the start of ranks.
+    # Ranks check the checkpoint that they load, possibly an older one. This check runs before ranks start.
     saved = None
     with suppress(Damaged):
         extra = read_extra(directory / step_name(saved_steps[-1]))

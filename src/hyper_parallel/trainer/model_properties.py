@@ -1,4 +1,7 @@
-"""Properties of a config's model, measured on a small copy in a child process and cached per class and config."""
+"""Properties of a model (causal, packed documents independent, ...), measured on a small copy in a child process.
+
+The measurements are cached per config, model code and package versions.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +39,21 @@ _NOTHING: Final = "nothing"
 def properties_of(
     file: ConfigFile, attention: str | None = None, *, trusted: bool = False, scores: bool = False
 ) -> ModelProperties:
-    """Return the measured properties of a config's model.
+    """Return the measured properties of the model of a config.
 
     Args:
         file: Config of the model.
-        attention: Attention implementation of the run; one that a CPU does not support is measured as `sdpa`.
-        trusted: Whether code in the config's directory may run.
+        attention: `attn_implementation` of the run. All implementations except `eager` are measured with the default
+            of transformers.
+        trusted: Permission to run model code in the config's directory.
         scores: Measure the model as a sequence classifier that scores every token.
 
     Returns:
-        Measured properties. If no small copy of the model runs, they are marked as unmeasured, with the reason.
+        Measured properties. If no small copy of the model runs, all properties are marked as unmeasured, with the
+        reason.
 
     Raises:
-        ModelUnreadable: HP305 when transformers cannot build a language model of the config.
+        ModelUnreadable: HP305 when transformers cannot build the model.
     """
     attention = "eager" if attention == "eager" else None
     path = cache_file("properties", file, (measuring,), attention, scores)
@@ -58,11 +63,11 @@ def properties_of(
     def measure(_: int) -> ModelProperties:
         return measure_config(file, attention, trusted=trusted, scores=scores)
 
-    try:  # in a forked process, as code of a model may crash, hang or print
+    try:  # in a forked process, because model code may crash, hang or print
         measured = launch(measure, 1, timeout_s=_TIMEOUT_S)[0]
     except ForkUnsafe:  # a rank that has joined a process group
         measured = measure(0)
-    except RankFailed as error:  # crashing code or a busy machine: the next run measures again
+    except RankFailed as error:  # not cached, because the cause may be a busy machine
         logger.warning("the properties of the model could not be measured: %s", error.what)
         return _unmeasured(str(file.values.get("model_type")), error.what)
     save_cached(path, measured)
@@ -80,15 +85,15 @@ def recipe_properties(recipe: Recipe) -> ModelProperties:
 
 
 def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
-    """Return the measured properties of a recipe's model; raise if they would make the loss of the run wrong.
+    """Return the measured properties of a recipe's model, after checking that the recipe trains it correctly.
 
     Args:
         loaded: Recipe with the origins of its values.
         plan: Plan of the run.
 
     Raises:
-        Contradiction: HP104 when packed documents would attend to each other, when a token sees its label, or when
-            half-batches would see each other.
+        Contradiction: HP104 when packed documents would attend to each other, when a token attends to its own label,
+            or when layers compute different results on half-batches.
     """
     recipe = loaded.recipe
     trusted, scores = recipe.model.trust_remote_code, recipe.stage == "rm"
@@ -100,17 +105,17 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
             "the model is not causal: a token attends to later tokens, and so to its own label",
             where=loaded.where("model.path"),
             got=f"{properties.model_class}, stage={recipe.stage}",
-            allowed="a model in which a token attends to earlier tokens only",
+            allowed="a causal language model",
             hint=None if setting is None else f"set {setting} in {file.where}",
         )
     if recipe.data.masks(recipe.stage) and not properties.documents_independent.holds:
         measured = properties.documents_independent
-        why = "do see each other" if measured.holds is False else "may see each other"
+        may = "" if measured.holds is False else "may "
         raise Contradiction(
-            f"documents that are packed into one sequence {why} in this model",
+            f"documents that are packed into the same sequence {may}attend to each other in this model",
             where=loaded.where("data.mask_documents"),
             got=f"{properties.model_class}, data.packing=true, independent: {measured}",
-            allowed="data.packing=false, or data.mask_documents=false to let them see each other",
+            allowed="data.packing=false, or data.mask_documents=false to accept attention across documents",
             hint="data.packing=false",
         )
     if plan.strategy.overlap.half_batch and not properties.half_batches.holds:
@@ -123,11 +128,11 @@ def check_properties(loaded: LoadedRecipe, plan: Plan) -> ModelProperties:
     attention, rows = recipe.model.attn_implementation, plan.workload.microbatch or 1
     flash = attention is not None and "flash" in attention and plan.strategy.cp == 1
     if recipe.data.masks(recipe.stage) and flash and rows > 1:
-        # transformers 5.24, modeling_flash_attention_utils.py: positions are used only in batches of one row.
+        # transformers 5.24, modeling_flash_attention_utils.py: positions are used only if the batch size is 1.
         raise Contradiction(
-            "flash attention keeps packed documents apart only in microbatches of one row",
+            "flash attention masks packed documents only in microbatches of a single sequence",
             where=loaded.where("model.attn_implementation"),
-            got=f"model.attn_implementation={attention}, {rows} rows in a microbatch",
+            got=f"model.attn_implementation={attention}, {rows} sequences in a microbatch",
             allowed="training.microbatch=1, model.attn_implementation=sdpa, data.packing=false",
             hint="training.microbatch=1",
         )
@@ -140,11 +145,11 @@ _CAUSAL_SETTINGS: Final = (
     ("is_causal", True),
     ("use_bidirectional_attention", False),
 )
-"""Keys and values of configs that make a model causal."""
+"""Config keys, with the values that make a model causal."""
 
 
 def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
-    """Return the config entry that makes the model causal, such as `"is_decoder": true`; None if none is known."""
+    """Return a config entry that makes the model causal, such as `"is_decoder": true`; None if no entry does."""
     for key, value in _CAUSAL_SETTINGS:
         if file.values.get(key) in (None, value) and key != "is_decoder":
             continue
@@ -156,7 +161,7 @@ def _causal_setting(file: ConfigFile, trusted: bool) -> str | None:
 
 
 def _unmeasured(model_class: str, why: str) -> ModelProperties:
-    """Return properties without measurements, with the reason `why`."""
+    """Return properties that are all marked as unmeasured, for the reason `why`."""
     empty = ModelProperties(model_class, measured_on=_NOTHING)
     return replace(empty, **{n: replace(p, reason=why) for n, p in empty.by_name().items()})
 
@@ -165,19 +170,23 @@ def _unmeasured(model_class: str, why: str) -> ModelProperties:
 def measure_config(
     file: ConfigFile, attention: str | None = None, *, trusted: bool = False, scores: bool = False
 ) -> ModelProperties:
-    """Measure a small copy of a config's model in this process: the first copy in `small_configs` that runs.
+    """Measure the properties of a small copy of the model, in this process; see `properties_of`.
+
+    The copy is the first of `small_configs` that runs.
 
     Raises:
-        ModelUnreadable: HP305 when transformers cannot build a language model of the config itself.
+        ModelUnreadable: HP305 when transformers cannot build the full model.
     """
     from transformers import AutoConfig
 
     warnings.simplefilter("ignore")
     choices: dict[str, Any] = {"attention": attention, "trusted": trusted, "scores": scores}
     full: Any = model_from_config(file, torch.float32, **choices)
-    # A config may omit any size; the class fills it in.
+    # The config may omit sizes, for which its class has defaults.
     config = full.config
-    if config.model_type != file.values.get("model_type"):  # the config of the text part
+    if config.model_type != file.values.get(
+        "model_type"
+    ):  # `full` is the text part of a larger model
         config = AutoConfig.for_model(**file.values)
     complete = json.loads(config.to_json_string(use_diff=False))
     reason = "no small copy of the model was found"
@@ -206,10 +215,11 @@ def measure_config(
 def _without_defaults(
     small: Mapping[str, Any], complete: Mapping[str, Any], original: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values of `small` that are in `original` or differ from `complete`, the config with class defaults.
+    """Remove the values from `small` that are class defaults and not set in `original`.
 
-    Defaults are left out because not all of them survive a JSON round trip. Only nested configs (keys ending in
-    `_config`) are filtered recursively. Other mappings, such as rotary embedding parameters, are kept whole.
+    `complete` is the config with all class defaults. Defaults are removed because some do not survive a JSON round
+    trip. Nested configs (keys ending in `_config`) are filtered recursively. Other mappings, such as rotary embedding
+    parameters, are kept.
     """
     result: dict[str, Any] = {}
     for key, value in small.items():
@@ -230,11 +240,11 @@ def _num_layers(model: nn.Module) -> int:
 
 
 def _random_model(file: ConfigFile, choices: Mapping[str, Any]) -> nn.Module:
-    """Return the model of a config on the CPU in float64, with random weights initialized by transformers."""
+    """Build the model on the CPU in float64, with random weights initialized by transformers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_from_config(file, torch.float64, device="cpu", **choices)
-    for parameter in model.parameters():  # some types have float32 parameters
+    for parameter in model.parameters():  # some model types create float32 parameters
         parameter.data = parameter.data.double()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped matrix products do not support float64

@@ -1,4 +1,4 @@
-"""JSON Lines files of prompts and their continuations: one JSON object per line."""
+"""JSON Lines files of prompts and their generated continuations."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hyper_parallel.trainer.text_codec import Generation
 
 _LIMITS: Final = Limits(num_bytes=256 * 1024**2)
 _CONTINUATION_KEYS: Final = ("number", "text", "token_ids", "logprobs", "finish", "seconds")
-"""Keys added by a continuation to the record of its prompt."""
+"""Keys that generation adds to the record of a prompt."""
 
 
 class _Line(BaseModel, extra="allow", allow_inf_nan=False):
-    """Line of a prompt file: a prompt, an optional earlier continuation, and other keys, which are preserved."""
+    """Line of a prompt file: a prompt, optionally with its continuation so far, and other keys, which are preserved."""
 
     prompt: str
     number: int = 0
@@ -33,7 +33,7 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
     seconds: float = 0.0
 
     def to_prompt(self) -> str | Generation:
-        """Return the prompt, or with an earlier continuation a `Generation` to resume."""
+        """Return the prompt or, if the line has a continuation, a `Generation` to resume."""
         if self.token_ids is None:
             return self.prompt
         if len(self.logprobs) != len(self.token_ids):
@@ -45,15 +45,18 @@ class _Line(BaseModel, extra="allow", allow_inf_nan=False):
 def read_prompts(
     path: Path, output: Path | None = None
 ) -> tuple[list[dict[str, Any]], list[str | Generation]]:
-    """Read a file; return its records without continuations, and per record the prompt or the `Generation` to resume.
+    """Read a prompt file, and check that the output file can be written.
 
     Args:
         path: Path of the prompt file.
-        output: Path of the output file, which is checked before decoding; None: standard output.
+        output: Path of the output file; None: standard output.
+
+    Returns:
+        Records without the keys of continuations, and for each record its prompt or a `Generation` to resume.
 
     Raises:
-        BadValue: HP102 for a line without `prompt`, or with an incomplete continuation.
-        OutputNotWritable: HP105.
+        BadValue: HP102 for an unreadable or empty file, a line without `prompt`, or an incomplete continuation.
+        OutputNotWritable: HP105 when the output cannot be written, or is not a file of continuations.
     """
     if output is not None:
         check_writable(output.parent, "--output")
@@ -61,10 +64,12 @@ def read_prompts(
     records: list[dict[str, Any]] = []
     prompts: list[str | Generation] = []
     try:
-        lines = read_text(path, _LIMITS).split("\n")  # texts may contain other line ends
+        lines = read_text(path, _LIMITS).split(
+            "\n"
+        )  # not splitlines(): texts may contain other line separators
     except (OSError, ValueError) as error:
         raise BadValue(
-            "the prompts cannot be read",
+            "the prompt file cannot be read",
             where=str(path),
             got=str(error),
             hint="check the path and its permissions",
@@ -77,7 +82,7 @@ def read_prompts(
             prompts.append(record.to_prompt())
         except ValueError as error:
             raise BadValue(
-                "a line of the prompts is not a JSON object with a text `prompt`, or its continuation is incomplete",
+                "a line of the prompt file is no JSON object with a string `prompt`, or its continuation is incomplete",
                 where=f"{path}:{number}",
                 got=line[:100],
                 hint='{"prompt": "Once upon a time"}',
@@ -89,7 +94,7 @@ def read_prompts(
 
 
 def _is_continued(text: str) -> bool:
-    """Return whether the first line of a file is a prompt with its continuation."""
+    """Return whether the first line of `text` is a prompt with its continuation."""
     first = json.loads(text.partition("\n")[0]) if "\n" in text else {}
     return "prompt" in first and all(key in first for key in _CONTINUATION_KEYS)
 

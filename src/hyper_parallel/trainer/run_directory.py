@@ -1,10 +1,10 @@
 """Directory of a run: names that belong to the run, and checks before files are written or removed.
 
-A missing or empty directory is created and marked. A directory with other files and without a marker is rejected before
-data is prepared or a rank starts. Only log files of launchers and shells are allowed in it. In a marked directory the
-names below belong to the run; all other files are kept.
+The marker is a small file that identifies the directory of a run. A missing or empty directory is created and marked. A
+directory with other files but no marker is rejected before data is prepared or a rank starts; only log files of
+launchers and shells are allowed. In a marked directory the names below belong to the run, and all other files are kept.
 
-A part of a run is the steps trained by one process with one recipe and one plan:
+A part of a run consists of the steps trained by one process, with the same recipe and plan:
 
   RUN_DIR/parts/step_00000000/    config.yaml, plan.json, part.json of the steps after step 0
   RUN_DIR/parts/step_00000120/    the same files of a process that resumed from the checkpoint of step 120
@@ -51,24 +51,24 @@ _KEPT_FILES: Final = (
     "config.yaml", "plan.json", "data.json", "predicted_timeline.json", "reference.npy", "reference_holdout.npy",
     "job.sbatch", "job.yaml", "comparison.html", ".run.lock", ".run.owner",
 )  # fmt: skip
-"""Files of a run that are replaced, and kept when it starts over."""
+"""Files that a run replaces, but does not remove when it starts over (`checkpoint.resume=never`)."""
 _CLEARED_FILES: Final = (
     "metrics.jsonl", "eval.jsonl", "timeline.json", "offload_predicted.json", "offload_measured.json", "sample.txt",
     "answers.json", "run.json", "report.html", "trace.json", "trackers.json",
 )  # fmt: skip
-"""Files of a run that are removed when it starts over."""
+"""Files that a run removes when it starts over."""
 _CLEARED_FOLDERS: Final = {
     "tensorboard": r"events\.out\.tfevents\..*",
     "profile": r"rank\d+\.json",
     "parts": r"\.?step_\d+(\.tmp|\.old)?/(config\.yaml|(plan|part|\.hyper_parallel)\.json)",
     "rollouts": r"begin\.json|end|step_\d+\.\d+\.(safetensors|part)|timeline\.\d+\.json",
 }
-"""Folders of a run that are cleared when it starts over, with patterns of the run's files in them."""
+"""Folders that a run clears when it starts over, with patterns of the files that belong to the run."""
 _OTHER_FOLDERS: Final = (
     "checkpoints", "reference", "export", "model", "merged", "logs", "wandb", "mlruns",
 )  # fmt: skip
 _FILLED: Final = ("data.cache_dir", "offload.flash_dir")
-"""Keys of folders that a run fills, which may be inside its directory."""
+"""Recipe keys of folders that a run fills; they may be inside the run directory."""
 _LOGS: Final = re.compile(r".*\.(log|out|err)|error\.json|nohup\.out")
 _HARMLESS: Final = re.compile(
     r"lost\+found|\.gitkeep|\.keep|\.gitignore|\.DS_Store|\.nfs\w+|"
@@ -78,7 +78,7 @@ _RANK_LOG: Final = re.compile(r"logs/(rank_\d+\.log|restart_\d+(/.*)?)")
 
 
 def check_run_directory(loaded: LoadedRecipe) -> None:
-    """Raise unless a run can use its output directory without loss of other files; the check changes nothing on disk.
+    """Check, without changes on disk, that a run can use its output directory without loss of other files.
 
     Raises:
         OutputNotWritable: HP105 for a directory with files but no marker, symbolic links among its outputs, or other
@@ -105,7 +105,7 @@ def check_run_directory(loaded: LoadedRecipe) -> None:
 
 
 def check_claimable(place: Path) -> None:
-    """Raise OutputNotWritable (HP105) for a directory that has files but no marker of a run."""
+    """Raise OutputNotWritable (HP105) for a directory with files but without the marker of a run."""
     if place.is_dir() and not _is_marked(place):
         _check_unused(place, None)
 
@@ -117,10 +117,10 @@ def mark_run_directory(place: Path) -> None:
 
 
 def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
-    """Create a run directory and write its marker; a directory with a marker stays as it is.
+    """Create a run directory and write its marker, unless the directory already has a marker.
 
     Raises:
-        OutputNotWritable: HP105 for a directory with other files and no marker.
+        OutputNotWritable: HP105 for a directory with other files but without a marker.
     """
     place.mkdir(parents=True, exist_ok=True)
     if not _is_marked(place):
@@ -129,7 +129,7 @@ def claim_run_directory(place: Path, recipe: Recipe | None = None) -> None:
 
 
 def write_editable(path: Path, text: str) -> None:
-    """Write a text file of a run; if a user has edited the existing one, rename that to keep it."""
+    """Write a text file of a run; an existing file that a user has edited is renamed, not overwritten."""
     place = path.parent
     known = _known(place)
     is_edited = path.is_file() and file_facts(path) != known.get(path.name)
@@ -137,19 +137,21 @@ def write_editable(path: Path, text: str) -> None:
         names = (place / f"{path.stem}.edited-{n}{path.suffix}" for n in itertools.count(1))
         edited = next(name for name in names if not os.path.lexists(name))
         path.rename(edited)
-        _log.warning("%s is not as the run wrote it; it is kept as %s", path, edited.name)
+        _log.warning(
+            "%s was edited after the run wrote it; the edited file is kept as %s", path, edited.name
+        )
     write_text(path, text)
     write_marker(place, Marker(RUN, {**known, path.name: file_facts(path)}))
 
 
 def _known(place: Path) -> Mapping[str, tuple[int, str]]:
-    """Return size and checksum, by file name, of the files last written by `write_editable`."""
+    """Return size and checksum of each file written by `write_editable`, by file name."""
     marker = read_marker(place)
     return {} if marker is None or marker.files is None else marker.files
 
 
 def keeps_model(recipe: Recipe) -> bool:
-    """Return whether a run must keep its existing `model` folder because the recipe's `model.path` is inside it."""
+    """Return whether `model.path` of the recipe is in the run's own `model` folder, which must then be kept."""
     model_dir = Path(recipe.output_dir, "model")
     return model_dir.is_dir() and _relative(Path(recipe.model.path), model_dir) is not None
 
@@ -161,7 +163,7 @@ def check_plain(path: Path) -> None:
 
 
 def clear_run_directory(place: Path) -> list[str]:
-    """Remove the files of an earlier run that would mix with those of a new one; return the removed names."""
+    """Remove the files of an earlier run before a new run starts over; return the removed names."""
     removed = []
     known = _known(place)
     is_own = lambda path: path.name != _SAMPLE or known.get(_SAMPLE) == file_facts(path)  # noqa: E731
@@ -191,29 +193,29 @@ def _is_marked(place: Path) -> bool:
 
 
 def _check_unused(place: Path, recipe: Recipe | None) -> None:
-    """Raise if a directory without marker has entries other than logs, `data.cache_dir` and `offload.flash_dir`."""
+    """Raise HP105 if a directory without marker has entries except logs, `data.cache_dir` and `offload.flash_dir`."""
     own = set()
     for path in (recipe.data.cache_dir, recipe.offload.flash_dir) if recipe is not None else ():
         inside = None if path is None else _relative(Path(path), place)
         own.update(inside.parts[:1] if inside is not None else ())
     entries = list(itertools.islice(_foreign(place, own), 3))
-    if not entries or _is_marked(place):  # rank 0 may have marked it in the meantime
+    if not entries or _is_marked(place):  # rank 0 may have written the marker in the meantime
         return
     if MARKER in os.listdir(place) and os.environ.get("RANK", "0") != "0":  # noqa: PTH208
-        return  # on a shared file system the content may appear later than the name
+        return  # on a shared file system the marker's content may appear later than its name
     marker = read_marker(place)
-    kind = "" if marker is None else f" but that of a directory of kind `{marker.kind}`"
+    kind = "" if marker is None else f" (its marker says `{marker.kind}`)"
     raise OutputNotWritable(
-        f"the output directory holds files and is not the directory of a run{kind}, so it is not overwritten",
+        f"the output directory contains files, but is not the directory of a run{kind}",
         where=f"output_dir={place}",
         got=entries,
-        allowed="a directory that is missing, empty, or was made by a run",
+        allowed="a missing or empty directory, or the directory of a run",
         hint=_alternative_hint(place, recipe),
     )
 
 
 def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
-    """Yield the entries of a directory, except names in `own`, log files, and files of mounts or version control."""
+    """Yield the entries of a directory except names in `own`, log files, and files of file systems or git."""
     for path in sorted(place.iterdir()):
         name = path.name
         if name in own or (_HARMLESS.fullmatch(name) and not path.is_symlink()):
@@ -230,7 +232,7 @@ def _foreign(place: Path, own: Collection[str]) -> Iterator[str]:
 
 
 def _unused_name(place: Path) -> Path:
-    """Return an unused directory name next to `place`, or inside it if it is the current directory."""
+    """Return a path that does not exist: next to `place`, or inside `place` if the current directory is in `place`."""
     inside = Path.cwd().is_relative_to(os.path.realpath(place))
     base = place / "run" if inside else place
     names = (Path(f"{base}-{n}") for n in itertools.count(2))
@@ -240,7 +242,7 @@ def _unused_name(place: Path) -> Path:
 
 
 def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
-    """Return recipe overrides for an unused output directory that resume from checkpoints in `place`, if it has any."""
+    """Return overrides that set a missing output directory, and that resume from the checkpoints in `place`, if any."""
     words = [f"output_dir={_unused_name(place)}"]
     resumes = recipe is not None and recipe.checkpoint.resume != "never"
     if resumes and checkpoints.steps(place / "checkpoints") and (place / "config.yaml").is_file():
@@ -249,7 +251,7 @@ def _alternative_hint(place: Path, recipe: Recipe | None) -> str:
 
 
 def _check_links(place: Path) -> None:
-    """Raise if an output of a run is a symbolic link, as writes would go elsewhere."""
+    """Raise HP105 if an output of a run is a symbolic link, through which the run would write elsewhere."""
     names = (*_KEPT_FILES, *_CLEARED_FILES, *_CLEARED_FOLDERS, *_OTHER_FOLDERS)
     links = [name for name in names if (place / name).is_symlink()]
     for name in ("logs", *_CLEARED_FOLDERS, "checkpoints"):
@@ -261,7 +263,7 @@ def _check_links(place: Path) -> None:
 
 def _linked_elsewhere(place: Path, links: list[str]) -> OutputNotWritable:
     return OutputNotWritable(
-        "the run directory holds symbolic links where the run writes, so it would write elsewhere",
+        "outputs in the run directory are symbolic links, so the run would write outside of its directory",
         where=str(place),
         got=links[:3],
         allowed="`output_dir` itself may be a link to another disk",
@@ -282,7 +284,7 @@ def _links_below(folder: Path, depth: int) -> list[str]:
 
 
 def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
-    """Raise if the run would replace or remove a file that its recipe reads."""
+    """Raise HP104 if the run would replace or remove a file that its recipe reads."""
     recipe = loaded.recipe
     read = [*paths_read(recipe), ("recipe", str(loaded.path))]
     parents = {o.partition(" ")[2] for o in loaded.origins.values() if o.startswith("extends ")}
@@ -299,7 +301,7 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
         targets = [_relative(p, place) for p in (path, *_linked(path))]
         if any(_is_written(p, key, over=over) for p in targets) or _identity(path) in hard:
             raise Contradiction(
-                f"the run would replace what it reads: `{key}` lies in its output directory",
+                f"the run would overwrite an input: `{key}` is inside of `output_dir`",
                 where=loaded.where(key) if key in loaded.origins else str(loaded.path),
                 got=f"{key}={path}, output_dir={place}"
                 + (", checkpoint.resume=never" if over else ""),
@@ -308,11 +310,11 @@ def _check_sources(loaded: LoadedRecipe, place: Path) -> None:
 
 
 def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
-    """Return whether the run would replace or remove an input at this path.
+    """Return whether the run would replace or remove an input.
 
     Args:
-        path: Path of the input relative to the run directory; None: outside of it.
-        key: Recipe key that names the input.
+        path: Path of the input relative to the run directory; None: outside of the run directory.
+        key: Recipe key of the input.
         over: Whether the run starts over and removes an earlier run.
     """
     if path is None or (key == "recipe" and path == Path(_RECIPE)):
@@ -323,17 +325,17 @@ def _is_written(path: Path | None, key: str, *, over: bool) -> bool:
     if not path.parts:
         return key not in _FILLED
     if not over and path.parts[0] == "model" and key in ("model.path", "data.tokenizer"):
-        return False  # kept, or copied before replacement
+        return False  # the folder is kept, or its files are copied before replacement
     return path.parts[0] in names
 
 
 def _check_checkpoints(folder: Path) -> None:
-    """Raise if a checkpoint folder has other files, as a run that starts over could not remove the folder."""
+    """Raise HP105 if a checkpoint folder, which a run that starts over removes, contains other files."""
     for step in checkpoints.steps(folder):
         name = checkpoints.step_name(step)
         if foreign := checkpoints.foreign(folder / name):
             raise OutputNotWritable(
-                "the run cannot start over: a checkpoint folder to remove has files that are not part of a checkpoint",
+                "`checkpoint.resume=never` would remove a checkpoint folder that contains other files",
                 where=str(folder / name),
                 got=foreign[:3],
                 hint=shlex.join(["mv", str(folder / name), str(folder.parent / f"{name}.moved")]),
@@ -348,13 +350,13 @@ def _linked(path: Path) -> Iterator[Path]:
 
 
 def _relative(path: Path, folder: Path) -> Path | None:
-    """Return `path` relative to `folder`, after resolving symbolic links; None if it is outside."""
+    """Return `path` relative to `folder`, after resolving symbolic links; None if `path` is not in `folder`."""
     real, base = Path(os.path.realpath(path.expanduser())), Path(os.path.realpath(folder))
     return real.relative_to(base) if real.is_relative_to(base) else None
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return (device number, inode) of a file, equal for all hard links; None if it does not exist or is a folder."""
+    """Return (device number, inode) of a file, equal for all its hard links; None for other paths."""
     if not path.is_file():
         return None
     status = path.stat()
@@ -367,16 +369,16 @@ _PART_FOLDER: Final = re.compile(r"step_(\d{8,15})")
 
 
 class RunPart:
-    """Part of a run: the steps trained by one process, from the step at which it started or resumed.
+    """Part of a run: the steps trained by one process, from its start or resume.
 
     Args:
         directory: Run directory.
         step: Number of steps completed before the part.
-        changed: Changes of recipe and plan since the checkpoint from which it resumes.
+        changed: Changes of recipe and plan since the checkpoint from which the part resumes.
 
     Attributes:
-        is_late: Whether config.yaml and plan.json in the run directory still describe an earlier part. They stay until
-            this part has trained a step.
+        is_late: Whether config.yaml and plan.json in the run directory describe an earlier part until this part has
+            trained a step.
     """
 
     def __init__(self, directory: Path, step: int, changed: dict[str, Any]) -> None:
@@ -384,7 +386,7 @@ class RunPart:
         self.is_late = step > 0 and (directory / _PART_FILES[0]).is_file()
 
     def keep(self) -> None:
-        """Copy config.yaml and plan.json into the folder of this part, and remove parts that began at later steps."""
+        """Copy config.yaml and plan.json into the folder of this part, and remove parts that start at later steps."""
         parts = self._directory / _PARTS
         parts.mkdir(exist_ok=True)
         for path in parts.iterdir():

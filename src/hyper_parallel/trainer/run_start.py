@@ -1,4 +1,4 @@
-"""Start of a prepared run: fork local ranks, or join as one rank of torchrun, and train."""
+"""Start of a prepared run: on forked local ranks, as a rank of torchrun, or on Ray actors."""
 
 from __future__ import annotations
 
@@ -42,13 +42,17 @@ _log = logging.getLogger(__name__)
 
 
 def run_job(job: Job) -> Summary | None:
-    """Train; return the summary on rank 0 or, for local ranks, in the parent, and None on other ranks of torchrun.
+    """Train on local ranks or, under torchrun, as this rank.
 
-    Lost ranks are restarted up to the recipe's limit, and resume from the newest intact checkpoint or snapshot. If
-    restarted ranks are lost again before a checkpoint, an elastic recipe is replanned for fewer ranks.
+    If a rank fails or hangs, all local ranks are restarted, at most `training.max_restarts` times. They resume from the
+    newest intact checkpoint or snapshot. If they fail again before another checkpoint, a recipe with `training.elastic`
+    is replanned for fewer ranks.
 
-    SIGINT, SIGTERM and SIGHUP end the run after its current step with a checkpoint. A second signal, or one before the
-    first step of local ranks, ends it at once.
+    SIGINT, SIGTERM and SIGHUP end the run after its current step with a checkpoint. A second signal, or a signal before
+    the first step of local ranks, ends the run at once.
+
+    Returns:
+        Summary of the run; None on ranks of torchrun other than rank 0.
 
     Raises:
         DeviceUnavailable: HP502 when this machine cannot run all ranks.
@@ -56,8 +60,8 @@ def run_job(job: Job) -> Summary | None:
         RunInUse: HP720 when another run writes to the run directory.
         Interrupted: A signal has ended the run; the exception's `step` is the step of the saved checkpoint.
         RankFailed: HP601 when a rank died.
-        RankHung: HP620 when a rank blocked the others.
-        RestartsUsedUp: HP621 when ranks were lost after the last restart.
+        RankHung: HP620 when a rank hung.
+        RestartsUsedUp: HP621 when ranks failed after the last restart.
         TransferFailed: HP513 when no folder can be created in `offload.flash_dir`.
         HyperParallelError: A coded error of a rank, unchanged.
     """
@@ -98,14 +102,14 @@ def run_job(job: Job) -> Summary | None:
 
 
 def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
-    """Train with Ray actors as ranks and return rank 0's summary.
+    """Train with Ray actors as ranks; return the summary of rank 0.
 
-    Lost actors are restarted up to the recipe's limit. Every machine reads model and data from the same paths. An
-    interrupt ends the actors at once.
+    If an actor dies, all actors are restarted, at most `training.max_restarts` times. Every machine must have model and
+    data at the same paths. An interrupt ends the actors at once.
 
     Args:
         job: Prepared run.
-        loaded: Recipe from which every rank prepares the run.
+        loaded: Recipe from which every rank prepares the run again.
 
     Raises:
         RankFailed: HP601 with the machine of the actor that died first.
@@ -129,28 +133,34 @@ def run_on_ray(job: Job, loaded: LoadedRecipe) -> Summary | None:
 
 
 def _replan_for_fewer(job: Job) -> Job:
-    """Return the run replanned for fewer ranks; unchanged if it is not elastic or has one rank."""
+    """Return the run replanned for fewer ranks; return `job` if its recipe is not elastic or it has a single rank."""
     ranks = job.plan.strategy.world_size
     if not job.recipe.training.elastic or ranks == 1:
         return job
     loaded = LoadedRecipe(job.recipe, {}, job.output_dir / "config.yaml")
     fewer = prepare_job(replan_up_to(loaded, ranks - 1), progress=False)
     strategy = fewer.plan.strategy
-    _log.warning("planned anew on %d of %d ranks: %s", strategy.world_size, ranks, strategy)
+    _log.warning("replanned for %d of %d ranks: %s", strategy.world_size, ranks, strategy)
     return fewer
 
 
 def _train(
     job: Job, stop: StopRequest, logs: Path | None = None, snapshots: Path | None = None
 ) -> Summary | None:
-    """Fork local ranks that write to `logs`, or run as one rank of torchrun; return rank 0's summary."""
+    """Train on forked local ranks with log files in `logs` or, if `logs` is None, as a rank of torchrun.
+
+    Return the summary of rank 0; None on other ranks of torchrun.
+    """
     with ExitStack() as stack:
         flash, parent = None, job.recipe.offload.flash_dir
         if parent is not None:
-            # Removed by this process, as a killed rank cannot remove it.
+            # This process owns the folder, because a killed rank could not remove it.
             flash = stack.enter_context(run_folder(Path(parent), job.output_dir.name))
         if logs is None:
-            return _launched_rank(job, flash, stop)
+            rank = launched_rank()[0]
+            if rank == 0:  # before any rank joins a process group
+                RolloutFolder(job.output_dir / "rollouts").reset()
+            return train_rank(job, rank, flash, stop)
         # Import transformers once before the fork; all ranks share it.
         import transformers.models.auto.modeling_auto  # noqa: F401
 
@@ -170,14 +180,6 @@ def _train(
     return summary
 
 
-def _launched_rank(job: Job, flash: Path | None, stop: StopRequest) -> Summary | None:
-    """Train as a rank that another launcher started; return the summary on rank 0, else None."""
-    rank = launched_rank()[0]
-    if rank == 0:  # before any rank joins a process group
-        RolloutFolder(job.output_dir / "rollouts").reset()
-    return train_rank(job, rank, flash, stop)
-
-
 def train_rank(
     job: Job, rank: int, flash: Path | None, stop: StopRequest, snapshots: Path | None = None
 ) -> Summary | None:
@@ -186,9 +188,9 @@ def train_rank(
     Args:
         job: Prepared run.
         rank: Global rank over all worlds (training ranks and sampling replicas).
-        flash: Folder for offload files of all ranks started by this process; required with `offload.flash_dir`.
+        flash: Folder for offload files of all ranks launched by this process; None without `offload.flash_dir`.
         stop: Request to end before the last step.
-        snapshots: Folder for snapshots; required with `checkpoint.snapshot_every`.
+        snapshots: Folder for snapshots; None without `checkpoint.snapshot_every`.
     """
     if rank >= (train := job.worlds[0]):
         sample_rank(job, (rank - train) // job.recipe.grpo.copy_ranks)
@@ -211,10 +213,10 @@ def train_rank(
 
 
 def with_first_rank_plan(job: Job) -> Job:
-    """Return a job with rank 0's plan and media costs; collective over all ranks.
+    """Return the job with the plan and media costs of rank 0; collective over all ranks.
 
-    Under another launcher each rank computes these numbers on its own machine. The order of microbatches depends on
-    them, so ranks with different numbers would repeat some records of a step and omit others.
+    Under torchrun each rank computes plan and media costs on its own machine. The assignment of sequences to
+    microbatches depends on them, so ranks with different values would repeat some sequences of a step and omit others.
     """
     if isinstance(job.packed.train, Stream) or not job.packed.train.has_media:
         return job
@@ -229,7 +231,7 @@ def with_first_rank_plan(job: Job) -> Job:
 def _finished(summary: Summary | None, stop: StopRequest) -> Summary | None:
     if stop.step is None:
         return summary
-    # A signal to any rank counts as a signal to the run.
+    # A signal to any rank ends the whole run.
     raise Interrupted(stop.signum or signal.SIGTERM, stop.step)
 
 
@@ -238,6 +240,6 @@ def _start_time_s(pid: int) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         running_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:  # not Linux: treated as just started
+    except OSError:  # not Linux: assume that the process has just started
         return time.time()
     return time.time() - running_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Signals that end a run: the current step is finished and saved; a second signal stops at once."""
+"""Signals that end a run: after the first signal the current step is finished and saved; a second one stops at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run: Ctrl-C, the signal of schedulers and `kill`, and a closed terminal."""
+"""Signals that end a run: SIGINT (Ctrl-C), SIGTERM (`kill`, cluster schedulers), SIGHUP (closed terminal)."""
 
 _ONE_S: Final = 1.0
-"""Seconds within which signals count as one: a launcher forwards a signal that the terminal sent to all."""
+"""Seconds in which repeated signals count as one, because launchers forward signals that the terminal already sent."""
 _PROMISE: Final = "the run ends; a step that has begun is finished and saved"
 
 
@@ -39,7 +39,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Request to end the run after the current step, and its outcome; shared with ranks forked later."""
+    """Request to end the run after the current step, in memory shared with ranks that are forked later.
+
+    Args:
+        promise: Consequence of the request, printed at the first signal.
+    """
 
     def __init__(self, promise: str = _PROMISE) -> None:
         self._promise = promise
@@ -50,7 +54,7 @@ class StopRequest:
         self._received: int | None = None
 
     def received(self) -> bool:
-        """Return whether a signal has arrived; works even while the main thread is blocked in a library."""
+        """Return whether a signal has arrived, even if the main thread is blocked in a library call."""
         if self.is_requested or self._received is None:
             return self.is_requested
         return bool(select.select([self._received], [], [], 0)[0])
@@ -62,16 +66,19 @@ class StopRequest:
 
     @property
     def step(self) -> int | None:
-        """Step after which the run ended on request; None if it has not ended on request."""
+        """Step after which the run ended on request; None if it has not done so."""
         return int.from_bytes(self._shared[8:], "little") or None
 
     def record_stop(self, step: int) -> None:
-        """Record that the run ends after this step on request."""
+        """Record that the run ends on request after step `step`."""
         self._shared[8:] = step.to_bytes(8, "little")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record signals as requests inside the context, in the main thread. Ignored signals stay ignored (nohup)."""
+        """Treat signals inside the context as requests; signals that are ignored, as under nohup, stay ignored.
+
+        No effect outside the main thread.
+        """
         with handled(self._on_signal), _signal_pipe() as self._received:
             try:
                 yield
@@ -80,7 +87,7 @@ class StopRequest:
 
     def _on_signal(self, signum: int, _: Any) -> None:
         self._asked = True
-        if os.getpid() != self._owner:  # in a forked rank: its parent counts signals
+        if os.getpid() != self._owner:  # in a forked rank, whose parent counts the signals
             return
         if self.signum is None:
             self.signum, self._first_s, self._shared[0] = signum, time.monotonic(), 1
@@ -95,7 +102,7 @@ class StopRequest:
 
 @contextmanager
 def _signal_pipe() -> Iterator[int | None]:
-    """Yield a file descriptor that receives the number of every handled signal; None outside the main thread."""
+    """Yield a file descriptor from which the numbers of handled signals can be read; None outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -111,19 +118,19 @@ def _signal_pipe() -> Iterator[int | None]:
 
 
 def interrupt(signum: int, _: Any) -> None:
-    """Raise `Interrupted`; signal handler that makes cleanup run as for a keyboard interrupt."""
+    """Raise `Interrupted`, as a signal handler; cleanup then runs as for KeyboardInterrupt."""
     raise Interrupted(signum)
 
 
 @contextmanager
 def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle the signals that end a run with `handler` inside the context, then restore the previous handlers."""
+    """Install `handler` for all signals in `ENDING` inside the context, and restore the previous handlers."""
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for signum in ENDING:
                 if signal.getsignal(signum) != signal.SIG_IGN:
-                    # None: a handler that was not installed by Python and cannot be restored by it.
+                    # The result is None for a handler that Python did not install and cannot restore.
                     before = signal.signal(signum, handler) or signal.SIG_DFL
                     stack.callback(signal.signal, signum, before)
-                    signal.siginterrupt(signum, False)  # system calls of libraries are restarted
+                    signal.siginterrupt(signum, False)  # restart interrupted system calls
         yield

@@ -50,7 +50,7 @@ SIZES: Final[dict[str, Any]] = {
     )
     for key in keys.split()
 }
-"""Sizes of a small model, for keys of a config and of its parts."""
+"""Sizes of a small model by config key, also in nested configs."""
 
 SPANS: Final[dict[str, int]] = {
     key: tokens
@@ -63,7 +63,7 @@ SPANS: Final[dict[str, int]] = {
     )
     for key in keys.split()
 }
-"""Token spans at which the behaviour of a layer changes, small enough to matter in a short text."""
+"""Token spans of layers (windows, chunks, blocks) by config key, short enough to have an effect on a short text."""
 
 _PAIRS = ["linear_attention", "hybrid"] * 2
 _SPARSE = ["dense", "sparse"] * 2
@@ -111,7 +111,7 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
     **{name: {"mm_tokens_per_image": 4} for name in ("gemma3", "shieldgemma2")},
     "bailing_hybrid": {"layer_group_size": 2},
-    # The model switches to this type in its first step on short sequences.
+    # On short sequences the model switches to this attention in its first step.
     "big_bird": {"attention_type": "original_full"},
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "chameleon": {
@@ -285,19 +285,19 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
-"""Additional sizes of model types: sizes that depend on each other, and patterns with one entry per layer."""
+"""Additional sizes by model type: sizes that depend on each other, and lists with an entry per layer."""
 
 _DEPTH: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _WORDS: Final = re.compile(r"_token(_id|_index)?$|^vocab_size")
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 TINY_PARAMETERS: Final = 600_000
-"""Maximum parameters of a model with steps of milliseconds on one core."""
+"""Maximum parameters of a model whose training step takes milliseconds on one core."""
 SMALL_PARAMETERS: Final = 4_000_000
-"""Maximum parameters of a model with steps well below a second on one core."""
+"""Maximum parameters of a model whose training step takes well below a second on one core."""
 
 MAX_POSITIONS: Final = 64
-"""Maximum number of positions of a model of `small_configs`."""
+"""Maximum `max_position_embeddings` of the configs of `small_configs`."""
 
 
 def shrink_config(
@@ -307,13 +307,16 @@ def shrink_config(
     keep_vocabulary: bool = False,
     unused: Iterator[int] | None = None,
 ) -> dict[str, Any]:
-    """Return a config with at most `LAYERS` layers, covering every kind of layer, without dropout.
+    """Return a config of the same architecture with at most `LAYERS` layers and without dropout.
+
+    Every kind of layer is kept, as far as `LAYERS` permits.
 
     Args:
         config: Values of a `config.json`, with nested mappings for text, vision and audio parts.
-        narrow: Also reduce the width of layers to `SIZES`.
-        keep_vocabulary: Keep the vocabulary and special tokens.
-        unused: Token ids that do not occur in text, to assign to image tokens and other placeholders.
+        narrow: Whether to also reduce the width of layers to `SIZES`.
+        keep_vocabulary: Whether to keep vocabulary size and special tokens.
+        unused: Token ids for image tokens and other placeholders, which must not occur in text; None: the highest ids
+            of the small vocabulary.
     """
     unused = itertools.count(VOCAB - 18) if unused is None else unused
     depth = next((config[key] for key in _DEPTH if isinstance(config.get(key), int)), 0)
@@ -349,10 +352,11 @@ def shrink_config(
 def small_configs(config: Mapping[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield small configs of the same architecture, in order of preference.
 
-    Token spans (windows, chunks, blocks) are reduced to a few tokens in all of them.
+    Token spans (windows, chunks, blocks) are reduced to a few tokens in all configs but the last.
 
     Yields:
-        Description of the reduction, maximum number of parameters up to which to use it, and the config's values.
+        (description of the reduction, maximum number of parameters for this reduction, values of the config). The
+        caller skips a config whose model has more parameters.
     """
     family_sizes = FAMILY_SIZES.get(str(config.get("model_type")), {})
     full, narrow = _without_dropout(config), shrink_config(config)
@@ -387,7 +391,7 @@ def _without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config whose token spans (windows, chunks, blocks) and maximum positions are reduced to a few tokens."""
+    """Return the config with token spans reduced to `SPANS` and maximum positions to `MAX_POSITIONS`."""
     short: dict[str, Any] = {}
     for key, value in config.items():
         number = isinstance(value, int) and not isinstance(value, bool)
@@ -403,20 +407,19 @@ def _short_spans(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clip(value: Any, limit: Any) -> Any:
-    """Return a number clipped to `limit`; return other values, and any value without a limit, unchanged."""
+    """Return a number clipped to `limit`; return `value` unchanged if it is not a number or `limit` is None."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value)(min(value, limit)) if number and limit is not None else value
 
 
 def _by_layer(value: Mapping[str, Any]) -> bool:
-    """Return whether a mapping has layer numbers as keys and mappings as values."""
     return bool(value) and all(
         str(key).isdigit() and isinstance(one, Mapping) for key, one in value.items()
     )
 
 
 def _select_layers(config: Mapping[str, Any], depth: int) -> list[int]:
-    """Return the indices of at most `LAYERS` layers: the first layer of every kind, then the lowest other indices."""
+    """Return the indices of at most `LAYERS` layers: the first of every kind, filled up with the lowest indices."""
     lists = [v for v in config.values() if isinstance(v, list) and len(v) == depth]
     kinds: dict[str, int] = {}
     for i in range(depth):
@@ -427,16 +430,16 @@ def _select_layers(config: Mapping[str, Any], depth: int) -> list[int]:
 
 
 def _adjust_dependent_sizes(config: Mapping[str, Any], result: dict[str, Any]) -> None:
-    """Adjust key-value heads of latent attention and sections of multimodal rotary positions to the reduced sizes."""
+    """Adapt key-value heads and `mrope_section` of `result` to its reduced number and size of heads."""
     heads = config.get("num_attention_heads")
     if result.get("kv_lora_rank") or heads == config.get("num_key_value_heads", heads):
-        # Latent attention expands one key and value per head.
+        # Without grouped-query attention, and in latent attention, every head has a key and a value.
         result.update(
             {k: result["num_attention_heads"] for k in ("num_key_value_heads",) if k in result}
         )
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and "mrope_section" in rope:
-        # Sections of the time, height and width positions sum to half of the rotated dims.
+        # The sections for time, height and width must sum to half of the rotated dims.
         size = result.get("head_dim") or HIDDEN // HEADS
         half = int(size * rope.get("partial_rotary_factor", 1)) // 2
         result["rope_parameters"] = {

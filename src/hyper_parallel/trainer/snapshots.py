@@ -1,4 +1,7 @@
-"""Snapshots of training state in a folder of /dev/shm, which outlives the ranks but not their parent process."""
+"""Snapshots of training state in host memory (/dev/shm), from which restarted ranks recover.
+
+The folder of the snapshots outlives the ranks, but not the process that launched them.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.job import Job
 
 MEMORY: Final = Path("/dev/shm")  # tmpfs on every Linux
-SNAPSHOTS_KEPT: Final = 2  # a rank may be killed while writing the newest
+SNAPSHOTS_KEPT: Final = 2  # a rank may be killed while it writes the newest snapshot
 
 
 @contextmanager
 def snapshot_folder(job: Job) -> Iterator[Path | None]:
-    """Yield the snapshot folder for the ranks started by this process; None if the recipe asks for no snapshots.
+    """Yield a new folder for the snapshots of the ranks launched by this process; None without snapshots.
 
-    The folder is removed at the end. If the launcher is killed, the next run on this machine removes it.
+    The folder is removed at the end of the context. If this process is killed, the next run on the machine removes it.
 
     Raises:
-        SnapshotsTooLarge: HP626 when snapshots would not fit into /dev/shm.
-        Contradiction: HP104 in a process of torchrun, whose ranks may outlive this process.
+        SnapshotsTooLarge: HP626 when the snapshots would not fit into /dev/shm.
+        Contradiction: HP104 for `checkpoint.snapshot_every` under torchrun, which launches the ranks itself.
     """
     from hyper_parallel.trainer.job import under_torchrun
 
@@ -37,7 +40,7 @@ def snapshot_folder(job: Job) -> Iterator[Path | None]:
         return
     if under_torchrun():
         raise Contradiction(
-            "snapshots are kept by the process that starts the ranks, and torchrun has started this one",
+            "`checkpoint.snapshot_every` is not supported under torchrun, only for ranks that `train` launches itself",
             where="checkpoint.snapshot_every",
             got=f"snapshot_every={job.recipe.checkpoint.snapshot_every}",
             hint="checkpoint.snapshot_every=0",
@@ -46,7 +49,7 @@ def snapshot_folder(job: Job) -> Iterator[Path | None]:
     free = shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else 0
     if needed > free:
         raise SnapshotsTooLarge(
-            f"{SNAPSHOTS_KEPT + 1} snapshots of the training state do not fit in {MEMORY}",
+            f"{SNAPSHOTS_KEPT + 1} snapshots of the training state do not fit into {MEMORY}",
             where="checkpoint.snapshot_every",
             got=f"{format_bytes(needed)} needed, {format_bytes(free)} free",
             hint="checkpoint.snapshot_every=0",
@@ -56,12 +59,12 @@ def snapshot_folder(job: Job) -> Iterator[Path | None]:
 
 
 def _state_bytes(job: Job) -> int:
-    """Return the bytes of a checkpoint: its parameters, and two optimizer states per trained parameter."""
+    """Return the bytes of a snapshot: saved parameters, and two optimizer states per trained parameter."""
     plan, trained = job.plan, job.plan.workload.trained
     share = 3 * trained if job.recipe.lora is not None else 1 + 2 * trained
     return int(plan.model.num_params * share * DTYPE_BYTES[plan.workload.param_dtype])
 
 
 def newest_saved(*folders: Path | None) -> int:
-    """Return the newest step with a published checkpoint in any of these folders; 0 if there is none."""
+    """Return the newest step with a complete checkpoint in any of `folders`; 0 if there is no checkpoint."""
     return max((step for folder in folders if folder for step in steps(folder)), default=0)

@@ -24,10 +24,10 @@ from hyper_parallel.trainer.decoding import DecodingSequence, Sampling, numbers
 
 _REPLACEMENT = "\ufffd"
 Prompt = str | list[dict[str, Any]]
-"""Text, or turns of a conversation as `role` and `content`, ending with a user's turn. A content is a text, or a list
-of parts, see `encode_parts`."""
+"""Text, or turns of a conversation with keys `role` and `content`, the last by the user. Content is a text, or a list
+of parts as in `encode_parts`."""
 _STREAM = 6
-"""Stream of random numbers for generation, distinct from those of training."""
+"""Key of the random numbers for generation, distinct from the keys used in training."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Generation:
         token_ids: Tokens of the continuation, without the stop token.
         num_prompt_tokens: Number of tokens of the prompt.
         stopped: Whether a stop token or stop text ended the continuation, rather than the token limit.
-        seconds: Wall time from the decoder's start to the end of the continuation.
+        seconds: Wall time from the creation of the decoder to the end of the continuation.
         memory: Predicted and measured memory under a budget of device memory; None without a budget.
-        logprobs: Log-probabilities of the tokens under the model's distribution (temperature 1, all tokens).
-        number: Index of the sequence in its batch; with the seed it determines the random numbers.
-        finish: `stop` or `length`; None: interrupted, so it can be resumed.
+        logprobs: Log-probabilities of the tokens, with temperature 1 and without `top_k` and `top_p`.
+        number: Index of the sequence in its batch. The random numbers depend on it and the seed.
+        finish: `stop` or `length`; None: interrupted, can be resumed.
     """
 
     prompt: Prompt
@@ -59,7 +59,7 @@ class Generation:
     finish: str | None = None
 
     def has_ended(self, sampling: Sampling) -> bool:
-        """Return whether the continuation has ended under this sampling rule."""
+        """Return whether the continuation has ended by a stop, or has `sampling.max_new_tokens` tokens."""
         return self.finish == "stop" or len(self.token_ids) >= sampling.max_new_tokens
 
 
@@ -82,8 +82,8 @@ class TextCodec:
     def encode(self, prompt: Prompt, *, chat: bool = False) -> list[int]:
         """Return the token ids of a prompt.
 
-        With `chat` a text is a user's turn. Turns are rendered by the chat template up to the header of the answer. An
-        empty text becomes the end-of-sequence token.
+        With `chat` a text is a user turn. The chat template renders turns, followed by its generation prompt. An empty
+        text becomes the end-of-sequence token.
 
         Raises:
             BadValue: HP102 when the tokenizer has no chat template.
@@ -107,10 +107,17 @@ class TextCodec:
     def begin(
         self, source: Prompt | Generation, number: int, sampling: Sampling, *, chat: bool = False
     ) -> DecodingSequence:
-        """Return a sequence ready for decoding from a prompt, or from an interrupted continuation.
+        """Create a sequence for decoding, from a prompt or from an interrupted continuation.
+
+        Args:
+            source: Prompt, or the interrupted continuation.
+            number: Index of a prompt in its batch; a continuation keeps its number.
+            sampling: Sampling parameters.
+            chat: Whether a text is a user turn.
 
         Raises:
-            BadValue: HP102 when prompt and continuation exceed the context of the model.
+            BadValue: HP102 when prompt and continuation exceed the context of the model, or a token exceeds its
+                vocabulary.
         """
         previous = source if isinstance(source, Generation) else None
         prompt: Any = source if previous is None else previous.prompt
@@ -145,14 +152,14 @@ class TextCodec:
         return sequence
 
     def stop_token_ids(self, *, chat: bool) -> set[int]:
-        """Return the stop token ids of tokenizer and generation config; with `chat` also those of the chat template."""
+        """Return the stop token ids of tokenizer and generation config and, with `chat`, of the chat template."""
         return stop_ids(self.tokenizer, self._eos, chat=chat)
 
     def ended(self, sampling: Sampling) -> Callable[[DecodingSequence], bool] | None:
-        """Return a function that returns whether a sequence has just reached a stop text; None without stop texts."""
+        """Return a predicate: whether the newest tokens of a sequence contain a stop text; None without stop texts."""
         if not sampling.stop:
             return None
-        # Nearly all tokens have at least one byte, so these tokens contain any stop text that has just appeared.
+        # Tokens have at least one byte, with rare exceptions, so this many tokens contain a new stop text.
         tail = 4 * max(len(text) for text in sampling.stop) + 8
 
         def has_stop_text(sequence: DecodingSequence) -> bool:
@@ -164,7 +171,7 @@ class TextCodec:
     def to_generation(
         self, sequence: DecodingSequence, prompt: Prompt, sampling: Sampling, stops: set[int]
     ) -> Generation:
-        """Convert a sequence, finished or not, to a `Generation`."""
+        """Convert a finished or interrupted sequence to a `Generation`, without a final token of `stops`."""
         tokens, logprobs = sequence.tokens, sequence.logprobs
         if sequence.finish == "stop" and tokens[-1] in stops:
             tokens, logprobs = tokens[:-1], logprobs[:-1]
@@ -186,9 +193,9 @@ class PromptBatch:
 
     Args:
         texts: Text codec of the model.
-        prompts: Texts, numbered from 0, or interrupted generations.
-        sampling: Rule for choosing tokens.
-        chat: Whether each prompt is a user's message to be answered.
+        prompts: Texts, or generations of an earlier call, of which unfinished ones are continued.
+        sampling: Sampling parameters.
+        chat: Whether each prompt is a user message to be answered.
 
     Raises:
         BadValue: HP102 when a prompt and its continuation exceed the context of the model.
@@ -232,12 +239,12 @@ class PromptBatch:
 
 
 def draws_of(sampling: Sampling, number: int) -> NDArray[np.float64]:
-    """Return the random numbers of sequence `number`, one in [0, 1) per generated token."""
+    """Return [max_new_tokens] random numbers in [0, 1) for the tokens of sequence `number`."""
     return numbers(sampling.seed, _STREAM, number, length=sampling.max_new_tokens)
 
 
 def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens incrementally; a character whose bytes span several tokens waits for its last byte."""
+    """Yield the text of each token; text that ends inside a multi-byte character is delayed until it is complete."""
     pending: list[int] = []
     context: list[int] = []
     for token in tokens:
@@ -253,7 +260,7 @@ def stream_text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
 
 
 def text_before_stop(pieces: Iterable[str], stops: tuple[str, ...]) -> Iterator[str]:
-    """Yield pieces of a text up to the first of `stops`, which may span several pieces."""
+    """Yield a text, given in pieces, up to the first stop text; a stop text may span several pieces."""
     pending, longest = "", max(map(len, stops), default=1) - 1
     for piece in pieces:
         pending += piece

@@ -20,11 +20,9 @@ def load_class(path: str, base: type, where: str) -> type:
         where: Origin of the path, for errors.
 
     Raises:
-        NotImportable: HP109 when there is no such class, or it is not a subclass of `base`.
+        NotImportable: HP109 when the class cannot be imported, or is not a subclass of `base`.
     """
-    allowed = (
-        f"a subclass of {base.__module__}.{base.__qualname__} by its path, as `my_module.MyClass`"
-    )
+    allowed = f"the dotted path of a subclass of {base.__module__}.{base.__qualname__}, such as `my_module.MyClass`"
     cls = _imported(path, where, "class", allowed)
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise NotImportable(
@@ -42,15 +40,15 @@ def load_function(path: str, where: str, known: Sequence[str] = ()) -> Callable[
     Args:
         path: Dotted path.
         where: Origin of the path, for errors.
-        known: Built-in names, listed in the error.
+        known: Names of built-in functions, listed in the error.
 
     Raises:
-        NotImportable: HP109 when there is no callable of that name.
+        NotImportable: HP109 when the function cannot be imported, or is not callable.
     """
-    allowed = ", ".join([*known, "or a function by its path, as `my_module.my_function`"])
+    allowed = ", ".join([*known, "the dotted path of a function, such as `my_module.my_function`"])
     function = _imported(path, where, "function", allowed)
     if not callable(function):
-        raise NotImportable("this object is not callable", where=where, got=path, allowed=allowed)
+        raise NotImportable(f"`{path}` is not callable", where=where, got=path, allowed=allowed)
     return function  # type: ignore[no-any-return]
 
 

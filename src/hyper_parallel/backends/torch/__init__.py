@@ -1,14 +1,14 @@
-"""The PyTorch back end: plans applied to modules, collectives on local tensors, exact global reductions.
+"""The PyTorch back end: it applies a plan to a model, and runs forward, backward and reductions over ranks.
 
     _parallelize   applies a plan to a model and returns its `Handle`, with functions of the subpackages:
     tensor         tensor and sequence parallelism on one or two axes      context    context parallelism
     experts        token dispatch, routing, load balancing                 pipeline   stages and their schedule
     data           FSDP                                                    weights    initial values and files
     memory         recorded and planned steps within a memory budget
-    submodels      towers of multimodal models on ranks of their own
+    submodels      encoders of multimodal models on separate ranks
 
-A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline, submodels. None
-imports the handle: each subpackage owns its state of a forward pass.
+A subpackage imports only earlier ones in the order weights, tensor, context, experts, data, pipeline, submodels. No
+subpackage imports `Handle`: each one owns the state that its part of a forward pass needs.
 """
 
 from hyper_parallel.backends.torch._flow_checks import check_flow, unsplit_axes

@@ -24,9 +24,9 @@ class ForwardTrials:
     """Results of trial forward passes of a model on meta tensors.
 
     Attributes:
-        flow: Data flow between the layers, for pipeline stages; None without them.
-        attention_calls: Number of calls of the attention interface in each layer, for context parallelism.
-        tensor: Result of the tensor-parallel trial; None unless activations are replicated.
+        flow: Data flow between the layers; None without pipeline parallelism.
+        attention_calls: Number of calls of transformers' attention interface in each layer, for context parallelism.
+        tensor: Result for tensor parallelism with replicated activations; None for other plans.
     """
 
     flow: LayerFlow | None
@@ -35,15 +35,12 @@ class ForwardTrials:
 
 
 def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None) -> ForwardTrials:
-    """Raise for a model whose forward pass does not support the parallel axes of its plan; runs in one process.
+    """Run trial passes, without other ranks, and raise if the forward does not support the parallel axes of the plan.
 
     Args:
         model: Model with real or meta parameters; not changed.
         plan: The plan.
-        shard_plan: Result of `resolve_layouts`; None: resolve them here if tensor parallelism needs them.
-
-    Returns:
-        Results of the trial passes.
+        shard_plan: Result of `resolve_layouts`; None: call it here if tensor parallelism needs the layouts.
 
     Raises:
         UnsupportedSharding: HP205 naming the axis and the reason.
@@ -60,7 +57,7 @@ def check_flow(model: nn.Module, plan: Plan, shard_plan: ShardPlan | None = None
 
 
 def unsplit_axes(model: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Return (axis, reason) for each of the axes `pp` and `cp` that a model's forward pass does not support.
+    """Return (axis, reason) for each of the mesh axes `pp` and `cp` that a model's forward pass does not support.
 
     Args:
         model: Model with real or meta parameters; not changed.

@@ -39,16 +39,16 @@ from hyper_parallel.shard import ShardPlan
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """Model state after sharding, when the model contains only this rank's parameters.
+    """Sharding of a model that contains only this rank's parameters.
 
     Attributes:
-        shard_plan: Layouts and styles of the complete model.
-        layouts: Layouts of this rank's parameters.
-        shapes: Logical shapes of this rank's parameters.
-        stages: Pipeline stages of this rank, or None.
-        trials: Results of the trials of the forward pass.
-        experts: Expert-parallel state, or None.
-        balance: Auxiliary loss of experts, or None.
+        shard_plan: Layouts and sharding styles of the complete model.
+        layouts: Layout of each parameter on this rank, by name.
+        shapes: Unsharded shape of each of these parameters, by name.
+        stages: Pipeline stages of this rank; None without pipeline parallelism.
+        trials: Results of the trial forward passes.
+        experts: State of expert parallelism and routing; None without experts.
+        balance: Load-balancing loss of experts; None without it.
     """
 
     shard_plan: ShardPlan
@@ -61,17 +61,18 @@ class ShardedModel:
 
     @property
     def expert_modules(self) -> tuple[str, ...]:
-        """Names of the modules of routed experts."""
+        """Names of the modules with routed experts."""
         return () if self.experts is None else self.experts.modules
 
 
 def replace_forwards(
     model: nn.Module, plan: Plan, mesh: DeviceMesh | None, sharded: ShardedModel
 ) -> tuple[TpState | None, ContextState | None, HalfBatch | None, list[nn.Module]]:
-    """Replace forwards for tensor, context and expert parallelism, half-batches and recomputation.
+    """Replace forwards for tensor, context and expert parallelism, half-batches (`half_batch`) and recomputation.
 
     Returns:
-        State of tensor parallelism, state of context parallelism, half-batches, and the layers of this rank.
+        States of tensor and context parallelism and the executor of half-batches, each None if the plan does not use
+        it, and the decoder layers of this rank.
     """
     strategy, view = plan.strategy, view_of(model)
     compute = getattr(torch, plan.workload.compute_dtype)

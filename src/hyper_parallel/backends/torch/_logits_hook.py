@@ -1,12 +1,12 @@
-"""Loss function of a causal language model that can return values computed from the logits instead of the loss.
+"""Replacement of a model's loss function that can return values computed from the logits instead of the loss.
 
 Logits stay sharded where possible: by tokens (context parallelism), and by vocabulary columns or by tokens (tensor
-parallelism). An objective can be computed from one of three values:
+parallelism). A user's objective is computed from one of three values:
 
-    logprobs   [B, S]  log-probability of every target, full sequences in order, equal on every rank of tp x cp;
-                       backward counts each gradient once, although these ranks have equal values
-    logits     [N, V]  all columns for the tokens owned by this rank; every token is owned by one rank of tp x cp
-    scores     [B, S]  in place of log-probabilities, for a model that has one logit per token
+    logprobs   [B, S]  log-probability of every target, for full sequences, equal on all tp and cp ranks; backward
+                       counts each gradient once, although these ranks have equal values
+    logits     [N, V]  logits of the N tokens that this rank owns; every token is owned by one of the tp and cp ranks
+    scores     [B, S]  scores of a reward model, which has one logit per token, in place of log-probabilities
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hyper_parallel.backends.torch.vocab_parallel_loss import (
 from hyper_parallel.ir import Purpose
 
 LogitsTransform = Callable[[Tensor, Tensor], Tensor]
-"""Function of this rank's shard of the logits and this rank's targets [B, S / cp]."""
+"""Function of this rank's shard of the logits and this rank's target ids [B, S / cp]."""
 
 
 @dataclass(slots=True)
@@ -43,9 +43,11 @@ class LogitsHook:
     """Replacement of the `loss_function` of a model.
 
     Attributes:
-        default_loss: Cross entropy, used without a transform.
-        transform: Function whose result the running pass returns instead of the loss; None: the loss.
-        called: True after the running pass has called the transform.
+        default_loss: Cross entropy, which the model returns without a transform.
+        tp: State of tensor parallelism; None without it.
+        context: State of context parallelism; None without it.
+        transform: Function whose result the model returns in place of its loss; None: return the loss.
+        called: True after the current forward pass has called the transform.
     """
 
     default_loss: Callable[..., Tensor]
@@ -63,9 +65,9 @@ class LogitsHook:
 
     @contextmanager
     def intercept(self, transform: LogitsTransform) -> Iterator[None]:
-        """Make passes in this context return `transform(logits, shift_labels)` as their loss.
+        """Make forward passes in this context return `transform(logits, shift_labels)` as their loss.
 
-        The batch must contain `shift_labels`.
+        The batch of such a pass must contain `shift_labels`.
         """
         self.transform, self.called = transform, False
         try:
@@ -87,7 +89,7 @@ class LogitsHook:
         return self._gather_tokens(wide, targets).clone()
 
     def _gather_tokens(self, own: Tensor, targets: Tensor) -> Tensor:
-        """Gather one number per token [B, S] from `own`, the numbers of the tokens in this rank's logits."""
+        """Return one number per token, [B, S], gathered over ranks; `own` has the numbers of this rank's tokens."""
         tp = self.tp
         if tp is not None and tp.head == "tokens":
             own = join(own, 0, tp.group)[: targets.numel()]
@@ -106,7 +108,7 @@ class LogitsHook:
         return rows[index >= 0]
 
     def own_tokens(self, like: Tensor) -> Tensor:
-        """Return the flat positions in [B, S] of the tokens that this rank owns in the running pass; -1 is padding."""
+        """Return the indices of this rank's tokens in the flattened batch `like` [B, S]; -1 marks padding."""
         index = torch.arange(like.numel(), device=like.device).view(like.shape)
         if self.context is not None:
             index = self.context.local_tokens(index, -1)
@@ -121,7 +123,7 @@ class LogitsHook:
 def replace_loss(
     model: nn.Module, tp: TpState | None, context: ContextState | None, balance: BalanceLoss | None
 ) -> LogitsHook | None:
-    """Replace the loss of a causal language model or of a token scorer; return None for other models."""
+    """Replace the loss of a causal language model or a reward model; return None for other models."""
     hook = None
     if has_causal_loss(model):
         default_loss = loss_function(tp, None if balance is None else balance.loss_hook)
@@ -133,9 +135,9 @@ def replace_loss(
 
 
 def cut_batch(batch: Mapping[str, Any], like: Tensor, index: Tensor) -> dict[str, Any]:
-    """Return a batch with only the tokens at the flat positions `index`; -1 is skipped.
+    """Return a batch with only the tokens at `index` in the flattened batch; entries of -1 are skipped.
 
-    Tensors [B, S, ...] become [N, ...]. Items whose first two dims differ from `like` [B, S] are unchanged.
+    Tensors [B, S, ...] become [N, ...]. Items whose first two dims differ from those of `like` [B, S] are unchanged.
     """
     own = index[index >= 0]
 

@@ -50,18 +50,18 @@ def apply_plan(
 
     Args:
         model: Model with real parameters, equal on every rank, or with meta parameters.
-        plan: The plan; its layouts must equal those of the model's own rules.
-        ranks: Ranks of the model.
-        routing: Options of expert routing; None: the behavior of the model.
+        plan: The plan; its layouts must equal those that sharding rules give for the model.
+        ranks: Ranks of the model, with process groups and device meshes.
+        routing: Options of expert routing; None: the model's own routing.
         average: See `hyper_parallel.parallelize`.
         one_order: See `hyper_parallel.parallelize`.
-        sync_replicas: False: replicas run without collectives; the caller sums their gradients.
+        sync_replicas: False: no gradients are all-reduced over dp_replicate; the caller sums them.
 
     Returns:
-        The same model: same class, same parameter names.
+        `model` itself, with the same class and the same parameter names.
 
     Raises:
-        PlanMismatch: HP307 when the plan is for another model.
+        PlanMismatch: HP307 when the layouts of the plan differ from those of the model.
         AuditError: HP206 when a parameter does not have its planned layout afterwards.
     """
     strategy = plan.strategy
@@ -98,7 +98,7 @@ def _shard_data(
     average: bool,
     sync_replicas: bool,
 ) -> tuple[nn.Module, ...]:
-    """Wrap the model and the layers of this rank with FSDP; return the modules that it manages."""
+    """Wrap the model and the layers of this rank with FSDP; return the modules that FSDP manages."""
     strategy = plan.strategy
     synced = plan if sync_replicas else replace(plan, strategy=replace(strategy, dp_replicate=1))
     # A reversible backward recomputes layers without FSDP's hooks: only the root gathers parameters.
@@ -150,7 +150,7 @@ def _shard_parameters(model: nn.Module, plan: Plan, ranks: Ranks, routing: Routi
 
 
 def audit(model: nn.Module) -> None:
-    """Check every parameter against its planned layout: logical shape, and index ranges of each dim on this rank.
+    """Compare the shape and the local index ranges of every parameter with its planned layout.
 
     Raises:
         AuditError: HP206 with the first parameter that differs.
@@ -182,9 +182,9 @@ def audit(model: nn.Module) -> None:
 
 
 def _with_flat_fsdp_axis(mesh: Mesh, rank: int) -> tuple[Mesh, dict[str, int]]:
-    """Return the mesh and a rank's coordinate with dp_shard and cp merged into one axis, over which FSDP shards.
+    """Return the mesh and the coordinate of `rank` with dp_shard and cp merged into the axis over which FSDP shards.
 
-    For uneven sizes, one split into dp_shard * cp slices differs from two successive splits.
+    For uneven sizes, one split into dp_shard * cp slices differs from a split by dp_shard and then by cp.
     """
     coordinate, cp = mesh.coordinate(rank), mesh.degree("cp")
     names = [name for name in mesh.names if name not in ("dp_shard", "cp")]
@@ -257,7 +257,6 @@ def _shard(
 
 
 def _dtensor_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
-    """Return the DTensor placements of a layout that has no partial sums."""
     entries: list[Placement] = []
     for entry in placements(layout, mesh):
         if isinstance(entry, ir.StridedShard):

@@ -2,11 +2,13 @@
 
 A step is a list of microbatches. Without pipeline stages, each microbatch runs forward and backward in turn; with
 stages, the plan's schedule decides the order. In both cases the gradients are those of the step's loss, a sum over
-tokens divided once by `num_tokens`. The returned values of all ranks add up to that loss.
+tokens divided once by `num_tokens`. The losses that ranks return with `num_tokens` add up to the loss of the step.
 
 An objective is a function of a model result and a microbatch, `objective(first, batch) -> scalar`. Its arguments are
 the same as on one device, so one function serves every layout. Ranks that share a microbatch compute the same value,
 and backward counts its gradient once.
+
+A model after `parallelize_submodels` has its encoders and its language model on different ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ _IGNORED: Final = -100
 def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
     """Return the log-probabilities of the next tokens from one forward pass.
 
-    Logits stay sharded over vocabulary and tokens. The result is differentiable: call `backward` on a value computed
-    from it, as on one device. Every rank of the model must call this function.
+    Logits stay sharded over vocabulary and tokens. The result is differentiable, as on one device. Every rank of the
+    model must call this function.
 
     Args:
         model: A causal language model that passed through `parallelize`.
@@ -61,13 +63,13 @@ def token_logprobs(model: nn.Module, **batch: Any) -> Tensor:
             else the `input_ids` where a 2-D `attention_mask` is not 0.
 
     Returns:
-        [B, S], float64 for float64 logits, else float32: the log-probability of each position's target, the next token;
-        0 without a target (the last position, targets of -100). Full sequences in order, equal on the ranks that share
-        them.
+        Log-probability of the next token at each position, [B, S], float64 for float64 logits, else float32. It is 0
+        without a target: at the last position and where the target is -100. Ranks with the same data get equal values
+        for full sequences, also under context parallelism.
 
     Raises:
         NoLoss: HP514 when the model returns no logits, or the batch has no targets.
-        UnsupportedSharding: HP205 with gradients under pipeline stages, where `forward_backward` runs the schedule.
+        UnsupportedSharding: HP205 with pipeline stages and gradients enabled; use `forward_backward` instead.
     """
     attached = handle(model)
     pipeline = attached.pipeline
@@ -106,10 +108,10 @@ def objective_loss(
     over: Over | None,
     share: float,
 ) -> Tensor:
-    """Return the scalar of one microbatch on which backward is called.
+    """Return this rank's loss of one microbatch, a scalar on which backward is called.
 
-    Its sum over cp and data-parallel ranks is the objective's value. `share` is the weight of this rank's microbatch in
-    the router loss of the step.
+    The sum over cp ranks is the objective's value for the microbatch, plus the router loss in training. `share` is the
+    weight of this microbatch in the router loss of the step. Other arguments are those of `forward_backward`.
     """
     scores = over is None and scores_tokens(model)
     over = over or ("logprobs" if scores or _has_token_loss(model, attached) else "output")
@@ -183,7 +185,6 @@ def _logprobs(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> T
 
 
 def _scores(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> Tensor:
-    """Return the scores [B, S] of all tokens."""
     assert attached.loss is not None
     return _intercepted(model, attached, batch, targets_of(model, batch), attached.loss.scores)
 
@@ -191,7 +192,7 @@ def _scores(model: nn.Module, attached: Handle, batch: Mapping[str, Any]) -> Ten
 def _own_logits(
     model: nn.Module, attached: Handle, batch: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return the logits [N, V] of the tokens that this rank owns, and their part [N, ...] of the batch."""
+    """Return the logits [N, V] of the N tokens that this rank owns, and the batch reduced to these tokens."""
     targets, tap = targets_of(model, batch), attached.loss
     if tap is None or not _has_token_loss(model, attached):
         raise NoLoss(
@@ -217,7 +218,7 @@ def _intercepted(
     targets: Tensor,
     transform: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Run one forward pass and return `transform` of its logits and targets."""
+    """Run one forward pass and return `transform(logits, targets)`."""
     tap = attached.loss
     assert tap is not None
     kwargs = {**_forward_kwargs(model, batch), "labels": targets, "shift_labels": targets}
@@ -234,7 +235,7 @@ def _intercepted(
 
 
 def check_loss(model: nn.Module, attached: Handle) -> None:
-    """Raise HP514 if the model's own loss does not add up over microbatches and ranks."""
+    """Raise HP514 if the losses that the model computes for microbatches do not add up to the loss of the step."""
     # A forward with this argument divides its loss by the number of tokens of the step.
     divides = "num_items_in_batch" in _forward_parameters(model)
     if not (divides or _has_token_loss(model, attached)):
@@ -248,15 +249,19 @@ def check_loss(model: nn.Module, attached: Handle) -> None:
 def stage_inputs(
     model: nn.Module, batch: Mapping[str, Any], objective: Objective | None
 ) -> Mapping[str, Any]:
-    """Return the items of a batch that pipeline stages before the last one get.
+    """Return the items of a batch that every pipeline stage needs.
 
-    These are all items without an objective, otherwise only arguments of the model's forward.
+    Without an objective these are all items, otherwise only those that are arguments of the model's forward.
     """
     return batch if objective is None else _forward_kwargs(model, batch)
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the targets [B, S] of a batch."""
+    """Return the target ids [B, S] of a batch, as `token_logprobs` defines them.
+
+    Raises:
+        NoLoss: HP514 when the batch has no targets.
+    """
     targets: Tensor | None = batch.get("shift_labels")
     if targets is not None:
         return targets
@@ -271,7 +276,7 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             where=type(model).__name__,
             got=sorted(batch),
             allowed="shift_labels, labels or input_ids",
-            hint='batch["labels"] = ids, with -100 where no loss is wanted',
+            hint='batch["labels"] = batch["input_ids"], with -100 where no loss is wanted',
         )
     return shifted(labels, _IGNORED)
 
@@ -281,9 +286,9 @@ def _forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _has_token_loss(model: nn.Module, attached: Handle) -> bool:
-    """Return whether a model's own loss is the cross entropy of next tokens.
+    """Return whether the loss that a model computes is the next-token cross entropy.
 
-    Encoder-decoders have another loss, because their labels are not shifted.
+    This excludes encoder-decoder models, whose labels are not shifted.
     """
     takes = "labels" in _forward_parameters(model) or _accepts_any_kwargs(model)
     classifies = _is_encoder_decoder(model) or scores_tokens(model)
@@ -325,23 +330,26 @@ def forward_backward(
 
     Args:
         model: A model that passed through `parallelize`.
-        microbatches: Microbatches of this data-parallel rank, equal on the ranks that share its data: arguments of the
-            model's forward with `labels`, or with shifted `shift_labels`. An objective may use further items. With
-            sub-models, those of `microbatch_sources`.
-        num_tokens: Number of valid tokens of the whole step, over all ranks and microbatches. It must be a tensor if
-            the step is captured, so that it does not become a constant. None: count them.
-        span: Function from the name and kind of a piece of work to a context, for a timeline.
+        microbatches: Microbatches of this data-parallel rank; the tp, cp and pp ranks of one data-parallel rank pass
+            the same ones. Each has the arguments of the model's forward, with `labels` or with `shift_labels`, which
+            are already shifted. An objective may use further items. After `parallelize_submodels`, pass the
+            microbatches that `microbatch_sources` lists.
+        num_tokens: Number of target tokens of the step, over all ranks and microbatches. Pass a tensor if the step is
+            captured, because a captured number would be a constant. None: the tokens are counted.
+        span: Function that records a timeline: it gets the name and the kind of a task, such as "forward" and
+            "compute", and returns a context around the task.
         objective: `objective(first, batch) -> scalar`, in place of the cross entropy. The loss of the step is the sum
-            of its values over microbatches and data-parallel ranks; the objective divides by the total of the step.
-        over: First argument of the objective. logprobs: [B, S], see `token_logprobs`. logits: [N, V] of the tokens that
-            this rank owns (every token has one owner), with the corresponding batch [N, ...] and targets
-            `shift_labels` [N]; the objective must be a sum over tokens, which is summed over the ranks. output: return
-            value of the model, only without pipeline stages. None: logprobs for a causal language model, else output.
+            of these scalars over microbatches and data-parallel ranks. For a mean over the step, the objective itself
+            must divide by the number of tokens of the step.
+        over: First argument of the objective. logprobs: [B, S], see `token_logprobs`. logits: [N, V] of the N tokens
+            that this rank owns, while the batch has items [N, ...] and targets `shift_labels` [N]. Every token has one
+            owner, and the objective must be a sum over tokens, because it is summed over ranks. output: return value
+            of the model, only without pipeline stages. None: logprobs for a causal language model, else output.
         scale: Factor of the gradients; the returned loss is not scaled.
 
     Returns:
-        The loss of the step, a float64 scalar, equal on all ranks. With `num_tokens`, this rank's summand of the loss:
-        no collective runs, and the sum over all ranks is the loss.
+        The loss of the step, a float64 scalar, equal on all ranks. With `num_tokens`, only this rank's part of the
+        loss: no collective sums the parts of all ranks.
 
     Raises:
         NoLoss: HP514 when the model or the microbatches have no loss.
@@ -374,7 +382,7 @@ def _run(
     train: bool,
     scale: float = 1.0,
 ) -> Tensor:
-    """Run all microbatches, with backward if `train`, and return the loss or this rank's summand of it."""
+    """Run all microbatches, with backward if `train`; arguments and result as in `forward_backward`."""
     attached = handle(model)
     submodels = attached.submodels
     arguments = (num_tokens, span, objective, over, train, scale)
@@ -417,9 +425,9 @@ def _run_losses(
     scale: float,
     step: StepActions | None = None,
 ) -> Tensor:
-    """Run microbatches on a rank that computes losses; see `_run`.
+    """Run microbatches on a rank of the language model; see `_run`.
 
-    `step` exchanges features and their gradients with the ranks of towers; None without sub-models.
+    `step` exchanges features and their gradients with the ranks of encoders; None without separate encoders.
     """
     axes = [axis for axis in ("pp", "cp") if getattr(attached.plan.strategy, axis) > 1]
     for part in microbatches:
@@ -464,7 +472,6 @@ def _run_losses(
 
 
 def _model_loss(model: nn.Module, batch: Microbatch, num_tokens: int | Tensor | None) -> Tensor:
-    """Return the model's own loss of one microbatch, divided by `num_tokens`."""
     kwargs = dict(batch)
     if "labels" not in kwargs:
         kwargs = {"labels": targets_of(model, batch), **kwargs}
@@ -483,12 +490,12 @@ def _run_in_turn(
 ) -> Tensor:
     """Run forward, and backward if `train`, of each microbatch in turn, and return the sum of the losses.
 
-    `begin` is called with each microbatch before its forward. A microbatch that uses no trained parameter has no
-    backward, for example text if only the encoder of images is trained.
+    `begin` is called with the index of each microbatch before its forward. A microbatch that uses no trained parameter
+    has no backward, for example text if only the image encoder is trained.
 
     Raises:
-        UnsupportedSharding: HP205 for such a microbatch with data or context parallelism, because other ranks would
-            wait for this one in gradient reductions.
+        UnsupportedSharding: HP205 if a microbatch has no backward under data or context parallelism, because other
+            ranks would wait for this rank in gradient reductions.
     """
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
     is_trained = any(p.requires_grad for p in model.parameters())
@@ -517,10 +524,10 @@ def _run_in_turn(
 
 
 def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch]) -> Tensor:
-    """Return the number of valid tokens of a step over all ranks."""
+    """Return the number of target tokens of a step over all ranks, at least 1."""
     count = torch.zeros((), dtype=torch.float64, device=attached.device)
     for part in microbatches:
-        count += (targets_of(model, part) != -100).sum()
+        count += (targets_of(model, part) != _IGNORED).sum()
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     if any(coordinate[axis] for axis in ("pp", "cp", "tp_x", "tp_y")):
         count.zero_()  # another rank counts the same tokens
@@ -528,15 +535,14 @@ def _count(model: nn.Module, attached: Handle, microbatches: Sequence[Microbatch
 
 
 def _sum_over_ranks(attached: Handle, value: Tensor) -> Tensor:
-    """Return the sum of `value` over all ranks of the model."""
     group = attached.ranks.world_group
     return value if group is None else all_reduce(value, group, Purpose.LOSS)
 
 
 def data_share(model: nn.Module) -> tuple[int, int]:
-    """Return (`rank`, `num_replicas`) for the data sampler of this rank.
+    """Return (`rank`, `num_replicas`) of this rank for a `DistributedSampler`.
 
-    Ranks of one tensor-, context- or pipeline-parallel group get equal values, because they read the same data.
+    Ranks that differ only in their tp, cp or pp coordinates get equal values, because they read the same data.
     """
     attached = handle(model)
     strategy = attached.plan.strategy
@@ -545,17 +551,18 @@ def data_share(model: nn.Module) -> tuple[int, int]:
 
 
 def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
-    """Return the microbatches that this rank passes to `forward_backward`, in order.
+    """Return the microbatches that this rank must pass to `forward_backward`, in order.
 
-    A rank of a tower computes features for the microbatches of other ranks; every other rank processes its own.
+    An encoder rank computes features for microbatches of other ranks; every other rank runs its own microbatches.
 
     Args:
         model: A model that passed through `parallelize` or `parallelize_submodels`.
         count: Number of microbatches of each data-parallel rank in the step.
 
     Returns:
-        (data-parallel rank, index) of each microbatch: the rank's own ones if it has the language part, then those for
-        which its tower computes features. For an entry None, pass None, so that all ranks of a tower run equally often.
+        (data-parallel rank, index) of each microbatch. A rank with the language model lists its own microbatches first.
+        Then follow those for which the rank's encoders compute features. For an entry None, pass None in place of a
+        microbatch, so that all ranks of an encoder run the same number of passes.
     """
     submodels = handle(model).submodels
     if submodels is not None:
@@ -568,8 +575,9 @@ def microbatch_sources(model: nn.Module, count: int) -> list[Source]:
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Defer gradient reductions in this context; use it for all microbatches of a step except the last one.
 
-    FSDP still reduce-scatters each microbatch unless zero is 1, see `set_last_backward`. The all-reduce over replicas
-    and the sum over tensor-parallel ranks run once, in the backward pass outside this context.
+    The all-reduce over replicas and the sum over tensor-parallel ranks run once, in the backward pass outside this
+    context. FSDP still reduce-scatters the gradients of each microbatch unless only optimizer states are sharded
+    (ZeRO-1).
     """
     attached = handle(model)
     _set_last(attached, False)
@@ -588,15 +596,15 @@ def _set_last(attached: Handle, last: bool) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most `max_norm`.
 
-    The norm counts every element of every logical gradient once, on any layout. Local sums of squares, divided by the
-    number of ranks with the same elements, are summed in one all-reduce of one number.
+    The norm is that of the unsharded gradients on any layout. Local sums of squares, divided by the number of ranks
+    with the same elements, are summed in one all-reduce of one number.
 
     Args:
         model: A model that passed through `parallelize`.
         max_norm: Maximum norm; None: measure without scaling.
 
     Returns:
-        The norm before scaling, a plain scalar tensor, equal on every rank.
+        The norm before scaling: a scalar tensor, not a DTensor, equal on every rank.
     """
     submodels = handle(model).submodels
     grads: list[Tensor] = []
@@ -614,10 +622,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float | None) -> Tensor:
 
 
 def _square_sum(model: nn.Module, local_gradients: list[Tensor]) -> Tensor:
-    """Return the sum of squares of all gradients of a model over its ranks.
-
-    Append the non-empty local gradients of this rank to `local_gradients`.
-    """
+    """Return the sum of squares of all gradients over ranks; append this rank's gradients to `local_gradients`."""
     attached = handle(model)
     by_copies: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     wide = torch.float32  # dtype of the sum: equal on all ranks, also on a rank without gradients
@@ -643,12 +648,13 @@ def _square_sum(model: nn.Module, local_gradients: list[Tensor]) -> Tensor:
 def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Sum the routing counts of a step over all ranks, update the router biases, and reset the counts.
 
-    Every rank calls this after each optimizer step. No tensor value is read on the host, so it can be captured with
-    the step.
+    Every rank calls this function after each optimizer step. It does not read tensor values on the host, so it can be
+    captured together with the step.
 
     Returns:
-        Counts and auxiliary loss, or None for a model without experts or when nothing was routed. Counts [layers,
-        E + 1], float64, equal on every rank: rows routed to each expert, and in the last column rows not dropped.
+        Counts and auxiliary loss, or None for a model without experts or when no token was routed. The counts
+        [layers, E + 1] are float64 and equal on every rank: the number of tokens routed to each of E experts, and in
+        the last column the number of routed tokens that were not dropped. The loss is None if the model has none.
     """
     attached = handle(model)
     total = None if attached.experts is None else collect_routing(model, attached.experts)
@@ -657,10 +663,10 @@ def count_routing(model: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 
 
 def end_step(model: nn.Module) -> RoutingStatistics | None:
-    """Return the routing statistics of a step, see `count_routing`; every rank calls this after each optimizer step.
+    """Return the routing statistics of a step, equal on every rank, and reset the counts; see `count_routing`.
 
-    Returns:
-        The statistics, equal on every rank; None for a model without experts, or when nothing was routed.
+    Every rank calls this function after each optimizer step. It returns None for a model without experts, and when no
+    token was routed.
     """
     counted = count_routing(model)
     return None if counted is None else routing_statistics(*counted)

@@ -1,4 +1,4 @@
-"""Checks of the module names of adapters: matching modules, supported modules, and suggestions for wrong names.
+"""Selection of the modules that get LoRA adapters: matching of names, supported modules, suggestions for wrong names.
 
 peft matches the patterns of a configuration with `re`, which has no time limit, and a received configuration may
 contain a pattern with exponential backtracking. Here every pattern that is not a plain name suffix is matched with a
@@ -26,11 +26,11 @@ from hyper_parallel.errors import BadValue, UnsupportedSharding
 
 _PLAIN: Final = re.compile(r"[\w.-]+")
 _LONGEST: Final = 10_000
-"""Maximum characters of a pattern; alternations over all modules of a layer have a few hundred."""
+"""Maximum characters of a pattern; a pattern that lists all modules of a layer has a few hundred."""
 _MOST_S: Final = 0.5
 """Maximum seconds for all names; a pattern without nested repetitions takes microseconds per name."""
 _MOST_NAMES: Final = 2000
-"""Maximum names that a pattern of ranks or scales may match: peft compares each module with each name."""
+"""Maximum names that a key of `rank_pattern` or `alpha_pattern` may match: peft compares each module with each name."""
 
 
 def is_plain(pattern: str) -> bool:
@@ -43,10 +43,10 @@ def matcher(pattern: str, where: str) -> Callable[[str], bool]:
 
     Args:
         pattern: A Python regular expression.
-        where: Origin of the pattern, for errors.
+        where: Recipe key or file that contains the pattern, for errors.
 
     Raises:
-        BadValue: HP102 for an invalid regular expression; from the predicate, when matching takes too long.
+        BadValue: HP102 for an invalid regular expression. The predicate raises HP102 when matching takes too long.
     """
     shown = f"{pattern:.120}"
     try:
@@ -94,7 +94,7 @@ def with_plain_patterns(config: Any, chosen: Iterable[str], where: str) -> Any:
     Args:
         config: The configuration; not changed.
         chosen: Names of the modules that get an adapter.
-        where: Origin of the configuration, for errors.
+        where: Recipe key or file of the configuration, for errors.
 
     Raises:
         BadValue: HP102 from `matcher`, and for patterns that match too many names.
@@ -115,7 +115,7 @@ def chosen_names(config: Any, names: Iterable[str], where: str) -> set[str]:
     Args:
         config: Configuration with names or a regular expression as `target_modules`.
         names: Names of all modules.
-        where: Origin of the configuration, for errors.
+        where: Recipe key or file of the configuration, for errors.
 
     Raises:
         BadValue: HP102 from `matcher`, and for a `layers_pattern` that is not a name.
@@ -154,7 +154,7 @@ def _in_layers(config: Any, names: Iterable[str], where: str) -> set[str]:
             "`layers_pattern` must contain names, not regular expressions",
             where=f"{where}: layers_pattern",
             got=f"{odd[0]:.120}",
-            allowed="names, such as layers",
+            allowed="the name of a list of layers, such as layers",
         )
     selected = set()
     for name in names:
@@ -180,7 +180,7 @@ def _plain_keys(patterns: Mapping[str, Any], names: list[str], where: str) -> di
         fits = sorted(fitting(rf"(?:.*\.)?(?:{pattern})", names, where), key=len, reverse=True)
         if len(fits) > _MOST_NAMES:
             raise BadValue(
-                f"the pattern matches more than {_MOST_NAMES} modules",
+                f"the pattern matches {len(fits)} modules, more than {_MOST_NAMES}",
                 where=where,
                 got=f"{pattern:.120}",
                 allowed="name suffixes, such as q_proj",
@@ -192,11 +192,11 @@ def _plain_keys(patterns: Mapping[str, Any], names: list[str], where: str) -> di
 _SHOWN: Final = 5  # maximum names in an error message
 _MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _REFUSED_BY_PEFT: Final = dict.fromkeys(_MAMBA, ("out_proj", "conv1d"))
-"""Names of modules without adapters in peft, by model type: fused kernels read their weights."""
+"""Names of modules to which peft adds no adapters, by model type, because fused kernels read their weights."""
 
 
 def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that support an adapter, by name: linear maps, except the head and modules refused by peft."""
+    """Return the modules that support an adapter, by name: linear modules except the head and those peft refuses."""
     head, config = head_of(model), getattr(model, "config", None)
     excluded = {*_REFUSED_BY_PEFT.get(getattr(config, "model_type", ""), ())}
     if any(".experts." in name and p.dim() == 3 for name, p in model.named_parameters()):
@@ -244,7 +244,7 @@ def check_names(
         model: The model, before peft.
         config: A `peft.LoraConfig`.
         adaptable: Modules that support an adapter, by name.
-        where: Origin of the names, for errors.
+        where: Recipe key or file that contains the names, for errors.
 
     Raises:
         BadValue: HP102 for names that match no module.
@@ -295,12 +295,12 @@ def check_names(
 
 
 def last_names(names: Iterable[str]) -> list[str]:
-    """Return the sorted distinct last parts of dotted names."""
+    """Return the distinct last components of dotted module names, sorted."""
     return sorted({_last(name) for name in names})
 
 
 def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = None) -> str:
-    """Return the recipe override that selects modules by these names, or disables adapters if none is supported."""
+    """Return the recipe override that selects modules by `names`, or `lora=null` without names or adaptable modules."""
     if not names or (adaptable is not None and not adaptable):
         return "lora=null"
     if names == ["all-linear"]:
@@ -309,7 +309,7 @@ def target_hint(names: list[str], adaptable: Mapping[str, nn.Module] | None = No
 
 
 def _inside(name: str, saved: Iterable[str]) -> bool:
-    """Return whether a module is in `saved`, the modules trained in full, or inside one of them."""
+    """Return whether a module, or a module that contains it, is in `saved`, the names of modules trained in full."""
     return any(f".{s}." in f".{name}." for s in saved)
 
 

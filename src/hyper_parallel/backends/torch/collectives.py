@@ -1,7 +1,7 @@
-"""Collectives on local tensors over one process group; every call has a purpose, which recorders read.
+"""Collectives on local tensors over one process group; each names its `Purpose`, by which calls are counted and timed.
 
 A differentiable collective is a pair of functions: one for the forward, one for the gradient. No function dispatches a
-DTensor operator: in eager mode the dispatch costs more than the small operators themselves.
+DTensor operator, because in eager mode the dispatch costs more than the small operators themselves.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _current: ContextVar[tuple[Purpose | None, bool]] = ContextVar("purpose", defaul
 
 
 def current_purpose() -> Purpose | None:
-    """Return the purpose of collectives issued now; None for those of other code, such as FSDP."""
+    """Return the purpose of the collective that is being issued; None if other code, such as FSDP, issues it."""
     return _current.get()[0]
 
 
 def is_coalesced() -> bool:
-    """Return whether messages issued now are coalesced: all are issued before the first wait."""
+    """Return whether the messages that are being issued are coalesced: all are issued before the first wait."""
     return _current.get()[1]
 
 
 @contextmanager
 def flights_to(listener: Callable[[Flight], None]) -> Iterator[None]:
-    """Call `listener` in this context and thread after the wait for each collective of this package.
+    """Pass the times of each collective of this package to `listener`, after the wait for the collective.
 
-    Times are measured on the host, so they are meaningless for collectives of an accelerator.
+    This covers collectives of the current thread inside the context. Times are host times, which say nothing about
+    collectives on an accelerator.
     """
     token = _listener.set(listener)
     try:
@@ -51,7 +52,7 @@ def flights_to(listener: Callable[[Flight], None]) -> Iterator[None]:
 
 
 class _Flight:
-    """Times of a collective that is being recorded."""
+    """Start and completion time of one collective, for the listener of `flights_to`."""
 
     def __init__(self, listener: Callable[[Flight], None]) -> None:
         self._listener = listener
@@ -61,7 +62,7 @@ class _Flight:
     def watch(self, work: dist.Work | None) -> None:
         """Record the time at which an asynchronous collective completes.
 
-        gloo does not report this for reduce-scatters: they count as in flight until the wait ends.
+        gloo does not report the completion of reduce-scatters: they count as in flight until the wait ends.
         """
         if work is not None:
             with suppress(RuntimeError):
@@ -71,14 +72,14 @@ class _Flight:
         self.end_s = time.perf_counter()
 
     def report(self, kind: str, name: Purpose, sent: Tensor, wait_s: float) -> None:
-        """Pass the `Flight` of the collective to the listener, after its wait has ended."""
+        """Pass a `Flight` to the listener after the wait, which began at `wait_s`; `sent` is the sent tensor."""
         now = time.perf_counter()
         work = kind, sent.numel() * sent.element_size()
         self._listener(Flight(name, work, self.start_s, wait_s, now, self.end_s or now))
 
 
 def _new_flight() -> _Flight | None:
-    """Return a new record for a collective issued now; None without a listener."""
+    """Return a record of the collective that starts now; None without a listener."""
     listener = None if torch.compiler.is_compiling() else _listener.get()
     return None if listener is None else _Flight(listener)
 
@@ -116,8 +117,8 @@ def paired(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: 
 
     Args:
         forward: Linear function of the tensors; it must not return an input.
-        backward: Function from the gradients of the result to those of the tensors. No tensors are saved.
-        tensors: Inputs.
+        backward: Function from the gradients of the result to the gradients of `tensors`.
+        tensors: Inputs; autograd does not save them.
     """
     return _Paired.apply(forward, backward, *tensors)
 
@@ -163,7 +164,7 @@ def launch_all_to_all(
     *,
     async_op: bool,
 ) -> Callable[[], Tensor]:
-    """Issue `all_to_all` and return the function that waits for it and returns `out`."""
+    """Issue an all-to-all, see `all_to_all`; return a function that waits for it and returns `out`."""
     issue = partial(dist.all_to_all_single, out, x, receive, send, group=group, async_op=async_op)
     return _launch("all_to_all", issue, out, x, group, name)
 
@@ -171,7 +172,7 @@ def launch_all_to_all(
 def launch_gather_rows(
     x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
-    """Issue `gather_rows` and return the function that waits for it and returns its result."""
+    """Issue an all-gather, see `gather_rows`; return a function that waits for it and returns the gathered tensor."""
     out, x = x.new_empty(group.size() * x.shape[0], *x.shape[1:]), x.contiguous()
     issue = partial(_all_gather, out, x, group=group, async_op=async_op)
     return _launch("all_gather", issue, out.view(group.size(), *x.shape), x, group, name)
@@ -180,7 +181,7 @@ def launch_gather_rows(
 def launch_reduce_into(
     out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
-    """Issue `reduce_into` and return the function that waits for it and returns `out`."""
+    """Issue a reduce-scatter, see `reduce_into`; return a function that waits for it and returns `out`."""
     issue = partial(_reduce_scatter, out, rows, group=group, async_op=async_op)
     return _launch("reduce_scatter", issue, out, rows, group, name)
 
@@ -188,7 +189,7 @@ def launch_reduce_into(
 def launch_all_reduce(
     x: Tensor, group: dist.ProcessGroup, name: Purpose, *, async_op: bool
 ) -> Callable[[], Tensor]:
-    """Issue the sum of a copy of `x` over ranks, and return the function that waits for the sum and returns it."""
+    """Issue an all-reduce of a copy of `x`; return a function that waits for it and returns the sum."""
     out = x.contiguous().clone()
     issue = partial(dist.all_reduce, out, group=group, async_op=async_op)
     return _launch("all_reduce", issue, out, out, group, name)
@@ -202,7 +203,6 @@ def _launch(
     group: dist.ProcessGroup,
     name: Purpose,
 ) -> Callable[[], Tensor]:
-    """Issue a collective and return the function that waits for it and returns `out`."""
     flight = _new_flight()
     with purpose(name):
         work = issue()
@@ -222,7 +222,8 @@ def await_collective(
 ) -> Tensor:
     """Wait for a collective and return `out`.
 
-    The argument `sent` keeps the tensor alive until then. If a rank hangs, a monitor reads `kind`, `group` and `name`.
+    The argument `sent` keeps the sent tensor alive during the wait. If a rank hangs, a monitor reads `kind`, `group`
+    and `name` from the stack frame of this function.
     """
     begin_s = time.perf_counter() if flight is not None else 0.0
     if work is not None:
@@ -238,17 +239,17 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
 
 
 def reduce_into(out: Tensor, rows: Tensor, group: dist.ProcessGroup, name: Purpose) -> Tensor:
-    """Sum `rows` over ranks and fill `out` with this rank's equal share of them; not differentiable."""
+    """Sum `rows` over ranks and write this rank's slice of the first dim to `out`; not differentiable."""
     return launch_reduce_into(out, rows, group, name, async_op=False)()
 
 
 def send_receive(
     sent: Tensor, to: int, source: int, group: dist.ProcessGroup, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send a contiguous tensor to one rank of the group and receive one of the same shape from another rank.
+    """Send a contiguous tensor to rank `to` of the group and receive a tensor of the same shape from rank `source`.
 
     Returns:
-        The received tensor, and a function that waits until it is complete and `sent` may be overwritten.
+        The received tensor, and a function that waits until both transfers are complete.
     """
     received = torch.empty_like(sent)
     pair = [

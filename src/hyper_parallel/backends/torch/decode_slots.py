@@ -1,12 +1,12 @@
-"""Decoding: forward passes over sequences, each in a slot of a KV cache; one text is a batch of one slot.
+"""Forward passes for decoding a batch of sequences with a KV cache.
 
-    slot      keys and values [H, N, K] of one sequence per layer; the column of a token is its position
-    pass      the next tokens of some slots, [B, S], left-padded; returns the logits after the last token of each
+    slot      entry of the KV cache for one sequence: keys and values [H, N, K] per layer, at most N tokens
+    pass      forward pass over the next tokens of some slots, [B, S], left-padded; returns the last logits of each slot
 
-Attention masks all columns beyond a row's position, so a slot needs no clearing for a new sequence. A row's values do
-not depend on the other rows, except that a matrix product with another number of rows may round differently. Padding
-writes to the extra column N. The model may have passed through `parallelize`: with tensor parallelism the cache has
-this rank's heads, in a pipeline the layers of this rank's stages.
+A token at position p is stored in column p of its slot. Attention masks all columns beyond the query's position, so a
+slot needs no clearing for a new sequence. Padding is stored in the extra column N. The results for a sequence do not
+depend on the other sequences, except that a matrix product with another number of rows may round differently. The model
+may have passed through `parallelize`: the cache then has the heads and layers of this rank.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from hyper_parallel.ir import PROMPT_CHUNK
 
 @dataclass(slots=True)
 class _Write:
-    """Cache indices of a pass.
+    """Indices into the KV cache for one pass.
 
     Attributes:
-        rows: Slots of the sequences in the pass.
-        span: The slots as a slice where they are contiguous, else None.
-        columns: Columns [B, S] of the tokens of the pass.
+        rows: Slot of each sequence in the pass, [B].
+        span: The slots as a slice if they are contiguous, else None.
+        columns: Column of each token of the pass, [B, S].
         width: Number of columns that attention reads.
     """
 
@@ -95,14 +95,14 @@ class Passes:
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """Run the model on the next tokens of some slots, and return the logits [B, V] after the last token of each.
+        """Run the model on the next tokens of B slots, and return the logits [B, V] after the last token of each slot.
 
         Return None on pipeline ranks without the last stage.
 
         Args:
-            rows: Slots.
-            tokens: Next tokens of each slot.
-            starts: Position of the first of these tokens in each sequence.
+            rows: The B slots.
+            tokens: Next token ids of each slot.
+            starts: For each slot, the position of its first next token in the sequence.
         """
         raise NotImplementedError
 
@@ -110,13 +110,13 @@ class Passes:
         """Move the sequence of one slot to another slot."""
 
     def run_idle(self) -> None:
-        """Run a pass of one padding token in a free slot, so that the collectives of other ranks complete."""
+        """Run a pass on one padding token, so that the collectives of ranks with work complete."""
         self.read_tokens([0], [[0]], [0])
 
     def combine_flags(self, busy: bool, halted: bool) -> tuple[bool, bool]:
         """Return whether any rank has work, and whether any rank is interrupted.
 
-        Only ranks whose passes share collectives are combined: replicas with full parameters are independent.
+        Replicas with full parameters share no collectives in a pass: there the flags of this rank are returned.
         """
         strategy = None if self._handle is None else self._handle.plan.strategy
         if strategy is None or strategy.world_size == strategy.dp_replicate:
@@ -127,7 +127,12 @@ class Passes:
         return busy, halted
 
     def broadcast_choices(self, chosen: Tensor | None, rows: int) -> Tensor:
-        """Return the choices [2, B] (tokens, log-probabilities), broadcast from the ranks with logits to all stages."""
+        """Return sampled token ids and their log-probabilities, [2, B] float64, broadcast from the last pipeline stage.
+
+        Args:
+            chosen: The values on ranks with the last stage or without a pipeline; None on other ranks.
+            rows: Number B of sequences.
+        """
         pipeline = None if self._handle is None else self._handle.pipeline
         if pipeline is None:
             assert chosen is not None
@@ -148,7 +153,7 @@ class Passes:
 
 
 class SlotPasses(Passes):
-    """Passes with a KV cache.
+    """Executor of passes with a KV cache.
 
     Args:
         model: A causal language model for which `slot_cache_refusal` returns None.
@@ -213,12 +218,14 @@ class SlotPasses(Passes):
 
 
 class WholePasses(Passes):
-    """Passes without a cache, with the shapes of training: each pass reads all texts of a microbatch in full width.
+    """Executor of passes without a cache, in the shapes of training.
+
+    Each pass runs the model on all B sequences at their padded length S. Causal attention does not read the padding.
 
     Args:
         model: A causal language model.
-        ids: [B, S] texts so far, right-padded; causal attention never reads the padding.
-        rows: Row in `ids` of the sequence in each slot.
+        ids: Right-padded sequences so far, [B, S].
+        rows: Row of `ids` with the sequence of each slot.
     """
 
     def __init__(self, model: Any, ids: Tensor, rows: Sequence[int]) -> None:
@@ -228,7 +235,7 @@ class WholePasses(Passes):
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """Run a pass over all texts; see `Passes`."""
+        """Run a pass over all sequences; see `Passes`."""
         id_rows = [self._rows[row] for row in rows]
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         for row, part, start, end in zip(id_rows, tokens, starts, ends, strict=True):
@@ -243,19 +250,19 @@ class WholePasses(Passes):
         rows[source], rows[target] = rows[target], rows[source]
 
     def run_idle(self) -> None:
-        """Run a pass over the texts as they are; see `Passes`."""
+        """Run a pass over the unchanged sequences; see `Passes`."""
         self._logits(input_ids=self._ids, use_cache=False)
 
 
 @dataclass(frozen=True)
 class SlotSteps:
-    """Shapes of a prompt step and a decode step, which run all slots and therefore never change shape.
+    """Fixed shapes of a prompt step and of a decode step; both run all slots, and slots without tokens read padding.
 
-    With one slot there is no padding: the prompt step attends to its own keys without a mask.
+    With a single slot there is no padding, and the prompt step needs no mask.
 
     Attributes:
-        slots: Number of sequences.
-        prompt_tokens: Maximum number of tokens per sequence in the prompt step; the exact number with one slot.
+        slots: Number of slots.
+        prompt_tokens: Maximum number of tokens per slot in the prompt step; with a single slot, the exact number.
         length: Maximum number of tokens read per sequence.
     """
 
@@ -271,7 +278,7 @@ class SlotSteps:
         return Cache(layers=[_SlotLayer(self.slots, self.length) for _ in layers])
 
     def example(self, model: Any, *, prompt: bool) -> dict[str, Tensor]:
-        """Return placeholder inputs of the prompt step or the decode step, in their fixed shapes."""
+        """Return inputs of the prompt step, or else of the decode step, with placeholder values."""
         if self.slots == 1:
             part = [0] * (self.prompt_tokens if prompt else 1)
             return self.inputs(model, [0], [part], [0], prompt=prompt)
@@ -286,7 +293,7 @@ class SlotSteps:
         *,
         prompt: bool,
     ) -> dict[str, Tensor]:
-        """Return the inputs of a step in which some slots read tokens from position `starts`; others read padding."""
+        """Return the inputs of a step; arguments as in `Passes.read_tokens`. Slots not in `rows` read padding."""
         device = model.device
         if self.slots == 1:
             (part,), (start,) = tokens, starts
@@ -313,7 +320,7 @@ class SlotSteps:
         }
 
     def run(self, model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
-        """Run a step and return the logits [slots, V] after the last token of every slot."""
+        """Run the model on the inputs of a step; return the logits [slots, V] after the last token of every slot."""
         mask = mask_argument(model, inputs)
         for layer in cache.layers:
             if self.slots == 1:
@@ -335,7 +342,7 @@ class SlotSteps:
 
 
 class FixedPasses(Passes):
-    """Passes that run a prompt step or a decode step, whose shapes are fixed because they have all slots.
+    """Executor of passes in fixed shapes: each pass runs the prompt step or the decode step of `SlotSteps`.
 
     Args:
         model: A causal language model for which `why_no_static_cache` returns None.
@@ -350,7 +357,7 @@ class FixedPasses(Passes):
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
-        """Run a step; see `Passes`. The first one, and those with several tokens per text, are prompt steps."""
+        """Run a prompt step in the first pass and for several tokens per slot, else a decode step; see `Passes`."""
         prompt = not self._has_run or max(map(len, tokens)) > 1
         self._has_run = True
         slots = [self._slots[row] for row in rows]
@@ -362,23 +369,23 @@ class FixedPasses(Passes):
         return self._fixed.run(self._model, self.cache, inputs)
 
     def move_sequence(self, source: int, target: int) -> None:
-        """Relabel the rows; see `Passes`. Every step has all slots, so nothing is copied."""
+        """Exchange the cache entries of two slots without a copy; see `Passes`."""
         slots = self._slots
         slots[source], slots[target] = slots[target], slots[source]
 
 
 class GrowingPasses(Passes):
-    """Passes of one text by any model, with a cache that grows with the text.
+    """Executor of passes over a single sequence, with the model's own cache.
 
     The model returns the state for its next pass (keys and values, or a recurrent state) under the name of the forward
-    argument that takes it. Without such a state, or if cached passes were measured to differ from a pass over the full
-    text, every pass recomputes the full text.
+    argument that receives it. A pass runs on the full sequence if the model returns no state, or if cached decoding was
+    measured to differ from a pass over the full sequence.
 
     Args:
-        model: Model of texts, or of texts with media.
-        media: Arrays of the images and recordings of the prompt, by their names in the model's forward. With media, the
-            model derives positions itself.
-        per_token: Names of the arrays with one number for each token.
+        model: Language model, also with images or audio as inputs.
+        media: Arrays of the prompt's images and audio by argument name of the forward; with media, the model computes
+            positions itself.
+        per_token: Names of the arrays that have one number for each token.
     """
 
     def __init__(
@@ -396,7 +403,7 @@ class GrowingPasses(Passes):
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor:
-        """Run the next tokens of the text; see `Passes`. A pass from position 0 begins another text."""
+        """Run the next tokens of the sequence; a pass from position 0 begins a new one. See `Passes`."""
         (ids,), (start,) = tokens, starts
         if start == 0:
             self._text, self._memory = [], {}
@@ -431,7 +438,7 @@ class GrowingPasses(Passes):
         return logits
 
     def _padded_media(self) -> dict[str, Tensor]:
-        """Return the arrays of the media; those with one number for each token are padded to the length of the text."""
+        """Return the media arrays and an attention mask; arrays in `per_token` are padded to the sequence length."""
         size = len(self._text)
         # Some models derive the positions of a prompt only with a mask.
         arrays = {"attention_mask": torch.ones(1, size, dtype=torch.long, device=self._device)}
@@ -447,7 +454,7 @@ def _on_device(array: Any, model: Any) -> Tensor:
 
 
 class RecomputePasses(Passes):
-    """Passes without a cache: every pass recomputes the full text."""
+    """Executor of passes without a cache: every pass runs on full sequences."""
 
     def __init__(self, model: Any, slots: int) -> None:
         super().__init__(model, slots)
@@ -456,7 +463,7 @@ class RecomputePasses(Passes):
     def read_tokens(
         self, rows: Sequence[int], tokens: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> Tensor | None:
-        """Run the full texts of some rows; see `Passes`. Texts are right-padded: causal attention ignores padding."""
+        """Run a pass over the full sequences of these slots, right-padded; see `Passes`."""
         for row, part, start in zip(rows, tokens, starts, strict=True):
             self._texts[row][start:] = part
         texts = [self._texts[row] for row in rows]
@@ -469,7 +476,7 @@ class RecomputePasses(Passes):
         return logits[torch.arange(len(rows), device=self._device), last]
 
     def move_sequence(self, source: int, target: int) -> None:
-        """Move the text of one slot to another; see `Passes`."""
+        """Move the token ids of one slot to another; see `Passes`."""
         self._texts[target], self._texts[source] = self._texts[source], []
 
 
@@ -485,15 +492,17 @@ def slot_cache_refusal(model: Any) -> str | None:
         return "attention shards sequences over tp_y"
     properties = known_properties(model)
     if properties is not None and not properties.slot_cache.agrees:
-        return "decoding with it was measured to differ from a pass over the full text"
+        return "in a measurement, decoding with a cache differed from a pass over the full text"
     return None
 
 
 def passes_of(model: Any, slots: int, length: int) -> Passes:
-    """Return passes for a model, with a KV cache where the model supports it.
+    """Return an executor of passes: with a KV cache if the model supports one, else on full sequences.
+
+    `slots` and `length` are those of `SlotPasses`.
 
     Raises:
-        BadValue: HP102 when one long text would change the rotary frequencies of the whole batch (longrope).
+        BadValue: HP102 when a long sequence would change the rotary frequencies of the whole batch (longrope).
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}

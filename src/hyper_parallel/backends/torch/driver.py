@@ -14,13 +14,13 @@ NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def capturing_nothing() -> bool:
-    """Return False, the result of `is_current_stream_capturing` in a process with an uninitialized device."""
+    """Return False, in place of `is_current_stream_capturing` of a device that is not initialized."""
     return False
 
 
 @contextmanager
 def driver_untouched() -> Iterator[None]:
-    """Answer queries of model code about an uninitialized accelerator without initializing its driver.
+    """Prevent model code in this context from initializing the driver of an accelerator.
 
     A process cannot use a CUDA device whose driver was initialized in its parent before a fork. transformers checks for
     stream capture whenever it creates a mask, and torch initializes the driver for this check.

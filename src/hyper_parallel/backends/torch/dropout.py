@@ -1,10 +1,10 @@
-"""Deterministic training mode: disables every source of randomness in the forward of transformers models.
+"""Deterministic training mode: disable every source of randomness in the forward of transformers models.
 
-    dropout and stochastic-depth modules   their probability (`p`, `drop_prob`)
-    numbers on modules                     rates of functional dropout, attention, LayerDrop and router noise
-    keys of configs                        the same rates, which some forwards read in every pass
-    adapters                               dropout rate of LoRA adapters
-    modules that sample in training mode   stay in evaluation mode
+    dropout and stochastic-depth modules   set the probability (`p`, `drop_prob`) to 0
+    attributes of other modules            set rates of functional dropout, attention, LayerDrop and router noise to 0
+    keys of configs                        set the same rates to 0, because some forwards read them in every pass
+    LoRA adapters                          set the dropout rate to 0
+    modules that sample in training mode   keep them in evaluation mode
 
 Rates are recognised by their names. `tools/sweeps/dropout.py` measures for every model type that two passes with
 different seeds are equal afterwards, and equal to a pass in evaluation mode.
@@ -21,9 +21,9 @@ from typing import Any, Final
 from torch import nn
 
 _RATE: Final = re.compile(r"drop|jitter", re.IGNORECASE)
-"""Pattern of attributes and config keys with a rate."""
+"""Pattern of the names of attributes and config keys that are rates."""
 _DROPOUT_CLASS: Final = re.compile(r"drop|stochasticdepth", re.IGNORECASE)
-"""Pattern of module classes whose probability has a short name."""
+"""Pattern of the names of module classes whose rate is an attribute in `_SHORT_NAMES`."""
 _SHORT_NAMES: Final = ("p", "prob", "rate")
 _AUGMENTATIONS: Final = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 """Config keys of random changes to the positions of image patches; None disables them."""
@@ -38,7 +38,10 @@ Rates = list[tuple[tuple[str, ...], str, Any]]
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Make the forward pass in training mode deterministic; `original_config` keeps the rates for an export."""
+    """Disable dropout and other randomness of a model in training mode, in place; see the module docstring.
+
+    `original_config` returns the model's config with the original rates, for an export.
+    """
     config = getattr(model, "config", None)
     rates: Rates = []
     for path, part in _configs(config):
@@ -56,7 +59,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def has_dropout(model: nn.Module, *, adapters: bool = True) -> bool:
-    """Return whether any rate of a model or of its configs is above zero; `adapters`: include adapters."""
+    """Return whether a dropout rate of a model, its configs or (with `adapters`) its LoRA adapters is above zero."""
     configs = _configs(getattr(model, "config", None))
     holders = [{k: v for k, v in vars(c).items() if not _TASK_HEAD.match(k)} for _, c in configs]
     for module in model.modules():
@@ -85,7 +88,7 @@ def original_config(model: Any) -> Any:
 
 
 def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield a config of transformers and the configs inside it, each with its path."""
+    """Yield a transformers config and all configs nested in it, each with its path of attribute names."""
     if not hasattr(config, "to_dict"):
         return
     yield path, config
@@ -94,7 +97,7 @@ def _configs(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def _without_rate(name: str, value: Any) -> Any:
-    """Return the value that disables a rate, or the unchanged value if it is not a rate."""
+    """Return 0 in place of a rate; return `value` itself if `name` and `value` are not those of a rate above zero."""
     if not _RATE.search(name):
         return value
     if isinstance(value, float) and 0 < value <= 1:
@@ -105,7 +108,6 @@ def _without_rate(name: str, value: Any) -> Any:
 
 
 def _disable_on_module(module: nn.Module) -> None:
-    """Set the rates of one module to zero."""
     is_dropout = _DROPOUT_CLASS.search(type(module).__name__) is not None
     for name, value in [*vars(module).items()]:
         if is_dropout and name in _SHORT_NAMES:
@@ -120,8 +122,6 @@ def _disable_on_module(module: nn.Module) -> None:
 
 
 def _fix_evaluation_mode(module: nn.Module) -> None:
-    """Keep a module in evaluation mode, independent of the mode of the model."""
-
     def train(mode: bool = True) -> nn.Module:
         return nn.Module.train(module, False)
 

@@ -1,8 +1,8 @@
 """Noise on token embeddings in training: NEFTune, Jain et al. 2023, arXiv:2310.05914.
 
-The noise is uniform in +-alpha / sqrt(S D) for rows of S tokens and D features, as in transformers. It is a hash of a
-key that the caller derives from seed and step, the tokens of the row, the position and the feature. No random number
-generator is used, so the noise of a token is equal on every layout.
+The noise is uniform in +-alpha / sqrt(S D) for sequences of S tokens and D features, as in transformers. It is computed
+by hashing a key (which the caller derives from seed and step), the token ids of the sequence, the position and the
+feature. No random number generator is used, so the noise of a token is equal on every layout.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class EmbeddingNoise:
     """Embedding noise of one model.
 
     Attributes:
-        alpha: `neftune_noise_alpha` of transformers.
-        key: Hash key of the step.
+        alpha: Magnitude of the noise, `neftune_noise_alpha` of transformers.
+        key: Hash key of the step, which the caller sets before each step.
     """
 
     alpha: float
@@ -48,8 +48,7 @@ class EmbeddingNoise:
     def attach(cls, model: nn.Module, alpha: float) -> EmbeddingNoise:
         """Add noise to the token embeddings of a model that passed through `parallelize`, in training mode only.
 
-        Raises:
-            UnsupportedSharding: HP205, in a forward pass, when an embedding's input is not the row's tokens in order.
+        A forward pass raises HP205 if the output of the embedding does not have one row per token of the batch.
         """
         noise, attached = cls(alpha), handle(model)
 
@@ -58,9 +57,9 @@ class EmbeddingNoise:
 
         def add_noise(_: nn.Module, __: Any, out: Tensor) -> Tensor | None:
             ids, tp = noise._ids, attached.tp
-            # The noise is added to one summand, that of rank 0.
-            summand = tp is not None and tp.running.context.partial_embedding and tp.rank > 0
-            if ids is None or not model.training or not out.is_floating_point() or summand:
+            # Partial embeddings are summed over tensor-parallel ranks later: only rank 0 adds the noise.
+            skips = tp is not None and tp.running.context.partial_embedding and tp.rank > 0
+            if ids is None or not model.training or not out.is_floating_point() or skips:
                 return None
             flat_index = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
             if attached.context is not None:
@@ -69,7 +68,7 @@ class EmbeddingNoise:
                 raise UnsupportedSharding(
                     "embedding noise (NEFTune) needs one embedding per token, in token order",
                     where=type(model).__name__,
-                    got=f"an embedding {tuple(out.shape)} of tokens {tuple(flat_index.shape)}",
+                    got=f"embeddings of shape {tuple(out.shape)} for tokens {tuple(flat_index.shape)}",
                     hint="training.neftune_noise_alpha=null",
                 )
             return out + noise.compute(ids, flat_index, out)
@@ -81,7 +80,7 @@ class EmbeddingNoise:
 
     @torch.no_grad()
     def compute(self, ids: Tensor, flat_index: Tensor, out: Tensor) -> Tensor:
-        """Return noise [..., D] like `out` for the tokens at indices `flat_index` [...] of the flattened ids [B, S]."""
+        """Return noise for the embeddings `out` [..., D] of tokens `flat_index` [...] in the flattened ids [B, S]."""
         length, width = ids.shape[1], out.shape[-1]
         positions = hash32(torch.arange(1, length + 1, device=ids.device))
         rows = hash32((hash32((ids + positions) & _LOW).sum(1) & _LOW) ^ self.key & _LOW)

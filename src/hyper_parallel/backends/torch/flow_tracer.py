@@ -1,8 +1,11 @@
-"""Dispatch mode that runs a forward pass on meta tensors and records the origins of every storage.
+"""Dispatch mode that runs a forward pass on meta tensors and records from which origins every tensor was computed.
+
+Origins are inputs such as token ids, and parameters or activations that the caller marks. An integer per storage, its
+marks, has one bit per origin. The result of an operator has the marks of all its inputs.
 
 Tensors that depend on a parameter are meta tensors. All other tensors (ids, positions, masks) have values, so that code
-that reads them works. Marks are bits of an integer, one per origin: a result has the marks of all its inputs. The
-sequence length is a prime number that divides no size of a model, so that its size identifies a token dimension.
+that reads their values works. The sequence length is a prime number that divides no dimension of a model. A dimension
+of this size is therefore a token dimension.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hyper_parallel.backends.torch.tensor_trees import tensors_in
 
 TOKENS = 67
-"""Sequence length of the trace: a prime of which no size of a model is a multiple."""
+"""Sequence length of the trace: a prime number of which no dimension of a model is a multiple."""
 IDS, POSITIONS, TOKEN_DEPENDENT = 1, 2, 4
 """Marks of the token ids, of the position argument, and of other values that differ between tokens."""
 FIRST_FREE_BIT = 3
@@ -29,7 +32,7 @@ FILL_OPS = {
     *(_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_like, _aten.empty_strided),
     *(_aten.new_zeros, _aten.new_ones, _aten.new_empty, _aten.new_full, _aten.new_empty_strided),
 }
-"""Operators that read at most the shape of their input and return equal values for all tokens."""
+"""Operators that use at most the shape of their input and return equal values for all tokens."""
 _REPEATS = {_aten.expand, _aten.repeat}
 ALONG_DIM_OPS = {
     *(_aten.cumsum, _aten.cumprod, _aten.cummax, _aten.cummin, _aten.logcumsumexp, _aten.roll),
@@ -40,15 +43,15 @@ ALONG_DIM_OPS = {
 
 
 class FlowTracer(TorchDispatchMode):
-    """Dispatch mode that propagates marks, the origins of values, from the inputs to the results of operators.
+    """Dispatch mode that propagates marks from the inputs to the results of operators; see the module docstring.
 
     Args:
-        draw: Result of `torch.rand`; 0 drops everything that can be dropped at random.
+        draw: Number that `torch.rand` returns; 0 makes random layer dropping drop every layer.
 
     Attributes:
-        mixes: Operators whose result for one token depends on other tokens.
-        guarded: Storages that must not be written.
-        written: True after a write to a guarded storage.
+        mixes: Names of operators whose result for one token depends on other tokens.
+        guarded: Addresses of the storages whose writes are detected.
+        written: True after an in-place write to a guarded storage.
     """
 
     def __init__(self, draw: float = 0.0) -> None:
@@ -121,7 +124,7 @@ class FlowTracer(TorchDispatchMode):
         return out
 
     def _run_cached(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on meta tensors; equal calls, such as those of later layers, reuse the shapes of results."""
+        """Run an operator on meta tensors; later calls with equal shapes and arguments reuse the result's shape."""
         key = (func, _cache_key(args), _cache_key(kwargs))
         if (known := self._results.get(key)) is not None:
             return tree_map_only(Tensor, _like, known)
@@ -142,9 +145,9 @@ class FlowTracer(TorchDispatchMode):
         return self._known[id(tensor)]
 
     def _placeholder_value(self, packet: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Return a placeholder for the values that an operator reads from a meta tensor; None if it reads none.
+        """Return a placeholder result for an operator that needs the values of a meta tensor; None for other operators.
 
-        Scalars and copies to the CPU are zero; `nonzero` of a tensor over tokens has one row per token.
+        Scalars and copies to the CPU are zero. The result of `nonzero` has one row per token.
         """
         if packet is _aten._local_scalar_dense:
             return torch.zeros((), dtype=tensor.dtype).item()
@@ -157,9 +160,9 @@ class FlowTracer(TorchDispatchMode):
         return None
 
     def _resolve_sizes(self, packet: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of an operator with assumptions in place of sizes that depend on values.
+        """Return the arguments of an operator with sizes that depend on values replaced by assumed sizes.
 
-        A boolean mask selects `TOKENS` rows, and the last part of a split has the remaining size.
+        A boolean mask is assumed to select `TOKENS` rows. The last part of a split gets the remaining size.
         """
         if packet is _aten.split_with_sizes:
             *sizes, _ = args[1]
@@ -180,7 +183,7 @@ class FlowTracer(TorchDispatchMode):
     def _result_marks(
         self, packet: Any, args: tuple[Any, ...], inputs: list[Tensor], out: Tensor, marks: int
     ) -> int:
-        """Return the marks of a result; record an operator that mixes tokens in `mixes`."""
+        """Return the marks of the result `out`; add an operator that mixes tokens to `mixes`."""
         if packet in FILL_OPS:
             return 0
         before = max([_num_token_dims(t) for t in inputs], default=0)
@@ -229,7 +232,7 @@ def _cache_key(value: Any) -> Any:
 
 
 def _num_token_dims(tensor: Tensor) -> int:
-    """Return the number of token dimensions of a tensor, flattened ones included."""
+    """Return the number of token dimensions of a tensor, also if they are flattened into other dimensions."""
     size, power = tensor.numel(), 0
     while size and size % TOKENS == 0:
         size, power = size // TOKENS, power + 1

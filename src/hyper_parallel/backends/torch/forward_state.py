@@ -1,8 +1,8 @@
 """Reset of module state that a forward pass changes and no checkpoint contains, so that passes are independent.
 
-Rotary embeddings of `rope_type: dynamic` store the length of the longest earlier text and frequencies for it. The
-history of a rank, an evaluation or a resume would then change the results of a run. The reset restores the state before
-the first call at the start of every call, so that the module is a function of its inputs. This also holds when
+Rotary embeddings of `rope_type: dynamic` store the length of the longest earlier sequence, and frequencies for this
+length. Earlier batches, an evaluation or a resume would then change the results of a run. Therefore every call starts
+from the state that the module had before its first call. The module is then a function of its inputs, also when
 recomputation or a pipeline runs passes in another order.
 """
 
@@ -19,11 +19,11 @@ Values = dict[tuple[str, str], Any]
 
 _BUFFER, _ATTRIBUTE = "buffer", "attribute"
 _MARKER: Final = "max_seq_len_cached"
-"""Suffix of the attribute of rotary embeddings with the length of the longest text."""
+"""Suffix of the attribute in which rotary embeddings store the length of the longest sequence."""
 
 
 def reset_before_calls(model: nn.Module) -> None:
-    """Make every stateful rotary embedding start each call with the state that it had before its first call."""
+    """Make every rotary embedding with state start each call from the state before its first call."""
     for module in model.modules():
         if any(name.endswith(_MARKER) for name in vars(module)):
             _ResetState().attach(module)
@@ -52,10 +52,10 @@ def changed_state(model: nn.Module, run_forward: Callable[[], object]) -> tuple[
 
 
 class _ResetState:
-    """State of one module before and after a call of its forward.
+    """State of a module before its first call, which is restored before every later call.
 
-    Each call of forward starts from the state that the previous call started from. If other code has changed the state
-    between the calls, for example by a move to another device, the changed state is kept and used from then on.
+    If other code changes the state between two calls, for example by a move to another device, the changed state is
+    restored from then on.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,6 @@ class _ResetState:
         self._after: Values | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Make a module reset its state at the start of every forward."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end)
 

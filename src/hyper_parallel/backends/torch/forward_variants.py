@@ -1,4 +1,4 @@
-"""Changes of a forward pass: activation recomputation, full float64 arithmetic, and the loop over experts."""
+"""Changes of a model's forward: activation recomputation, float64 in every operation, experts run one by one."""
 
 from __future__ import annotations
 
@@ -77,11 +77,13 @@ def keep_float64(model: nn.Module) -> None:
 
 
 def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
-    """Return why grouped matrix products do not support the experts of a model; None if they do or it has no experts.
+    """Return the reason why grouped matrix products cannot compute the experts of a model.
+
+    The result is None if they can, or if the model has no layer with all experts in one parameter [E, ...].
 
     Args:
-        model: Model with all experts of a layer in one parameter [E, ...], of any dtype.
-        dtype: Dtype of the products.
+        model: The model, with parameters of any dtype.
+        dtype: Dtype in which the products are computed.
     """
     sizes = {
         size
@@ -100,7 +102,7 @@ def ungrouped_experts(model: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def loop_over_experts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make a model use its own loop over experts if grouped matrix products do not support them."""
+    """Make a model compute its experts one by one if grouped matrix products do not support them."""
     if ungrouped_experts(model, dtype) and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
 
@@ -122,7 +124,8 @@ def recompute_layers(
         running: The running pass; a recomputed layer gets the pass context that its forward had.
 
     Returns:
-        Dict from each of these layers to a function that begins a pass of two half-batches through it.
+        Dict from each recomputed layer to a function that creates the `RecomputedHalves` of one pass through the layer,
+        for execution in half-batches.
     """
     layers = [layer for stage in stages for layer in stage]
     indices, halves = iter(range(len(layers))), dict[nn.Module, Callable[[], RecomputedHalves]]()

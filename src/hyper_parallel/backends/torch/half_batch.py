@@ -1,15 +1,16 @@
-"""Half-batches: decoder layers run on two halves of the sequences of a microbatch, which take turns.
+"""Half-batches: decoder layers run on two halves of the sequences of a microbatch, to hide collectives.
 
-While one half waits for a collective, the other one computes, in forward and, by the order of autograd, in backward.
-The layer's code is not changed: its forward is called once per half.
+While one half-batch waits for a collective, the other one computes, in forward and in backward. The code of a layer is
+not changed: its forward is called once per half-batch.
 
-    layer k      half 0 | half 1
-    layer k + 1           half 0 | half 1       layer k returns when half 0 is done: half 1 ends in layer k + 1
+    layer k      half-batch 0 | half-batch 1
+    layer k + 1                 half-batch 0 | half-batch 1
 
-A layer returns stand-ins, see `HalvedTensor`: any use except by the next layer completes the second half first. Both
-halves are completed at the end of a layer if a hook follows, and at the end of the model. FSDP gathers and frees the
-parameters of a layer for both halves, see `HalvedUnit`. Recomputation runs both halves of a layer, see
-`RecomputedHalves`. A pass whose sequences cannot be halved runs whole, which `HalfBatch.whole_layers` counts.
+Layer k returns when half-batch 0 is done, and half-batch 1 finishes it during layer k + 1. The return value is a
+placeholder, `HalvedTensor`: any use except by the next layer first completes half-batch 1. Both half-batches are
+completed at the end of a layer with hooks, and at the end of the model. FSDP gathers the parameters of a layer once for
+both, see `HalvedUnit`. Recomputation runs both, see `RecomputedHalves`. A microbatch that cannot be split into two
+halves runs as a whole.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hyper_parallel.ir import Overlap, Strategy
 
 
 class HalvedTensor(StandIn):
-    """Output of two half-batches; shape and dtype are known before the second half is complete."""
+    """Placeholder for the joined output of two half-batches; the second half may be incomplete."""
 
     _first: Tensor
     _second: Callable[[], Tensor | None]
@@ -46,13 +47,13 @@ class HalvedTensor(StandIn):
     def stand_in(
         first: Tensor, second: Callable[[], Tensor], dim: int, finish: Callable[[], None]
     ) -> HalvedTensor:
-        """Return a stand-in for the two halves, joined along a dim.
+        """Return a placeholder for the output of both half-batches, joined along `dim`.
 
         Args:
-            first: The first half.
-            second: Function that returns the second half, once it is complete.
-            dim: Dim along which the halves are joined.
-            finish: Function that completes the second half.
+            first: Output of the first half-batch.
+            second: Function that returns the output of the second half-batch after it is complete.
+            dim: Dim along which the outputs are joined.
+            finish: Function that completes the second half-batch.
         """
         shape = list(first.shape)
         shape[dim] *= 2
@@ -61,13 +62,13 @@ class HalvedTensor(StandIn):
         return x
 
     def take_half(self, index: int) -> Tensor:
-        """Return half 0 or 1, which must be complete."""
+        """Return the output of half-batch 0 or 1, which must be complete."""
         if self._whole is not None:
             return self._whole.chunk(2, self._dim)[index]
         return self._second() if index else self._first
 
     def whole(self) -> Tensor:
-        """Complete both halves and return them joined; repeated calls return the same tensor."""
+        """Complete both half-batches and return the joined output; repeated calls return the same tensor."""
         if self._whole is None:
             self._finish()
             if (second := self._second()) is None:
@@ -78,23 +79,23 @@ class HalvedTensor(StandIn):
 
 
 _PACKED_ARGUMENTS: Final = ("cu_seq", "max_length", "seq_idx")
-"""Prefixes of arguments that describe packed documents over all sequences, in the names of transformers 5."""
+"""Prefixes of argument names of transformers 5 that describe packed documents; such arguments cannot be halved."""
 
 
 def check_half_batches(model: nn.Module, strategy: Strategy, has_balance_loss: bool) -> None:
-    """Raise HP205 for a model that may give other results on two half-batches than on the whole batch.
+    """Refuse a model whose results on two half-batches may differ from those on the whole batch.
 
     Args:
         model: The model.
         strategy: The strategy.
-        has_balance_loss: True if training adds the load-balancing loss of experts.
+        has_balance_loss: Whether training adds the load-balancing loss of experts.
 
     Raises:
         UnsupportedSharding: HP205 naming the reason.
     """
     if not strategy.overlap.half_batch:
         return
-    # Ranks would skip different layers, so that they would gather and reduce layers in different orders.
+    # Ranks that skip different layers would run collectives in different orders.
     skipping = {k: v for m in model.modules() for k, v in vars(m).items() if "layerdrop" in k and v}
     name = type(model).__name__
     reasons = {
@@ -121,8 +122,8 @@ class HalfBatch:
     """Executor of decoder layers on two half-batches.
 
     Attributes:
-        halved_layers: Number of layers run on half-batches since the last `take_counts`.
-        whole_layers: Number of layers run on whole batches since then.
+        halved_layers: Number of layer calls run on half-batches since the last `take_counts`.
+        whole_layers: Number of layer calls run on whole batches since the last `take_counts`.
     """
 
     def __init__(self, overlap: Overlap, tp: TpState | None, joins_layers: bool) -> None:
@@ -131,7 +132,7 @@ class HalfBatch:
         Args:
             overlap: Overlap options of the strategy; they decide which batches are halved.
             tp: State of tensor parallelism; None without it.
-            joins_layers: Whether the halves are joined at the end of every layer.
+            joins_layers: Whether both half-batches are completed at the end of every layer.
         """
         self._overlap, self._joins_layers = overlap, joins_layers
         self._tp = None if tp is None or tp.replicated_activations else tp
@@ -152,7 +153,7 @@ class HalfBatch:
         """Wrap the forwards of decoder layers, so that they run on half-batches.
 
         Args:
-            layers: Decoder layers, whose forwards run whole batches before this call.
+            layers: Decoder layers; changed in place.
             recomputed: Dict whose keys are the layers that backward recomputes. Its values are functions that create
                 the `RecomputedHalves` of one pass through the layer.
         """
@@ -163,14 +164,14 @@ class HalfBatch:
             layer.forward = functools.wraps(layer.forward)(run)
 
     def replace_unit_hooks(self, modules: Sequence[nn.Module]) -> None:
-        """Replace FSDP's hooks on layers that do not join their halves; `modules` are those that FSDP manages."""
+        """Replace FSDP's hooks on the layers among `modules`, unless every layer completes both half-batches."""
         if not self._joins_layers:
             self._units = {m: HalvedUnit(m) for m in self._layers if m in {*modules}}
 
     def watch(self, model: nn.Module) -> None:
-        """Complete both halves at the end of each pass of a model.
+        """Add hooks to a model that complete both half-batches at the end of each forward pass.
 
-        Its passes raise HP205 if they return attention weights or if a layer is compiled.
+        The hooks raise HP205 in a pass that returns attention weights, and if a layer is compiled.
         """
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -200,10 +201,7 @@ class HalfBatch:
         model.register_forward_hook(after, always_call=True)
 
     def parts(self, batch: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return 2 if a pass over (B, S) tokens runs on half-batches, else 1.
-
-        `args` and `kwargs` are the arguments of its first layer.
-        """
+        """Return 2 if a pass over (B, S) tokens with these arguments of its first layer is halved, else 1."""
         parts = self._overlap.parts(*batch) if len(batch) == 2 else 1
         return 1 if _halves(*_without_hidden(args, kwargs), batch[0]) is None else parts
 
@@ -214,14 +212,17 @@ class HalfBatch:
         return counts
 
     def begin(self, calls: Sequence[Callable[[], Any]], dim: int) -> Any:
-        """Begin a pass with one call per half; return the results joined along `dim`, or a stand-in for them."""
+        """Begin a forward pass by running one call per half-batch; return the outputs joined along `dim`.
+
+        The result is a `HalvedTensor` unless layers complete both half-batches.
+        """
         self._turns.close()
         return self._run(calls, dim, joins=self._joins_layers)
 
     def end(self, call: Callable[[Tensor], Any], x: Tensor, dims: tuple[int, int]) -> Any:
-        """End a pass: apply `call` to each half of `x` and return the joined results.
+        """End a forward pass: apply `call` to each half of `x` and return the joined outputs.
 
-        `dims`: dim along which `x` is split, and dim along which the results are joined.
+        `dims` are the dim along which `x` is split and the dim along which the outputs are joined.
         """
         half = _half_of(x, dims[0])
 
@@ -269,27 +270,27 @@ class HalfBatch:
         return self._run([partial(call, index) for index in range(2)], dim, joins)
 
     def _forwards(self, layer: nn.Module, inner: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """Return the forward of a layer for each half."""
+        """Return the forward of a layer for each half-batch; a recomputed layer has a separate one for each."""
         if layer not in self._recomputed or not torch.is_grad_enabled():
             return [inner, inner]
         halves = self._recomputed[layer]()
         return [partial(halves.run, index) for index in range(2)]
 
     def _in_unit(self, layer: nn.Module, parts: int) -> Callable[..., Any]:
-        """Gather the parameters of a layer if FSDP shards it; return a function that calls a forward of `parts`."""
+        """Gather the parameters of a layer if FSDP shards it; return the function that calls the layer's forward."""
         if layer not in self._units:
             return lambda forward, *args, **kwargs: forward(*args, **kwargs)
         self._unit_pass = self._units[layer].begin(parts, self._unit_pass)
         return self._unit_pass.run
 
     def _is_watched(self, layer: nn.Module, following: nn.Module | None) -> bool:
-        """Return whether code other than the next layer, such as a hook, gets the output of a layer."""
+        """Return whether code other than the next layer, such as a hook, may read the output of a layer."""
         if layer._forward_hooks or getattr(layer, "gradient_checkpointing", False):
             return True
         return self._tp is None if following is None else bool(following._forward_pre_hooks)
 
     def _run(self, calls: Sequence[Callable[[], Any]], dim: int, joins: bool) -> Any:
-        """Return the joined result of two calls; without `joins`, a stand-in while the second call is incomplete."""
+        """Run one call per half-batch and return the joined output; without `joins`, a `HalvedTensor`."""
         results = self._turns.add(calls)
         if joins:
             self._turns.finish()
@@ -302,7 +303,7 @@ class HalfBatch:
         return _join_outputs(results[0], lambda: results[1], dim, joined)
 
     def _batch(self, hidden: Tensor) -> int | None:
-        """Return the number of sequences in the hidden states of a layer; None if they cannot be halved."""
+        """Return the number of sequences in the hidden states of a layer; None if the pass runs on a whole batch."""
         if self._tp is not None:
             return 2 * self._tp.batch[0] if self._tp.shape.parts == 2 else None
         sequences, length = hidden.shape[:2]
@@ -317,7 +318,7 @@ def _half_of(x: Tensor, dim: int) -> Callable[[int], Tensor]:
 def _without_hidden(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a layer without its hidden states: None in place of the first positional one."""
+    """Return the arguments of a layer without its hidden states, which become None if they are positional."""
     if "hidden_states" in kwargs:
         return args, {k: v for k, v in kwargs.items() if k != "hidden_states"}
     return (None, *args[1:]), kwargs
@@ -326,7 +327,7 @@ def _without_hidden(
 def _halves(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int
 ) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] | None:
-    """Return the positional and keyword arguments of each half; None if it is unknown how to halve one of them."""
+    """Return (args, kwargs) for each half-batch; None if an argument cannot be halved, see `_split_argument`."""
     if any(v is not None and n.startswith(_PACKED_ARGUMENTS) for n, v in kwargs.items()):
         return None
     positional = [_split_argument(value, batch) for value in args]
@@ -343,10 +344,11 @@ def _halves(
 
 
 def _split_argument(value: Any, batch: int) -> tuple[Any, Any] | None:
-    """Return an argument for each half; None if it is unknown how to halve it.
+    """Return the values of an argument for both half-batches; None if it cannot be halved.
 
-    A tensor is halved if its first dim has size `batch`. Both halves share a tensor whose first dim is 1 or that has no
-    dim of this size. Lists, dicts and other objects are not halved: they may pass values from layer to layer.
+    A tensor is halved if its first dim has size `batch`. Both half-batches get the same tensor if its first dim is 1 or
+    if it has no dim of size `batch`. Lists, dicts and other objects cannot be halved, because layers may use them to
+    pass values to later layers.
     """
     if isinstance(value, Tensor):
         if batch not in value.shape or value.shape[0] == 1:
@@ -372,13 +374,9 @@ def _join_outputs(
     dim: int,
     joined: Callable[[Callable[[], Tensor], Tensor, int], Tensor],
 ) -> Any:
-    """Return the output of a layer, with the tensors of both halves joined.
+    """Return the output of a layer: the outputs `first` and `second()` of both half-batches, joined.
 
-    Args:
-        first: Output for the first half: a tensor or a tuple.
-        second: Function that returns the output for the second half.
-        dim: Dim along which the first tensor is joined; other tensors are joined along dim 0.
-        joined: Function that joins (second, first, dim).
+    The first tensor is joined along `dim`, others along dim 0. `joined(second, first, dim)` joins two tensors.
     """
     if isinstance(first, Tensor):
         return joined(second, first, dim)
@@ -391,8 +389,9 @@ def _join_outputs(
     if first is None:
         return None
     raise UnsupportedSharding(
-        "a decoder layer returns a value that cannot be joined from two half-batches",
+        f"a decoder layer returns a {type(first).__name__}, which cannot be joined from two half-batches",
         where="overlap",
         got=type(first).__name__,
+        allowed="a tensor, None, or a tuple of them",
         hint="overlap=none",
     )

@@ -1,8 +1,8 @@
 """Accuracy on held-out data: targets that are the most likely next token, and answers that consist of such targets.
 
-Each target is predicted from the true tokens before it (teacher forcing). An answer is a run of targets in one row of
-the batch, such as the reply of an assistant. It is right if all its targets are predicted. This is the case if and only
-if greedy decoding from the tokens before the answer returns the answer.
+Each target is predicted from the true tokens before it (teacher forcing). An answer is a run of consecutive targets in
+one row of the batch, such as the reply of an assistant. An answer is correct if all its targets are predicted, which
+holds if and only if greedy decoding from the tokens before the answer returns the answer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _counted: ContextVar[HeldOutPredictions | None] = ContextVar("held_out_predictio
 
 @dataclass
 class HeldOutPredictions:
-    """Counts of this rank's targets and answers, and of the right ones; compiled code counts nothing.
+    """Counters of targets and answers on this rank, and of the correctly predicted ones.
+
+    Code under `torch.compile` does not update the counters.
 
     Attributes:
-        whole_rows: False if ranks have only parts of rows, so that answers cannot be counted.
+        whole_rows: False if rows are sharded over ranks, in which case answers are not counted.
     """
 
     whole_rows: bool = True
@@ -46,10 +48,10 @@ class HeldOutPredictions:
 
         Args:
             tp: State of tensor parallelism; None without it.
-            logits: [..., V]: output of this rank's head. Tensor parallelism may shard tokens or V over ranks.
-            targets: [T]: token ids at all T positions of the tensor-parallel group, equal on its ranks.
+            logits: Output [..., V] of this rank's head. Tensor parallelism may shard tokens or V over ranks.
+            targets: Target ids [T] of all tokens, including those whose logits are on other tensor-parallel ranks.
             row_length: Number of tokens in a row of the batch.
-            ignore_index: Value in `targets` for tokens without a target.
+            ignore_index: Value in `targets` that marks positions without a target.
         """
         predicted = _most_likely_tokens(tp, logits)[: targets.shape[0]]
         if tp is not None and tp.rank > 0:
@@ -70,10 +72,10 @@ class HeldOutPredictions:
     def accuracies(self, num_tokens: int, device: torch.device) -> dict[str, float]:
         """Return `token_accuracy` and `answer_accuracy` over all ranks, by name.
 
-        The dict is empty if some targets were not counted. It has no `answer_accuracy` if rows are split over ranks.
+        The dict is empty if some targets were not counted. It has no `answer_accuracy` if rows are sharded over ranks.
 
         Args:
-            num_tokens: Number of targets of the evaluation, over all ranks.
+            num_tokens: Number of targets in the evaluation, over all ranks.
             device: Device of the model.
         """
         zeros = torch.zeros(4, dtype=torch.int64, device=device)
@@ -107,7 +109,7 @@ def _most_likely_tokens(tp: TpState | None, logits: Tensor) -> Tensor:
 
 @contextmanager
 def count_predictions(whole_rows: bool) -> Iterator[HeldOutPredictions]:
-    """Count the predictions of all losses in this context."""
+    """Yield counters that are updated by every loss computed in this context; see `HeldOutPredictions`."""
     counted = HeldOutPredictions(whole_rows)
     token = _counted.set(counted)
     try:
@@ -117,5 +119,5 @@ def count_predictions(whole_rows: bool) -> Iterator[HeldOutPredictions]:
 
 
 def counted_predictions() -> HeldOutPredictions | None:
-    """Return the counts of the current context; None outside of one and in compiled code."""
+    """Return the counters of the surrounding `count_predictions`; None without one and in compiled code."""
     return None if torch.compiler.is_compiling() else _counted.get()

@@ -1,7 +1,7 @@
-"""Recomputed layers that save the outputs of matrix products and attention in host memory.
+"""Activation recomputation in which the outputs of matrix products and attention are offloaded to host memory.
 
-Backward recomputes such a layer, but reloads these outputs, which cost most of the time, instead of recomputing them.
-Unlike a memory plan this needs no fixed shapes.
+Backward recomputes a layer, but reloads these outputs, which are the most expensive ones, instead of recomputing them.
+Unlike a memory plan, this method does not need fixed shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST_SAVED: Final = "_swap"
 
 
 class HostSavedActivations:
-    """Activations of a layer that stay in host memory between forward and backward.
+    """Creator of contexts that keep activations of a layer in host memory between forward and backward.
 
     Attributes:
         inputs: Whether the inputs of the layer are offloaded too.
@@ -42,17 +42,20 @@ class HostSavedActivations:
         self.inputs = inputs
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of forward and of recomputation, for `torch.utils.checkpoint`."""
+        """Return the contexts of forward and of recomputation: the argument `context_fn` of `checkpoint`."""
         saved: deque[tuple[Any, Any]] = deque()
         return _OffloadMode(saved), _ReloadMode(saved)
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return a context around the checkpointed call that offloads the layer's inputs, which the call saves."""
+        """Return a context that offloads the tensors saved in it: the layer's inputs, around a checkpointed call."""
         return saved_tensors_hooks(_to_host, _to_device)
 
 
 def save_activations_on_host(layers: list[nn.Module], inputs: bool = True) -> None:
-    """Offload results of matrix products in recomputed layers to host memory, with `inputs` also the layers' inputs."""
+    """Make recomputed layers keep the outputs of matrix products and attention in host memory.
+
+    With `inputs`, the inputs of the layers are offloaded too.
+    """
     for layer in layers:
         setattr(layer, HOST_SAVED, HostSavedActivations(inputs))
 
@@ -64,7 +67,7 @@ class _HostCopy:
 
 
 def _to_host(tensor: Tensor) -> _HostCopy:
-    """Return a copy of a tensor in host memory; from an accelerator, pinned memory filled asynchronously."""
+    """Return a copy of a tensor in host memory; for an accelerator, an asynchronous copy to pinned memory."""
     pinned = tensor.device.type != "cpu"
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
     return _HostCopy(host.copy_(tensor, non_blocking=pinned), tensor.device)
@@ -75,7 +78,7 @@ def _to_device(copy: _HostCopy) -> Tensor:
 
 
 def _uses_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator uses dropout: it must be recomputed to keep the random number sequence of forward."""
+    """Return whether an operator call draws dropout masks: it is recomputed, to draw the same numbers as forward."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name == "dropout_p":
             return bool(value)
@@ -83,7 +86,7 @@ def _uses_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 class _SavedOutputsMode(TorchDispatchMode):
-    """Dispatch mode with the offloaded outputs of a layer, in call order."""
+    """Dispatch mode that stores the offloaded outputs of a layer in call order."""
 
     def __init__(self, saved: deque[tuple[Any, Any]]) -> None:
         super().__init__()
@@ -91,8 +94,6 @@ class _SavedOutputsMode(TorchDispatchMode):
 
 
 class _OffloadMode(_SavedOutputsMode):
-    """Mode of forward that offloads operator outputs."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -3,14 +3,13 @@
     forward     start issues the collective         finish waits for the result
     backward    start waits for the gradient        finish issues the transposed collective
 
-Code that runs between start and finish overlaps with the collective, and so does its backward: autograd runs nodes in
-the reverse order of their creation. Between the backward of finish and that of start it therefore runs the backward of
-the code between them. No threads are used. The order of issue is the same on every rank, because it follows from the
-order of creation alone.
+Code that runs between start and finish overlaps with the collective. Its backward overlaps with the transposed
+collective, because autograd runs nodes in the reverse order of their creation. No threads are used. All ranks create
+nodes in the same order, so they issue collectives in the same order.
 
-    serial      `collective(launch, transpose, x)`                  one node, as without this module
-    chunks      `pending = start(launch, transpose, x)` ... `pending.finish()`
-    halves      `Turns`: the calls of two halves take turns; each is suspended while its collective is in flight
+    serial          `collective(launch, transpose, x)`: a single node that blocks
+    chunks          `pending = start(launch, transpose, x)` ... `pending.finish()`
+    half-batches    `Turns`: two halves of a microbatch alternate; each is suspended during its collective
 
 Sources: Wang et al. 2024 (Domino), section 3, for half-batches; the schedule of backward is ours.
 """
@@ -49,7 +48,7 @@ class CollectiveLauncher(Protocol):
 
 
 class _Flight:
-    """Functions that wait for a collective in flight and for its transpose in backward; None: not in flight."""
+    """Functions that wait for a collective and for the transposed collective of backward; None: not in flight."""
 
     def __init__(self) -> None:
         self.forward: Wait | None = None
@@ -57,7 +56,7 @@ class _Flight:
 
 
 class _Start(torch.autograd.Function):
-    """Autograd node that issues the collective; `_Finish` replaces its placeholder outputs by the result."""
+    """Autograd node that issues the collective; its outputs are placeholders, the result is that of `_Finish`."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, launch: CollectiveLauncher, *tensors: Tensor) -> Any:
@@ -73,9 +72,9 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Autograd node that waits for the collective.
+    """Autograd node that waits for the collective and returns its result.
 
-    Its backward issues the transposed collective; the backward of `_Start` waits for that one and returns its result.
+    The backward of `_Finish` issues the transposed collective. The backward of `_Start` waits for it.
     """
 
     @staticmethod
@@ -91,8 +90,8 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.flight.backward = ctx.transpose(*grads, async_op=True)
         # Autograd requires gradients of the inputs' shapes; the backward of `_Start` ignores their values.
-        stand_ins = (torch.zeros((), dtype=t, device=d).expand(s) for s, t, d in ctx.inputs)
-        return None, None, *stand_ins
+        placeholders = (torch.zeros((), dtype=t, device=d).expand(s) for s, t, d in ctx.inputs)
+        return None, None, *placeholders
 
 
 class PendingCollective:
@@ -107,10 +106,10 @@ class PendingCollective:
     def finish(self, *, leads_to_start: bool = False) -> Any:
         """Wait for the collective and return its result, a tensor or a tuple.
 
-        Another half-batch, if any, computes while the collective is in flight.
+        In a half-batch, the other half-batch computes during the wait.
 
         Args:
-            leads_to_start: Whether the next collective starts after little computation, see `offer_turn`.
+            leads_to_start: Whether the caller starts another collective after little computation, see `offer_turn`.
         """
         if (half := _running_half()) is not None:
             half.turns.suspend(half.index, leads_to_start)
@@ -136,9 +135,9 @@ def collective(
     *tensors: Tensor,
     leads_to_start: bool = False,
 ) -> Any:
-    """Return the result of a collective; arguments as in `start` and `PendingCollective.finish`.
+    """Run a collective and return its result; arguments as in `start` and `PendingCollective.finish`.
 
-    Inside of `Turns`, another half-batch computes while the collective is in flight. Elsewhere the call blocks.
+    In a half-batch, the other half-batch computes during the wait. Elsewhere the call blocks.
     """
     if _running_half() is not None:
         return start(launch, transpose, *tensors).finish(leads_to_start=leads_to_start)
@@ -146,9 +145,10 @@ def collective(
 
 
 def offer_turn() -> None:
-    """Let the other half-batch run if it soon starts its next collective; to be called during a long computation.
+    """Suspend this half-batch if the other one will soon start a collective; no effect outside of half-batches.
 
-    Without this, the other half-batch would start its collective only after the computation, with the link idle.
+    Code calls this function within a long computation. Otherwise the other half-batch would start its collective only
+    after the computation, and the link would be idle.
     """
     if (half := _running_half()) is not None:
         half.turns.offer(half.index)
@@ -188,15 +188,15 @@ def sum_both(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
 
 
 def blocking_sum(x: Tensor, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Return the result of `sum_both` without a switch to the other half-batch, for callers inside a torch mode."""
+    """Return the result of `sum_both` without running the other half-batch meanwhile, for use in a torch mode."""
     return _blocking(_launch_sum(group, name), _launch_sum(group, name.backward), x)  # type: ignore[no-any-return]
 
 
 class Turns:
-    """Calls of two halves of a pass, which take turns on one thread: one computes while the other communicates.
+    """Scheduler of the calls of two half-batches on one thread: one computes while the other waits for a collective.
 
-    The calls of a half run in the order in which they were added, and the order of turns is fixed. If every rank adds
-    the same calls, all ranks therefore issue collectives in the same order.
+    The calls of a half-batch run in the order in which they were added, and half-batches alternate in a fixed order.
+    If every rank adds the same calls, all ranks therefore issue collectives in the same order.
     """
 
     def __init__(self) -> None:
@@ -207,13 +207,14 @@ class Turns:
         self._hooks: tuple[list[saved_tensors_hooks], ...] = ([], [])
 
     def add(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Add one call per half, and return when the call of the first half has returned.
+        """Add one call per half-batch, and run both until the call of the first half-batch has returned.
 
         Returns:
-            The result of each half. The second is None until `finish`, or until a later call of that half begins.
+            A list with the result of each call. The second item is None until the second call has returned: before a
+            later call of the second half-batch begins, and at the latest in `finish`.
 
         Raises:
-            Exception: Error of any unfinished call; all other calls are ended.
+            Exception: The error of any unfinished call, after all other calls have been ended.
         """
         results: list[Any] = [None, None]
         grad = torch.is_grad_enabled()
@@ -232,11 +233,11 @@ class Turns:
         return results
 
     def finish(self) -> None:
-        """Run all calls to their end; raise the same errors as `add`."""
+        """Run all added calls to their end; raise the same errors as `add`."""
         self._give_turns(lambda: self._calls[0] or self._calls[1])
 
     def close(self) -> None:
-        """End the calls that have not returned, after an error."""
+        """End all calls that have not returned, after an error."""
         for queue in self._calls:
             while queue:
                 if call := queue.popleft():  # a greenlet is true once it has started
@@ -244,9 +245,9 @@ class Turns:
         self._soon_starting.clear()
 
     def suspend(self, index: int, leads_to_start: bool = False) -> None:
-        """Suspend the running call, which belongs to half `index`, until the other half has had its turn.
+        """Suspend the running call, which belongs to half-batch `index`, and run the other half-batch.
 
-        `leads_to_start`: the call starts its next collective soon after it is resumed.
+        `leads_to_start` tells that the call will start a collective soon after it is resumed.
         """
         if leads_to_start:
             self._soon_starting.add(index)
@@ -263,7 +264,7 @@ class Turns:
 
     @contextmanager
     def apply(self, index: int, hooks: saved_tensors_hooks) -> Iterator[None]:
-        """Apply hooks to the tensors that half `index` saves, and not to those of the other half in its turns."""
+        """Apply hooks to the tensors that half-batch `index` saves in this context, but not to those of the other."""
         applied = self._hooks[index]
         with hooks:
             applied.append(hooks)
@@ -273,7 +274,7 @@ class Turns:
                 applied.pop()
 
     def offer(self, index: int) -> None:
-        """Suspend the running call, which belongs to half `index`, if the other half soon starts a collective."""
+        """Suspend the running call of half-batch `index` if the other half-batch will soon start a collective."""
         if self._soon_starting - {index}:
             self.suspend(index)
 
@@ -292,7 +293,6 @@ class Turns:
 
 
 def _greenlet_module() -> Any:
-    """Return the package `greenlet`, which only half-batches need."""
     try:
         import greenlet
     except ImportError as error:
@@ -303,7 +303,7 @@ def _greenlet_module() -> Any:
 
 
 def _resume(calls: deque[Any]) -> None:
-    """Run the queued calls of one half in order, until one suspends itself or all have returned."""
+    """Run the queued calls of one half-batch in order, until a call suspends itself or all have returned."""
     while calls:
         calls[0].switch()
         if not calls[0].dead:
@@ -313,7 +313,7 @@ def _resume(calls: deque[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Half of a pass, 0 or 1, and the `Turns` that run its calls."""
+    """Index of a half-batch, 0 or 1, and the scheduler of its calls."""
 
     index: int
     turns: Turns
@@ -323,24 +323,24 @@ _half: ContextVar[Half | None] = ContextVar("half", default=None)
 
 
 def _running_half() -> Half | None:
-    """Return the half-batch that computes now; None outside of half-batches, and in compiled code, which has none."""
+    """Return the half-batch whose call is running; None outside of half-batches and in compiled code."""
     return None if torch.compiler.is_compiling() else _half.get()
 
 
 def apply_hooks(hooks: saved_tensors_hooks) -> AbstractContextManager[None]:
-    """Return a context that applies hooks to the tensors that the half-batch which computes now saves for backward."""
+    """Return a context that applies hooks to the tensors that the running half-batch saves for backward."""
     half = _half.get()
     assert half is not None
     return half.turns.apply(half.index, hooks)
 
 
 def half_index() -> int:
-    """Return the index of the half-batch that computes now; 0 outside of half-batches."""
+    """Return the index of the running half-batch, 0 or 1; 0 outside of half-batches."""
     half = _running_half()
     return 0 if half is None else half.index
 
 
 def rows_of_half(x: Tensor) -> Tensor:
-    """Return the rows of the half-batch that computes now; all rows outside of half-batches."""
+    """Return the half of `x` along dim 0 that belongs to the running half-batch; `x` outside of half-batches."""
     half = _running_half()
     return x if half is None else x.chunk(2)[half.index]

@@ -1,14 +1,13 @@
 """Measurements that calibrate the cost model: activations saved for backward, and rates of kernels and links.
 
-`measure_kept` counts the bytes of a model without a device, `measure_rates` times micro-benchmarks on all ranks.
+`measure_kept` counts the saved bytes of a model without a device. The cost model has formulas for common decoders. A
+model may save more: attention scores without a fused kernel, an activation function composed of several operators,
+capped logits. The model's forward therefore runs on meta tensors, and the bytes of the storages that autograd saves are
+summed per layer.
 
-Formulas cover the operators of common decoders. A family may save more: attention scores without a fused kernel, an
-activation function composed of operators, capped logits. The forward of the user's class therefore runs on meta
-tensors, and the bytes of the storages that autograd saves are summed per layer.
-
-Micro-benchmarks run on all ranks at the same time, which share cores, caches and links. Every measurement therefore
-starts at a barrier and averages over a time window in which all ranks work. Each benchmark runs three times and the
-fastest result counts, to exclude the load of other programs.
+`measure_rates` times micro-benchmarks on all ranks at the same time, because ranks share cores, caches and links. Every
+measurement starts at a barrier and averages over a time window in which all ranks work. Each benchmark runs three times
+and the fastest result counts, to exclude the load of other programs.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from hyper_parallel.calibration import LocalRates, fastest_rates
 from hyper_parallel.model import KeptActivations
 
 _SHORT: Final = (128, 256)
-"""Tokens of the two measured sequences for a forward that loops over tokens or chunks of tokens."""
+"""Lengths in tokens of the two measured sequences if the forward loops over tokens or chunks of tokens."""
 _LONG: Final = (512, 1024)
-"""Tokens of the two measured sequences otherwise: a scan has chunks of up to 256 tokens, and a single chunk saves less
-than several."""
+"""Lengths in tokens of the two measured sequences otherwise. A scan has chunks of up to 256 tokens, and a single chunk
+saves less than several chunks."""
 _LOOPS: Final = 1.25
-"""Least ratio of operator counts at twice the length that indicates a loop over tokens."""
+"""A forward loops over tokens if doubling the length multiplies the number of operators by at least this factor."""
 _INDEX_NAMES: Final = ("idx", "index", "layer_id", "layer_number")
 """Substrings of the names of attributes with the index of a layer."""
 _EXPERTS: Final = "experts"
@@ -50,15 +49,15 @@ Bytes = dict[tuple[int, str], float]
 
 
 def measure_kept(model: nn.Module) -> KeptActivations | None:
-    """Measure the activations that the layers of a model save for backward.
+    """Measure the bytes of the activations that the layers of a model save for backward.
 
-    One layer of each kind runs. Layers have the same kind if modules, parameter shapes and settings are equal.
+    Layers with equal modules, parameter shapes and settings are of the same kind. One layer of each kind runs.
 
     Args:
         model: Model with real or meta parameters; not changed.
 
     Returns:
-        Saved bytes; None if the forward needs values or the model has no layer list.
+        Saved bytes; None if the forward reads tensor values or the model has no layer list.
     """
     view = view_of(model)
     if view.base is None:
@@ -103,10 +102,10 @@ def measure_kept(model: nn.Module) -> KeptActivations | None:
 
 
 def _long_lengths(model: nn.Module) -> tuple[int, int]:
-    """Return two sequence lengths, both within or both beyond the sliding window of the model.
+    """Return two sequence lengths, both shorter or both longer than the sliding window of the model.
 
-    Beyond the window, attention saves more per token: a mask, and repeated keys and values. With one length on each
-    side of the window, this jump would be measured as a slope.
+    For sequences longer than the window, attention saves more per token: a mask, and repeated keys and values. With one
+    length on each side, this jump would be measured as a slope.
     """
     window = getattr(text_config(model), "sliding_window", None)
     if isinstance(window, int) and _LONG[0] < window <= _LONG[1]:
@@ -117,7 +116,8 @@ def _long_lengths(model: nn.Module) -> tuple[int, int]:
 def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, float]:
     """Fit saved bytes per token = base + slope * length to two points, and return (base, slope).
 
-    Bytes per token that decrease with the length include bytes per sequence, which are omitted: slope 0.
+    If the bytes per token decrease with the length, they include a constant per sequence. This constant is removed, and
+    the slope is 0.
 
     Args:
         short: Bytes per token at the first length.
@@ -131,7 +131,7 @@ def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, f
 
 
 def _kinds(model: nn.Module, layers: nn.ModuleList) -> list[int]:
-    """Return for every layer the index of the first layer of its kind."""
+    """Return for every layer the index of the first layer of the same kind, see `measure_kept`."""
     types, first = getattr(text_config(model), "layer_types", None), dict[Any, int]()
     kinds = []
     for index, layer in enumerate(layers):
@@ -160,9 +160,9 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 class _Run:
-    """Forward pass of a model on meta tensors, with its measurements.
+    """Forward pass of a model on meta tensors.
 
-    The pass measures the bytes saved for backward, the number of operators, and the input rows of a layer's experts.
+    The pass measures the bytes saved for backward, the number of operators, and the number of rows that experts read.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class _Run:
             self.rows = max(self.rows, args[0].numel() / args[0].shape[-1])
 
     def _skip_layer(self, kind: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states unchanged, in the output structure of the measured layer of the same kind."""
+        """Return the hidden states unchanged, in the structure that the measured layer of the same kind returns."""
         output = self._outputs[kind]
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
@@ -235,15 +235,13 @@ class _Run:
 def _two_runs(
     model: nn.Module, layers: nn.ModuleList, kinds: list[int], lengths: tuple[int, int]
 ) -> tuple[_Run, _Run] | None:
-    """Return one run per length; None if the forward depends on values, which can raise any exception."""
+    """Return one run per length; None if the forward raises, for example because it reads tensor values."""
     with suppress(Exception), driver_untouched(), torch.random.fork_rng(devices=[]):
         return _Run(model, layers, kinds, lengths[0]), _Run(model, layers, kinds, lengths[1])
     return None
 
 
 class _OperatorCounter(FlowTracer):
-    """Tracer that counts operators."""
-
     count = 0
 
     def __torch_dispatch__(
@@ -278,7 +276,7 @@ class _Counts:
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Replace attention in this context by `FusedAttention`, because meta tensors have no fused kernel."""
+    """Replace torch's attention by `FusedAttention` in this context, because meta tensors have no fused kernel."""
     plain = F.scaled_dot_product_attention
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -312,10 +310,10 @@ class FusedAttention(torch.autograd.Function):
 _TURNS = 3
 """Repetitions of each benchmark; the fastest one counts, to exclude pauses of the machine."""
 _SLOW_WINDOWS = 4
-"""A warm-up call on a CPU that takes longer than this number of windows, a quarter of a second, is the measurement.
+"""Number of time windows after which a warm-up call on a CPU is itself the measurement.
 
-An example is an emulated bfloat16 matmul. The milliseconds that only a first call takes are negligible then. On an
-accelerator they are not, because the first call loads code.
+This saves time for slow calls, such as emulated bfloat16 matmuls, for which the extra milliseconds of a first call are
+negligible. On an accelerator they are not, because the first call loads code.
 """
 Action = Callable[..., Callable[[], object]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -329,7 +327,7 @@ def measure_rates(
     Args:
         device: Device of this rank.
         dtypes: Dtypes to measure: float32, bfloat16.
-        window_s: Seconds of each measurement.
+        window_s: Seconds of each measurement, over all its repetitions.
     """
     return fastest_rates([_once(device, dtypes, window_s / _TURNS) for _ in range(_TURNS)])
 
@@ -382,9 +380,10 @@ def _mean(
     min_calls: int = 1,
     all_ranks: bool = True,
 ) -> float:
-    """Return the mean seconds per call of an action, repeated for `window_s` and at least `min_calls` times.
+    """Return the mean seconds per call of `action`, called for `window_s` seconds and at least `min_calls` times.
 
-    One warm-up call and a barrier of all ranks precede. If the warm-up takes very long on a CPU, its time is returned.
+    A warm-up call and, with `all_ranks`, a barrier precede. For a slow call, see `_SLOW_WINDOWS`, the time of the
+    warm-up is returned.
     """
     start = time.perf_counter()
     action()
@@ -412,7 +411,7 @@ def _settle(device: torch.device) -> None:
 def _passes(
     leaves: Sequence[Tensor], grad: Tensor, forward: Callable[[], Tensor]
 ) -> Callable[[], object]:
-    """Return an action that runs `forward` and its backward from `grad`, with fresh gradients of `leaves`."""
+    """Return a function that resets the gradients of `leaves`, and runs `forward` and its backward from `grad`."""
 
     def action() -> None:
         for leaf in leaves:
@@ -439,7 +438,7 @@ def _attention(
 
 
 def _chain(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> Callable[[], object]:
-    """Return an action that runs the element-wise part of a gated MLP, forward and backward."""
+    """Return a function that runs the element-wise operators of a gated MLP and a norm, forward and backward."""
     gate, up, g = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(3))
     norm = nn.RMSNorm(width, device=device, dtype=dtype)
     leaves = gate.requires_grad_(), up.requires_grad_(), norm.weight
@@ -454,7 +453,7 @@ def _adamw(device: torch.device, elements: int) -> Callable[[], object]:
 
 
 def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], ...]:
-    """Time a small layer with all ranks working, then half of them, and so on to one; return (ranks, seconds) pairs."""
+    """Time a small layer on all ranks at once, on half of them, and so on to one; return (ranks, seconds) pairs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     action = _layer(device)
     measured = []
@@ -470,7 +469,6 @@ def _layers(device: torch.device, window_s: float) -> tuple[tuple[int, float], .
 def _layer(
     device: torch.device, tokens: int = 256, width: int = 128, heads: int = 4
 ) -> Callable[[], object]:
-    """Return an action that runs forward and backward of a decoder layer without parallelism."""
     x = torch.randn(tokens, width, device=device, requires_grad=True)
     norm = nn.RMSNorm(width)
     qkv = nn.Linear(width, 3 * width)

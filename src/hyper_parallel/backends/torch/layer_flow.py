@@ -1,8 +1,8 @@
 """Trace of the data flow between layers: one forward pass on meta tensors, before any rank starts.
 
-The model's forward runs once under `FlowTracer`. The trace records the return value of every layer, and the layers that
-use a module outside the layer list. It raises if layers exchange more than one activation tensor. The trial of context
-parallelism uses the same tracer to find operators that mix tokens, and the source of positions.
+The model's forward runs once under `FlowTracer`. The trace records the structure of every layer's return value. For
+each module outside the layer list, it records the layers that use the module's results. It raises if layers exchange
+more than one activation tensor.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from hyper_parallel.errors import UnsupportedSharding
 
 @dataclass(slots=True)
 class LayerFlow:
-    """Data flow of a model between its layers; code after the last layer counts as layer `layers`.
+    """Data flow of a model between its layers.
+
+    In `owners` and `params`, the code after the last layer has the index `layers`.
 
     Attributes:
         path: Name of the layer list.
         layers: Number of layers.
         tail: Sizes of the dims of activations after [B, S].
         outputs: Per layer, the tree spec of its return value and the index of the activations among the leaves.
-        owners: Modules outside the list that own parameters, by name, with the layers that use their results.
-        results: Shape rule of each owner's result, by name: number of trailing dims of its first argument that the
-            result replaces, and their new sizes. None where no placeholder can reproduce the shape.
-        params: Parameters outside the list, by name, with the layers that use them directly or through a module.
+        owners: For each module outside the list with parameters, by name: indices of the layers that use its results.
+        results: For each of these modules, (n, sizes): the result has the shape of the first argument, with its last n
+            dims replaced by `sizes`. None if the shape follows no such rule.
+        params: For each parameter outside the list, by name: indices of the layers that use it, also through a module.
     """
 
     path: str
@@ -57,17 +59,17 @@ class LayerFlow:
         return {name for name, layers in self.params.items() if not layers}
 
     def rebuild_output(self, layer: int, hidden: Tensor) -> Any:
-        """Return the return value of a layer with `hidden` as activations and None for all other leaves."""
+        """Return a value in the structure of a layer's return value: `hidden` as activations, else None."""
         spec, position = self.outputs[layer]
         leaves = [hidden if i == position else None for i in range(spec.num_leaves)]
         return tree_unflatten(leaves, spec)
 
 
 def trace_layer_flow(model: nn.Module) -> LayerFlow:
-    """Return the flow of a model whose layers exchange one activation tensor.
+    """Trace a model on meta tensors and return the data flow between its layers.
 
     Raises:
-        UnsupportedSharding: HP205 naming the data flow that pipeline stages cannot have.
+        UnsupportedSharding: HP205 with the reason why the model cannot be divided into pipeline stages.
     """
     view = view_of(model)
     if view.base is None:
@@ -76,7 +78,7 @@ def trace_layer_flow(model: nn.Module) -> LayerFlow:
 
 
 def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
-    """Return the error for a model that cannot be sharded over an axis."""
+    """Return the error for a model that cannot be sharded over `axis` (pp, cp or tp); `why` is the reason."""
     limits = {
         "pp": "cannot be split into pipeline stages",
         "cp": "cannot shard its sequences over ranks",
@@ -92,7 +94,7 @@ def flow_error(model: nn.Module, why: str, axis: str) -> UnsupportedSharding:
 
 
 def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs: Tensor) -> Any:
-    """Return the output of a model's forward under `tracer`, with the arguments of a training step.
+    """Return the output of a model's forward under `tracer`, with the arguments of a training step and `extra_inputs`.
 
     Raises:
         UnsupportedSharding: HP205 when the forward cannot run on meta tensors, or does not support `axis`.
@@ -119,10 +121,10 @@ def run_on_meta(model: nn.Module, tracer: FlowTracer, axis: str, **extra_inputs:
 
 
 def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Module) -> int:
-    """Return how often a forward pass of the model calls a norm that is outside the layers.
+    """Return how often a forward pass of the model on meta tensors calls `norm`, a module outside of the layers.
 
-    Only the first layer runs; the other layers return its result. If the forward fails on meta tensors, the calls
-    before the failure are counted.
+    Only the first layer runs; the other layers return its result. If the forward fails, the calls before the failure
+    are counted.
     """
     calls, results = [0], list[Any]()
     first, run = layers[0], layers[0].forward
@@ -143,7 +145,7 @@ def count_norm_calls(model: nn.Module, layers: Sequence[nn.Module], norm: nn.Mod
 
 
 class _LayerTrace(SlotList):
-    """Layer list that replaces the model's list during the trace."""
+    """Layer list that replaces the model's layer list during the trace."""
 
     def __init__(self, model: nn.Module, view: ModelView) -> None:
         super().__init__(view.layers)
@@ -158,7 +160,6 @@ class _LayerTrace(SlotList):
         return self._slots
 
     def run(self) -> LayerFlow:
-        """Run the model once and return the recorded data flow."""
         model, flow, tracer = self.model, self.flow, self.tracer
         with preserve_module_state(model):
             self._mark_parameters()
@@ -174,7 +175,7 @@ class _LayerTrace(SlotList):
         return flow
 
     def _mark_parameters(self) -> None:
-        """Mark all parameters and add a hook to every module outside the layer list that owns parameters."""
+        """Give all parameters, and the results of modules outside the layer list with parameters, their marks."""
         model, flow, tracer = self.model, self.flow, self.tracer
         inside: dict[int, set[int]] = {}
         for i, layer in enumerate(self._modules.values()):
@@ -205,8 +206,8 @@ class _LayerTrace(SlotList):
         """Record the modules and parameters from which the inputs of a layer were computed.
 
         Args:
-            marks: Origins of the inputs.
-            layer: Index of the layer; the number of layers for the code after the last one.
+            marks: Marks of the inputs, see `flow_tracer`.
+            layer: Index of the layer; the number of layers for the code after the last layer.
         """
         for i in range(self.flow.layers):
             if (marks & self._output(i) and i != layer - 1) or (
@@ -222,7 +223,7 @@ class _LayerTrace(SlotList):
                 getattr(self.flow, kind)[name].add(layer)
 
     def detach_origins(self, layer: int, out: Any) -> Any:
-        """Return the output `out` of a layer, with each tensor replaced by one whose only origin is that layer."""
+        """Return the output `out` of a layer as meta tensors whose only origin is this layer."""
         leaves, spec = tree_flatten(out)
         position = next(
             (
@@ -275,7 +276,7 @@ class _LayerTrace(SlotList):
 
 
 class _Slot:
-    """Stand-in for a layer in the layer list during the trace."""
+    """Wrapper of a layer during the trace, which records the inputs and outputs of its call."""
 
     def __init__(self, layer: Any, index: int, trace: _LayerTrace) -> None:
         self._layer, self._index, self._trace = layer, index, trace

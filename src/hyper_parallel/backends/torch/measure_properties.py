@@ -1,7 +1,7 @@
-"""Measure properties of a model: run a small float64 copy, change one input, and compare the outputs.
+"""Measurement of model properties, such as causality: run a small copy in float64, change an input, compare outputs.
 
-Nothing is inferred from names or source text. Each measurement compares two outputs that are equal when the property
-holds; a difference above `TOLERANCE` of the largest output means that it does not.
+Nothing is inferred from names or source text. Each measurement compares two outputs that are equal if the model has the
+property. A difference above `TOLERANCE`, relative to the largest output, means that the model does not have it.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ TOLERANCE: Final = 1e-6
 models that keep some state in float32; a single changed token moves outputs by more than 1e-3."""
 
 SHORTEST: Final = 16
-"""Number of tokens that a small copy must be able to read."""
+"""Number of tokens that the small copy of a model must be able to read."""
 
 _DOCUMENT: Final = 11
-"""Tokens of the compared document; odd, so that it ends within a block of any even size."""
+"""Tokens of the compared document; odd, so that the document ends within a block of any even size."""
 _BEFORE: Final = 7
-"""Tokens of the document before it in a packed row."""
+"""Tokens of the document that precedes the compared one in a packed row."""
 _PADDING: Final = 3
 _PROMPT: Final = 6
 """Tokens of a prompt; the rest of the document is decoded token by token."""
 _NOISE: Final = 0.05
-"""Standard deviation of the noise on every parameter, so that parts that start at zero have an effect."""
+"""Standard deviation of the noise added to every parameter, so that parameters initialized to zero have an effect."""
 
 
 class StableTopK(TorchFunctionMode):
-    """Mode in which `topk` selects the first of equal values.
+    """Mode in which `topk` selects the first among equal values.
 
-    The choice of `torch.topk` among equal values depends on the length of the row. Equal scores are common in small
-    models (a ReLU returns exact zeros) and would look like an effect of padding.
+    The choice of `torch.topk` among equal values depends on the length of the row. Small models often have equal router
+    scores, because a ReLU returns exact zeros, and the choice would then look like an effect of padding.
     """
 
     def __torch_function__(
@@ -88,11 +88,11 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
 
     Args:
         model: A model after `prepare_model`.
-        positions: Maximum length of the model's configuration, in tokens. History is measured with longer texts if the
-            model can read them.
+        positions: Maximum sequence length of the model's config, in tokens. The effect of earlier passes is measured
+            with longer sequences if the model can read them.
 
     Returns:
-        All properties; one whose measurement raises an exception has `holds` None and the exception as its reason.
+        All properties. A property whose measurement raises has `holds` None and the exception as its reason.
     """
     with torch.no_grad(), StableTopK():
         texts = _Texts(model)
@@ -114,11 +114,11 @@ def measure_properties(model: nn.Module, positions: int) -> ModelProperties:
 
 
 class _Unmeasured(Exception):
-    """Signal that a measurement does not apply to the model; the message is the reason."""
+    """Signal that a property cannot be measured for the model; the message is the reason."""
 
 
 def _answer(measure: Callable[[], float]) -> Property:
-    """Run `measure`, which returns a relative difference of two outputs, and return whether the property holds."""
+    """Return the property that `measure` measures; it returns the relative difference of two outputs."""
     try:
         difference = measure()
     except _Unmeasured as why:
@@ -141,7 +141,10 @@ def _perturb_parameters(model: nn.Module) -> None:
 
 
 class _Texts:
-    """Short random texts and a model; each method measures one property with them, as a relative difference."""
+    """Measurements of one model on short random sequences.
+
+    Each measurement returns the largest absolute difference of two outputs over the largest absolute output.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -156,7 +159,7 @@ class _Texts:
         self._alone: Tensor | None = None
 
     def run(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return logits [B, S, V] of token ids [B, S] as a training step computes them."""
+        """Return logits [B, S, V] for token ids [B, S] from a pass without a KV cache."""
         kwargs = {} if positions is None else {"position_ids": positions}
         logits: Tensor = self._model(input_ids=ids, use_cache=False, **kwargs).logits
         if logits.shape[:2] != ids.shape:
@@ -165,25 +168,25 @@ class _Texts:
 
     @property
     def alone(self) -> Tensor:
-        """Logits [S, V] of the first document in a batch of its own."""
+        """Logits [S, V] of the compared document, computed as a batch of one sequence."""
         if self._alone is None:
             self._alone = self.run(self.document[None])[0]
         return self._alone
 
     def causal(self) -> float:
-        """Replace later tokens; return the change of earlier logits."""
+        """Replace the last tokens; return the change of the logits before them."""
         changed = self.document.clone()
         changed[-_PADDING:] = self.other[-_PADDING:]
         unchanged = _DOCUMENT - _PADDING
         return _difference(self.run(changed[None])[0, :unchanged], self.alone[:unchanged])
 
     def padding(self) -> float:
-        """Append padding; return the change of the text's logits."""
+        """Append padding to the document; return the change of the document's logits."""
         padded = torch.cat((self.document, self.document.new_zeros(_PADDING)))
         return _difference(self.run(padded[None])[0, :_DOCUMENT], self.alone)
 
     def rows(self) -> float:
-        """Add another row to the batch; return the change of the first row's logits."""
+        """Add a second sequence to the batch; return the change of the first sequence's logits."""
         both = self.run(torch.stack((self.document, self.other)))
         return _difference(both[0], self.alone)
 
@@ -206,10 +209,10 @@ class _Texts:
         return difference
 
     def documents(self) -> float:
-        """Pack another document in front; return the largest change of either document's logits.
+        """Pack two documents into one row; return the largest change of their logits.
 
-        The logits are compared with those of the documents alone. Those of the second document are also compared with
-        those behind a different first document.
+        The logits of each document are compared with those of the document alone. For the second document, they are
+        also compared with the logits after a different first document.
         """
         positions = torch.cat((torch.arange(_BEFORE), torch.arange(_DOCUMENT)))[None]
         packed = [
@@ -225,9 +228,9 @@ class _Texts:
         )
 
     def history(self, positions: int) -> float:
-        """Run a longer text between two runs of the same texts; return the change of their logits.
+        """Run two sequences, then a longer one, then the two again; return the change of the logits of the two.
 
-        One compared text is short. The other is longer than `positions`, but shorter than the text between the runs.
+        One of the two sequences is short. The other is longer than `positions`.
         """
         middle, longest = positions + positions // 4, positions + positions // 2
         try:
@@ -243,14 +246,14 @@ class _Texts:
         return max(_difference(a, b) for a, b in zip(after, before, strict=True))
 
     def growing_cache(self) -> float:
-        """Decode with the model's own cache; return the largest difference from a pass over the full text.
+        """Decode with the model's own cache; return the largest difference from a pass over the full sequence.
 
-        The second prompt has one token: a model with state in its modules would mistake it for a decode step.
+        A second prompt has a single token, which a model with state in its modules would mistake for a decode step.
         """
         return max(self._decode(GrowingPasses(self._model), prompt) for prompt in (_PROMPT, 1))
 
     def fixed_cache(self) -> float:
-        """Decode with a cache of fixed length; return the largest difference from a pass over the full text."""
+        """Decode with a cache of fixed length; return the largest difference from a pass over the full sequence."""
         if why := why_no_own_cache(self._model):
             raise _Unmeasured(why)
         return max(
@@ -265,7 +268,7 @@ class _Texts:
         return _difference(torch.cat(logits), self.alone[prompt - 1 :])
 
     def slot_cache(self) -> float:
-        """Decode two texts, one of them prefilled in two chunks; return the largest difference from full passes."""
+        """Decode two sequences, one prefilled in two chunks; return the largest difference from full passes."""
         if why := slot_cache_refusal(self._model):
             raise _Unmeasured(why)
         passes = SlotPasses(self._model, 3, _DOCUMENT)
@@ -294,7 +297,7 @@ class _Texts:
         )
 
     def idle_modules(self) -> tuple[str, ...]:
-        """Return the names of the outermost modules whose parameters get no gradient from a text."""
+        """Return the names of the outermost modules whose parameters get no gradient from a batch of text."""
         with torch.enable_grad():
             weights = [p for p in self._model.parameters() if p.requires_grad]
             logits = self.run(self._drawn[:1, :32])

@@ -1,11 +1,12 @@
-"""Layouts of a model's parameters, and the ModelSpec of a module of a family that `hyper_parallel.model` cannot read.
+"""Layouts of a model's parameters, and a description for planning (`ModelSpec`) of any torch module.
 
 Sharding rules follow from the config or the structure of a model. The resulting layouts are compared with those of a
 plan.
 
-A ModelSpec can describe a module of any class, on the meta device or not. Parameters, ties and layers are read from the
-module. Heads, windows and the number of experts per token are read from its Hugging Face config, if it has one. Values
-that neither the module nor the config contains are assumed, and listed in notes.
+`hyper_parallel.model` reads a ModelSpec from the config of a known model family. For other modules, parameters, tied
+weights and layers are read from the module itself, also on the meta device. Heads, windows and the number of experts
+per token are read from the module's Hugging Face config, if it has one. Values that neither contains are assumed, and
+listed in the notes of the ModelSpec.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from hyper_parallel.shard import (
 )
 
 _WIDTH_OF_INPUT: Final = ("TrOCRAttention",)
-"""Classes that reshape their inner result to the width of their input, which fails for a sharded inner result."""
+"""Attention classes that cannot be sharded, because they reshape attention's output to the width of their input."""
 
 
 def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     """Return the layouts of a model's parameters and adapters; raise if the plan has other layouts.
 
     Raises:
-        PlanMismatch: HP307 with the first parameter that differs.
-        RuleError: HP204 for invalid rules.
-        NotDivisible: HP203 for a degree that does not divide a size.
-        UnsupportedSharding: HP205 for a model or strategy without a layout.
+        PlanMismatch: HP307 with the first parameter whose layout differs.
+        RuleError: HP204 for invalid sharding rules.
+        NotDivisible: HP203 for a parallel degree that does not divide the size of a dim.
+        UnsupportedSharding: HP205 for a model that the strategy cannot shard.
     """
     params = [(name, tuple(p.shape), ()) for name, p in base_parameters(model)]
     config, text = getattr(model, "config", None), text_config(model)
@@ -84,7 +85,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
     strategy = plan.strategy
     if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):
         raise UnsupportedSharding(
-            "reversible layers recompute activations in their own backward, without collectives",
+            "tp, cp and pp do not support reversible layers, whose backward recomputes without collectives",
             where=type(model).__name__,
             got=f"tp={strategy.tp} cp={strategy.cp} pp={strategy.pp}",
             allowed="dp_replicate, dp_shard",
@@ -108,7 +109,7 @@ def is_reversible(model: nn.Module) -> bool:
 
 
 def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: Strategy) -> None:
-    """Raise for scalar parameters under FSDP, which does not support them."""
+    """Raise HP205 for scalar parameters if FSDP shards the model."""
     scalar = next((name for name, shape, _ in params if not shape), None)
     if scalar is not None and strategy.dp * strategy.cp > 1:
         degrees = f"dp_replicate={strategy.dp_replicate}, dp_shard={strategy.dp_shard}"
@@ -122,14 +123,14 @@ def _require_dims(params: Sequence[tuple[str, tuple[int, ...], Any]], strategy: 
 
 
 def _require_linear(model: nn.Module, styles: dict[str, str]) -> None:
-    """Raise for sharded modules other than `nn.Linear`."""
+    """Raise HP205 if a rule shards a module that is not an `nn.Linear`."""
     for name, module in model.named_modules():
         split = styles.get(name) in ("colwise", "rowwise", "qkv", "gate_up", "kv_replicate", "head")
         if split and type(module).forward is not nn.Linear.forward and module._parameters:
             if any(p.dim() == 1 and n == "weight" for n, p in module.named_parameters()):
                 continue  # the scale of a norm over heads
             raise UnsupportedSharding(
-                "only nn.Linear can be split over ranks",
+                f"a rule shards a {type(module).__name__}, but only nn.Linear can be sharded over ranks",
                 where=name,
                 got=type(module).__name__,
                 hint=f"'parallel.rules={{{starred(name)}: replicate}}'",
@@ -147,9 +148,10 @@ def _number(config: Any, key: str, default: int) -> int:
 
 
 def module_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Return the rules of a Hugging Face model, with embedding and head; () for any other module.
+    """Return the sharding rules of a Hugging Face model, embedding and head included; () for any other module.
 
-    Rules come from the configuration class if they cover the model, else from the structure of the model.
+    The rules of the config class (`base_model_tp_plan`) are used if they cover all parameters. Otherwise the rules are
+    derived from the structure of the model.
     """
     config = text_config(model)
     if config is None:
@@ -195,7 +197,7 @@ def module_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
-    """Return rules that shard embedding and head; none if they share a weight and one of them cannot be sharded."""
+    """Return rules for embedding and head; no rules if they share a weight and one of them cannot be sharded."""
     names = {id(module): name for name, module in model.named_modules()}
     ends: dict[str, nn.Module] = {}
     for get, style in (("get_input_embeddings", "vocab"), ("get_output_embeddings", "head")):
@@ -223,7 +225,7 @@ def _end_rules(model: nn.Module) -> tuple[Rule, ...]:
 
 
 def _splits_rows(module: nn.Module) -> bool:
-    """Return whether an embedding can be sharded by rows: it is a plain lookup, optionally with a scale factor."""
+    """Return whether an embedding can be sharded by rows, because it only looks up rows and may scale them."""
     own = type(module).forward is not nn.Embedding.forward and not hasattr(module, "embed_scale")
     return isinstance(module, nn.Embedding) and not (
         own or module.max_norm is not None or module.sparse or module.scale_grad_by_freq
@@ -231,9 +233,9 @@ def _splits_rows(module: nn.Module) -> bool:
 
 
 def _has_decoder(model: nn.Module) -> bool:
-    """Return whether a model consists of embedding, decoder layers and final norm, so activations can be sharded.
+    """Return whether activations can be sharded: the model has an embedding, decoder layers and a final norm.
 
-    False if the norm also runs before the layers, as in NanoChat.
+    The result is False if the norm also runs before the layers, as in NanoChat.
     """
     view = view_of(model)
     if view.base is None:
@@ -250,7 +252,7 @@ def _has_decoder(model: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _memo(model: type[nn.Module], base: type[nn.Module]) -> dict[str, int]:
-    """Return the dict in which measurements of a model class are cached; equal arguments give the same dict."""
+    """Return the dict in which results for a model class are cached; equal arguments give the same dict."""
     return {}
 
 
@@ -281,7 +283,7 @@ def _compare(layouts: dict[str, Layout], plan: Plan, model: nn.Module) -> None:
             continue
         if actual is None or wanted is None or _cuts(actual) != _cuts(wanted):
             raise PlanMismatch(
-                f"the plan does not fit this model at `{name}`",
+                f"the layout of `{name}` in the plan differs from its layout in this model",
                 got=f"model: {actual if actual is not None else 'no such parameter'}",
                 allowed=f"plan: {wanted if wanted is not None else 'no such parameter'}",
                 hint="hyper-parallel plan MODEL -o plan.json",
@@ -307,14 +309,11 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 
 
 def read_model(model: nn.Module, name: str) -> ModelSpec:
-    """Return the description of a module for planning.
+    """Return the description of any module for planning, with its parameter names.
 
     Args:
         model: Any module; parameter values are not read.
-        name: Display name.
-
-    Returns:
-        Description in which layers with equal parameters and attention form one block; names are those of the module.
+        name: Name of the model in reports.
     """
     config = text_config(model)
     hidden = _first_number(config, ("hidden_size", "n_embd", "d_model")) or _embedding_width(model)
@@ -362,7 +361,7 @@ def read_model(model: nn.Module, name: str) -> ModelSpec:
 
 
 def _notes(model: nn.Module, blocks: tuple[Block, ...]) -> Iterator[str]:
-    """Yield notes for the plan: the source of the description, and values that are assumed."""
+    """Yield the notes of the ModelSpec: its source, and the values that are assumed."""
     yield f"`{type(model).__name__}` was read from the module itself"
     if any(b.name == "moe_decoder" for b in blocks) and not _first_number(
         text_config(model), _VISITED
@@ -388,7 +387,7 @@ def _decoder(
 
 
 def _ends(model: nn.Module) -> dict[str, str]:
-    """Return a dict from module name to block: "embedding" for embeddings, "head" for the module of the logits."""
+    """Return the block name "embedding" or "head" of each embedding and of the output head, by module name."""
     ends = {name: "embedding" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     names = {id(module): name for name, module in model.named_modules()}
     for end, get in (("embedding", "get_input_embeddings"), ("head", "get_output_embeddings")):
@@ -418,9 +417,9 @@ def _dims(name: str, shape: tuple[int, ...], hidden: int) -> tuple[str, ...]:
 
 
 def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> AttentionSpec | None:
-    """Return the attention of a layer, described by its config.
+    """Return the attention of a layer as the model's config describes it.
 
-    Returns None if the config has no heads, or if no submodule with parameters is called attention.
+    The result is None if the config has no number of heads, or if no submodule with parameters is named attention.
     """
     named = (n.rpartition(".")[2] for n, m in layer.named_modules() if [*m.parameters()])
     heads = _first_number(config, _HEADS)
@@ -446,9 +445,9 @@ def _attention(layer: nn.Module, config: Any, index: int, hidden: int) -> Attent
 
 
 def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
-    """Return the feed-forward part of a layer, or None if it is unknown.
+    """Return the feed-forward part of a layer; None if its width is unknown.
 
-    It is derived from the experts, else from the width in the config or in the matrices.
+    The width is read from the experts if the layer has any, else from the config or from the shapes of matrices.
     """
     matrices = [
         p for p in params if p.is_matrix and "attn" not in p.name and "attention" not in p.name
@@ -472,7 +471,7 @@ def _mlp(params: list[ParamSpec], config: Any, hidden: int) -> MlpSpec | None:
 
 
 def _first_number(config: Any, keys: tuple[str, ...]) -> int:
-    """Return the first positive integer among a config's values of `keys`, or 0."""
+    """Return the first positive integer among the values of `keys` in a config; 0 if there is none."""
     values: Iterator[Any] = (getattr(config, key, None) for key in keys)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
 

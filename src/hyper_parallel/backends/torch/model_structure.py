@@ -1,4 +1,7 @@
-"""Parts of a model, found by its structure: decoder layers, final norm, config of the language part; placeholders."""
+"""Parts of a model, found by its structure: decoder layers, final norm, config of the language model.
+
+Placeholders replace modules that are on other pipeline ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from hyper_parallel.errors import UnsupportedSharding
 
 
 class PlaceholderModule(nn.Module):
-    """Placeholder for a module of another rank; its forward returns the first argument.
+    """Placeholder for a module of another pipeline rank; its forward returns the first argument.
 
-    Plain attributes and properties of the module and its class, such as `attention_type` of a layer, stay readable.
+    Code can read plain attributes and properties of the replaced module, such as `attention_type` of a layer.
     """
 
     def __init__(self, original: nn.Module) -> None:
@@ -58,9 +61,10 @@ class ModelView:
     """Parts of a model, found by its structure.
 
     Attributes:
-        base: Innermost module around the layers that embeds tokens; None unless the model is a Hugging Face decoder.
-        path: Name of the layer list; "" without one.
-        layers: Layers of the decoder, else of the largest layer list; empty without a list.
+        base: Innermost module that contains both the token embedding and the layers; None unless the model is a Hugging
+            Face decoder.
+        path: Name of the layer list; "" without a layer list.
+        layers: Layers of the decoder, else of the largest layer list; empty without a layer list.
     """
 
     base: Any
@@ -68,10 +72,10 @@ class ModelView:
     layers: nn.ModuleList
 
     def final_norm(self) -> nn.Module:
-        """Return the norm after the layers, by name, else the last child of the base that is a norm.
+        """Return the norm after the layers: a child of the base with a usual name, else its last child that is a norm.
 
         Raises:
-            UnsupportedSharding: HP205 without a norm.
+            UnsupportedSharding: HP205 if the base has no norm.
         """
         base: nn.Module = self.base
         for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
@@ -89,7 +93,7 @@ class ModelView:
 
 
 def view_of(model: nn.Module) -> ModelView:
-    """Return the parts of a model, which may be complete or have only the modules of one pipeline rank."""
+    """Return the parts of a complete model, or of a model with only the modules of one pipeline rank."""
     prefix = getattr(model, "base_model_prefix", None)
     is_decoder = prefix is not None and hasattr(model, "config")
     if is_decoder:
@@ -109,10 +113,10 @@ def view_of(model: nn.Module) -> ModelView:
 
 
 def _largest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return name and members of the layer list with most parameters; "" and no members without a list.
+    """Return name and members of the layer list with most parameters; "" and an empty list if the model has none.
 
-    Only outermost lists count. Lists in a module with the language part's config have priority, then lists of the
-    classes in the model's `_no_split_modules`.
+    Lists inside of other lists do not count. Lists in a module that has the config of the language model are preferred,
+    then lists of the classes in the model's `_no_split_modules`.
     """
     config = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
@@ -140,9 +144,9 @@ def _largest_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the Hugging Face config of the model's language part; None for a module without a config.
+    """Return the Hugging Face config of the model's language model; None for a module without a config.
 
-    If the config has different values per layer, this is the config of the first layer, because the common config
+    If the config has different values per layer, the config of the first layer is returned, because the common config
     raises when such a value is read.
     """
     config = getattr(model, "config", None)

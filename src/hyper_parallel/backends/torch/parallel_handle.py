@@ -30,11 +30,12 @@ class Ranks:
     """Ranks of a model with their process groups and device meshes.
 
     Attributes:
-        mesh: Device mesh with every axis of the strategy; None on one rank without process group.
+        mesh: Device mesh with every axis of the strategy; None for one rank without a process group.
         rank: Rank of this process on the mesh.
         device: Device of the parameters.
-        world_group: All ranks of the mesh; None on one rank.
-        expert_mesh: The same ranks with axes pp, dp_replicate, edp, ep; None when ep is 1.
+        world_group: Process group of all ranks of the mesh; None for one rank.
+        expert_mesh: Mesh of the same ranks with the axes pp, dp_replicate, edp, ep; None if ep is 1. edp is the data
+            parallelism of experts: its ranks hold the same experts.
     """
 
     mesh: DeviceMesh | None
@@ -45,7 +46,7 @@ class Ranks:
 
     @property
     def traced(self) -> bool:
-        """True if the operators of a rank are traced into a program, which shards parameters in place of FSDP."""
+        """True if the step of one rank is traced into a `StepProgram`, which shards parameters in place of FSDP."""
         return isinstance(self.world_group, TracedGroup)
 
 
@@ -54,18 +55,18 @@ class Handle:
     """Result of `parallelize`: plan, layouts and run-time state of a model on this rank.
 
     Attributes:
-        layouts: Layout by parameter name, for this rank's stages only, like `shapes`.
-        shapes: Logical shape by parameter name.
+        layouts: Layout of each parameter on this rank's pipeline stages, by name.
+        shapes: Unsharded shape of each of these parameters, by name.
         tp: State of tensor parallelism; None without it.
-        context: State of context parallelism, or None.
+        context: State of context parallelism; None without it.
         experts: State of expert parallelism and routing; None for a model without experts.
-        balance: The auxiliary loss of experts, or None.
+        balance: Load-balancing loss of experts; None without it.
         pipeline: Executor of this rank's pipeline stages; None without a pipeline.
-        fsdp: Modules that FSDP manages, root last.
-        loss: Loss function that can pass the logits to an objective; None if the model is no causal language model.
-        halves: Executor of layers on half-batches, or None.
-        average: True if gradients of a plain backward are averaged over data-parallel ranks; False: summed.
-        submodels: Parts of the model on this rank, and their exchange with other parts; None for a whole model.
+        fsdp: Modules that FSDP manages, the root last.
+        loss: Loss function that can pass the logits to an objective; None if the model has no next-token loss.
+        halves: Executor of layers on half-batches; None without them.
+        average: True if `backward` averages gradients over data-parallel ranks; False: it sums them.
+        submodels: Encoders and language model on this rank after `parallelize_submodels`; None for other models.
     """
 
     plan: Plan
@@ -90,7 +91,7 @@ class Handle:
 
     @property
     def routes(self) -> bool:
-        """True if the model routes tokens to experts."""
+        """True if the model has a router that assigns tokens to experts."""
         return self.experts is not None or self.balance is not None
 
     def copies(self, name: str) -> int:
@@ -104,12 +105,12 @@ class Handle:
 
 
 def attach(model: nn.Module, handle: Handle) -> None:
-    """Store the handle on the model, so that both have the same lifetime."""
+    """Store the handle as an attribute of the model."""
     object.__setattr__(model, HANDLE, handle)
 
 
 def attached(model: nn.Module) -> Handle | None:
-    """Return the handle that `parallelize` attached to a model, or None."""
+    """Return the handle that `parallelize` attached to a model; None if the model did not pass through it."""
     attached_handle: Handle | None = model.__dict__.get(HANDLE)
     return attached_handle
 
@@ -120,7 +121,7 @@ def attach_properties(model: nn.Module, properties: ModelProperties) -> None:
 
 
 def known_properties(model: nn.Module) -> ModelProperties | None:
-    """Return the measured properties of a model, from its plan if it has one; None if they were not measured."""
+    """Return the measured properties of a model, those of its plan if it has a plan; None if it was not measured."""
     attached_handle = attached(model)
     if attached_handle is not None:
         return attached_handle.plan.properties
@@ -141,9 +142,10 @@ def handle(model: nn.Module) -> Handle:
 
 
 def overlap_counts(model: nn.Module) -> dict[str, int]:
-    """Return counts since the last call, by name: layers run on half-batches or whole, blocks run in chunks or whole.
+    """Return and reset the counters of overlap since the last call, by name; an empty dict if the plan has no overlap.
 
-    The dict is empty if the plan has no such overlap.
+    `halved_layers` and `whole_layers` count layer calls on half-batches and on whole batches. `chunked_blocks` counts
+    attention and MLP blocks whose collectives overlap with their products, `whole_blocks` those that ran serially.
     """
     known = attached(model)
     counted = () if known is None else (known.halves, known.tp)

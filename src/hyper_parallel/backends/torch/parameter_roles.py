@@ -1,7 +1,7 @@
-"""Roles of a model's parameters, for optimizer groups; they follow from module type and name, not from dimensions.
+"""Roles of a model's parameters, for optimizer groups; roles follow from module types and names, not from shapes.
 
     linear        weight of a linear module, [out, in] or [in, out]
-    stacked       several such weights in one parameter: experts [E, in, out], groups, heads of a block-diagonal map
+    stacked       several linear weights in one parameter: experts [E, in, out], groups, a block-diagonal map
     embedding     table of an embedding module
     head          weight of the output head
     norm, bias    of any shape: stacked biases [E, F], norms over heads [H, K], tables of relative position biases
@@ -10,7 +10,7 @@
     vector        at most one dimension above 1: sinks, residual scales, gates, class tokens
     other         position tables, latent queries, recurrent cells, weights with unknown names
 
-A parameter that several modules share has the role `embedding` if one of the modules is an embedding.
+A parameter shared by several modules has the role `embedding` if one of these modules is an embedding.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ParameterRole:
 
     Attributes:
         kind: Kind of the parameter.
-        num_matrices: Number of linear weights in the parameter; 0 for roles other than linear and stacked.
+        num_matrices: Number of linear weights in the parameter; 0 for kinds other than linear and stacked.
     """
 
     kind: ParameterKind
@@ -68,7 +68,7 @@ _FLAT_STACKS: Final[Mapping[str, Callable[[Any], int]]] = {
     "DbrxExpertGLU": lambda module: int(module.moe_num_experts),
     "DeepseekV4GroupedLinear": lambda module: int(module.n_groups),
 }
-"""Number of matrices stacked along the rows of two-dimensional weights, by module class."""
+"""Function from a module to the number of matrices stacked along the rows of its 2-D weight, by module class."""
 _STATE_NAMES: Final = ("A_log", "D")
 _NORM: Final = re.compile(r"norm", re.IGNORECASE)
 _NORM_PATH: Final = re.compile(r"(^|_)norm($|_|\d)|layernorm", re.IGNORECASE)
@@ -112,7 +112,7 @@ def _role(module: nn.Module, module_name: str, name: str, parameter: Tensor) -> 
 def _simple_role(
     module: nn.Module, module_name: str, name: str, parameter: Tensor
 ) -> ParameterKind | None:
-    """Return the role of a parameter without matrices; None if it may contain matrices."""
+    """Return the kind of a parameter that holds no linear weights; None if the parameter may hold some."""
     is_linear = isinstance(module, nn.Linear)
     if "bias" in name or ("bias" in module_name and not is_linear):
         return ParameterKind.BIAS

@@ -1,7 +1,7 @@
 """Check that tensor-, context- and pipeline-parallel ranks with the same data run the same modules.
 
-Data-parallel ranks may run different modules: `data.unit_order` keeps their collectives in one order. Ranks with the
-same data may not, because modules contain the collectives of the other axes.
+Data-parallel ranks may run different modules: `data.unit_order` keeps their collectives in one order. tp, cp and pp
+ranks may not, because the collectives of these axes run inside of modules.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TOKEN_INPUTS: Final = _TEXT_INPUTS | {"input_ids", "labels", "shift_labels"}
 
 
 def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the items of a batch that an encoder outside the decoder reads, such as images and recordings.
+    """Return the items of a batch that an encoder outside the decoder reads, such as images and audio.
 
-    They are floating-point arrays, or codes: integer arrays with three or more dims that are not masks.
+    These are floating-point tensors and discrete codes: integer tensors with three or more dims that are not masks.
     """
     return {
         name: value
@@ -42,21 +42,21 @@ def encoder_inputs(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[str, Any]) -> None:
-    """Raise for images, recordings or other inputs of an encoder if the parallel axes do not support them.
+    """Raise for images, audio or other inputs of an encoder if the parallel axes do not support them.
 
     Args:
-        model: Model that gets the batch.
-        axes: Axes of `pp` and `cp` with a degree above 1; without any, all inputs are allowed.
+        model: Model that receives the batch.
+        axes: The axes among `pp` and `cp` whose degree is above 1; if empty, all inputs are allowed.
         batch: Arguments of the model's forward.
 
     Raises:
-        UnsupportedSharding: HP205 naming the input. Under cp, every such input is refused. Under pp, an input that the
-            forward requires is refused, because stages after the first run without it.
+        UnsupportedSharding: HP205 naming the input. With cp, every encoder input is refused. With pp, an encoder input
+            that the forward requires is refused, because stages after the first one run without it.
     """
     media = encoder_inputs(batch) if axes else {}
     if media and "cp" in axes:
         raise UnsupportedSharding(
-            f"`{min(media)}` is an input of a module outside the decoder, which cp does not support",
+            f"context parallelism does not support `{min(media)}`, an input of a module outside the decoder",
             where=type(model).__name__,
             got="cp",
             allowed="dp_replicate, dp_shard, tp, pp",
@@ -69,10 +69,10 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:
-    """Raise for a model that skips modules at random, if the strategy has ranks with the same data.
+    """Raise for a model that skips modules at random, if the strategy has tp, cp or pp ranks.
 
-    These ranks would skip different modules. The modules that run in two passes on meta tensors are compared, one with
-    all random numbers 0 and one with all random numbers 1.
+    Such ranks have the same data, but would skip different modules. Random skipping is found by two passes on meta
+    tensors, one with all random numbers 0 and one with all random numbers 1, which run different modules.
 
     Raises:
         UnsupportedSharding: HP205 naming a module that is skipped at random.
@@ -101,7 +101,7 @@ def _has_probability(module: nn.Module) -> bool:
 
 
 def _modules_run(model: nn.Module, draw: float) -> set[str]:
-    """Return the names of the modules that run in a training pass on meta tensors with every random number `draw`."""
+    """Return the names of the modules that a training pass on meta tensors runs if all random numbers are `draw`."""
     run: set[str] = set()
     with preserve_module_state(model), _fix_python_random(draw):
         model.train()

@@ -1,8 +1,7 @@
 """Context of the running forward pass of a model, shared by the wrappers of its modules.
 
-`PassContext` is immutable. Wrappers at the root of the model, at the first layer and at the head replace it by a copy
-with more values. Code that is recomputed in backward captures the context of its forward, because another pass may have
-run in between.
+`PassContext` is immutable. Wrappers of the root module, the first layer and the head replace it by a copy with more
+values. A recomputed layer keeps the context of its forward for backward, because other passes may run in between.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class PassShape:
     """Shape of a forward pass.
 
     Attributes:
-        batch: Sequences and their length, (B, S); with half-batches, those of one half.
+        batch: Number of sequences and their length, (B, S); with half-batches, those of one half-batch.
         parts: Number of parts into which the sequences are divided: 2 for half-batches, else 1.
     """
 
@@ -31,7 +30,7 @@ class PassShape:
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """Mask data of the sequences of one forward pass."""
+    """Document lengths and boundaries of the sequences in one forward pass, from which attention masks are computed."""
 
     cut: SequenceCut
     lengths: Tensor
@@ -39,7 +38,7 @@ class SequenceView:
     documents: Tensor | None = None
     """Document index of every position, [B, padded length]; None: one document per row."""
     bounds: Mapping[Interval, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """First and last document per span of positions and row; empty without documents."""
+    """First and last document index in each row, by interval of positions; empty without documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Padding:
 
     Attributes:
         real: [T], True for real tokens among the flattened tokens of this rank's layers.
-        unread: True if the outputs at padding are not used and need not be computed.
+        unread: True if the outputs at padding tokens are not used, so they need not be computed.
     """
 
     real: Tensor
@@ -59,10 +58,10 @@ class PassContext(NamedTuple):
     """Values of one forward pass. A named tuple, because copying it is cheaper than copying a dataclass.
 
     Attributes:
-        shape: Shape of the pass; set at the first decoder layer, or by the pipeline.
+        shape: Shape of the pass, set at the first decoder layer or by the pipeline.
         view: Document lengths and boundaries under context parallelism; None outside of a pass.
         padding: Padding of the batch; None without padding.
-        recomputed: True if the running layer is one that backward recomputes.
+        recomputed: True while a layer runs whose activations are recomputed in backward.
         partial_embedding: True if the embedding returned partial sums that are not reduced yet.
         head: Sharding of the logits: "whole", "vocabulary" or "tokens".
         head_batch: Shape of the head's input tokens, if the head shards them.
@@ -81,14 +80,14 @@ class PassContext(NamedTuple):
 
 @dataclass(slots=True)
 class RunningPass:
-    """Mutable reference to the context of the pass that is running."""
+    """Mutable reference to the context of the running forward pass."""
 
     context: PassContext = field(default_factory=PassContext)
     _forward: PassContext | None = None
     _recomputed: PassContext = field(default_factory=PassContext)
 
     def update(self, **values: Any) -> None:
-        """Replace values of the context."""
+        """Replace the context by a copy with new values of these attributes."""
         self.context = self.context._replace(**values)
 
     def recomputed(self) -> PassContext:

@@ -1,8 +1,8 @@
 """LoRA adapters created by peft and kept as parameters of the adapted modules; a reader of `adapter_config.json`.
 
-peft selects the modules with an adapter, their ranks and scalings. Its wrapper modules are then removed, so that names
-and classes are those of the model without adapters. This also works for a model that another program passed to peft.
-The reader limits sizes, checks types, and refuses all kinds of adapters except plain LoRA.
+peft selects the modules with an adapter, their ranks and scalings. The wrapper modules of peft are then removed, so
+that names and classes are those of the model without adapters. This also works for a model that user code passed to
+peft. The reader limits sizes, checks types, and refuses all kinds of adapters except plain LoRA.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hyper_parallel.units import MiB
 ADAPTER_CONFIG = "adapter_config.json"
 """File that identifies the directory of an adapter, named by peft."""
 ADAPTER_LIMITS = Limits(16 * MiB, num_elements=200_000, depth=10, finite=True)
-"""Limits of the adapter configuration, which names every adapted module at most twice."""
+"""Limits for reading an adapter configuration, which names every adapted module at most twice."""
 _KEYS = "lora.target_modules"
 
 
@@ -64,10 +64,10 @@ def import_peft() -> Any:
 
 
 def base_of(directory: Path) -> str:
-    """Return the directory or hub id of the base weights of an adapter, from the directory of the adapter.
+    """Return the directory or hub id of an adapter's base model, as the configuration in the adapter's directory says.
 
     Raises:
-        WeightsUnreadable: HP703 when the adapter does not name them.
+        WeightsUnreadable: HP703 when the configuration does not name a base model.
     """
     file, base = directory / ADAPTER_CONFIG, None
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -77,7 +77,7 @@ def base_of(directory: Path) -> str:
             "the adapter does not name its base model",
             where=str(file),
             got=None if base is None else type(base).__name__,
-            hint="write `base_model_name_or_path` into the file",
+            hint="write the directory or hub id of the base model into the key `base_model_name_or_path` of the file",
         )
     return base
 
@@ -88,7 +88,7 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
     Args:
         model: A Hugging Face model, on the meta device or not; changed in place.
         config: A `peft.LoraConfig`.
-        where: Origin of the selection of modules, for errors.
+        where: Recipe key or file that selects the modules, for errors.
 
     Raises:
         BadValue: HP102 when a name matches no module.
@@ -119,7 +119,7 @@ def add_adapters(model: nn.Module, config: Any, where: str = _KEYS) -> None:
 
 
 def _cast_factors(model: nn.Module) -> None:
-    """Cast the factors of a model on the meta device to the dtype of their weights, as peft does with real tensors."""
+    """Cast the A and B matrices of adapters on the meta device to the dtype of the adapted weight, as peft does."""
     for layer in model.modules():
         weight = getattr(getattr(layer, "base_layer", None), "weight", None)
         if weight is not None and weight.is_floating_point():
@@ -128,18 +128,14 @@ def _cast_factors(model: nn.Module) -> None:
 
 
 def _check_ranks(config: Any, adaptable: dict[str, nn.Module], where: str) -> None:
-    """Raise for ranks that exceed every dim of the modules, before peft allocates the factors.
-
-    Raises:
-        BadValue: HP102.
-    """
+    """Raise HP102 for an adapter rank that exceeds every dim of the modules, before peft allocates the matrices."""
     widest = max((max(m.weight.shape) for m in adaptable.values()), default=1)
     for key, rank in {"r": config.r, **(config.rank_pattern or {})}.items():
         if rank > widest:
             recipe = where == _KEYS
             name = "r" if key == "r" else f"rank_pattern.{key}"
             raise BadValue(
-                "the rank of an adapter exceeds all dims of the model's linear modules",
+                f"an adapter rank of {rank} exceeds {widest}, the largest dim of the model's linear modules",
                 where=f"lora.{name:.120}" if recipe else f"{where}: {name:.120}",
                 got=rank,
                 allowed=f"1 to {widest}",
@@ -151,12 +147,12 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
     """Remove peft's wrapper modules and move their adapters to the wrapped modules; values do not change.
 
     Args:
-        model: A model with peft's layers, not the `PeftModel` around it; changed in place.
+        model: A model with peft's layers, without the `PeftModel` that wraps it; changed in place.
         config: The `peft.LoraConfig` for an export of the adapters.
         name: Name of the adapter.
 
     Raises:
-        UnsupportedSharding: HP205 for adapters of other modules than linear ones, and for kinds other than LoRA.
+        UnsupportedSharding: HP205 for adapters of modules that are not linear, and for adapters other than plain LoRA.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -200,7 +196,7 @@ def absorb_adapters(model: nn.Module, config: Any, name: str = "default") -> Non
 
 
 def _why_refused(model: nn.Module, layer: Any, name: str) -> str | None:
-    """Return the class names of peft's layer and its module if the adapter is unsupported in training, else None."""
+    """Return the class names of peft's layer and of the adapted module if the adapter is unsupported, else None."""
     from peft.tuners.lora import Linear
 
     base = layer.get_base_layer()
@@ -254,7 +250,7 @@ def read_adapter_config(directory: Path) -> Any:
 
     Raises:
         WeightsUnreadable: HP703 for an invalid adapter configuration.
-        UnsupportedSharding: HP205 for other kinds of adapters, and for LoRA with more than plain factors.
+        UnsupportedSharding: HP205 for adapters other than plain LoRA, such as DoRA.
     """
     peft, file = import_peft(), directory / ADAPTER_CONFIG
     try:

@@ -1,11 +1,11 @@
 """Capture of a training step, or of one pipeline stage, as a `StepProgram`, with fake tensors: nothing is computed.
 
-Parameters and collectives may be sharded over ranks. A collective names a mesh axis as its group. All ranks run one
-program, so shards have equal sizes.
+Parameters may be sharded over ranks. All ranks run the same program, so shards have equal sizes, and a collective names
+a mesh axis as its group.
 
-The forward program of a stage computes the activations `sent` to the next stage from those `received`. The backward
-program computes them again. It differentiates the inner product of `sent` and its gradient, which the next stage has
-returned as the gradient of its `received`.
+The forward program of a stage computes the activations `sent` to the next stage from the activations `received`. The
+backward program recomputes `sent` and differentiates the inner product of `sent` and its gradient. The next stage
+returns this gradient as the gradient of its input `received`.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def sum_over(x: Tensor, axis: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Sharding of parameters along one dim, padded with zeros to equal sizes.
+    """Sharding of a model's parameters along one dim, with zero padding to shards of equal sizes.
 
     Attributes:
         ranks: Number of shards; 1: parameters are not sharded.
-        axis: Mesh axis of the ranks.
+        axis: Mesh axis over which parameters are sharded.
         dim: Sharded dim.
-        others: Dict from parameter name to its sharding, for parameters that are sharded differently.
+        others: Sharding of the parameters that are sharded differently, by name.
     """
 
     ranks: int = 1
@@ -83,21 +83,21 @@ class Shards:
         return (*whole[: self.dim], -(-whole[self.dim] // self.ranks), *whole[self.dim + 1 :])
 
     def gather(self, shard: Tensor, size: int) -> Tensor:
-        """Return the full parameter gathered from its shards; `size` is the size of its sharded dim."""
-        rows = _OPERATORS.all_gather_into_tensor(self._first(shard), self.ranks, self.axis)
-        return self._first(rows[:size])
+        """Gather the full parameter from its shards; `size` is the unpadded size of the sharded dim."""
+        rows = _OPERATORS.all_gather_into_tensor(self._swap_to_first(shard), self.ranks, self.axis)
+        return self._swap_to_first(rows[:size])
 
     def reduce(self, grad: Tensor) -> Tensor:
         """Sum the gradient of a full parameter over the ranks and return this rank's shard of the sum."""
         if self.ranks == 1:
             return grad
-        rows = self._first(grad)
+        rows = self._swap_to_first(grad)
         padding = -rows.shape[0] % self.ranks
         padded = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, padding]) if padding else rows
-        return self._first(_OPERATORS.reduce_scatter_tensor(padded, "sum", self.ranks, self.axis))
+        shard = _OPERATORS.reduce_scatter_tensor(padded, "sum", self.ranks, self.axis)
+        return self._swap_to_first(shard)
 
-    def _first(self, x: Tensor) -> Tensor:
-        """Exchange the sharded dim with the first one."""
+    def _swap_to_first(self, x: Tensor) -> Tensor:
         return x.transpose(0, self.dim) if self.dim else x
 
 
@@ -107,16 +107,16 @@ _SAME_VALUE: Final = (
     "aten.clone.default",
     "aten.lift_fresh_copy.default",
 )
-"""Operators whose result is their argument, in a program without writes in place."""
+"""Operators that return the value of their argument, in a program without in-place writes."""
 _ALIASES: Final = ("aten.alias.default", "aten.detach.default")
 _CAT: Final = "aten.cat.default"
 _SLICE_SCATTER: Final = "aten.slice_scatter.default"
 _FOLDED_ELEMENTS: Final = 1 << 16
-"""Results of constants above this number of elements are computed in each step instead of being stored."""
+"""Maximum elements of a result for constant folding; larger results are computed in each step."""
 
 
 _RUNNING: Final = "running"
-"""Key of the running module among the notes of a traced operator."""
+"""Key in `nn_module_stack` of a traced operator under which the running module is recorded."""
 _WHOLE: Final = Shards()
 
 
@@ -127,21 +127,21 @@ def capture_gradients(
     shards: Shards = _WHOLE,
     differentiated: Sequence[str] = (),
 ) -> StepProgram:
-    """Return the program of loss and gradients of one microbatch.
+    """Return the program that computes the loss of one microbatch and adds its gradients to those of earlier ones.
 
     Args:
-        model: The model. Buffers that its state does not hold become constants, so they need values.
-        batch: Arguments of `loss` by name; only shapes and types count.
-        loss: Function of the model and the batch, by keyword, that returns a scalar.
-        shards: Sharding of the parameters, which the program gathers, and of the gradients, which it sums over ranks.
-        differentiated: Names of the tensors of the batch whose gradients are outputs too.
+        model: The model. Non-persistent buffers become constants of the program, so they must have values.
+        batch: Arguments of `loss` by name; only their shapes and dtypes matter.
+        loss: Function called as `loss(model, **batch)`, which returns a scalar.
+        shards: Sharding of parameters and gradients; the program gathers parameters and reduce-scatters gradients.
+        differentiated: Names of the tensors in the batch whose gradients are outputs of the program.
 
     Returns:
-        Program with inputs `param.NAME`, `sum.NAME` (gradients of earlier microbatches) and `batch.NAME`, and outputs
-        `loss`, `sum.NAME` and `grad.NAME` of the differentiated names.
+        Program with inputs `param.NAME`, `sum.NAME` (sum of the gradients of earlier microbatches) and `batch.NAME`,
+        and with outputs `loss`, `sum.NAME` (the new sums) and, for names in `differentiated`, `grad.NAME`.
 
     Raises:
-        Contradiction: HP104 naming the operator and the module whose shapes or branches depend on values.
+        Contradiction: HP104 with the operator and the module whose shapes or branches depend on tensor values.
     """
     leaves = _leaves(model)
     trained = [name for name, leaf in leaves.items() if leaf.requires_grad]
@@ -177,7 +177,10 @@ def capture_loss(
     shards: Shards = _WHOLE,
     output: str = "loss",
 ) -> StepProgram:
-    """Return the program of the loss alone, with inputs `param.NAME` and `batch.NAME` and one output."""
+    """Return the program of the loss without gradients, with inputs `param.NAME`, `batch.NAME` and the output `output`.
+
+    Other arguments are those of `capture_gradients`.
+    """
     leaves = _leaves(model)
 
     def step(values: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -193,11 +196,11 @@ def capture_loss(
 def capture_update(
     update: Callable[..., dict[str, Tensor]], example: Mapping[str, Tensor]
 ) -> StepProgram:
-    """Return the program of a function from tensors by name to tensors by name.
+    """Return the program of a function on tensors, such as an optimizer update.
 
     Args:
-        update: The function; it must not change its arguments.
-        example: Arguments of `update`; only shapes and dtypes matter.
+        update: Function from a dict of tensors by name to a dict of tensors by name; it must not change its inputs.
+        example: Input of `update`; only shapes and dtypes matter.
     """
     outputs: list[str] = []
 
@@ -211,7 +214,7 @@ def capture_update(
 
 
 def _leaves(model: nn.Module) -> dict[str, Tensor]:
-    """Return empty tensors like the parameters and the buffers of the model's state, by name."""
+    """Return empty tensors like the parameters and the persistent buffers of a model, by name."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {
@@ -221,7 +224,7 @@ def _leaves(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _partial_gradients(model: nn.Module) -> dict[str, str]:
-    """Return a dict from parameter name to group name, for gradients that tensor-parallel ranks must sum."""
+    """Return the group over which tensor-parallel ranks must sum a gradient, by name of the parameter."""
     handle = attached(model)
     if handle is None or handle.tp is None:
         return {}
@@ -235,7 +238,7 @@ def _sum_over_group(grad: Tensor, group: str | None) -> Tensor:
 
 
 def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
-    """Return empty tensors like the shards of the parameters, and the leaves of buffers unchanged, by name."""
+    """Return `leaves` with each parameter replaced by an empty tensor of the shape of its shard."""
     params = {name for name, _ in model.named_parameters()}
     return {
         name: leaf.new_empty(shards.of(name).shape(leaf.shape)).requires_grad_(leaf.requires_grad)
@@ -248,9 +251,9 @@ def _parts(model: nn.Module, leaves: Mapping[str, Tensor], shards: Shards) -> di
 def _gather_parameters(
     model: nn.Module, leaves: Mapping[str, Tensor], values: list[Tensor], shards: Shards
 ) -> dict[str, Tensor]:
-    """Return full parameters and buffers by name, gathered from `values`, the shards in the order of `leaves`.
+    """Return full parameters and buffers by name; `values` are shards and buffers in the order of `leaves`.
 
-    Gathered parameters are detached from the shards, so that their own gradients can be computed.
+    Gathered parameters are detached from the shards, so that gradients of the full parameters can be computed.
     """
     named = dict(zip(leaves, values, strict=True))
     for name, param in model.named_parameters():
@@ -267,7 +270,7 @@ def _call_with(
     parameters: Mapping[str, Tensor],
     batch: dict[str, Tensor],
 ) -> Tensor:
-    """Return the loss of the model with `parameters` in place of its own."""
+    """Return `loss(model, **batch)` computed with `parameters` in place of the model's own ones."""
 
     class Call(nn.Module):
         def __init__(self) -> None:
@@ -294,7 +297,7 @@ def _module_names(model: nn.Module) -> Iterator[list[str]]:
     """Record for each operator traced in this context the path of the module that calls it.
 
     Yields:
-        Paths of the running modules, outermost first.
+        List of the paths of the modules that are running, outermost first; it changes during the trace.
     """
     mode = get_proxy_mode()
     assert mode is not None
@@ -321,7 +324,7 @@ def _module_names(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
-    """Trace a function on fake tensors into a graph of operators; in-place writes become new values."""
+    """Trace a function on fake tensors into a graph of core ATen operators, without in-place writes."""
     # Copy the examples: an object that is passed as two arguments would be traced as one argument.
     example = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad), example)
 
@@ -340,7 +343,7 @@ def _trace(function: Callable[..., Any], *example: Any) -> GraphModule:
 
 
 def _refuse_dynamic(graph: GraphModule) -> None:
-    """Raise HP104 for the first operator whose result is a number or has a shape that depends on values."""
+    """Raise HP104 for the first operator that returns a Python number, or a tensor whose shape depends on values."""
     for node in graph.graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, (list, tuple)) else [values]:
@@ -351,7 +354,7 @@ def _refuse_dynamic(graph: GraphModule) -> None:
 
 
 def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
-    """Raise HP104 for the first operator that changes an input with a gradient, such as a clipped weight."""
+    """Raise HP104 for the first in-place operator on an input that requires a gradient, such as weight clipping."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     trained = {node for node, x in zip(inputs, example, strict=True) if x.requires_grad}
     for node in graph.graph.nodes:
@@ -362,7 +365,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
             source = source.args[0]
         if source in trained:
             raise Contradiction(
-                "the model changes a parameter in forward, which a step program cannot express",
+                "the model changes a parameter in forward, which only the back end torch supports",
                 where=_module(node),
                 got=str(node.target),
                 hint="backend=torch",
@@ -371,7 +374,7 @@ def _refuse_writes(graph: GraphModule, example: Sequence[Tensor]) -> None:
 
 def _dynamic(module: str, operator: str) -> Contradiction:
     return Contradiction(
-        "the model has shapes or branches that depend on values of tensors",
+        "shapes or branches of the model depend on tensor values, which only the back end torch supports",
         where=module,
         got=operator,
         hint="backend=torch",
@@ -379,7 +382,6 @@ def _dynamic(module: str, operator: str) -> Contradiction:
 
 
 def _writes(target: Any) -> bool:
-    """Return whether an operator changes one of its arguments."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
@@ -394,7 +396,7 @@ def _program(graph: GraphModule, inputs: list[str], outputs: list[str]) -> StepP
 
 
 class _Builder:
-    """Builder of a `StepProgram` from graph nodes; nodes that depend only on constants are folded into constants."""
+    """Builder of a `StepProgram` from graph nodes, with constant folding."""
 
     def __init__(self, graph: GraphModule) -> None:
         self._graph = graph
@@ -418,7 +420,7 @@ class _Builder:
             self._call(node)
 
     def value(self, node: FxNode) -> int:
-        """Return the number of a node's value in the program; a folded value is added as a constant."""
+        """Return the value number of a node in the program; a folded value is added to the constants."""
         if node not in self._numbers:
             number = self._new()
             self._constants[number] = self._folded[node].detach()
@@ -426,7 +428,7 @@ class _Builder:
         return self._numbers[node]
 
     def finish(self, outputs: dict[str, int]) -> StepProgram:
-        """Return the program with the nodes that its outputs need, and with all writes."""
+        """Return the program without dead nodes; nodes that write in place are kept."""
         needed, kept = set(outputs.values()), []
         for node in reversed(self._nodes):
             # Keep writes, such as those to a counter in a buffer: the back end refuses them by name.
@@ -506,7 +508,7 @@ class _Builder:
 
 
 def _same_value(node: FxNode, name: str) -> FxNode | None:
-    """Return the argument whose value the node returns unchanged, or None if the node computes a new value."""
+    """Return the argument whose value a node returns unchanged; None if the node computes a new value."""
     if name in _SAME_VALUE or (name == _SLICE_SCATTER and _is_empty(node.args[1])):
         return node.args[0]
     if name == _CAT and len(full := [t for t in node.args[0] if not _is_empty(t)]) == 1:
@@ -515,13 +517,12 @@ def _same_value(node: FxNode, name: str) -> FxNode | None:
 
 
 def _is_empty(node: FxNode) -> bool:
-    """Return whether the value of a node is a tensor without elements."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.numel() == 0
 
 
 def _type(tensor: Tensor | None) -> ValueType:
-    """Return the type of a value; a missing value, such as an unneeded gradient, has the dtype `none`."""
+    """Return the type of a value; None, such as the gradient of an unused tensor, has the dtype `none`."""
     if tensor is None:
         return ValueType((), "none")
     return ValueType(tuple(tensor.shape), _dtype_name(tensor.dtype))
@@ -549,23 +550,24 @@ def _module(node: FxNode) -> str:
 
 
 _TOKENS = ("input_ids", "position_ids")
-"""Arguments of the model on stages that compute no loss."""
+"""Arguments of the model's forward on stages before the last one."""
 
 
 def capture_stage(
     model: nn.Module, batch: dict[str, Tensor], loss: Callable[..., Tensor]
 ) -> tuple[StepProgram, StepProgram]:
-    """Return two programs of a pipeline rank's stage: its forward, and its loss with gradients.
+    """Return the forward program and the backward program of the pipeline stage on this rank.
 
     Args:
-        model: Parallelized model whose rank has one stage.
-        batch: Arguments of `loss` by name: `input_ids` and more.
-        loss: Function of the model and the batch, by keyword, that the last stage runs.
+        model: Parallelized model with one stage per rank.
+        batch: Arguments of `loss` by name, among them `input_ids`.
+        loss: Function called as `loss(model, **batch)` on the last stage.
 
     Returns:
-        The forward program with the output `sent` (`loss` on the last stage), and a program as of `capture_gradients`.
-        Stages after the first one have the input `batch.received`, whose gradient is the output `grad.received`. Stages
-        before the last one have the input `batch.gradient` in the second program: the gradient of `sent`.
+        The forward program has the output `sent`, or `loss` on the last stage. The backward program is that of
+        `capture_gradients`. Stages after the first one have the input `batch.received` in both programs and the output
+        `grad.received` in the second. Stages before the last one have the input `batch.gradient`, the gradient of
+        `sent`, in the second.
     """
     parallel = handle(model)
     assert parallel.pipeline is not None

@@ -15,13 +15,13 @@ def derive_seed(*parts: int) -> int:
 
 
 def rank_seed(model: nn.Module, seed: int) -> int:
-    """Return the seed of a rank, from which `derive_seed` makes the seed of each step.
+    """Return the seed of this rank, which callers pass to `derive_seed` with the number of each step.
 
     Tensor-parallel ranks with replicated activations must draw equal random numbers. They get equal seeds, derived from
-    `seed`, and `same_random` of their tensor-parallel state is set. Other ranks draw a seed from the random state.
+    `seed`. Other ranks draw a seed from torch's random state.
 
     Args:
-        model: A model that passed through `parallelize`.
+        model: A model that passed through `parallelize`; `same_random` of its tensor-parallel state is set.
         seed: Seed of the run.
     """
     own, attached = int(torch.randint(1 << 62, ())), handle(model)

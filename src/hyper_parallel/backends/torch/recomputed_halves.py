@@ -1,10 +1,10 @@
-"""Recomputation of a layer that runs on half-batches: forward keeps its inputs, backward recomputes both halves.
+"""Activation recomputation of a layer that runs on two half-batches, see `half_batch`.
 
-    forward     a half may leave the layer while the other one is still inside; saved tensors are replaced by numbers
-    backward    the first number that is unpacked recomputes both halves in turns, up to the last saved tensor of each
+    forward     keeps the inputs of the layer; the tensors that autograd saves are replaced by consecutive numbers
+    backward    unpacking the first number recomputes both half-batches in turns, up to their last saved tensors
 
-`torch.utils.checkpoint` would wrap the call of both halves, so both would have to meet at the end of the layer. Around
-the call of one half, the collectives of its recomputation would be exposed.
+`torch.utils.checkpoint` cannot be used. Around the calls of both half-batches, it would make them end at the end of the
+layer. Around the call of one half-batch, no computation would hide the collectives of its recomputation.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hyper_parallel.errors import UnsupportedSharding
 
 
 class _AllRecomputed(Exception):
-    """Signal that every tensor which a half saved in forward has been recomputed."""
+    """Signal that all tensors that a half-batch saved in forward have been recomputed."""
 
 
 class _Input:
-    """Tensor that a layer gets, without its history."""
+    """Input of a layer, detached from the autograd graph."""
 
     def __init__(self, x: Tensor) -> None:
         self._x, self._version, self._is_trained = x.detach(), x._version, x.requires_grad
 
     def restore(self) -> Tensor:
-        """Return the tensor; raise HP205 if its values have changed since."""
+        """Return the input as a leaf tensor; raise HP205 if it has been changed in place since forward."""
         if self._x._version != self._version:
             raise UnsupportedSharding(
                 "the input of a recomputed layer was changed in place before backward",
@@ -46,7 +46,7 @@ class _Input:
 
 
 class _SavedTensors:
-    """Tensors that one half saves for backward: counted in forward, recomputed in backward."""
+    """Tensors that autograd saves for one half-batch: counted in forward, recomputed in backward."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -54,12 +54,12 @@ class _SavedTensors:
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     def pack(self, _: Tensor) -> int:
-        """Return the number of a tensor saved in forward."""
+        """Return a new number for a tensor that forward saves; the tensor is not kept."""
         self.count += 1
         return self.count - 1
 
     def hooks_of_recomputation(self) -> saved_tensors_hooks:
-        """Return hooks that store the recomputed tensors by number and raise `_AllRecomputed` behind the last one."""
+        """Return hooks that store the recomputed tensors by number and raise `_AllRecomputed` after the last one."""
         number = 0
 
         def pack(x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class _SavedTensors:
 
 
 class RecomputedHalves:
-    """Pass of two halves through a layer that backward recomputes."""
+    """Forward pass of two half-batches through one layer that is recomputed in backward."""
 
     def __init__(
         self,
@@ -87,22 +87,22 @@ class RecomputedHalves:
 
         Args:
             forward: Forward of the layer.
-            running: The running pass; recomputation gets the context that it has now.
-            precision: Context in which the layer is recomputed.
+            running: The running pass; recomputation uses the `PassContext` of this moment.
+            precision: Context manager in which the layer is recomputed.
         """
         self._forward, self._running, self._precision = forward, running, precision
         self._context = running.recomputed()
         self._saved = _SavedTensors(), _SavedTensors()
 
     def run(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward for half `index`, whose turn it is."""
+        """Run the forward of the layer for half-batch `index`, in a call of `Turns`."""
         saved = self._saved[index]
         saved.arguments = tree_map_only(Tensor, _Input, (args, kwargs))
         with apply_hooks(saved_tensors_hooks(saved.pack, partial(self._unpack, saved))):
             return self._forward(*args, **kwargs)
 
     def _unpack(self, saved: _SavedTensors, number: int) -> Tensor:
-        """Return a saved tensor once; another request for it recomputes the layer again."""
+        """Return the saved tensor with this number, which is then freed; another request recomputes the layer again."""
         if number not in saved.values:
             self._recompute()
         return saved.values.pop(number)
@@ -126,7 +126,7 @@ class RecomputedHalves:
             return
         if len(saved.values) < saved.count:
             raise UnsupportedSharding(
-                "a layer saves fewer tensors when it is recomputed than in forward",
+                f"a layer saves {saved.count} tensors in forward, but only {len(saved.values)} when it is recomputed",
                 where="overlap",
                 got=f"{len(saved.values)} of {saved.count}",
                 hint="training.recompute=none",

@@ -1,8 +1,8 @@
 """Length-dependent rotary frequencies per document: `rope_type` dynamic and longrope.
 
-transformers derives the frequencies of all texts in a batch from the largest position in it. Rows, packed documents and
+transformers derives the frequencies of all tokens from the largest position in the batch. Rows, packed documents and
 padding would then change each other's frequencies, and training would depend on the microbatches of a layout. Here
-every token gets the frequencies of its own document: the module runs once per document length.
+every token gets the frequencies of its own document: the rotary embedding runs once per document length.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 Lengths = Callable[[Tensor], Tensor]
-"""Function from positions [B, S] to the document length of every token, [B, S]."""
+"""Function from positions [B, S] to the length of each token's document, [B, S]."""
 
 _DYNAMIC, _LONGROPE = "dynamic", "longrope"
 _TEXT_DIMS: Final = 2
 
 
 def document_lengths(positions: Tensor) -> Tensor:
-    """Return the document length [B, S] of every token; a document is a run of consecutive positions."""
+    """Return the length of each token's document, [B, S]; a document is a run of consecutive positions."""
     number = positions.shape[1]
     index = torch.arange(number, device=positions.device).expand_as(positions)
     is_last = positions.diff(dim=1, append=positions[:, -1:]) != 1
@@ -30,11 +30,11 @@ def document_lengths(positions: Tensor) -> Tensor:
 
 
 def rotate_by_document(model: nn.Module, lengths: Lengths = document_lengths) -> None:
-    """Make length-dependent rotary embeddings of a model use document lengths.
+    """Make length-dependent rotary embeddings compute the frequencies of each token from its document length.
 
     Args:
         model: Model; changed in place.
-        lengths: Function that returns document lengths; a rank with sharded sequences derives them from full sequences.
+        lengths: Function from positions to document lengths. Under context parallelism it uses the full sequences.
     """
     for module in model.modules():
         if _types(module) & {_DYNAMIC, _LONGROPE}:
@@ -42,7 +42,7 @@ def rotate_by_document(model: nn.Module, lengths: Lengths = document_lengths) ->
 
 
 def _types(module: nn.Module) -> set[str]:
-    """Return the rope types of a rotary embedding, which has one type or one for each kind of layer."""
+    """Return the rope types of a rotary embedding, which has one type or one type per kind of layer."""
     rope_type = vars(module).get("rope_type")
     kinds = rope_type.values() if isinstance(rope_type, Mapping) else (rope_type,)
     return {kind for kind in kinds if isinstance(kind, str)}
@@ -75,7 +75,10 @@ def _by_document(module: Any, inner: Callable[..., Any], lengths: Lengths) -> Ca
 def _groups(
     module: Any, kind: str, layer_type: str | None, lengths: Tensor
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield (mask [B, S], length) for each set of tokens with equal frequencies, in ascending order of lengths."""
+    """Yield a mask [B, S] of each set of tokens with equal frequencies, and a document length that gives them.
+
+    Lengths ascend.
+    """
     if kind == _LONGROPE:  # this case reads no tensor values, so that the pass can be traced
         rope = module.config.rope_parameters
         rope = rope if layer_type is None else rope[layer_type]

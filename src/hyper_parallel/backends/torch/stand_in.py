@@ -16,11 +16,14 @@ _T = TypeVar("_T", bound="StandIn")
 
 
 class StandIn(Tensor):
-    """Stand-in for an incomplete tensor; any use except of its shape, dtype and device completes the tensor first."""
+    """Placeholder for a tensor that is not computed yet.
+
+    Shape, dtype and device can be read at once; any other use completes the tensor first.
+    """
 
     @classmethod
     def like(cls: type[_T], part: Tensor, shape: tuple[int, ...]) -> _T:
-        """Return a stand-in for a tensor of this shape, with dtype, device and `requires_grad` of `part`."""
+        """Return a placeholder of this shape, with dtype, device and `requires_grad` of `part`."""
         stand_in: _T = Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
         )
@@ -57,7 +60,7 @@ def _whole(stand_in: StandIn) -> Tensor:
 
 def _refuse_gradient(grad: Tensor) -> None:
     raise UnsupportedSharding(
-        "the model passes a tensor that is still being computed to a custom autograd function",
+        "a custom autograd function of the model reads a tensor in flight, which `overlap` does not support",
         where="overlap",
         hint="overlap=none",
     )

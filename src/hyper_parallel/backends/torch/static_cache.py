@@ -1,7 +1,7 @@
 """KV cache of fixed length, and the masks with which attention reads it.
 
-A step with such a cache is a pure function of its inputs and the cache's tensors. It does not depend on a Python
-counter, so it can be recorded once and run at every position.
+A decode step with such a cache is a pure function of its inputs and of the cache's tensors. It does not depend on a
+Python counter, so it can be recorded once and run at every position.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _PLAIN = {"full_attention", "sliding_attention"}
 
 
 class FixedLayer(StaticLayer):
-    """Keys and values of one layer, [B, H, N, K] each.
+    """Cache of one layer with room for N tokens: keys and values [B, H, N, K].
 
-    If `position` is None, a prompt is written from slot 0 on. Otherwise it is a tensor [1]: the slot of one token.
+    `position` is the index of the single token to write, a tensor [1]; None: write a prompt from index 0 on.
     """
 
     # Lets transformers omit the mask of a prompt, as with a growing cache.
@@ -35,7 +35,7 @@ class FixedLayer(StaticLayer):
         self.position: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate keys and values of the full length; other sizes, dtype and device are those of the arguments."""
+        """Allocate keys and values for N tokens; other sizes, dtype and device are those of the arguments."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = (
             like.new_zeros(*like.shape[:2], self.max_cache_len, like.shape[-1])
@@ -46,7 +46,7 @@ class FixedLayer(StaticLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values at the current position; return the keys and values that attention reads."""
+        """Write keys and values at `position`; return the keys and values that attention reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.position is None:
@@ -59,7 +59,7 @@ class FixedLayer(StaticLayer):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that a mask covers, and their offset."""
+        """Return the number of keys that an attention mask covers, and the offset 0 of the first key."""
         return (query_length if self.position is None else self.max_cache_len), 0
 
     def get_seq_length(self) -> int:
@@ -68,7 +68,7 @@ class FixedLayer(StaticLayer):
 
 
 def why_no_own_cache(model: Any) -> str | None:
-    """Return the reason why a model cannot use a cache and masks of this package; None if it can."""
+    """Return the reason why a model cannot use the caches and masks of this module; None if it can."""
     config = model.config.get_text_config(decoder=True)
     unsupported = set(getattr(config, "layer_types", None) or ()) - _PLAIN
     if unsupported:
@@ -83,12 +83,12 @@ def why_no_own_cache(model: Any) -> str | None:
         return f"attention implementation {model.config._attn_implementation}"
     properties = known_properties(model)
     if properties is not None and not properties.fixed_cache.agrees:
-        return "decoding with it was measured to differ from a pass over the full text"
+        return "in a measurement, decoding with a cache of fixed length differed from a pass over the full text"
     return None
 
 
 def why_no_static_cache(model: Any) -> str | None:
-    """Return the reason why a model's generation steps cannot have fixed shapes; None if they can."""
+    """Return the reason why a model's decode steps cannot have fixed shapes; None if they can."""
     if why := why_no_own_cache(model):
         return why
     if why := ungrouped_experts(model, model.dtype):
@@ -97,7 +97,7 @@ def why_no_static_cache(model: Any) -> str | None:
 
 
 def cache_tensors(cache: Any) -> dict[str, Tensor]:
-    """Return the key and value tensors of a cache by name, in layer order; layers that share a cache occur once."""
+    """Return the key and value tensors of the allocated layers of a cache, by name."""
     return {
         f"cache.{index}.{name}": getattr(layer, name)
         for index, layer in enumerate(cache.layers)
@@ -116,10 +116,10 @@ def bind_cache(cache: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return masks [B, 1, S, N] by kind of layer, for queries at positions [B, S] and N = `length` cache slots.
+    """Return attention masks [B, 1, S, N] for N = `length` cached keys, by kind of layer.
 
-    A slot holds the key of one position. Masks are boolean for torch's attention. For the model's eager attention they
-    are additive, of `dtype`.
+    The queries are at `positions` [B, S], and the key of position p has index p. Masks are boolean for `sdpa`. For the
+    model's eager attention they are additive, of `dtype`.
     """
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
@@ -138,7 +138,10 @@ def masks(model: Any, positions: Tensor, length: int, dtype: torch.dtype) -> dic
 
 
 def mask_argument(model: Any, inputs: dict[str, Tensor]) -> Any:
-    """Return the `attention_mask` argument of a model: masks by kind of layer, one mask for all layers, or None."""
+    """Return the `attention_mask` argument of a model from inputs named as in `masks`.
+
+    The argument is a dict of masks by kind of layer, one mask for all layers, or None without masks.
+    """
     by_kind = {k.removeprefix("mask."): v for k, v in inputs.items() if k.startswith("mask.")}
     if by_kind and not getattr(model.config.get_text_config(decoder=True), "layer_types", None):
         (mask,) = by_kind.values()

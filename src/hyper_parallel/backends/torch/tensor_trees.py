@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors in arguments or results of an operator, in order; it descends into tuples, lists and dicts."""
+    """Return the tensors in arguments or results of an operator, in order, also those in tuples, lists and dicts."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):

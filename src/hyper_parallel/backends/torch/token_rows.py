@@ -1,8 +1,8 @@
 """Selection of the rows of a layer's input that are tokens, without padding of the layout or of the batch.
 
-Padding of the layout makes shards of tensor and context parallelism equal in size. The caller marks padding of the
-batch by the argument `token_mask` [B, S], which is removed before the model's forward, else by `attention_mask` [B, S].
-Both are False for padding. Padding does not count in losses, statistics, biases and capacities.
+Padding of the layout makes the shards of tensor and context parallelism equal in size. Padding of the batch is marked
+by False in the argument `token_mask` [B, S], which is removed before the model's forward, else in `attention_mask`.
+Expert routing ignores padding in router losses, statistics, bias updates and expert capacities.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from hyper_parallel.backends.torch.tensor.state import TpState
 from hyper_parallel.errors import UnsupportedSharding
 
 TOKEN_MASK: Final = "token_mask"
-"""Argument of a model's call, and key of a microbatch: [B, S], False where a token is padding."""
+"""Argument of a model's call and key of a microbatch: mask [B, S], False where a token is padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Selector of tokens among the rows of a layer's input in the running pass."""
+    """Selector of the rows of a layer's input that are tokens, for the running forward pass."""
 
     tp: TpState | None = None
     context: ContextState | None = None
     running: RunningPass = field(default_factory=RunningPass)
 
     def token_rows(self, rows: int, device: torch.device) -> Tensor | None:
-        """Return the indices of the rows that are not padding of the layout; None for all rows."""
+        """Return the indices of the rows that are not padding of the layout; None if all rows are tokens.
+
+        `rows` is the number of rows of the layer's input on this rank.
+        """
         start, total = 0, rows
         if self.tp is not None and self.tp.shard_sequences_over_y:
             is_token = self.tp.grid.token_indices(self.tp.rank) >= 0
@@ -51,7 +54,7 @@ class Tokens:
         return torch.arange(stop - start, device=device) if stop - start < rows else None
 
     def select_real(self, selected: Tensor | None, rows: int) -> Tensor | None:
-        """Return a mask of the real tokens among the rows `selected` by `token_rows`; None if all are real."""
+        """Return a mask of the rows `selected` by `token_rows`, False for batch padding; None without padding."""
         if (padding := self.running.context.padding) is None:
             return None
         real = rows_of_half(padding.real)
@@ -65,10 +68,10 @@ class Tokens:
         return real if selected is None else real[selected]
 
     def own_tokens(self, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        """Return the indices of the rows that this rank owns, and a mask of the real tokens among them.
+        """Return the indices of the rows that this rank owns, and a mask of those that are not padding of the batch.
 
-        None in place of either selects all. The rows of the module's input are this rank's shard of the tokens, or all
-        tokens of the tensor-parallel ranks.
+        None in place of the indices or the mask means all rows. The `rows` rows of the input may be this rank's shard
+        of the tokens, or the tokens of all tensor-parallel ranks.
         """
         tp = self.tp
         if tp is None or rows != math.prod(tp.batch):
@@ -82,7 +85,7 @@ class Tokens:
         return indices, None if padding is None else rows_of_half(padding.real)[indices]
 
     def _inside(self, total: int) -> Tensor | None:
-        """Return a CPU mask of the tokens that are not padding of context parallelism; None without such padding."""
+        """Return a CPU mask of this rank's tokens, False for padding of context parallelism; None without padding."""
         view = self.running.context.view
         if view is None or view.cut.padded == view.cut.seq_len:
             return None
@@ -101,7 +104,10 @@ def _part_of_tokens(got: str, key: str) -> UnsupportedSharding:
 
 
 def watch_padding(model: nn.Module, tokens: Tokens) -> None:
-    """Make each forward of a model record the batch's padding in the pass context, after sequences are sharded."""
+    """Add a hook to a model that records the padding of the batch in the `PassContext` before each forward.
+
+    Under context parallelism, the hook must run after the hook that shards sequences.
+    """
     names = list(inspect.signature(model.forward).parameters)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

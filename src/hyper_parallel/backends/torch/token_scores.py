@@ -1,8 +1,8 @@
-"""Reward model: a sequence classifier of one label that scores every token.
+"""Reward model: a sequence classifier with one label that scores every token.
 
-The classifiers of transformers return one score per sequence: that of its last token that is not padding. A rank with a
-part of the sequence may not have that token. Here the model returns the score of every token, and the objective selects
-one. The weights are the same.
+The classifiers of transformers return one score per sequence, the score of its last token that is not padding. A
+context-parallel rank may not have this token. Here the model returns the score of every token, and the objective
+selects one. The weights are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyper_parallel.backends.torch.model_structure import PlaceholderModule
 from hyper_parallel.errors import ModelUnreadable, UnsupportedSharding
 
 SCORE: Final = "score"
-"""Name of the head in transformers models."""
+"""Name of the head in sequence classifiers of transformers."""
 _SCORES: Final = "_scores_every_token"
 
 
@@ -29,7 +29,7 @@ def scores_tokens(model: nn.Module) -> bool:
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
-    """Return the module that computes next-token logits or scores; None for a model without such a module."""
+    """Return the module that computes next-token logits or token scores; None for a model without such a head."""
     if scores_tokens(model):
         return model.get_submodule(SCORE)
     try:
@@ -42,7 +42,7 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 def score_every_token(model: nn.Module) -> None:
-    """Make a sequence classifier of one label return scores [B, S, 1] as its logits, in place.
+    """Make a sequence classifier with one label return the scores of all tokens, [B, S, 1], as logits; in place.
 
     Raises:
         ModelUnreadable: HP305 for a class whose score is not a linear map of the last hidden state.
@@ -83,7 +83,6 @@ def _forward(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return scores as logits, with the signature of a causal language model's forward."""
     from transformers.modeling_outputs import SequenceClassifierOutput
 
     named = {

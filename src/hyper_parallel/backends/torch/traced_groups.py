@@ -25,9 +25,9 @@ class TracedGroup(dist.ProcessGroup):
     """Process group whose collectives call functional operators and are complete when they return.
 
     Args:
-        ranks: Ranks of the world in this group.
-        rank: Position of this rank among them.
-        name: Name of the group in torch.
+        ranks: Global ranks of the group.
+        rank: Position of this rank in `ranks`.
+        name: Name of the group in `torch.distributed`.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
@@ -52,11 +52,11 @@ class TracedGroup(dist.ProcessGroup):
             tensor.copy_(_OPERATORS.all_reduce(tensor, "sum", self.axis))
 
     def all_gather_single(self, out: Tensor, x: Tensor, options: Any = None) -> None:
-        """Fill `out` with the rows of all ranks."""
+        """Fill `out` with the rows `x` of all ranks."""
         out.copy_(_OPERATORS.all_gather_into_tensor(x, self.size(), self.axis))
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, options: Any = None) -> None:
-        """Sum `x` over ranks and fill `out` with this rank's equal share of the rows."""
+        """Sum `x` over ranks and write this rank's slice of the rows to `out`."""
         out.copy_(_OPERATORS.reduce_scatter_tensor(x, "sum", self.size(), self.axis))
 
     def all_to_all_single(

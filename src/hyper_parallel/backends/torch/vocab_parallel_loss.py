@@ -94,10 +94,10 @@ def cross_entropy_sum(
     """Return the sum of the cross entropies of all tokens whose target is not `ignore_index`.
 
     Args:
-        logits: [T, V], or this rank's columns, which begin at `first`.
-        targets: [T] token ids of the full vocabulary.
-        ignore_index: Value in `targets` for tokens without a target.
-        first: Token id of the first local column.
+        logits: Logits [T, V], or with `group` this rank's columns of them.
+        targets: Target ids [T] in the full vocabulary.
+        ignore_index: Value in `targets` that marks tokens without a target.
+        first: Token id of the first column of `logits`.
         group: Ranks over which the vocabulary is sharded; None: it is not sharded.
         summed: False: return the cross entropy of every token, [T], 0 where the target is `ignore_index`.
     """
@@ -105,7 +105,7 @@ def cross_entropy_sum(
 
 
 def shifted(labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Return labels shifted one token to the left, so that the target of a position is the next token."""
+    """Return `labels` shifted left by one token, with `ignore_index` at the end: the target is the next token."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -116,10 +116,10 @@ def cross_entropy(
     ignore_index: int = -100,
     summed: bool = True,
 ) -> Tensor:
-    """Return `cross_entropy_sum` for logits as the head returns them, whether sharded or not.
+    """Return `cross_entropy_sum` for the output of the head, which may be sharded over tensor-parallel ranks.
 
-    `targets` [T] are those of all tokens. If the head shards tokens, the result covers this rank's shard, ceil(T / tp)
-    tokens with padding.
+    `targets` [T] are those of all T tokens. If the head shards tokens, the result is that of this rank's ceil(T / tp)
+    tokens, padding included.
     """
     split = None if tp is None or tp.head == "whole" else tp.head
     if tp is not None:
@@ -145,7 +145,8 @@ def loss_function(
 ) -> Callable[..., Tensor]:
     """Return a function that replaces the `loss_function` of a Hugging Face model and accepts sharded logits.
 
-    `add(loss, share)` adds the router loss. `share` is the number of valid targets divided by the divisor of the loss.
+    `add(loss, share)` returns the loss plus the router loss, weighted by `share`: the microbatch's share of the targets
+    over which the loss is averaged.
     """
 
     def causal_lm_loss(
@@ -196,9 +197,9 @@ def has_causal_loss(model: nn.Module) -> bool:
 
 
 def use_loss_function(model: nn.Module) -> None:
-    """If a model's forward has its own loss code, make it use `model.loss_function` for calls with `shift_labels`.
+    """Make a forward that contains code for its loss use `model.loss_function` if it is called with `shift_labels`.
 
-    The replaced losses are means over a microbatch, and only some models shift the labels.
+    The replaced losses are means over a microbatch, and not all of them shift the labels.
     """
     own = inspect.unwrap(type(model).forward)
     if (

@@ -10,9 +10,9 @@ from torch import nn
 
 
 def wrap(module: nn.Module, outer: Callable[..., Any]) -> None:
-    """Replace the forward of a module by `outer(forward, *args, **kwargs)`, on this instance only.
+    """Replace `forward` of this module instance by a function that calls `outer(forward, *args, **kwargs)`.
 
-    The forward keeps its signature. The wrapper that is installed last runs first.
+    The signature stays that of `forward`. The wrapper that was installed last runs first.
     """
     inner = module.forward
     module.forward = update_wrapper(partial(outer, inner), inner, updated=())

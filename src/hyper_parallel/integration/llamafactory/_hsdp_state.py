@@ -79,5 +79,5 @@ def export_to_hf_format(model: nn.Module, tokenizer: Any, save_dir: str | Path) 
 
 
 def _plain(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` has wrapped; any other module unchanged."""
+    """Return the original module of a module compiled by `torch.compile`; any other module unchanged."""
     return getattr(model, "_orig_mod", model)

@@ -39,7 +39,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     """LlamaFactory's trainer with a model parallelized by `hp_args`.
 
     Args:
-        hp_args: Layout and dtypes.
+        hp_args: Parallel degrees and dtypes.
         kwargs: Arguments of LlamaFactory's trainer.
 
     Raises:
@@ -98,7 +98,6 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         self._parallel = True
 
     def _prepare_but_the_model(self, *objects: Any, **kwargs: Any) -> Any:
-        """Run `Accelerator.prepare` on all objects except models, and return all objects."""
         prepared = [self._prepare_one(item, kwargs) for item in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -131,7 +130,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return model
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Return the number of tokens of the step; tokens that several ranks of a group have counted count once."""
+        """Return the number of tokens of the step, without the duplicates of tensor- and context-parallel ranks."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         averaged = self.args.average_tokens_across_devices and self.args.world_size > 1
         return count // self._same_data if count is not None and averaged else count
@@ -139,7 +138,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run forward and backward of one microbatch; gradients sum over ranks and microbatches to those of the step.
+        """Run forward and backward of one microbatch; gradients are summed, not averaged, over ranks and microbatches.
 
         Returns:
             This rank's part of the loss times the number of ranks, because transformers logs the mean over ranks.
@@ -171,7 +170,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
     def _share_of_loss(self, model: nn.Module, inputs: dict[str, Any], num_items: Any) -> Tensor:
-        """Return this rank's part of the step's loss; the parts of all ranks and microbatches add up to the loss."""
+        """Return the summand of this rank and microbatch; the summands of all ranks and microbatches are the loss."""
         if num_items is None:  # mean over ranks and microbatches of their means
             ranks = self.args.world_size // self._same_data
             loss = self.compute_loss(model, inputs)
@@ -182,7 +181,7 @@ class HyperParallelTrainer(CustomSeq2SeqTrainer):
         return loss / self.accelerator.num_processes if averaged else loss
 
     def _reported(self, loss: Tensor) -> Tensor:
-        """Return the loss on one rank of each tensor-parallel group, and 0 on the others, whose loss is equal."""
+        """Return the loss on one rank of each tensor-parallel group, else 0: its ranks have the same loss."""
         return loss if self.args.process_index % self._strategy.tp == 0 else torch.zeros_like(loss)
 
     def _ready(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def load_llamafactory(path: Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
     Raises:
         UnknownKey: HP101 with the nearest key. BadValue: HP102 for an unsupported value.
-        Contradiction: HP104 for an unsupported option. As `load_recipe`.
+        Contradiction: HP104 for an unsupported option. Also the errors of `load_recipe`.
     """
     values, recipe_overrides = read_mapping(path, RecipeUnreadable, "file of LlamaFactory"), []
     for override in overrides:
@@ -301,7 +301,7 @@ def _check_same_names(training: dict[str, Any], held_out: dict[str, Any], where:
 
 
 def _frozen(model: str, layers: int) -> list[str]:
-    """Return globs of all parameters, except those of the last `layers` decoder layers; negative: of the first ones."""
+    """Return globs of all parameters outside of the last `layers` decoder layers; negative: of the first layers."""
     spec = load_model(model)
     names = {p.name for block in spec.blocks for p in block.params if not p.tied_to}
     (prefix,) = {name.partition("*")[0] for name in names if "*" in name}

@@ -17,7 +17,7 @@ def get_cp_rank(hp_args: Any) -> int:
 
 
 def get_dp_rank(hp_args: Any) -> int:
-    """Return the index of the part of the data that this rank reads; ranks with equal index read the same sequences."""
+    """Return the data-parallel rank of this process; ranks with the same data-parallel rank read the same sequences."""
     return get_platform().get_rank() // int(hp_args.cp_size)
 
 

@@ -17,7 +17,7 @@ _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "messages"},
 }
-"""Default record keys of LlamaFactory without an entry in `columns`, by key of `data.columns`."""
+"""Keys of `columns` with defaults in LlamaFactory, with the keys of `data.columns`, by dataset format."""
 _DEFAULTS: Final = {"messages": "conversations"}
 _NAMED: Final = {
     "prompt": "instruction", "query": "input", "response": "output", "history": "history", "messages": "messages",
@@ -110,7 +110,7 @@ def source_of(name: str, directory: str, stage: str) -> tuple[dict[str, Any], in
 def _names(
     columns: dict[str, str], tags: dict[str, str], shape: str, keys: set[str]
 ) -> dict[str, Any]:
-    """Return the `data` keys that map the column, role and tag names of a dataset; unlisted record keys are ignored."""
+    """Return `data.columns`, `data.roles` and `data.ignore_keys` for the column and tag names of a dataset."""
     read = {standard: _DEFAULTS.get(standard, standard) for standard in _COLUMNS[shape].values()}
     read |= {_NAMED[name]: value for name, value in columns.items()}
     standard_names = {name: {name, _DEFAULTS.get(name, name)} for name in read}

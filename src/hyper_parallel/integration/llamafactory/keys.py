@@ -42,7 +42,7 @@ SAME: Final[dict[str, tuple[str, Any]]] = {
     "kto_rejected_weight": ("kto.undesirable_weight", 1.0),
     "moe_aux_loss_coef": ("moe.aux_loss_coef", None),
 }
-"""Per key, the recipe key and LlamaFactory's default."""
+"""Recipe key and LlamaFactory's default, by LlamaFactory's key."""
 
 WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "flash_attn": {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"},
@@ -63,7 +63,7 @@ WORDS: Final[dict[str, Mapping[Any, Any]]] = {
     "eval_strategy": {"steps": True, "no": False, True: True, False: False},
     "hyper_parallel_token_dispatcher": {"all_to_all": "all_to_all"},
 }  # fmt: skip
-"""Per key, the accepted values and their recipe values."""
+"""Recipe value of each accepted value, by LlamaFactory's key."""
 
 TOGETHER: Final[dict[str, tuple[str, Any]]] = {
     "do_train": ("", NEEDED),

@@ -1,4 +1,4 @@
-"""Engine `ray`: one Ray actor per rank of a role."""
+"""Engine `ray` of a controller: every rank of a role is a Ray actor."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hyper_parallel.runtime.launchers import STORE_BYTES, Rank
 from hyper_parallel.runtime.supervision import process_state
 
 _PLACED_S: Final = 60.0
-"""Seconds within which a cluster must schedule a rank."""
+"""Seconds within which a cluster must schedule the actors of a role."""
 _ENDED_S: Final = 5.0
-"""Seconds to wait for killed actors to end."""
+"""Maximum seconds to wait for the end of killed actors."""
 _STOPPED: Final = ("t", "T")
 _GONE: Final = ("", "X", "Z")  # states of ended processes, proc(5)
 
 
 class RoleActor(Rank):
-    """Ray actor of one rank of a role; `ray.remote` wraps this class."""
+    """Ray actor of a rank of a role; `ray.remote` wraps this class."""
 
     def process(self) -> int:
         """Return the process id of the actor on its machine."""
         return os.getpid()
 
     def begin(self, spec: RoleSpec, rank: int, environment: dict[str, str], threads: int) -> None:
-        """Set the environment of a rank of a role; its first call, `BIRTH`, constructs the object of the role."""
+        """Set the environment variables of the rank; the later call `BIRTH` constructs the role's object."""
         import torch
 
         os.environ.update(environment)
@@ -42,15 +42,17 @@ class RoleActor(Rank):
         self._host = RoleHost(spec, rank)
 
     def answer(self, number: int, method: str, arguments: str) -> str:
-        """Run a call and return its answer as JSON."""
+        """Run a call and return its answer as JSON; see `RoleHost.answer`."""
         return self._host.answer(number, method, arguments)
 
 
 class RayEngine:
-    """Engine that starts Ray actors: in the cluster that the program has joined, that of RAY_ADDRESS, or a local one.
+    """Engine that starts Ray actors.
+
+    It uses the cluster to which the program is connected, else the cluster of RAY_ADDRESS, else a new local cluster.
 
     Raises:
-        MissingDependency: HP501 without Ray.
+        MissingDependency: HP501 when the package `ray` is not installed.
     """
 
     most_ranks = None
@@ -73,14 +75,14 @@ class RayEngine:
             ray.init(address, log_to_driver=False, **local_options)
 
     def start(self, spec: RoleSpec, size: int) -> ActorRanks:
-        """Start the actors; each reserves one GPU if the cluster has GPUs.
+        """Start the actors of a role; each actor reserves a GPU if the cluster has GPUs.
 
         Raises:
-            DeviceUnavailable: HP502 when the cluster cannot schedule them.
-            RankFailed: HP601 when an actor ends while it starts.
+            DeviceUnavailable: HP502 when the cluster cannot schedule the actors.
+            RankFailed: HP601 when an actor dies during its start.
         """
         options = {
-            # A local cluster is for this program alone: its cores are not reserved.
+            # Only this program uses a local cluster, so no cores are reserved.
             "num_cpus": 0 if self._is_local else 1,
             "num_gpus": 1 if self._ray.cluster_resources().get("GPU") else 0,
             "max_restarts": 0,
@@ -89,22 +91,21 @@ class RayEngine:
         return ActorRanks(self._ray, spec, size, options)
 
     def wait(self, busy: Sequence[ActorRanks], most_s: float) -> None:
-        """Wait at most `most_s` seconds until a rank answers or ends."""
         if running := [ref for ranks in busy for ref in ranks.running]:
             self._ray.wait(running, timeout=most_s)
 
     def close(self) -> None:
-        """Disconnect from the cluster if this engine has connected; a local cluster is then shut down."""
+        """Disconnect from the cluster, or shut down a local cluster, unless the program connected before."""
         if self._joined:
             self._ray.shutdown()
 
 
 class ActorRanks:
-    """Actors of one role.
+    """Ray actors of a role.
 
     Args:
-        ray: The imported package.
-        spec: The role.
+        ray: Module `ray`.
+        spec: Class and arguments of the role.
         size: Number of actors.
         options: Ray options of each actor.
     """
@@ -143,25 +144,23 @@ class ActorRanks:
         except ray.exceptions.GetTimeoutError as error:
             self.end()
             raise DeviceUnavailable(
-                f"the Ray cluster lacks resources for the {size} ranks of role `{spec.name}`",
+                f"the Ray cluster does not have the resources for the {size} ranks of role `{spec.name}`",
                 got=ray.available_resources(),
                 hint="ray status",
             ) from error
         except ray.exceptions.RayError as error:
             self.end()
             raise RankFailed(
-                f"a rank of role `{spec.name}` was lost at its start\n{error}"
+                f"a rank of role `{spec.name}` failed during its start\n{error}"
             ) from error
 
     def start_call(self, number: int, method: str, arguments: str) -> None:
-        """Start a call on every rank."""
         self.running = {
             actor.answer.remote(number, method, arguments): rank
             for rank, actor in enumerate(self._actors)
         }
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return the answers that have arrived since the last call, by rank."""
         answers = {}
         refs = list(self.running)
         done, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
@@ -174,13 +173,16 @@ class ActorRanks:
         return answers
 
     def lost(self) -> str | None:
-        """Return the first rank that Ray reports as dead, with the reason; None when all are alive."""
+        """Return a text that names a dead actor and the reason; None while Ray has not reported any."""
         return self._lost
 
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """Describe ranks that do not answer, as `RoleRanks.silent`; a process stopped by a signal counts as frozen."""
+        """Describe ranks that do not answer; see `RoleRanks.silent`.
+
+        Processes stopped by a signal are detected only on this machine.
+        """
         lines = []
         for rank in unanswered:
             is_local = self._hosts[rank] == socket.gethostname()
@@ -191,7 +193,10 @@ class ActorRanks:
         return first_line, tuple(line for _, line in other_lines), not first
 
     def end(self) -> None:
-        """Kill all ranks, including ranks stopped by a signal, and wait for the end of the ones on this machine."""
+        """Kill all actors, and wait until the actors on this machine have ended.
+
+        On this machine, processes stopped by a signal are killed too.
+        """
         for actor in self._actors:
             self._ray.kill(actor)
         local_ranks = [
@@ -210,6 +215,6 @@ class ActorRanks:
 
 
 def _why(error: Exception) -> str:
-    """Return one line of Ray's message about a dead actor."""
+    """Return the most informative line of Ray's message about a dead actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "exit" in line.lower()), lines[0] if lines else "")[:300]

@@ -1,6 +1,6 @@
-"""Controller of a program of several models: starts roles, waits for answers to calls and records them in a journal.
+"""Controller: starts roles, waits for the answers to their calls, and records the answers in a journal.
 
-`ahead` gives the order of calls of a loop in which sampling runs a bounded number of steps ahead of learning.
+`ahead` yields the calls of a training loop in which sampling runs a bounded number of steps ahead of learning.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ _POLL_S: Final = 0.25  # detects a frozen rank well within a second after its de
 
 
 class Controller:
-    """Controller of several roles; each role is one class with its own ranks.
+    """Controller of several roles; a role is a class with an object on each of its ranks.
 
     Arguments and results of calls are JSON values. Roles exchange weights through checkpoint folders (`hp.save`,
-    `hp.load`), which any layout can write and read. The object of a role is constructed anew after a rank loss, a
-    resize and a restart of the program, so its constructor must load its state from files.
+    `hp.load`), which any layout can write and read. The objects of a role are constructed again after the failure of a
+    rank, a resize or a restart of the program. Constructors must therefore load their state from files.
 
     Args:
-        engine: `inline`: objects of this process, and a call runs synchronously. `processes`: ranks on this machine,
-            which end when this process ends. `ray`: one actor per rank, in the cluster of RAY_ADDRESS or a local one.
-        journal: File that records answered calls. A restarted program takes their answers from the file and runs only
+        engine: `inline`: roles are objects in this process, and calls are synchronous. `processes`: ranks are processes
+            on this machine, which end when this process ends. `ray`: ranks are Ray actors, in the cluster of
+            RAY_ADDRESS or in a local cluster.
+        journal: File that records answered calls. A restarted program reads their answers from the file, and runs only
             the remaining calls. None: no journal.
-        max_restarts: Maximum number of restarts of the ranks of each role.
-        timeout_s: Seconds after which the ranks of an unanswered call are restarted; `Role.call` overrides it per call.
+        max_restarts: Maximum number of restarts of each role.
+        timeout_s: Seconds after which the ranks of an unanswered call are restarted; `Role.call` can override them.
 
     Attributes:
         roles: Started roles by name.
 
     Raises:
-        BadValue: HP102 for an engine that does not exist.
-        MissingDependency: HP501 for `ray` without the package.
-        JournalMismatch: HP641, RunInUse: HP720, OutputNotWritable: HP105 for a journal that cannot be used.
+        BadValue: HP102 for an unknown engine.
+        MissingDependency: HP501 for `ray` when the package is not installed.
+        JournalMismatch: HP641 for a file that is not a journal.
+        RunInUse: HP720 when another controller uses the journal.
+        OutputNotWritable: HP105 when the journal cannot be written.
     """
 
     def __init__(
@@ -81,22 +84,23 @@ class Controller:
         name: str | None = None,
         first_device: int | None = None,
     ) -> Role:
-        """Start the ranks of a role, each with an object `cls(*arguments)`, and return without waiting for them.
+        """Start the ranks of a role, which construct `cls(*arguments)`; return without waiting for the constructors.
 
-        In a role of several ranks, `hp.World.join()` and `hp.parallelize` without a world use the group of the role.
+        In a role with several ranks, `hp.World.join()` joins a world of the role's ranks, which is also the default
+        world of `hp.parallelize`.
 
         Args:
-            cls: Any class. With `ray`, workers must be able to import it, unless the program's main file defines it.
-            arguments: JSON values.
-            ranks: Number of processes.
-            name: Name of the role in errors and in the journal; None: the name of the class.
-            first_device: With `processes`, the accelerator of rank 0; the other ranks use the following ones. None: the
-                lowest ones unused by other roles. Roles may share devices.
+            cls: Any class. With `ray`, workers must be able to import the class, unless the main file defines it.
+            arguments: Arguments of the constructor, as JSON values.
+            ranks: Number of ranks.
+            name: Name of the role in errors and in the journal; None: name of the class.
+            first_device: With `processes`, index of rank 0's accelerator; other ranks use the following indices. None:
+                the lowest indices that other roles do not use. Roles may share devices.
 
         Raises:
-            BadValue: HP102 for a name in use, no ranks, or an argument that is not a JSON value.
+            BadValue: HP102 for a used name, fewer than one rank, or an argument that is not a JSON value.
             Contradiction: HP104 for several ranks with `inline`.
-            ForkUnsafe: HP605 with `processes`, when this process is a member of a process group.
+            ForkUnsafe: HP605 with `processes`, when torch.distributed is initialized in this process.
             JournalMismatch: HP641 when the journal was written by a program with other roles.
         """
         name = cls.__name__ if name is None else name
@@ -112,11 +116,13 @@ class Controller:
         return self.roles[name]
 
     def first(self, calls: Sequence[RoleCall]) -> RoleCall:
-        """Wait for an answer to any of the calls, and return the first answered call; the journal records this choice.
+        """Wait for an answer to any of the calls, and return the call that was answered first.
+
+        The journal records the choice, so a restarted program repeats it.
 
         Raises:
-            BadValue: HP102 without calls.
-            JournalMismatch: HP641 when the journal records another choice at this position.
+            BadValue: HP102 for an empty list of calls.
+            JournalMismatch: HP641 when the journal records a choice among other calls.
         """
         if not calls:
             raise BadValue(
@@ -135,14 +141,14 @@ class Controller:
         return calls[chosen]
 
     def wait(self) -> None:
-        """Wait up to a quarter of a second for an answer of any role, and then poll every role once."""
+        """Wait at most 0.25 s for an answer of any role, then process the answers and failures of all roles."""
         busy = [role.busy for role in self.roles.values() if role.busy is not None]
         self.engine.wait(busy, _POLL_S)
         for role in self.roles.values():
             role.advance()
 
     def close(self) -> None:
-        """End all ranks; unanswered calls are dropped."""
+        """End the ranks of all roles, and drop unanswered calls."""
         for role in self.roles.values():
             role.end()
         self.engine.close()
@@ -156,15 +162,15 @@ class Controller:
 
 
 def ahead(steps: int, max_staleness: int) -> Iterator[tuple[Literal["sample", "learn"], int]]:
-    """Yield ("sample", s) and ("learn", s) for the steps 1 to `steps`, in the order in which a loop makes the calls.
+    """Yield ("sample", s) and ("learn", s) for the steps 1 to `steps`, in the order of the calls of a training loop.
 
     Version v denotes the weights after v learned steps. The loop must wait for the answer to ("learn", s) before it
-    advances the iterator. Step s is then sampled as soon as version max(0, s - 1 - `max_staleness`) exists, and never
-    with older weights. With 0, the roles alternate. With 1 or more, step s + 1 is sampled while step s is learned.
+    advances the iterator. Sampling of step s then starts with version max(0, s - 1 - `max_staleness`) or newer. With
+    `max_staleness` 0, sampling and learning alternate. With 1 or more, step s + 1 is sampled while step s is learned.
 
     Args:
         steps: Number of steps.
-        max_staleness: Maximum age, in learned steps, of the weights by which a step is sampled; at least 0.
+        max_staleness: Maximum age, in learned steps, of the weights that sample a step; at least 0.
     """
     for step in range(1, steps + max_staleness + 2):
         if (learned := step - 1 - max_staleness) >= 1:

@@ -1,7 +1,7 @@
-"""Engine `processes`: ranks of roles forked from the controller on this machine; they end when the controller ends.
+"""Engine `processes` of a controller: ranks are forked from the controller, and end when the controller ends.
 
-A call and its answers are small files in a folder, replaced atomically. The pipe of a rank carries only short
-notifications, so neither side blocks on a full pipe.
+A call and its answers are small files in a folder, replaced atomically. The pipe between controller and rank carries
+only short notifications, so it never fills up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hyper_parallel.serde import write_text
 
 
 class ProcessEngine:
-    """Engine that forks ranks on this machine; every role is a separate world."""
+    """Engine that forks the ranks of roles on this machine; every role has a separate world (process group)."""
 
     most_ranks = None
 
@@ -55,16 +55,16 @@ class ProcessEngine:
         self._started: list[ProcessRanks] = []
 
     def start(self, spec: RoleSpec, size: int) -> ProcessRanks:
-        """Fork the ranks.
+        """Fork the ranks of a role.
 
         Raises:
-            ForkUnsafe: HP605 when this process is a member of a process group, or another thread of it computes.
-            RankFailed: HP601 when the system has no process left.
+            ForkUnsafe: HP605 when torch.distributed is initialized, or another thread of this process computes.
+            RankFailed: HP601 when the limit of processes or memory is reached.
         """
         prepare_fork()
         self._started = [started for started in self._started if started.processes]
         first = spec.first_device
-        if first is None:  # lowest range that no other role uses
+        if first is None:  # lowest range of local ranks that no other role uses
             used = {place for started in self._started for place in started.places}
             first = next(n for n in count() if used.isdisjoint(range(n, n + size)))
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
@@ -72,21 +72,19 @@ class ProcessEngine:
         return self._started[-1]
 
     def wait(self, busy: Sequence[ProcessRanks], most_s: float) -> None:
-        """Wait at most `most_s` seconds until a rank answers or ends."""
         wait([news for ranks in busy for news in ranks.news()], most_s)
 
     def close(self) -> None:
-        """Remove the folder of calls and answers."""
         self._stack.close()
 
 
 class ProcessRanks:
-    """Processes of one role.
+    """Processes of a role.
 
     Args:
-        spec: The role.
-        places: Local ranks of the processes; a local rank selects a device.
-        folder: Folder of calls and answers.
+        spec: Class and arguments of the role.
+        places: Local rank of each process, which selects its device.
+        folder: Folder of the files of calls and answers.
     """
 
     def __init__(self, spec: RoleSpec, places: range, folder: Path) -> None:
@@ -110,20 +108,18 @@ class ProcessRanks:
             raise
 
     def news(self) -> list[Any]:
-        """Return pipes and process sentinels that become ready when a rank answers or ends."""
+        """Return the objects for `multiprocessing.connection.wait` that become ready when a rank answers or ends."""
         return [*self._pipes, *(process.sentinel for process in self.processes)]
 
     def start_call(self, number: int, method: str, arguments: str) -> None:
-        """Start a call on every rank."""
         call = {"number": number, "method": method, "arguments": arguments}
         with written(self._folder):
             write_text(self._folder / "call.json", json.dumps(call))
         for pipe in self._pipes:
-            with suppress(OSError):  # the rank has ended, as `lost` reports
+            with suppress(OSError):  # the rank has ended, which `lost` reports
                 pipe.send_bytes(b"call")
 
     def answers(self) -> dict[int, dict[str, Any]]:
-        """Return the answers that have arrived since the last call, by rank."""
         answers = {}
         for rank, pipe in enumerate(self._pipes):
             with suppress(OSError, EOFError):
@@ -133,9 +129,9 @@ class ProcessRanks:
         return answers
 
     def lost(self) -> str | None:
-        """Return the rank that has ended, with the reason; None when all are alive.
+        """Return a text that names an ended rank and the reason; None while all ranks are alive.
 
-        A killed rank precedes others, because its end may have made them fail.
+        A rank killed by a signal takes precedence over other failures, which it may have caused.
         """
         codes = {rank: process.exitcode for rank, process in enumerate(self.processes)}
         for rank, code in codes.items():
@@ -147,14 +143,14 @@ class ProcessRanks:
     def silent(
         self, silent_s: float, unanswered: Sequence[int]
     ) -> tuple[str, tuple[str, ...], bool]:
-        """Describe ranks that do not answer, as `RoleRanks.silent`, from heartbeats and states of processes."""
+        """Describe ranks that do not answer, by their heartbeats and process states; see `RoleRanks.silent`."""
         first = self.places.start
         states = {first + rank: process_state(self.processes[rank].pid or 0) for rank in unanswered}
         state = hang(self._board.read(), [silent_s] * self.places.stop, states, -first)
         return state.description, state.other_states, bool(state.stopped)
 
     def end(self) -> None:
-        """Kill all ranks, including ranks stopped by a signal."""
+        """Kill all ranks, wait until they have ended, and remove the folder of calls and answers."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -173,11 +169,10 @@ def _answer_file(folder: Path, rank: int) -> Path:
 def _rank(
     spec: RoleSpec, rank: int, places: range, folder: Path, pipe: Connection, board: HeartbeatBoard
 ) -> None:
-    """Run calls in a forked rank until it is killed."""
     status = 1
     try:
         begin_forked()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller ends its ranks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the controller kills its ranks
         import torch
 
         torch.manual_seed(rank)

@@ -1,4 +1,4 @@
-"""Role: an ordered queue of calls, the ranks that run them, and the replacement of lost ranks."""
+"""Role: a queue of method calls, the ranks that run them in order, and the restart of failed ranks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LONGEST_POLL_S: Final = 2.0
-"""Maximum seconds between two polls that count as silence of a rank, in case the controller itself paused."""
+"""At most this many seconds between two polls count towards a time limit, in case the controller itself paused."""
 _GRACE_S: Final = 2.0
-"""Seconds for the other ranks to answer after one has raised; they may wait for it in a collective forever."""
+"""Seconds for the other ranks to answer after a rank has raised, as they may wait for it in a collective."""
 
 
 @dataclass(eq=False)
 class RoleCall:
-    """Call of a role, answered or pending.
+    """Method call of a role, pending or answered by all ranks.
 
     Attributes:
-        role: The role.
-        number: Position of the call among all calls of its role, from 1.
+        role: Role that runs the call.
+        number: Position of the call among all calls of the role, from 1.
         method: Name of the method.
         arguments: Arguments as a JSON list.
-        timeout_s: Seconds within which the ranks must answer.
-        answered: Position of the answer among all answers of the controller, from 1; 0 while the call is pending.
+        timeout_s: Seconds within which all ranks must answer.
+        answered: Position of the answer among all answers to the controller, from 1; 0 while the call is pending.
     """
 
     role: Role
@@ -59,10 +59,11 @@ class RoleCall:
         """Wait until all ranks have run the call, and return the result of rank 0.
 
         Raises:
-            CallFailed: HP640 when the method has raised on any rank; contains the last lines of the traceback.
-            BadValue: HP102 when the value is not a JSON value.
-            RestartsUsedUp: HP621 when the ranks were lost more often than `max_restarts`; with 0 restarts, RankFailed:
-                HP601 or RankHung: HP620.
+            CallFailed: HP640 when the method has raised on any rank, with the last lines of the traceback.
+            BadValue: HP102 when the result is not a JSON value.
+            RestartsUsedUp: HP621 when the role has failed more than `max_restarts` times.
+            RankFailed: HP601 when a rank was lost and `max_restarts` is 0.
+            RankHung: HP620 when a rank did not answer and `max_restarts` is 0.
         """
         while not self.answered:
             self.role.controller.wait()
@@ -71,19 +72,19 @@ class RoleCall:
         return self._value
 
     def settle(self, value: Any = None, error: HyperParallelError | None = None) -> None:
-        """Mark the call as answered, with its value or an error."""
+        """Mark the call as answered, with a value or an error."""
         self._value, self._error = value, error
         self.answered = next(self.role.controller.places)
 
 
 class Role:
-    """Ranks that run the methods of one class, one call at a time on all ranks. Created by `Controller.start`.
+    """Ranks that run methods of a class; all ranks run the same call at a time. Created by `Controller.start`.
 
     Attributes:
         controller: Controller of the role.
         name: Name in errors and in the journal.
         size: Number of ranks.
-        restarts: Number of restarts after lost ranks.
+        restarts: Number of restarts after the failure of a rank.
     """
 
     def __init__(self, controller: Controller, spec: RoleSpec, size: int) -> None:
@@ -94,22 +95,23 @@ class Role:
         self._running: RoleCall | None = None
         self._answers: dict[int, dict[str, Any]] = {}
         self._polled_at = self._silent_s = 0.0
-        self._raised_s: float | None = None  # seconds without an answer when the first rank raised
+        self._raised_s: float | None = None  # value of `_silent_s` when the first rank raised
         self._failure: HyperParallelError | None = None
         self._begin_unless_recorded(size)
 
     @property
     def busy(self) -> RoleRanks | None:
-        """Ranks of the role while they run a call; None otherwise."""
+        """Ranks of the role while they run a call; None if no call is running."""
         return None if self._running is None else self._ranks
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> RoleCall:
-        """Queue a method call on the object of every rank, after all earlier calls; returns at once.
+        """Queue a method call for all ranks, after all earlier calls, and return at once.
 
         Args:
             method: Name of the method.
             arguments: JSON values; a tuple arrives as a list.
-            timeout_s: Seconds within which the ranks must answer before they are restarted; None: as the controller.
+            timeout_s: Seconds after which the ranks are restarted if the call is unanswered; None: value of the
+                controller.
 
         Raises:
             BadValue: HP102 for a method that the class does not have, or an argument that is not a JSON value.
@@ -138,12 +140,13 @@ class Role:
         return call
 
     def resize(self, ranks: int) -> None:
-        """Change the number of ranks: wait for pending calls, then restart all ranks.
+        """Wait for all pending calls, then start `ranks` new ranks in place of the current ranks.
 
-        Objects are constructed anew and must load their state from files.
+        The new ranks construct their objects again, so constructors must load their state from files.
 
         Raises:
-            BadValue: HP102 for no ranks, Contradiction: HP104 for several with `inline`.
+            BadValue: HP102 for fewer than one rank.
+            Contradiction: HP104 for several ranks with the engine `inline`.
         """
         while self._open:
             self.controller.wait()
@@ -152,13 +155,13 @@ class Role:
         self._begin_unless_recorded(ranks)
 
     def advance(self) -> None:
-        """Poll the ranks once: collect answers, start the next calls, and replace lost ranks."""
+        """Process all events of the ranks: collect answers, start queued calls, and restart failed ranks."""
         while self._open or self._running is not None:
             if self._ranks is None:
                 self._begin()
             if self._running is None:
                 self._run(self._open[0])
-            # Before `answers`: the last answer of an ended rank counts.
+            # Called before `answers`, so the last answer of an ended rank counts.
             lost = self._ranks.lost()
             self._answers |= self._ranks.answers()
             if len(self._answers) == self.size:
@@ -174,7 +177,7 @@ class Role:
             ranks.end()
 
     def _begin_unless_recorded(self, ranks: int) -> None:
-        """Start the ranks, unless the journal still has answers; the first call without an answer then starts them."""
+        """Start the ranks, unless the journal has answers to replay; the first call without an answer starts them."""
         if ranks < 1:
             raise BadValue(
                 "a role needs at least one rank",
@@ -206,7 +209,7 @@ class Role:
         self._ranks.start_call(call.number, call.method, call.arguments)
 
     def _take(self, call: RoleCall) -> None:
-        """Mark the running call as answered, once all ranks have answered it."""
+        """Settle the running call `call` with the collected answers, and record the answer in the journal."""
         self._running, error = None, self._error(call)
         if call.number == BIRTH:
             if error is not None:
@@ -218,7 +221,7 @@ class Role:
         self._open.popleft().settle(value, error)
 
     def _error(self, call: RoleCall) -> HyperParallelError | None:
-        """Return the error of the lowest rank on which the call failed; None if it succeeded on all ranks."""
+        """Return the error of the lowest rank on which the call failed; None if no answer so far is an error."""
         for rank, answer in sorted(self._answers.items()):
             if "raised" in answer:
                 description = f"`{call.method}` of role `{self.name}` has raised {answer['raised']} on rank {rank}"
@@ -228,7 +231,7 @@ class Role:
         return None
 
     def _poll(self, call: RoleCall, lost: str | None) -> None:
-        """Replace the ranks while a call is unanswered, if a rank is lost or the call exceeds its time limit."""
+        """Restart the ranks if a rank is lost, or if the running call exceeds its time limit."""
         now = time.monotonic()
         self._silent_s += min(now - self._polled_at, _LONGEST_POLL_S)
         self._polled_at = now
@@ -245,12 +248,12 @@ class Role:
                 hint = f"Controller(timeout_s={2 * call.timeout_s:g}), if a call may take this long"
                 description = f"role `{self.name}`: {description}, in {call}"
                 self._replace(RankHung(description, hint=hint, others=other_lines))
-            else:  # the others wait for the rank that has raised
+            else:  # the other ranks wait for the rank that has raised
                 self.end()
                 self._take(call)
 
     def _replace(self, error: RankFailed | RankHung) -> None:
-        """Restart the ranks; the running call and its successors remain queued."""
+        """Restart the ranks after `error`, or fail the role after too many restarts; unanswered calls stay queued."""
         self.end()
         max_restarts = self.controller.max_restarts
         if self.restarts < max_restarts:
@@ -266,13 +269,16 @@ class Role:
             self._fail(error)
         else:
             description = f"{error.what}; the ranks were started {max_restarts + 1} times"
-            hint = error.hint or "Controller(journal=...) continues after the answered calls"
+            hint = (
+                error.hint
+                or "Controller(journal='journal.jsonl') would continue after the answered calls"
+            )
             self._fail(
                 RestartsUsedUp(description, allowed=f"max_restarts={max_restarts}", hint=hint)
             )
 
     def _fail(self, error: HyperParallelError) -> None:
-        """End the role: every queued or future call raises this error."""
+        """End the ranks; every queued or future call raises `error`."""
         self.end()
         self._failure = error
         while self._open:
@@ -280,10 +286,10 @@ class Role:
 
 
 def as_json(values: tuple[Any, ...], label: str) -> str:
-    """Return arguments as a JSON list.
+    """Return `values` as a JSON list; `label` names their owner in the error.
 
     Raises:
-        BadValue: HP102 when one is not a JSON value.
+        BadValue: HP102 when any of the values is not a JSON value.
     """
     try:
         return json.dumps(json.loads(json.dumps(values)))

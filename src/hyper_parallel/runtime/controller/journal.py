@@ -1,12 +1,12 @@
-"""Journal of a program's answered calls, one JSON line each, from which a restarted program replays the answers.
+"""Journal of a program's answered calls, as JSON lines from which a restarted program replays the answers.
 
     {"role": "Learner", "number": 0, "method": "Learner", "arguments": ["run/weights"], "value": null}   a role
     {"role": "Learner", "number": 3, "method": "learn", "arguments": [3, []], "value": {"loss": 0.5}}     a call
     {"role": "Learner", "number": 4, "method": "learn", "arguments": [4, []], "error": "ValueError ..."}  its exception
     {"role": null, "number": 1, "method": "first", "arguments": [["Sampler", 1], ["Sampler", 2]], "value": 1}
 
-A line is on the disk before the program sees the answer. An exception that was the last answer of a role ended the
-program. A restart discards it and runs the call again.
+A line is written to disk before the program gets the answer. If the last answer of a role is an exception, it probably
+ended the program. A restarted program discards this answer and runs the call again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyper_parallel.errors import HyperParallelError, JournalMismatch, OutputNot
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S: Final = 10.0
-"""Seconds to wait for the lock: the ranks of a killed controller inherit it and hold it until the kernel ends them."""
+"""Maximum wait for the lock, which the ranks of a killed controller hold until the kernel has ended them."""
 _POLL_S: Final = 0.02
 _FIRST: Final = b'{"role": '
 """First bytes of a record."""
@@ -35,12 +35,12 @@ class Journal:
     """Journal file of a program, open for replay and for new answers.
 
     Args:
-        path: The file; created when it is missing. None: nothing is recorded.
+        path: Path of the file, which is created if it does not exist; None: nothing is recorded.
 
     Raises:
         JournalMismatch: HP641 for a file that is not a journal.
-        RunInUse: HP720 while another controller, or one of its ranks, holds the lock.
-        OutputNotWritable: HP105 when it cannot be written.
+        RunInUse: HP720 while another controller or its ranks hold the lock of the file.
+        OutputNotWritable: HP105 when the file cannot be written.
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -66,22 +66,22 @@ class Journal:
             raise
 
     def left(self, role: str) -> bool:
-        """Return whether the journal contains calls of a role that the restarted program has not made yet."""
+        """Return whether the journal contains answers of a role that have not been replayed yet."""
         return any(name == role and number for name, number in self._unreplayed)
 
     def recall(
         self, role: str | None, number: int, method: str, arguments: str
     ) -> dict[str, Any] | None:
-        """Remove and return the record of a call; None when it has no record.
+        """Replay a call: remove and return its record; return None if the journal has no record of this number.
 
         Args:
             role: Name of the role; None: a choice of `Controller.first`.
-            number: Number of the call in the role, or of the choice.
-            method: Name of the method; for call 0 the class.
-            arguments: Arguments as JSON.
+            number: Number of the call in the role, or number of the choice.
+            method: Name of the method; for number 0 name of the class.
+            arguments: Arguments as a JSON list.
 
         Raises:
-            JournalMismatch: HP641 when another call is recorded at this position.
+            JournalMismatch: HP641 when the record of this number is of another call.
         """
         key = role, number
         if number == 0:  # roles start in the order of the program
@@ -92,7 +92,7 @@ class Journal:
         recorded = _words(*key, record["method"], json.dumps(record["arguments"]))
         if recorded != requested:
             raise JournalMismatch(
-                "the journal was written by another program, or by this one with other arguments",
+                "the journal was written by another program, or by this program with other arguments",
                 where=str(self._path),
                 got=requested,
                 allowed=recorded,
@@ -103,7 +103,7 @@ class Journal:
     def write(
         self, role: str | None, number: int, method: str, arguments: str, answer: dict[str, Any]
     ) -> None:
-        """Append the answer of a call, a `value` or an `error`, and flush it to the disk."""
+        """Append the record of a call, and flush it to disk; `answer` has a key `value` or `error`."""
         if self._file is None:
             return
         key = {"role": role, "number": number, "method": method, "arguments": json.loads(arguments)}
@@ -123,7 +123,7 @@ class Journal:
                 raise self._not_writable(error) from error
 
     def _lock(self) -> None:
-        """Lock the file; wait up to a limit for ranks of an earlier program, which hold the lock until they end."""
+        """Lock the file; wait a limited time for the end of ranks of an earlier program, which hold the lock."""
         deadline = time.monotonic() + _LONGEST_WAIT_S
         while True:
             try:
@@ -133,7 +133,7 @@ class Journal:
                     time.sleep(_POLL_S)
                     continue
                 raise RunInUse(
-                    "another controller, or a rank that it has started, still holds this journal",
+                    "another controller or one of its ranks uses this journal",
                     where=str(self._path),
                     hint=f"fuser -v {self._path}",
                 ) from error
@@ -142,7 +142,7 @@ class Journal:
             return
 
     def _read(self) -> None:
-        """Load the records, and truncate an incomplete last line that a killed program has left."""
+        """Load the records; remove an incomplete last line, which a killed program has left."""
         self._file.seek(0)
         lines, complete_bytes = self._file.readlines(), 0
         last: dict[str | None, dict[str, Any]] = {}
@@ -179,7 +179,7 @@ class Journal:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line; None for a line that is not a record or has no newline."""
+    """Parse a line; return its record, or None if the line is not a record or has no newline."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -190,7 +190,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Return whether a line is an incomplete record, such as the last line of an interrupted write."""
+    """Return whether a line looks like a record whose write was interrupted."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -199,6 +199,6 @@ def _is_torn(line: bytes) -> bool:
 
 
 def _words(role: str | None, number: int, method: str, arguments: str) -> str:
-    """Return a call as text, for errors and comparisons: ``role `Learner`, call 3: learn(3, [])``."""
+    """Return a call as text for comparisons and errors, for example ``role `Learner`, call 3: learn(3, [])``."""
     call = f"{method}({arguments[1:-1]})"
     return f"choice {number}: {call}" if role is None else f"role `{role}`, call {number}: {call}"

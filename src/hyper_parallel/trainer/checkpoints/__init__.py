@@ -1,1 +1,1 @@
-"""Checkpoints: saving and loading on any layout, files and retention, and conversion from and to Hugging Face."""
+"""Checkpoints that load on any layout: saving, loading, retention, and conversion from and to Hugging Face formats."""

@@ -11,16 +11,17 @@ from hyper_parallel.errors import LossNotFinite
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Return a bool scalar on the tensor's device, True if all elements are finite; allocate no temporary tensor."""
+    """Return whether all elements are finite, as a scalar bool tensor on the device of `tensor`."""
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    if tensor.dtype.itemsize == 1:  # dtypes without a norm
+    if tensor.dtype.itemsize == 1:  # float8 dtypes have no norm
         tensor = tensor.float()
+    # Unlike `isfinite().all()`, the norm needs no temporary of the tensor's size.
     return torch.isfinite(torch.linalg.vector_norm(tensor.detach(), torch.inf))
 
 
 def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str | None:
-    """Return the name of the first tensor with NaN or infinity, or None; one host synchronization per device.
+    """Return the name of the first tensor with NaN or infinity, or None; synchronize once per device.
 
     Args:
         parts: Pairs of a name and a function that returns the local tensor.
@@ -42,11 +43,11 @@ def first_not_finite(parts: Iterable[tuple[str, Callable[[], Tensor]]]) -> str |
 
 
 def check_finite(name: str, tensor: Tensor, where: str) -> None:
-    """Raise LossNotFinite (HP604) if a full parameter to be exported has NaN or infinity.
+    """Raise LossNotFinite (HP604) if a parameter to be exported has NaN or infinity.
 
     Args:
         name: Name of the parameter.
-        tensor: Parameter in its stored dtype.
+        tensor: Unsharded parameter in its stored dtype.
         where: Path of the export.
     """
     if not bool(is_finite(tensor)):

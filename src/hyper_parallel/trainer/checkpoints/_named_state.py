@@ -1,8 +1,8 @@
 """State of a model and its optimizer as named tensors and numbers.
 
-Tensors are named `model.NAME` and `optimizer.state.NAME.KEY`, where NAME is the parameter, so that names do not depend
-on the layout. Numbers in the optimizer's state are named in the same way. Numbers of a parameter group, such as its
-learning rate, are stored with the names of the group's parameters.
+Tensors are named `model.NAME` and `optimizer.state.NAME.KEY`, where NAME is the name of a parameter, so names do not
+depend on the layout. Numbers in the optimizer's state are named in the same way. Each parameter group is stored as the
+names of its parameters and its hyperparameters, such as the learning rate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyper_parallel.trainer.checkpoints.pieces import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Saved state of one rank: tensors and numbers by name, and parameter groups of the optimizer."""
+    """State of one rank to save: tensors and numbers by name, and parameter groups of the optimizer."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any] = field(default_factory=dict)
@@ -32,9 +32,7 @@ class State:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model to save, by name: parameters and persistent buffers.
-
-    Of a model with adapters only the trained parameters are saved.
+    """Return the parameters and persistent buffers of a model by name; with adapters, only the trained parameters.
 
     Raises:
         BadValue: HP102 for a module whose extra state is not a tensor.
@@ -50,7 +48,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             tensors[MODEL + canonical_name(name)] = value
         elif value is not None:
             raise BadValue(
-                f"`{name}` cannot be saved: it is not a tensor",
+                f"`{name}` of the model's state dict cannot be saved: it is not a tensor",
                 got=type(value).__name__,
                 allowed="tensors, as parameters and buffers",
                 hint="store it in a buffer: `module.register_buffer(name, tensor)`",
@@ -59,7 +57,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
-    """Return the state of a model and its optimizer to save.
+    """Return the state of a model and its optimizer on this rank; None as optimizer: only the model.
 
     Raises:
         BadValue: HP102 for state that is neither a tensor nor a JSON value.
@@ -81,13 +79,13 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State
 
 
 def trained_tensors(model: nn.Module, state: State) -> set[str]:
-    """Return the names in `state` of tensors that training changes: trained parameters and optimizer states."""
+    """Return the names of the tensors in `state` that training changes: trained parameters and optimizer state."""
     trained = {canonical_name(n) for n, p in model.named_parameters() if p.requires_grad}
     return {n for n in state.tensors if n.startswith(SLOTS) or n.removeprefix(MODEL) in trained}
 
 
 def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
-    """Return, per parameter name, the keys of the numbers in its optimizer group, such as `lr`."""
+    """Return, for each parameter name, the keys of the hyperparameters in its parameter group, such as `lr`."""
     return {
         name: list(_values(group))
         for group, members in groups_of(model, optimizer)
@@ -98,7 +96,7 @@ def group_keys(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 def groups_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Return each nonempty parameter group of an optimizer with its parameters by name.
+    """Return the nonempty parameter groups of an optimizer as (group, parameters of the group by name).
 
     Raises:
         BadValue: HP102 for a parameter that is not part of the model.
@@ -126,7 +124,7 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_value(name: str, value: Any) -> Any:
-    """Return `value` after a JSON round trip; raise BadValue (HP102) if it has no JSON form."""
+    """Return `value` after a JSON round trip; raise BadValue (HP102) if it cannot be encoded as JSON."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -138,12 +136,12 @@ def _json_value(name: str, value: Any) -> Any:
 
 
 def tensor_facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return (shape, dtype name) of each tensor by name."""
+    """Return a dict from tensor name to (shape, dtype name)."""
     return {name: (tuple(t.shape), dtype_name(t)) for name, t in tensors.items()}
 
 
 def joined_groups(groups: list[StoredGroup]) -> tuple[StoredGroup, ...]:
-    """Merge the parameter groups of all ranks whose numbers are equal, and return the merged groups."""
+    """Merge parameter groups with equal hyperparameters, as gathered from all ranks; return the merged groups."""
     merged: dict[str, tuple[dict[str, None], dict[str, Any]]] = {}
     for group in groups:
         names, _ = merged.setdefault(json.dumps(group.values, sort_keys=True), ({}, group.values))

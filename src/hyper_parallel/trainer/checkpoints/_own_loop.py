@@ -30,9 +30,9 @@ def save(
     keep: int | None = None,
     **extra: Any,
 ) -> None:
-    """Save model and optimizer for loading on any layout; every rank calls this.
+    """Save model and optimizer as a checkpoint that loads on any layout. Collective: every rank calls this.
 
-    The checkpoint is published atomically, with a checksum of every file.
+    A complete checkpoint appears in one atomic rename, with checksums of all files.
 
     Args:
         model: Model passed through `parallelize`.
@@ -41,7 +41,7 @@ def save(
             and an existing one of the same step is replaced.
         step: Number of completed optimizer steps.
         keep: Number of newest checkpoints to keep in the folder; None: all.
-        extra: JSON values returned by `load`, such as an epoch or `scheduler.state_dict()`; rank 0's are stored.
+        extra: JSON values that `load` returns, such as an epoch or `scheduler.state_dict()`. Rank 0's are stored.
 
     Raises:
         OutputNotWritable: HP105 when the folder is not writable.
@@ -75,10 +75,10 @@ def load(
     *,
     step: int | None = None,
 ) -> dict[str, Any]:
-    """Load a checkpoint written by `save` into a model and an optimizer, in place; every rank calls this.
+    """Load a checkpoint written by `save` into a model and an optimizer, in place. Collective: every rank calls this.
 
     Args:
-        model: Model passed through `parallelize`, with allocated storage, on any layout.
+        model: Model passed through `parallelize`, on any layout, not on the meta device.
         optimizer: Optimizer of the same class as the saved one; None: weights only.
         path: Folder passed to `save`, or the `checkpoints` folder of a run.
         step: Step to load; None: the newest intact checkpoint.
@@ -105,15 +105,15 @@ def save_pretrained(
     tokenizer: str | Path | None = None,
     max_file_bytes: int | None = None,
 ) -> None:
-    """Write a transformers model as a directory that `from_pretrained` loads; every rank calls this.
+    """Write a transformers model as a directory that `from_pretrained` loads. Collective: every rank calls this.
 
-    Tensors of the pretrained files that the model does not use, such as prediction layers, are written unchanged. A
-    model with adapters is written as a peft adapter.
+    Tensors of the pretrained files that the model does not use, such as multi-token prediction layers, are copied
+    unchanged. A model with adapters is written as a peft adapter.
 
     Args:
         model: Transformers model passed through `parallelize`, on any layout.
-        path: The directory. An earlier export is replaced if its files are unchanged; any other directory that is not
-            empty is rejected.
+        path: Directory to write. An earlier export is replaced if its files are unchanged; any other directory that is
+            not empty is rejected.
         tokenizer: Directory whose tokenizer files are copied; None: no tokenizer.
         max_file_bytes: Maximum size of a weight file; None: 5 GiB.
 

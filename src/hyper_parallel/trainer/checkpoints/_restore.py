@@ -1,4 +1,8 @@
-"""Restoring a model and an optimizer from a checkpoint: comparison, allocation and reading."""
+"""Restoring a model and an optimizer from a checkpoint: compare names and shapes, allocate optimizer state, read.
+
+The fingerprint of a checkpoint is a dict of JSON values, such as dtype and name of the optimizer, that must be equal
+in the saving and the loading run. The index lists the stored tensors and parameter groups.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +31,10 @@ from hyper_parallel.trainer.checkpoints.index import (
 )
 
 _SCHEDULER_KEYS: Final = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
-"""Numbers that torch's learning-rate schedulers add to the groups of an optimizer."""
+"""Keys that torch's learning-rate schedulers add to the parameter groups of an optimizer."""
 
 WITHOUT_OPTIMIZER: Final = type(None).__name__.lower()
-"""Optimizer in the fingerprint of a checkpoint that contains only weights."""
+"""Name of the optimizer in the fingerprint of a checkpoint without optimizer."""
 
 _DECAY: Final = "weight_decay"
 _OTHER_MODEL: Final = (
@@ -44,13 +48,13 @@ _OTHER_RUN: Final = (
 def compare_fingerprints(
     saved: dict[str, Any], expected: dict[str, Any], path: Path, index: Index
 ) -> None:
-    """Raise CheckpointMismatch (HP702) for the first key in which two fingerprints differ.
+    """Raise CheckpointMismatch (HP702) for the first key whose value differs between two fingerprints.
 
-    The key `optimizer` is ignored for a checkpoint without optimizer state.
+    The key `optimizer` is ignored if the checkpoint has no optimizer state.
     """
     for key in [*expected, *(k for k in saved if k not in expected)]:
         if key == "optimizer" and not index.groups:
-            continue  # weights only: any optimizer can start from them
+            continue
         if saved.get(key) != expected.get(key):
             raise CheckpointMismatch(
                 f"the checkpoint was saved by a run with another `{key}`",
@@ -67,7 +71,7 @@ def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
     for key in expected:
         if key not in saved:
             raise CheckpointMismatch(
-                f"the checkpoint has no `{key}`",
+                f"the checkpoint has no tensor `{key}`, which this run needs",
                 where=str(path),
                 hint=_OTHER_MODEL,
             )
@@ -80,7 +84,7 @@ def compare_tensors(expected: dict[str, Any], index: Index, path: Path) -> None:
             )
         if expected[key] != stored:
             raise CheckpointMismatch(
-                f"`{key}` has another shape or dtype in the checkpoint",
+                f"`{key}` has a different shape or dtype in the checkpoint",
                 where=str(path),
                 got=f"{expected[key][0]} {expected[key][1]}",
                 allowed=f"{stored[0]} {stored[1]}",
@@ -101,10 +105,10 @@ def check_groups(saved: Mapping[str, Any], index: Index, path: Path) -> None:
 
 
 def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Path) -> None:
-    """Raise if the optimizer has other parameters than the saved one, or lacks a number that was saved for its groups.
+    """Raise if the optimizer's parameters differ from the saved ones, or its groups lack a saved hyperparameter.
 
     Args:
-        group_keys: Keys of the optimizer's group numbers for each parameter, over all ranks.
+        group_keys: For each parameter of any rank, the keys of its parameter group, such as `lr`.
         index: Index of the checkpoint.
         path: Path of the checkpoint.
 
@@ -115,7 +119,7 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
     for name in group_keys:
         if name not in saved:
             raise CheckpointMismatch(
-                f"the checkpoint has no `optimizer.{name}`: the parameter was not trained",
+                f"the checkpoint has no optimizer state for `{name}`, which the saved run did not train",
                 where=str(path),
                 hint="train the parameters of the saved run, or start over with `checkpoint.resume=never`",
             )
@@ -134,12 +138,15 @@ def check_optimizer(group_keys: Mapping[str, list[str]], index: Index, path: Pat
 def restore_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, index: Index, path: Path
 ) -> dict[str, Tensor]:
-    """Set an optimizer's numbers from a checkpoint and allocate its state tensors.
+    """Restore an optimizer's hyperparameters and numbers from a checkpoint, and allocate its state tensors.
 
-    Parameters without state in the checkpoint, which never had a gradient, have no state afterwards.
+    A parameter without saved state never had a gradient; its state is empty afterwards.
 
     Returns:
         Allocated state tensors by name, for the caller to fill.
+
+    Raises:
+        CheckpointMismatch: HP702 for a saved value of a different type, or a group whose saved parameters differ.
     """
     saved = {name: group.values for group in index.groups for name in group.parameters}
     stored: dict[str, dict[str, StoredTensor | Any]] = {}
@@ -151,12 +158,12 @@ def restore_optimizer(
     for group, members in groups_of(model, optimizer):
         values = dict(saved[next(iter(members))])
         if any(saved[n].get(_DECAY) != values.get(_DECAY) for n in members):
-            # Saved with other weight-decay groups: this group keeps its own decay.
+            # The saved run grouped parameters differently by weight decay, so this group keeps its own decay.
             values.pop(_DECAY, None)
         numbers = {n: {k: v for k, v in saved[n].items() if k in values} for n in members}
         if mismatched := next((n for n in members if numbers[n] != values), None):
             raise CheckpointMismatch(
-                f"`optimizer.{mismatched}` differs in the checkpoint from the other parameters of its group",
+                f"the saved optimizer settings of `{mismatched}` differ from those of other parameters in its group",
                 where=str(path),
                 hint=_OTHER_RUN,
             )
@@ -164,10 +171,10 @@ def restore_optimizer(
             old = group.get(key)
             if key in group and not _fits(old, value):
                 raise CheckpointMismatch(
-                    f"`optimizer.{key}` has a value of another kind in the checkpoint",
+                    f"`optimizer.{key}` has a value of a different type in the checkpoint",
                     where=str(path),
                     got=f"{value!r:.80}",
-                    allowed=f"as {old!r:.80}",
+                    allowed=f"a value of the type of {old!r:.80}",
                     hint=_OTHER_RUN,
                 )
             if isinstance(old, Tensor):
@@ -182,7 +189,7 @@ def restore_optimizer(
             for key, entry in slots.items():
                 value = entry
                 if isinstance(entry, StoredTensor):
-                    value = _slot(
+                    value = _state_tensor(
                         f"{SLOTS}{name}.{key}", entry, previous.get(key), parameter, group
                     )
                     targets[f"{SLOTS}{name}.{key}"] = value
@@ -191,7 +198,7 @@ def restore_optimizer(
 
 
 def _fits(old: object, value: object) -> bool:
-    """Return whether the saved `value` may replace the optimizer's `old` value: same kind and, if a number, finite."""
+    """Return whether the saved `value` may replace `old`: of a compatible type and, if a number, finite."""
     if old is None or value is None:
         return True
     if isinstance(old, (list, tuple)):
@@ -202,10 +209,10 @@ def _fits(old: object, value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _slot(
+def _state_tensor(
     name: str, stored: StoredTensor, old: object, parameter: Tensor, group: dict[str, Any]
 ) -> Tensor:
-    """Return a tensor to load optimizer state into: `old` if it fits, else new storage in the parameter's layout."""
+    """Return a tensor to read optimizer state into: `old` if its shape and dtype match, else a new one."""
     dtype = getattr(torch, stored.dtype)
     if isinstance(old, Tensor) and tuple(old.shape) == stored.shape and old.dtype == dtype:
         return old
@@ -217,7 +224,7 @@ def _slot(
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if isinstance(parameter, DTensor):
         raise CheckpointMismatch(
-            f"`{name}` has another shape than its parameter, which is sharded",
+            f"`{name}` has a different shape than its parameter, which is sharded",
             got=stored.shape,
             allowed=tuple(parameter.shape),
             hint=_OTHER_RUN,
@@ -227,7 +234,7 @@ def _slot(
 
 @torch.no_grad()
 def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
-    """Fill this rank's shard of each target tensor from the checkpoint pieces that overlap with it."""
+    """Read this rank's shard of each target tensor from the checkpoint; `targets` maps stored names to tensors."""
     opened: dict[str, dict[str, Stored]] = {}
 
     def read(piece: Piece, box: Box) -> Tensor:
@@ -242,7 +249,7 @@ def read_tensors(targets: dict[str, Tensor], index: Index, path: Path) -> None:
 
 
 def stored_dtypes(index: Index) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter in a checkpoint, by name."""
+    """Return the dtype of each stored parameter and buffer by name."""
     return {
         name.removeprefix(MODEL): getattr(torch, tensor.dtype)
         for name, tensor in index.tensors.items()

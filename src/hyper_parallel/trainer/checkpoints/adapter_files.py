@@ -50,7 +50,7 @@ def export_adapter(
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Directory to create. An earlier adapter or export is replaced if its files are unchanged; any other
             directory that is not empty is rejected.
-        resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
+        resident: Returns the current values of a local tensor, which a memory plan may have offloaded.
         metadata: Further metadata of the weight file.
 
     Returns:
@@ -92,7 +92,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
     """Add the adapters of a peft directory to a model on any device, including the meta device.
 
     Returns:
-        Dict from dotted recipe key to value, for the values that determine the scale of the adapters.
+        Dict from recipe key to value of the settings that determine the adapters' scale: rank, alpha and patterns.
 
     Raises:
         WeightsUnreadable: HP703 when the tensors do not match the directory's configuration.
@@ -130,7 +130,7 @@ def load_adapter(model: nn.Module, directory: Path) -> dict[str, Any]:
 
 
 def _weights_file(directory: Path) -> Path:
-    """Return the path of an adapter's weights: the safetensors file, or the PyTorch file if only that exists."""
+    """Return the path of an adapter's weights: the safetensors file or, if only it exists, the PyTorch file."""
     plain, pickled = directory / ADAPTER_WEIGHTS, directory / _PICKLED
     return pickled if pickled.is_file() and not plain.is_file() else plain
 
@@ -145,12 +145,12 @@ def _tensor_mismatch(directory: Path, different: list[str]) -> WeightsUnreadable
 
 
 def _key(name: str) -> str:
-    """Return the key of parameter `name` in a peft file."""
+    """Return the name of a parameter in peft's files."""
     return f"base_model.model.{name}{'.weight' if is_adapter(name) else ''}"
 
 
 def allocate_trained(model: nn.Module) -> None:
-    """Allocate CPU storage for adapters and other trained parameters; all other parameters stay on the meta device."""
+    """Move adapters and other trained parameters from the meta device to uninitialized CPU memory."""
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta and (p.requires_grad or is_adapter(name)):

@@ -40,12 +40,12 @@ def export_checkpoint(
     merge: bool = False,
     trusted: bool = False,
 ) -> int:
-    """Export the weights or adapters of a checkpoint; all exported weights are in host memory at once.
+    """Export the weights or adapters of a checkpoint. Host memory must hold all exported weights at once.
 
     Args:
         directory: Directory of the checkpoints.
-        model_dir: Directory with a `config.json`, path of such a file, or name of a preset; with `merge`, a directory
-            that also has the base weights.
+        model_dir: Directory with a `config.json`, path of a `config.json`, or name of a preset. With `merge`, the
+            directory must also have the base weights.
         out_dir: Directory to write.
         step: Step to export; None: the newest intact checkpoint.
         tokenizer_dir: Directory of the tokenizer; None: `model_dir`.
@@ -60,7 +60,7 @@ def export_checkpoint(
     Raises:
         BadValue: HP102 for an unknown dtype.
         ModelUnreadable: HP305 when the config is missing or is not a causal language model of transformers.
-        CheckpointMismatch: HP702 when the weights to merge into are not those that the adapters were trained on.
+        CheckpointMismatch: HP702 when the base weights are not those that the adapters were trained on.
         CheckpointCorrupt, CheckpointMismatch, OutputNotWritable: See `Checkpointer.load` and `export_hf`.
     """
     if dtype is not None and dtype not in _DTYPES:
@@ -90,7 +90,7 @@ def export_checkpoint(
 def _load(
     model: nn.Module, loader: Checkpointer, step: int, model_dir: Path, *, lora: bool, merge: bool
 ) -> None:
-    """Allocate a model on the meta device and load a checkpoint into it; with `merge`, also load the base weights."""
+    """Allocate the parameters of a meta-device model and load a checkpoint; with `merge`, also load base weights."""
     base = None
     if merge:
         base = load_base(model, model_dir, frozen=True)
@@ -119,7 +119,7 @@ def _build_model(
     """Return the model of a checkpoint on the meta device, in the dtypes of the checkpoint."""
     dtypes = stored_dtypes(index)
     try:
-        # Every model has eager attention, and exports do not record the attention implementation.
+        # All models support eager attention, and the export does not record the attention implementation.
         source = Model(path=str(model_dir), attn_implementation="eager", trust_remote_code=trusted)
         model = build_model(Recipe(model=source, lora=lora, stage="rm" if scores else "pt"))
     except UnknownModel as error:

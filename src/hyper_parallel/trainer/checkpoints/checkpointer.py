@@ -1,8 +1,8 @@
 """Saving and loading of training state, resumable on any layout and world size.
 
-Every rank writes its shards into one safetensors file; replicated shards are written once. A load reads only the bytes
-that the new layout needs. Saves can run in a background thread on a copy of the state. All bytes have checksums, and a
-checkpoint is published by one rename. The newest intact checkpoints and the best one are kept.
+Every rank writes its shards into one safetensors file; replicated shards are written once. When loading, a rank reads
+only the bytes of its shards. Saves can run in a background thread on a copy of the state. All bytes have checksums. A
+checkpoint is written under a hidden name and published by one rename. It is intact if all bytes match their checksums.
 
 The directory must be visible to all ranks.
 """
@@ -70,22 +70,22 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
     """Writer and reader of the checkpoints of one run, in one directory.
 
-    All methods except `latest` are collective: every rank of the process group calls them in the same order. Without
-    a process group it works in a single process.
+    All methods except `latest` are collective: every rank of the process group calls them in the same order. Without a
+    process group, a single process saves and loads.
 
     Args:
         directory: Directory of the checkpoints, usually `RUN_DIR/checkpoints`. The first save creates it; every save
             removes leftovers of killed or failed saves.
         keep: Number of newest intact checkpoints to keep, at least 1. A save never removes checkpoints of later steps.
-        asynchronous: Write in a background thread during training.
+        asynchronous: Whether to write in a background thread while training continues.
         fingerprint: JSON values about model and optimizer, but not layout, that must agree between the saving and the
             loading run. None: load from any run with matching tensors; such a checkpointer cannot save.
-        on_error: Whether a failed background write is raised or logged; `finish` always raises the error of the last
-            save.
-        keep_best: Name of a metric in `extra["metrics"]`. The checkpoint with its lowest value is kept too. None: keep
-            only the newest.
-        check_extra: Validator of the extra values; checkpoints whose values it rejects count as damaged. None: any
-            values.
+        on_error: Whether `save` raises the error of a failed write ("stop") or logs it ("continue"). `finish` always
+            raises the error of the last save.
+        keep_best: Name of a metric in `extra["metrics"]`. The checkpoint with the lowest value is kept in addition to
+            the newest ones. None: keep only the newest.
+        check_extra: Validator of the `extra` values; a checkpoint with rejected values counts as damaged. None: accept
+            any values.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Checkpointer:
         self._background: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._failure: OutputNotWritable | None = None
         self._checked: dict[int, bool] = {}
-        """Whether a step is intact, for steps that this process has written or fully read."""
+        """Whether each checkpoint is intact, by step, for checkpoints that this process has written or verified."""
 
     def save(
         self,
@@ -121,23 +121,23 @@ class Checkpointer:
     ) -> None:
         """Save the state after `step` optimizer steps.
 
-        An `asynchronous` save returns after copying the data that this rank writes into host memory, where the copy
-        stays until the write ends. A save first waits for the previous one and raises its error.
+        An `asynchronous` save copies this rank's part of the data into host memory, starts the background write and
+        returns. Every save first waits for the previous one and raises its error.
 
         Args:
             step: Number of completed optimizer steps. An existing checkpoint of this step is replaced.
             model: Module of plain tensors or DTensors.
             optimizer: Optimizer of the model; None: weights only.
-            extra: JSON values of the trainer, returned by `load`; rank 0's are stored.
-            resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
+            extra: JSON values of the trainer that `load` returns; those of rank 0 are stored.
+            resident: Returns the current values of a local tensor, which a memory plan may have offloaded.
 
         Raises:
-            OutputNotWritable: HP105 when the directory is not writable; the next `save` or `finish` raises errors of a
-                background write. Older checkpoints stay.
+            OutputNotWritable: HP105 when the directory is not writable. The next `save` or `finish` raises the error of
+                a background write. Older checkpoints stay.
             UnsupportedSharding: HP205 for a shard that is not a union of rectangular blocks.
             BadValue: HP102 for state that is neither a tensor nor a JSON value, and for values that are too large.
-            LossNotFinite: HP604 naming a trained parameter, or an optimizer state, that is not finite; no file is
-                written or removed.
+            LossNotFinite: HP604 naming a trained parameter or optimizer state with NaN or infinity; no file is written
+                or removed.
         """
         if self._fingerprint is None:
             raise ValueError("a checkpointer without a fingerprint only loads")
@@ -168,21 +168,21 @@ class Checkpointer:
         self._ranks.close()
 
     def latest(self) -> int | None:
-        """Return the step of the newest published checkpoint; its files are verified by `load`, not here."""
+        """Return the step of the newest published checkpoint, which may be damaged; None if there is none."""
         return max(files.steps(self.directory), default=None)
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int | None = None
     ) -> tuple[int, dict[str, Any]]:
-        """Load a checkpoint into a model and an optimizer with allocated storage; each rank reads its shards.
+        """Load a checkpoint into a model and an optimizer in place; each rank reads its shards.
 
         Args:
-            model: Model to fill; may have another layout and world size than the saved one.
+            model: Model to fill, not on the meta device; layout and world size may differ from the saved model.
             optimizer: Optimizer to fill. With None, or a checkpoint without optimizer, only weights are loaded.
             step: Step to load; None: the newest intact checkpoint.
 
         Returns:
-            The step, and the `extra` of its save.
+            The loaded step, and the `extra` passed to `save`.
 
         Raises:
             CheckpointCorrupt: HP701 when there is no intact checkpoint; names the damaged files.
@@ -217,13 +217,13 @@ class Checkpointer:
         return loaded_step, read_extra(path)
 
     def newest_intact(self, step: int | None) -> tuple[int, Manifest, Index]:
-        """Return step, manifest and index of `step`, or of the newest checkpoint whose bytes match their checksums.
+        """Return (step, manifest, index) of the checkpoint of `step`; None: of the newest intact checkpoint.
 
         Each rank verifies a part of the bytes.
 
         Raises:
-            CheckpointCorrupt: HP701 when there is none; names the damaged files.
-            CheckpointFormat: HP740 when the newest one was written by an earlier version.
+            CheckpointCorrupt: HP701 when there is no intact checkpoint; names the damaged files.
+            CheckpointFormat: HP740 when an earlier version wrote it.
         """
         published = self._ranks.on_rank_0(lambda: files.steps(self.directory))
         candidates = published[::-1] if step is None else [s for s in published if s == step]
@@ -237,11 +237,11 @@ class Checkpointer:
             f"no intact checkpoint{'' if step is None else f' of step {step}'}",
             where=str(self.directory),
             got=damaged or f"steps {published}" if published else "none",
-            hint="restore the file named, or train from the start with `checkpoint.resume=never`",
+            hint="restore the named files, or train from the start with `checkpoint.resume=never`",
         )
 
     def _check(self, step: int) -> tuple[Manifest, Index] | str:
-        """Verify all bytes of a checkpoint; return manifest and index, or the damage in words. Equal on all ranks."""
+        """Verify all bytes of a checkpoint; return (manifest, index), or the first damage as text, on all ranks."""
         path, share = self.directory / files.step_name(step), (self._ranks.rank, self._ranks.size)
 
         def check() -> tuple[Manifest, Index] | str:
@@ -288,7 +288,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         resident: Resident,
     ) -> tuple[Index, list[StatePart]]:
-        """Divide the state among the ranks; return an index without pieces, and the parts that this rank writes."""
+        """Choose a writing rank for every block; return an index without pieces, and this rank's blocks to write."""
         parts: list[StatePart] = []
 
         def describe() -> tuple[dict[str, Any], dict[Box, int], State, str | None]:
@@ -319,7 +319,7 @@ class Checkpointer:
     def _write(
         self, step: int, index: Index, parts: list[StatePart], extra: dict[str, Any]
     ) -> None:
-        """Write this rank's file, publish the checkpoint, and remove old ones; raise a failure on all ranks."""
+        """Write this rank's file, publish the checkpoint, and remove old ones; an error is raised on all ranks."""
         path = files.temporary(self.directory, step)
         own = path / f"rank_{self._ranks.rank:05d}.safetensors"
 
@@ -328,7 +328,7 @@ class Checkpointer:
             written = self._ranks.everywhere(lambda: write_pieces(own, parts) if parts else [])
             self._ranks.on_rank_0(lambda: self._publish(step, index, written, extra))
         except Exception:
-            # `everywhere` waits for all ranks, so no rank is still writing.
+            # `everywhere` has waited for all ranks, so no rank is still writing.
             if self._ranks.rank == 0:
                 files.remove_parts(path)
             raise
@@ -380,10 +380,7 @@ class Checkpointer:
         return self._checked[step]
 
     def _best(self, published: list[int]) -> list[int]:
-        """Return a list with the step of the best intact checkpoint, or an empty list.
-
-        The best one has the lowest metric `keep_best`. Of several, the newest is returned.
-        """
+        """Return the step of the best intact checkpoint (lowest `keep_best`, then newest) as a list; [] if none."""
         metric, values = self._keep_best, {}
         if metric is None:
             return []

@@ -1,7 +1,7 @@
-"""`extra.json`: JSON values saved with the tensors of a checkpoint. Imports no framework.
+"""`extra.json`: JSON values saved with the tensors of a checkpoint (extra values). Imports no framework.
 
-A user's own training loop may store any JSON object. The trainer stores a `TrainerExtra`, and a checkpoint whose values
-have other types or ranges counts as damaged.
+A user's own training loop may store any JSON object. The trainer stores a `TrainerExtra`. A checkpoint of the trainer
+counts as damaged if the types or ranges of these values differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXTRA: Final = "extra.json"
 EXTRA_LIMITS: Final = Limits(16 * MiB)
 
 CheckExtra = Callable[[int, dict[str, Any]], str]
-"""Function that returns the problem with the extra values of a step, or ""."""
+"""Validator: takes a step and its extra values; returns an error text, or "" if they are valid."""
 
 _OPEN: Final = ConfigDict(strict=True, extra="allow")
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -48,7 +48,7 @@ class _Position(TypedDict):
 
 @with_config(_OPEN)
 class _Resume(TypedDict):
-    """Record of one resume: the step, and changes of the recipe since the checkpoint."""
+    """Record of one resume: the step, and the recipe keys that changed since the checkpoint."""
 
     step: _Count
     changed: dict[str, Any]
@@ -56,7 +56,7 @@ class _Resume(TypedDict):
 
 @with_config(_OPEN)
 class _Stopping(TypedDict):
-    """State of early stopping: best metric, and number of evaluations since it."""
+    """State of early stopping: best metric, and number of evaluations since then."""
 
     best: _Number | None
     waited: _Count
@@ -91,7 +91,7 @@ class ImportedExtra(TypedDict):
 
 
 def check_trainer_extra(step: int, extra: dict[str, Any]) -> str:
-    """Return the problem with a trainer checkpoint's extra values, or "" if they are valid."""
+    """Return an error text for the extra values of a trainer's checkpoint, or "" if they are valid."""
     try:
         decode(TrainerExtra if step else ImportedExtra, extra, extra="allow")
     except DecodeError as error:
@@ -115,7 +115,7 @@ def encode_extra(extra: dict[str, Any]) -> str:
 
 
 def check_size(extra: dict[str, Any]) -> None:
-    """Raise if extra values exceed the size limits of a reader, before any file is written.
+    """Raise if `read_extra` would reject extra values because of their size.
 
     Raises:
         BadValue: HP102 for values that are too large.
@@ -124,7 +124,7 @@ def check_size(extra: dict[str, Any]) -> None:
         encode_extra(extra)
     except LimitExceeded as error:
         raise BadValue(
-            "the values saved with the tensors are too large for a checkpoint",
+            "the extra values of the checkpoint are too large",
             got=str(error),
             hint="save large states as tensors of the model, or in a file of your own",
         ) from None

@@ -34,7 +34,7 @@ SLOTS: Final = "optimizer.state."
 _FILE: Final = re.compile(r"rank_\d{5,}\.safetensors")
 _SMALL_BYTES: Final = 16 * MiB
 _BYTES_PER_HEADER_BYTE: Final = 8
-"""Maximum ratio of a piece's bytes in the index to the bytes of its entry in the header of its file."""
+"""Maximum ratio of the size of a piece's index entry to the size of its entry in the safetensors header."""
 _MAX_DIMS: Final = 64
 """Maximum number of dims in torch and numpy."""
 _MAX_SHARDED_DIMS: Final = len(AXES)
@@ -46,7 +46,7 @@ DTYPES: Final = {
     "int64": ("I64", 8), "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1),
     "uint64": ("U64", 8), "uint32": ("U32", 4), "uint16": ("U16", 2), "uint8": ("U8", 1), "bool": ("BOOL", 1),
 }  # fmt: skip
-"""Safetensors name and bytes of an element, by torch's name."""
+"""Safetensors name and bytes per element of each torch dtype, by name without `torch.`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Piece:
     xxh3: str
 
     def box(self, name: str) -> Box:
-        """Return the block as a `Box` of the tensor `name`."""
+        """Return the block as a `Box` of tensor `name`."""
         return Box.at(name, self.offset, self.shape)
 
 
@@ -76,7 +76,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """Parameter group of an optimizer: names of its parameters, and its numbers such as the learning rate."""
+    """Parameter group of an optimizer: names of its parameters, and hyperparameters such as the learning rate."""
 
     parameters: tuple[str, ...]
     values: dict[str, Any]
@@ -91,7 +91,7 @@ class Index:
     groups: tuple[StoredGroup, ...] = ()
 
     def by_file(self) -> dict[str, list[tuple[str, str, Piece]]]:
-        """Return, per file name, a list of (key in the file, dtype, piece) in the order of their bytes."""
+        """Return a dict from file name to its pieces as (key in the file, dtype, piece), in order of position."""
         files: dict[str, list[tuple[str, str, Piece]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
@@ -113,9 +113,9 @@ def piece_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def header(pieces: Sequence[tuple[str, str, tuple[int, ...]]]) -> bytes:
-    """Return the header of a safetensors file with tensors (key, dtype, shape) in this order.
+    """Return the header of a safetensors file with the given tensors (key, dtype, shape), in this order.
 
-    Source: documentation of the safetensors format; eight bytes of length, then JSON, padded with blanks.
+    Format: eight bytes of length, then JSON, padded with blanks (documentation of safetensors).
     """
     entries, begin = {}, 0
     for key, dtype, shape in pieces:
@@ -141,12 +141,12 @@ def read_index(checkpoint: Path) -> Index:
     """Read the index of a checkpoint, and check that its pieces cover every tensor and match the file sizes.
 
     Raises:
-        Damaged: The index is not readable, its pieces are invalid, or a file has another size.
+        Damaged: The index is not readable, its pieces are invalid, or the size of a file differs.
     """
     path = checkpoint / INDEX
     try:
         num_bytes = most_index_bytes(checkpoint)
-        # An entry consists mostly of names and a checksum.
+        # Most of the bytes are names and checksums, so there are fewer JSON elements than 1 per 8 bytes.
         limits = Limits(num_bytes, num_elements=num_bytes // 8)
         index = serde.read(Index, path, limits)
     except (OSError, ValueError) as error:
@@ -169,7 +169,7 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def most_index_bytes(checkpoint: Path) -> int:
-    """Return an upper bound on the bytes of a valid index, derived from the header sizes of the safetensors files.
+    """Return an upper bound on the bytes of a valid index, computed from the header sizes of the safetensors files.
 
     Raises:
         Damaged: A file is not readable.
@@ -188,9 +188,9 @@ def most_index_bytes(checkpoint: Path) -> int:
 
 
 def check_pieces(checkpoint: Path, index: Index, share: tuple[int, int] = (0, 1)) -> None:
-    """Compare headers and checksums of the files with the index.
+    """Compare the headers and piece checksums of the safetensors files with the index.
 
-    With `share` (i, n), check only the i-th of n parts of the pieces.
+    With `share` (i, n), check only the i-th of n equal parts of the pieces.
 
     Raises:
         Damaged: For the first file that differs.
@@ -226,7 +226,7 @@ def _check_size(path: Path, expected: int) -> None:
 
 
 def _problem(tensor: StoredTensor) -> str:
-    """Return the problem with the pieces of a tensor, or "" if they cover it exactly once."""
+    """Return an error text for the pieces of a tensor, or "" if they cover each element exactly once."""
     if tensor.dtype not in DTYPES:
         return f"unknown dtype {tensor.dtype[:80]!r}"
     dims = len(tensor.shape)
@@ -251,7 +251,7 @@ def _problem(tensor: StoredTensor) -> str:
 
 
 def _group_problem(index: Index) -> str:
-    """Return the problem with the optimizer's parameter groups, or "" if they are valid."""
+    """Return an error text for the optimizer's parameter groups, or "" if they are valid."""
     grouped: set[str] = set()
     for group in index.groups:
         for name in group.parameters:

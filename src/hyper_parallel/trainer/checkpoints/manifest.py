@@ -4,7 +4,7 @@ checkpoints/
     step_00000010/               published: complete, or damaged after it was written
         manifest.json            format, step, fingerprint, checksums of the other JSON files and of itself
         index.json               file and bytes of every part of every tensor, and their checksums
-        extra.json               trainer state: position in the data, random state
+        extra.json               JSON values of the trainer, such as the position in the data
         rank_00000.safetensors   pieces of tensors, one file per rank
     .step_00000020.tmp/          in progress, or left over from a killed run
 """
@@ -52,9 +52,9 @@ _Count = Annotated[int, Field(ge=0)]
 _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.(tmp|old)")
 _FILES = re.compile(r"(manifest|index|extra)\.json|rank_\d{5,}\.safetensors")
-"""Names of files of a checkpoint."""
+"""Pattern of the names of a checkpoint's files."""
 _KEYS = {"manifest.json": "fingerprint", "index.json": "tensors"}
-"""Keys that distinguish JSON files of a checkpoint from other files of the same names."""
+"""Key that each of these files has in a checkpoint; other software writes files of the same names."""
 _READ_LIMITS: Final = Limits(num_bytes=1 << 26, num_elements=5_000_000)
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Manifest of a complete checkpoint: step, size, metrics, checksums of its files, and fingerprint of its run."""
+    """Manifest of a complete checkpoint: step, size, metrics, checksums of its JSON files, and fingerprint.
+
+    The fingerprint is a dict of values about model and optimizer that must be equal in the run that loads it.
+    """
 
     format: int
     step: _Count
@@ -79,7 +82,7 @@ def step_name(step: int) -> str:
 
 
 def temporary(directory: Path, step: int) -> Path:
-    """Return the path at which the checkpoint of a step is written before publication."""
+    """Return the hidden path at which the checkpoint of a step is written before it is published."""
     return directory / f".{step_name(step)}.tmp"
 
 
@@ -115,8 +118,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read and verify the manifest of a published checkpoint.
 
     Raises:
-        Damaged: The manifest is missing, altered, or belongs to another step.
-        CheckpointFormat: HP740 when another version wrote it.
+        Damaged: The manifest is missing, altered, or belongs to a different step.
+        CheckpointFormat: HP740 when an earlier version wrote it.
     """
     path = checkpoint / MANIFEST
     try:
@@ -156,12 +159,12 @@ def check(
     Args:
         checkpoint: Directory of the checkpoint.
         contents: Whether to compare the bytes of tensors with their checksums, in addition to file sizes.
-        share: (i, n): compare only the i-th of n parts of the tensor bytes, as several ranks divide the reading.
-        check_extra: Validator of the extra values of the trainer; None: any object.
+        share: (i, n): compare only the i-th of n equal parts of the tensors, so n ranks can divide the reading.
+        check_extra: Validator of the extra values of a trainer's checkpoint; None: accept any values.
 
     Raises:
-        Damaged: For the first file that is missing or differs.
-        CheckpointFormat: HP740 when another version wrote it.
+        Damaged: For the first file that is missing or differs from its checksum.
+        CheckpointFormat: HP740 when an earlier version wrote it.
     """
     manifest = read_manifest(checkpoint)
     expected = {INDEX, EXTRA}
@@ -188,15 +191,16 @@ def check(
 
 
 def unexpected(checkpoint: Path, index: Index) -> list[str]:
-    """Return the names of files in a checkpoint folder that its index does not list."""
+    """Return the names of files in a checkpoint folder that are not part of the checkpoint with this index."""
     known = {MANIFEST, INDEX, EXTRA, *index.by_file()}
     return sorted(p.name for p in checkpoint.iterdir() if p.name not in known)
 
 
 def foreign(checkpoint: Path) -> list[str]:
-    """Return the entries of a folder that are not part of a checkpoint; the checkpoint may be damaged.
+    """Return the names of entries in a folder that belong to no checkpoint; [] if the folder does not exist.
 
-    Files of a checkpoint are recognised by name. If none of the JSON files has a known key, all entries are returned.
+    Files of a checkpoint, which may be damaged, are recognized by name. If neither manifest nor index has its expected
+    key, all entries are returned.
     """
     if checkpoint.is_symlink():
         return ["a symbolic link"]
@@ -210,10 +214,10 @@ def foreign(checkpoint: Path) -> list[str]:
 
 
 def check_own(checkpoint: Path) -> None:
-    """Raise OutputNotWritable (HP105) if a checkpoint folder to be replaced has files that no checkpoint has."""
+    """Raise OutputNotWritable (HP105) if a folder to be replaced has files that belong to no checkpoint."""
     if entries := foreign(checkpoint):
         raise OutputNotWritable(
-            "the folder of the checkpoint has files that are not part of a checkpoint, and would be replaced",
+            "the checkpoint would replace a folder with files that are not part of a checkpoint",
             where=str(checkpoint),
             got=entries[:3],
             hint=f"mv {checkpoint} {checkpoint}.moved",
@@ -242,8 +246,8 @@ def publish(directory: Path, step: int) -> None:
 def remove(directory: Path, step: int) -> None:
     """Remove a published checkpoint.
 
-    It is first renamed to a hidden name, so that a killed run leaves no partial checkpoint. A folder with other files
-    stays, and a warning names them.
+    The folder is hidden by a rename first, so a killed run leaves no partial checkpoint. A folder with files that
+    belong to no checkpoint stays, and a warning names these files.
     """
     target, hidden = directory / step_name(step), temporary(directory, step)
     if entries := foreign(target):
@@ -254,7 +258,7 @@ def remove(directory: Path, step: int) -> None:
 
 
 def remove_all(directory: Path) -> None:
-    """Remove all checkpoints in a folder, leftovers of killed runs, and then the folder if it is empty."""
+    """Remove all checkpoints in a folder and leftovers of killed runs, then the folder itself if it is empty."""
     if not directory.is_dir():
         return
     for step in steps(directory):
@@ -290,7 +294,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _has_key(path: Path, key: str) -> bool:
-    """Return whether a file is a JSON object with this key; files beyond `_READ_LIMITS` only need to begin with `{`."""
+    """Return whether a file is a JSON object with `key`; beyond `_READ_LIMITS`, whether it begins like an object."""
     try:
         if path.stat().st_size > _READ_LIMITS.num_bytes:
             with path.open("rb") as file:
@@ -301,7 +305,6 @@ def _has_key(path: Path, key: str) -> bool:
 
 
 def _sync(directory: Path) -> None:
-    """Fsync a folder, so that renamed entries are durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -313,8 +316,8 @@ class CheckpointDirectory:
     """Folder in which checkpoints are written; detects that the folder or its parent was removed or replaced.
 
     Args:
-        path: The folder, created on demand. Its parent is created only if it is missing at construction, so that a run
-            directory that was removed later is not recreated.
+        path: The folder, created by `prepare` if needed. The parent folder is created only if it did not exist at
+            construction. A run directory that was removed during the run is therefore not recreated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -324,18 +327,18 @@ class CheckpointDirectory:
             self._identities[path.parent] = _identity(path.parent)
 
     def prepare(self, step: int) -> Path:
-        """Remove leftovers of killed processes, then create and return the hidden folder to write a checkpoint into.
+        """Remove leftovers of killed runs; create and return the hidden folder to write the checkpoint of `step` into.
 
         Raises:
-            OutputNotWritable: HP105 when the folder or its parent was replaced by another one, or when the checkpoint
-                would replace files that no checkpoint has.
+            OutputNotWritable: HP105 when the folder or its parent was replaced during the run, or when the checkpoint
+                would replace a folder with files that belong to no checkpoint.
         """
         for folder, identity in self._identities.items():
             if folder == self._path and not folder.exists():
                 _log.warning("%s was removed with its checkpoints; it is created again", folder)
             elif _identity(folder) != identity:
                 raise OutputNotWritable(
-                    "the directory of the checkpoints was replaced by another one",
+                    "the checkpoint directory or its parent was replaced during the run",
                     where=str(folder),
                     hint=f"ls -ld {shlex.quote(str(folder))}",
                 )
@@ -348,7 +351,7 @@ class CheckpointDirectory:
         return hidden
 
     def newest_words(self) -> str:
-        """Return words for an error message that name the step of the newest checkpoint."""
+        """Return text for error messages that names the step of the newest checkpoint."""
         newest = max(steps(self._path), default=None)
         return "no checkpoint was saved" if newest is None else f"newest checkpoint: step {newest}"
 

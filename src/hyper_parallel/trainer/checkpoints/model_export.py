@@ -1,7 +1,8 @@
 """Export of a model as a Hugging Face directory that `from_pretrained` loads without remote code.
 
-Parameters are gathered one at a time. Rank 0 converts each to the names and shapes of the published model format, for
-example one tensor per expert. It writes a file for every `max_file_bytes`. One rename publishes the directory.
+Rank 0 gathers one full parameter at a time and converts it to the published format: the names and shapes of the
+model's files on the Hugging Face Hub, for example one tensor per expert. It writes files of at most `max_file_bytes`.
+One rename publishes the directory.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from hyper_parallel.trainer.checkpoints.rank_group import RankGroup
 from hyper_parallel.trainer.data import copy_tokenizer
 
 EXPORTS = ("export", "adapter")
-"""Kinds of folders that an export may replace."""
+"""Kinds of earlier folders that an export may replace; see `exported_folder`."""
 _LAYER: Final = re.compile(r".*?\.\d+\.")
-"""Path of the outermost layer in the name of a parameter."""
+"""Matches the path of the outermost layer in a parameter name, for example `model.layers.3.`."""
 MAX_FILE_BYTES = 5 * 1024**3
-"""Maximum size of a file. 5 GiB: loads on small hosts, and few files for large models."""
+"""Default maximum size of a weight file: small enough for hosts with little memory, large enough for few files."""
 
 
 def export_hf(
@@ -67,8 +68,8 @@ def export_hf(
 ) -> Path:
     """Write the model, its configuration and its tokenizer; collective over all ranks.
 
-    Rank 0 holds the tensors of at most one file and one full parameter in memory, other ranks one full parameter. If
-    the published format combines several parameters, rank 0 also holds these, at most the parameters of one layer.
+    Memory: each rank holds one full parameter; rank 0 also holds the tensors of one file. If the published format
+    combines parameters into one tensor, rank 0 also holds the combined parameters, at most those of one layer.
 
     Args:
         model: Hugging Face causal language model of plain tensors or DTensors.
@@ -76,14 +77,14 @@ def export_hf(
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Directory to create. An earlier export is replaced if its files are unchanged; any other directory that
             is not empty is rejected.
-        dtype: Stored dtype; parameters that transformers keeps in float32 in a model of this dtype stay float32. None:
-            dtype of each parameter.
-        generation: Path of a `generation_config.json` to copy; None, or no such file: the model's own generation config
-            is written.
-        max_file_bytes: Maximum size of a file.
-        resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
-        carried: Tensors of the pretrained files that the model does not use, written unchanged; None: those of the
-            files from which the model was loaded.
+        dtype: Stored dtype; parameters that transformers always keeps in float32 stay float32. None: dtype of each
+            parameter.
+        generation: Path of a `generation_config.json` to copy. If None or missing, the model's own generation config is
+            written.
+        max_file_bytes: Maximum size of a weight file.
+        resident: Returns the current values of a local tensor, which a memory plan may have offloaded.
+        carried: Tensors of the pretrained files that the model does not use, copied unchanged. None: those of the files
+            from which the model was loaded.
 
     Returns:
         `out_dir`.
@@ -116,11 +117,7 @@ def export_hf(
 
 
 def _reference_of(model: nn.Module) -> nn.Module:
-    """Return the unsharded model on the meta device whose parameter names and shapes the export has.
-
-    Raises:
-        ModelUnreadable: HP305 for a model that is not a Hugging Face model.
-    """
+    """Return a copy of the Hugging Face model on the meta device; raise ModelUnreadable (HP305) for other models."""
     reference = hf_reference_model(model)
     if reference is None:
         raise ModelUnreadable(
@@ -133,7 +130,7 @@ def _reference_of(model: nn.Module) -> nn.Module:
 def _stored_tensors(
     model: nn.Module, reference: nn.Module, shards: ExportShards, dtype: torch.dtype | None
 ) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return (shape, stored dtype), by name, of every parameter and buffer to write."""
+    """Return a dict from name to (shape, stored dtype) of each parameter and buffer to write."""
     shapes = {n: v.shape for n, v in reference.state_dict().items() if n in shards.owners}
     forced = {} if dtype is None else published_dtypes(model, dtype)
     names = _stored_once(reference, shapes)
@@ -179,12 +176,12 @@ def _write_tensors(
 
 
 def exported_folder(out: Path, kind: Literal["export", "adapter"]) -> Replacement:
-    """Return the folder that an export writes; it may replace an earlier export of a model or of an adapter."""
+    """Return the folder of an export, which may replace an earlier export of a model or an adapter."""
     return Replacement(out, kind, "the export directory", EXPORTS, parents=True)
 
 
 class _Writer:
-    """Files of one export, written by rank 0 into a hidden directory that `close` renames."""
+    """Writer of the files of an export on rank 0, into a hidden directory that `close` renames to its final name."""
 
     def __init__(
         self,
@@ -200,7 +197,7 @@ class _Writer:
         """Names of parameters that must be finite."""
         self._reference = reference
         self._dtypes = {name: tensor.dtype for name, tensor in meta.items()}
-        # Convert the model on the meta device to determine the file of each tensor before writing.
+        # Convert the model on the meta device to assign a file to each tensor before writing.
         self._groups, sizes = _published_sizes(reference, meta)
         self._waiting: dict[str, Tensor] = {}
         self._carried = open_carried(carried, sizes.keys())
@@ -211,11 +208,11 @@ class _Writer:
         self._open: dict[str, dict[str, Tensor]] = {}
 
     def open(self) -> None:
-        """Create the hidden directory; raise if `close` would replace something other than an export."""
+        """Create the hidden directory; raise OutputNotWritable (HP105) if `close` would replace other files."""
         self._folder.open()
 
     def add(self, name: str, full: Tensor) -> None:
-        """Convert and add one full parameter; write each file whose tensors are then complete."""
+        """Convert and add the full parameter `name`; write every file that now has all its tensors."""
         if full.is_floating_point():
             full = full.to(self._dtypes[name])
         if name in self.trained:
@@ -226,11 +223,11 @@ class _Writer:
             return
         tensors = {name: self._waiting.pop(name) for name in group}
         for key, part in _published(self._reference, tensors).items():
-            # A copy, as safetensors rejects tensors that share storage.
+            # Clone, because safetensors rejects tensors that share storage.
             self._add_tensor(key, part.clone(memory_format=torch.contiguous_format))
 
     def _add_tensor(self, key: str, tensor: Tensor) -> None:
-        """Add a converted tensor to its file; write the file if all its tensors have been added."""
+        """Add a converted tensor to its file; write the file if it now has all its tensors."""
         file = self._file_of[key]
         self._open.setdefault(file, {})[key] = tensor
         self._left[file] -= 1
@@ -240,7 +237,10 @@ class _Writer:
     def close(
         self, config: Any, own: Any, generation: Path | None, tokenizer_dir: str | Path | None
     ) -> None:
-        """Write the remaining files (weight index, configs, tokenizer), and rename the directory to its final name."""
+        """Write weight index, configs and tokenizer, and rename the directory to its final name.
+
+        The file `generation`, if it exists, takes precedence over the model's `own` generation config.
+        """
         for name, tensor in self._carried.items():
             self._add_tensor(name, tensor.read(()).contiguous())
         assert not self._open, f"tensors never completed: {sorted(self._open)}"
@@ -261,12 +261,11 @@ class _Writer:
         self._folder.publish()
 
     def discarded_on_error(self) -> AbstractContextManager[None]:
-        """Return a context that removes the hidden directory when an export fails."""
         return self._folder.discarded_on_error()
 
 
 def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> Any:
-    """Return a copy of `config` with the exported model's class and dtype, and whether its embeddings are tied."""
+    """Return a copy of `config` with `architectures`, `dtype` and `tie_word_embeddings` of the exported model."""
     configured, actual = (
         getattr(c, "tie_word_embeddings", False) for c in (config, reference.config)
     )
@@ -278,7 +277,7 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
 
 
 def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.dtype:
-    """Return the floating-point dtype that most elements have."""
+    """Return the most frequent floating-point dtype, weighted by elements."""
     elements: Counter[torch.dtype] = Counter()
     for shape, dtype in stored.values():
         if dtype.is_floating_point:
@@ -287,7 +286,7 @@ def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.d
 
 
 def _stored_once(reference: nn.Module, state: Iterable[str]) -> list[str]:
-    """Return the names in `state` to write; of tied parameters, only the source."""
+    """Return the names in `state` without tied parameters, which are stored under the name of their source."""
     tied = reference.get_expanded_tied_weights_keys(all_submodels=True)
     return [name for name in state if name not in tied or tied[name] not in state]
 
@@ -302,14 +301,14 @@ def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
 def _published_sizes(
     reference: nn.Module, meta: dict[str, Tensor]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
-    """Return, per parameter, the names that must be converted together, and the bytes of each stored tensor by key.
+    """Return a dict from parameter to those that must be converted with it, and one from stored tensor to bytes.
 
     Raises:
-        ModelUnreadable: HP305 when parameters of several layers are published in one tensor.
+        ModelUnreadable: HP305 when the published format joins parameters of several layers in one tensor.
     """
     expected = _published(reference, meta).keys()
     for grouped in (_joined_names, _names_in_layer):
-        # A conversion that needs parameters of other tensors raises, or returns other names.
+        # If a group lacks parameters that the conversion needs, it raises or returns different names.
         with suppress(RuntimeError, ValueError, KeyError):
             groups = grouped(reference, meta)
             sizes = {
@@ -320,17 +319,14 @@ def _published_sizes(
             if sizes.keys() == expected:
                 return groups, sizes
     raise ModelUnreadable(
-        "the published format of this model joins parameters of several layers, which is not supported",
+        "cannot export this model: its published format joins parameters of several layers in one tensor",
         got=type(reference).__name__,
         hint="checkpoint.export=false",
     )
 
 
 def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return, per parameter, the names of all parameters that share a stored tensor with it, including itself.
-
-    For example, projections of queries, keys and values may be concatenated in one stored tensor.
-    """
+    """Return a dict from parameter to the parameters in the same stored tensor, for example of one QKV projection."""
     groups: dict[str, tuple[str, ...]] = {}
     first: dict[str, str] = {}
     for name, tensor in meta.items():
@@ -343,7 +339,7 @@ def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tu
 
 
 def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return, per parameter, the names of all parameters in its layer; parameters outside layers form one group."""
+    """Return a dict from parameter to all parameters of its layer; those outside layers form one group."""
     layers: dict[str, list[str]] = {}
     for name in meta:
         match = _LAYER.match(name)
@@ -352,7 +348,7 @@ def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[st
 
 
 def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
-    """Return the file name of each tensor; consecutive tensors share a file until it would exceed `max_file_bytes`."""
+    """Return a dict from tensor to file name; consecutive tensors share a file of at most `max_file_bytes`."""
     groups: list[list[str]] = [[]]
     filled = 0
     for key, size in sizes.items():
@@ -372,15 +368,15 @@ def _assign_files(sizes: dict[str, int], max_file_bytes: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ExportShards:
-    """Tensors to export, distributed over all ranks: sharded or replicated, and different on each pipeline stage.
+    """Tensors to export, sharded or replicated over the ranks of each pipeline stage.
 
     Attributes:
         rank: This rank.
         state: Tensors of this rank by name.
         device: Device of this rank's tensors.
-        owners: For every tensor, the lowest rank that has it, its dtype and its full shape.
+        owners: For each tensor of any rank: lowest rank that has it or a shard of it, dtype, and full shape.
         trained: Names of the trained parameters.
-        resident: Returns a local tensor with its current bytes, which a memory plan may have moved to another tier.
+        resident: Returns the current values of a local tensor, which a memory plan may have offloaded.
     """
 
     rank: int
@@ -394,7 +390,7 @@ class ExportShards:
     def of(
         cls, ranks: RankGroup, model: nn.Module, state: Mapping[str, Tensor], resident: Resident
     ) -> ExportShards:
-        """Collect which rank has which tensor; collective over all ranks."""
+        """Gather names, dtypes and shapes of the tensors of all ranks; collective over all ranks."""
         owners: dict[str, tuple[int, torch.dtype, torch.Size]] = {}
         trained: set[str] = set()
         gathered = ranks.everywhere(
@@ -409,7 +405,7 @@ class ExportShards:
 
     @torch.no_grad()
     def gather_full(self, name: str) -> Tensor:
-        """Return the full tensor on rank 0, and an undefined tensor on other ranks; collective over all ranks."""
+        """Gather a full tensor on rank 0; collective over all ranks. Other ranks must ignore the result."""
         (rank, dtype, shape), tensor = self.owners[name], self.state.get(name)
         if tensor is None:
             shape = shape if self.rank == 0 else torch.Size()

@@ -25,14 +25,14 @@ _DTYPES = ("float32", "float64")
 def import_checkpoint(
     model_dir: Path, directory: Path, dtype: str = "float32", *, trusted: bool = False
 ) -> Path:
-    """Save the weights of a Hugging Face directory, or an adapter, as a checkpoint of step 0.
+    """Save the weights of a Hugging Face directory or a peft adapter as a checkpoint of step 0.
 
-    Host memory holds the full model.
+    Host memory must hold the full model.
 
     Args:
         model_dir: Directory of `config.json` and weight files, or of a peft adapter.
-        directory: Directory of checkpoints.
-        dtype: Dtype of the parameters.
+        directory: Directory of checkpoints, in which the checkpoint is created.
+        dtype: Dtype of the stored parameters.
         trusted: Whether code in `model_dir` may run, for a model unknown to transformers.
 
     Returns:
@@ -82,11 +82,10 @@ def import_checkpoint(
 
 
 def _check_empty(directory: Path) -> None:
-    """Raise BadValue (HP102) if a directory already has checkpoints."""
     if existing := files.steps(directory):
         raise BadValue(
-            "the directory already holds checkpoints",
+            "the directory already has checkpoints",
             where=str(directory),
             got=f"steps {', '.join(map(str, existing))}",
-            hint="choose another RUN_DIR",
+            hint=f"mv {directory} {directory}.old",
         )

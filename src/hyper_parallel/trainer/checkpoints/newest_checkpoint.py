@@ -17,14 +17,15 @@ from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 def load_newest(
     saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[int, dict[str, Any]]:
-    """Load the newest intact checkpoint of several directories; return its step and extra values.
+    """Load the newest intact checkpoint of several directories; return (step, extra values) as `Checkpointer.load`.
 
-    Errors are those of `Checkpointer.load`.
+    Raises:
+        CheckpointCorrupt, CheckpointFormat, CheckpointMismatch: See `Checkpointer.load`.
     """
     candidates = [
         (step, number) for number, s in enumerate(saved) for step in files.steps(s.directory)
     ]
     for step, number in sorted(candidates, reverse=True) if len(saved) > 1 else []:
-        with suppress(CheckpointCorrupt):  # a logged warning names the file
+        with suppress(CheckpointCorrupt):  # `load` has logged a warning that names the file
             return saved[number].load(model, optimizer, step)
     return saved[0].load(model, optimizer)

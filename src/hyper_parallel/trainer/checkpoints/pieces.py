@@ -1,4 +1,4 @@
-"""Writing of checkpoint pieces: each rectangular block (box) of a tensor is written by one of its ranks."""
+"""Writing of checkpoint pieces: one rank writes each rectangular block (box) of a tensor to its file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hyper_parallel.trainer.checkpoints.index import (
 )
 
 Resident = Callable[[Tensor], Tensor]
-"""Function that returns a local tensor, detached, with its current bytes on any tier."""
+"""Function that returns the detached current values of a local tensor, which a memory plan may have offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class StatePart:
         return self.box.size * self.dtype.itemsize
 
     def copy_to_host(self) -> StatePart:
-        """Return the part with a private copy of its elements in host memory."""
+        """Return a part that reads from a new copy of the elements in host memory."""
         data = self.read().to("cpu", copy=True)
         return replace(self, read=lambda: data)
 
@@ -61,7 +61,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def unknown_dtype(dtype: str, allowed: Iterable[str]) -> BadValue:
-    """Return the error for a dtype that a command does not write."""
+    """Return the error for an unsupported value of the command-line option `--dtype`."""
     hint = "--dtype float32"
     return BadValue("unknown dtype", where="--dtype", got=dtype, allowed=[*allowed], hint=hint)
 
@@ -69,7 +69,7 @@ def unknown_dtype(dtype: str, allowed: Iterable[str]) -> BadValue:
 def parts_of(
     tensors: Mapping[str, Tensor], resident: Resident = torch.Tensor.detach
 ) -> list[StatePart]:
-    """Return the blocks of each tensor on this rank; elements are read on demand from their current memory tier.
+    """Return the blocks of each tensor that this rank has; their elements are read later, by `StatePart.read`.
 
     Raises:
         UnsupportedSharding: HP205 for a shard that is not a union of rectangular blocks.
@@ -95,8 +95,8 @@ def _read(resident: Resident, tensor: Tensor, index: tuple[slice, ...]) -> Tenso
 
 
 def write_pieces(path: Path, parts: Sequence[StatePart]) -> list[tuple[str, Piece]]:
-    """Write and fsync a safetensors file; return a pair of tensor name and piece for each part."""
-    # Larger element sizes first, so that each piece is aligned.
+    """Write and fsync a safetensors file; return (tensor name, piece) for each part."""
+    # Larger element sizes come first, which aligns every piece.
     parts = sorted(parts, key=lambda p: (-p.dtype.itemsize, p.box))
     first = header(
         [(piece_key(p.box.name, p.box.offset), _name(p.dtype), p.box.shape) for p in parts]

@@ -23,8 +23,10 @@ class RankGroup:
     Args:
         work: Noun for the ranks' output in error messages, for example `checkpoint`.
         place: Path of the output, for error messages.
-        own_group: Create a separate process group for a background thread, as all collectives of one group need a
-            single order.
+        own_group: Whether to create a separate process group, which a background thread needs for its collectives.
+
+    Attributes:
+        several: Whether there is a process group.
     """
 
     def __init__(self, work: str, place: Path, *, own_group: bool = False) -> None:
@@ -35,13 +37,13 @@ class RankGroup:
         self.group = dist.new_group(backend="gloo") if self.several and own_group else None
 
     def close(self) -> None:
-        """Release the separate group, if any."""
+        """Destroy the separate process group, if any."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
 
     def everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Call `action` on every rank; on all ranks, return the results by rank or raise the first failure."""
+        """Call `action` on every rank; on all ranks, return the list of results by rank, or raise the first error."""
         try:
             outcome: tuple[Any, Exception | None] = action(), None
         except Exception as error:
@@ -57,11 +59,11 @@ class RankGroup:
         return [result for result, _ in gathered]
 
     def on_rank_0(self, action: Callable[[], T]) -> T:
-        """Call `action` on rank 0; on all ranks, return its result or raise its failure."""
+        """Call `action` on rank 0; on all ranks, return its result or raise its error."""
         return self.everywhere(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def _coded(self, error: Exception) -> Exception:
-        """Convert an exception to one that can be pickled and raised on all ranks; an I/O error becomes HP105."""
+        """Return an exception that can be pickled for other ranks; I/O errors become OutputNotWritable (HP105)."""
         if isinstance(error, HyperParallelError):
             return error
         if isinstance(error, (OSError, SafetensorError)):

@@ -1,8 +1,9 @@
 """Data: from text on disk to packed, memory-mapped sequences, and to the batches of every rank.
 
-    source -> documents -> tokenizer -> tokens -> hold-out -> packed arrays (cached)      prepare(), one process
-    packed arrays -> order of the seed -> steps -> slice of a rank -> microbatches        Batches, every rank
+    source -> documents -> tokens -> held-out split -> packed arrays (cached)            prepare(), one process
+    packed arrays -> seeded order -> steps -> slice of a rank -> microbatches            Batches, every rank
 
+A document is a text or a conversation. A target is a token with loss, such as a token of an assistant's answer.
 No collective waits for tokenization: `prepare` returns before ranks start, and ranks only memory-map files.
 """
 

@@ -1,8 +1,8 @@
 """Data cache: directories named by a hash of all inputs that determine their content, published by one rename.
 
-A directory is complete or absent. Its `meta.json` lists size and SHA-256 of every other file. Opening an entry compares
-the sizes of all files, and the checksums of files up to 256 MiB, as larger ones would take seconds. An entry that
-differs is rebuilt. A lock file serializes processes that open the same entry: the first builds it, the others wait.
+Each directory is one cache entry. Its `meta.json` lists size and SHA-256 of every other file. Opening an entry checks
+the sizes of all files, and the checksums of files up to 256 MiB; larger ones would take seconds. An entry that differs
+is rebuilt. A lock file serializes processes that open the same entry: the first builds it, the others wait.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CHECKSUM_LIMIT_BYTES = 256 * MiB
 
 
 def cache_root(directory: str | None) -> Path:
-    """Create and return the cache directory: `directory`, or `data` in this package's user cache if that is None.
+    """Create and return the cache directory: `directory` or, if it is None, `data` in this package's user cache.
 
     Raises:
         OutputNotWritable: HP105 when the directory is not writable.
@@ -53,7 +53,7 @@ def cache_root(directory: str | None) -> Path:
 
 
 def digest(value: Any) -> str:
-    """Return a short hexadecimal hash of a JSON value, as name of a cache entry."""
+    """Return the first 24 hexadecimal digits of a JSON value's SHA-256, for the name of a cache entry."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -61,10 +61,10 @@ def digest(value: Any) -> str:
 def entry(
     root: Path, key: str, build: Callable[[Path], dict[str, Any] | None]
 ) -> tuple[Path, dict[str, Any]]:
-    """Return the directory `root/key` and its metadata; build the entry if it is absent or damaged.
+    """Return the cache entry `root/key` and its metadata; build the entry if it is absent or damaged.
 
-    The metadata's value `cached` tells whether the entry already existed. `key` is a hash of all inputs of the content.
-    `build` fills a directory and may return metadata.
+    `build` fills the given directory and may return metadata. `key` is a hash of all inputs of the content. In the
+    metadata, `cached` tells whether the entry already existed.
     """
     from filelock import FileLock
 
@@ -77,7 +77,7 @@ def entry(
             return target, meta | {"cached": True}
         _remove_entry(target)
         partial = root / f".{key}.part"
-        _remove_entry(partial)  # remains of a build that was killed
+        _remove_entry(partial)  # left over from a killed build
         partial.mkdir()
         try:
             write_marker(partial, Marker(_KIND))
@@ -93,11 +93,7 @@ def entry(
 
 
 def _remove_entry(directory: Path) -> None:
-    """Remove the files of a damaged or unfinished entry.
-
-    Raises:
-        OutputNotWritable: HP105 when the directory contains files that are not part of a cache entry.
-    """
+    """Remove a damaged or unfinished entry; raise OutputNotWritable (HP105) if it contains unknown files."""
     if not os.path.lexists(directory):
         return
     names = {_META, MARKER}
@@ -121,9 +117,9 @@ def _remove_entry(directory: Path) -> None:
 
 @contextmanager
 def byte_bar(name: str, total_bytes: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr; yield a function that advances it by a number of bytes.
+    """Show a progress bar on stderr if `show`; yield a function that advances the bar by a number of bytes.
 
-    `total_bytes` may be an estimate, as the bar is full at the end in any case. Without `show` there is no bar.
+    `total_bytes` may be an estimate: at the end, the total is set to the bytes counted.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,10 +1,10 @@
-"""Tables: parquet files, and data sets that the library `datasets` opens (folders, names on the Hugging Face hub).
+"""Tables: parquet files, and datasets that the library `datasets` opens (folders, names on the Hugging Face Hub).
 
-A parquet column may be compressed by a factor of ten thousand, or refer to one long value in a million rows. The memory
-of a batch is therefore known only after decoding. The reader first checks the mean size of a row in the file's
-metadata. Then it decodes each batch under a memory limit of this process.
+Decoding an untrusted parquet file may take any amount of memory: a column may be compressed by a factor of ten
+thousand, or refer to one long value in a million rows. The reader first checks the mean size of a row in the file's
+metadata. Then it decodes each batch under a limit on the memory of this process.
 
-A data set named on the hub is read from the library's cache. It is downloaded only with `HF_HUB_OFFLINE=0`.
+A dataset on the Hub is read from the library's cache. It is downloaded only with `HF_HUB_OFFLINE=0`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from hyper_parallel.units import MiB, format_bytes
 _BATCH_BYTES: Final = 16 * MiB
 _MOST_ROWS: Final = 1024
 _HEAP_RECORDS: Final = 8
-"""Memory limit for decoding a batch, as a multiple of the record size limit: room for a page, its text, and its rows
-as objects."""
+"""Memory limit for decoding a batch, as a multiple of the record size limit: space for a parquet page, its decoded
+text, and its rows as Python objects."""
 _LEAST_HEAP: Final = 256 * MiB
-"""Smallest memory limit; it leaves space for libraries and threads that start during a read."""
+"""Smallest memory limit: space for libraries and threads that start during a read."""
 
 
 def heap_bytes(most: int) -> int:
-    """Return the memory limit in bytes for reading records of at most `most` bytes."""
+    """Return the memory limit in bytes for decoding a batch of records of at most `most` bytes each."""
     return max(_HEAP_RECORDS * most, _LEAST_HEAP)
 
 
 def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) for each row of a parquet file; arguments and errors as for `read_records`."""
+    """Yield (location, row) for each row of a parquet file; raise NoData (HP602) for a row of over `most` bytes."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -65,7 +65,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
     except HyperParallelError:
         raise
     except Exception as error:
-        # Arrow raises many classes here; all mean that this file is unreadable.
+        # Arrow raises many exception classes; all mean that this file is unreadable.
         raise NoData(
             "a parquet file cannot be read",
             where=str(path),
@@ -75,7 +75,7 @@ def read_parquet(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _batch_rows(group: Any, path: Path, first: int, most: int) -> int:
-    """Return the number of rows per batch for a row group; raise NoData (HP602) if its mean row exceeds the limit."""
+    """Return the number of rows to decode at once; raise NoData (HP602) if the mean row exceeds `most` bytes."""
     columns = (group.column(i).total_uncompressed_size for i in range(group.num_columns))
     row_bytes = max(group.total_byte_size, sum(columns)) / max(group.num_rows, 1)
     if row_bytes > most:
@@ -112,38 +112,44 @@ def records_too_long(where: str, got: str, most: int) -> NoData:
 _SAVED = ("dataset_dict.json", "state.json")
 _CARDS = ("README.md", ".huggingface.yaml")
 _CARD_LIMITS = Limits(num_bytes=4 * 1024**2, num_elements=500_000, depth=30)
-"""Limits of a dataset card or a list of files; the longest cards describe a few hundred configurations."""
+"""Limits of a dataset card or a JSON list of files; the longest cards describe a few hundred configurations."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Split of a data set opened by the library `datasets`."""
+    """Split of a dataset opened by the library `datasets`.
+
+    Attributes:
+        name: Name for error messages.
+        rows: `datasets.Dataset`, or `datasets.IterableDataset` if it is streamed.
+        media_columns: Columns of images or audio to read, as undecoded {bytes, path}.
+    """
 
     name: str
-    rows: Any  # datasets.Dataset, or IterableDataset when it is streamed
-    media_columns: frozenset[str] = frozenset()  # read as {bytes, path}, without opening a file
+    rows: Any
+    media_columns: frozenset[str] = frozenset()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all columns; 0 for a streamed table."""
+        """Number of bytes of all columns; 0 for a streamed table."""
         columns = getattr(self.rows, "data", None)
         return 0 if columns is None else int(columns.nbytes)
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the content that `datasets` computes, or ""."""
+        """Hash of the content as computed by `datasets`; "" if there is none."""
         return str(getattr(self.rows, "_fingerprint", ""))
 
     @property
     def opened(self) -> tuple[str, ...]:
-        """Names of columns that are skipped because reading them opens files or URLs (images, sounds and the like)."""
+        """Names of columns that are not read, because decoding their values may open files or URLs."""
         opening = self._opening
         return tuple(name for name in opening if name not in self.media_columns)
 
     @property
     def _opening(self) -> dict[str, Any]:
-        """Features, by column name, for which `datasets` opens files or URLs."""
+        """Features, by column name, whose decoding may open files or URLs, such as images and audio."""
         features = getattr(self.rows, "features", None) or {}
         return {name: feature for name, feature in features.items() if _opens_files(feature)}
 
@@ -155,14 +161,13 @@ class Table:
         return rows
 
     def _sound_rows(self) -> Iterator[bool]:
-        """Validate the Arrow batches in order and yield True for each row, then True forever for use in `zip`.
+        """Yield True for each row after validating its Arrow batch, then True forever.
 
-        Without validation a wrong offset in a memory-mapped file would crash the process.
+        Without validation, a wrong offset in a memory-mapped file would crash the process.
         """
         columns = getattr(self.rows, "data", None)
-        if (
-            getattr(self.rows, "_indices", None) is not None
-        ):  # rows in another order than in the file
+        # If the rows are not in file order, validate all batches first.
+        if getattr(self.rows, "_indices", None) is not None:
             columns = columns.table.validate(full=True)
         for batch in () if columns is None else columns.table.to_batches():
             batch.validate(full=True)
@@ -174,7 +179,7 @@ class Table:
     def records(self, most: int) -> Iterator[tuple[str, Record]]:
         """Yield (location, record) for each row; raise NoData (HP602) for a record of more than `most` bytes."""
         number = -1
-        # Reading a table in memory or in mapped files needs no more memory; a stream decodes each row.
+        # Only a stream decodes its rows; other tables are in memory or memory-mapped.
         streamed = getattr(self.rows, "data", None) is None
         try:
             sound, rows = self._sound_rows(), iter(self._readable())
@@ -191,7 +196,7 @@ class Table:
             if _lacked_memory(error):
                 got = f"more than {format_bytes(heap_bytes(most))} of memory"
                 raise records_too_long(f"{self.name}: row {number + 1}", got, most) from error
-            # datasets and Arrow raise many classes here; all mean that the next row is unreadable.
+            # `datasets` and Arrow raise many exception classes; all mean that the next row is unreadable.
             raise NoData(
                 "a row of the dataset cannot be read",
                 where=f"{self.name}: row {number + 1}",
@@ -201,9 +206,12 @@ class Table:
 
 
 def is_table(data: Data, path: Path) -> bool:
-    """Return whether `datasets` opens the source: a hub name, a folder written by `datasets`, or one with a card."""
+    """Return whether to open a source with `datasets`: a Hub name, or a folder with a dataset card or saved dataset.
+
+    `data.name` or `data.split` select `datasets` for any folder.
+    """
     if not path.exists():
-        # A hub name whose first part is an existing folder is a mistyped path.
+        # If the first part of the name is an existing folder, the name is a mistyped path, not a Hub name.
         is_name = bool(_HUB_NAME.fullmatch(data.source)) and not is_file_name(data.source)
         return is_name and not path.parent.exists()
     if not path.is_dir():
@@ -213,10 +221,11 @@ def is_table(data: Data, path: Path) -> bool:
 
 
 def open_table(data: Data, path: Path) -> Table:
-    """Open the split of a data set that a recipe names.
+    """Open the dataset and split that section `data` names; `path` is `data.source` as a path.
 
     Raises:
         NoData: HP602 with the paths and names that were tried.
+        MissingDependency: HP501 when the package `datasets` is not installed.
     """
     try:
         import datasets
@@ -243,7 +252,7 @@ def open_table(data: Data, path: Path) -> Table:
         if _lacked_memory(error):
             got = f"more than {format_bytes(most)} of memory"
             raise records_too_long(data.source, got, data.max_record_bytes) from error
-        # datasets, huggingface_hub and Arrow raise many classes: no such name, split, file or column.
+        # `datasets`, huggingface_hub and Arrow raise many exception classes for a missing name, split, file or column.
         tried = [f"the path {path.absolute()}"]
         if not here:
             offline = "offline" if os.environ.get("HF_HUB_OFFLINE") == "1" else "online"
@@ -261,14 +270,13 @@ def open_table(data: Data, path: Path) -> Table:
 
 
 def _lacked_memory(error: BaseException | None) -> bool:
-    """Return whether an error of `datasets` is caused by a failed allocation."""
     while error is not None and not isinstance(error, MemoryError):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a copy of an image or audio feature, or of a list of one, that yields {bytes, path} undecoded."""
+    """Return a copy of an image or audio feature, or list of them, whose values are undecoded {bytes, path}."""
     undecoded = copy.deepcopy(feature)
     inner = undecoded
     while not hasattr(inner, "decode"):
@@ -278,7 +286,7 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _opens_files(feature: Any) -> bool:
-    """Return whether reading a value of a `datasets` feature may open a file or URL."""
+    """Return whether decoding a value of a `datasets` feature may open a file or URL."""
     if hasattr(feature, "decode_example"):
         return True
     inner = (
@@ -292,7 +300,7 @@ def _opens_files(feature: Any) -> bool:
 
 
 def refuse_outside(file: Path, folder: Path) -> None:
-    """Raise if a file in a data folder is a link out of the folder, a broken link, a pipe, a socket or a device.
+    """Raise if `file` in a data folder is a link out of the folder, a broken link, a pipe, a socket or a device.
 
     The author of an untrusted folder could otherwise make the reader open a private file or block forever.
 
@@ -327,7 +335,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
 
 
 def _card_text(path: Path) -> str:
-    """Return the beginning of a dataset card, which has its configuration; "" without a card."""
+    """Return the beginning of a dataset card, which contains the configuration; "" if there is no card."""
     if not path.is_file():
         return ""
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -335,11 +343,7 @@ def _card_text(path: Path) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    """Raise if a dataset folder refers to files outside of it by links, by its card, or by a list of files.
-
-    Raises:
-        NoData: HP602 naming the file with the reference.
-    """
+    """Raise NoData (HP602) if links, card or file list of a dataset folder refer to files outside the folder."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
             refuse_outside(Path(folder, name), path)
@@ -348,7 +352,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _check_names(path: Path) -> None:
-    """Raise if a dataset card or list of files names a file outside of its folder, or is too large."""
+    """Raise NoData (HP602) if a dataset card or list of files is unreadable or names a file outside its folder."""
     try:
         if path.suffix == ".json":
             values = read_json(path, _CARD_LIMITS)
@@ -373,7 +377,7 @@ def _check_names(path: Path) -> None:
             where=str(path),
             got=abbreviated(outside),
             allowed="names of files in the folder",
-            hint="name that file in the recipe itself as `data.source`, if you mean to read it",
+            hint="set `data.source` to that file, if you trust it",
         )
 
 

@@ -1,8 +1,9 @@
-"""Renderer of chat templates within a work budget: a template is an untrusted program from the tokenizer's publisher.
+"""Rendering of chat templates with a work budget, because a template is an untrusted program.
 
-Templates are compiled in jinja's immutable sandbox with the filters and globals of transformers. Loop iterations,
-calls, filters, comparisons, operators and output are charged to one budget by their size. The budget grows with the
-conversation. A template that exceeds it raises after the same bounded number of steps on every machine.
+Templates are compiled in Jinja's immutable sandbox with the filters and globals of transformers. Loop iterations,
+calls, filters, comparisons, operators and output are charged to a budget in proportion to the sizes of their operands.
+The budget grows with the conversation. A template that exceeds its budget raises TemplateBudget, after the same number
+of steps on every machine.
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ _DROPPED: Final = (
     "wordwrap",
     "pprint",
 )
-"""Globals and filters of jinja that no chat template needs and whose work is hard to bound."""
+"""Globals and filters of Jinja that chat templates do not use and whose work is hard to bound."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja sandbox in which every step is charged to a budget.
+    """Jinja sandbox that charges every step of a template to a budget.
 
     Args:
         like: Environment of transformers, from which extensions, filters and globals are copied.
+
+    Attributes:
+        work: Budget of the current rendering.
     """
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
@@ -118,7 +122,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Run a binary operator, and charge its operands and result to the budget."""
+        """Evaluate a binary operator, and charge its operands and result to the budget."""
         self.work.step(left, right)
         if operator == "*":
             for text, count in ((left, right), (right, left)):
@@ -132,7 +136,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.work.allocate(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, method or macro of a template, and charge its arguments and result to the budget."""
+        """Call a function, method or macro from a template, and charge its arguments and result to the budget."""
         work = __self.work
         work.step(*args)
         check_integers(args, kwargs)
@@ -141,7 +145,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             args = (Counted(args[0], work, __self._constant), *args[1:])
         elif isinstance(__obj, (Macro, BlockReference)):
             work.spend(__self._constant)
-        elif isinstance(owner, Extension):  # the extension reads all output so far
+        elif isinstance(owner, Extension):  # `{% generation %}` reads all output so far
             work.spend(work.printed // READ + work.num_pieces * ITEM)
         if isinstance(owner, (str, bytes)):
             work.step(owner)
@@ -176,7 +180,7 @@ def _charge_loops(tree: nodes.Template) -> None:
 
 
 class _Charging(jinja2.visitor.NodeTransformer):
-    """AST transformer that routes operators which jinja compiles to plain Python through filters that charge them."""
+    """AST transformer that inserts charging filters around operators that Jinja compiles to plain Python."""
 
     def visit_Concat(self, node: nodes.Concat, *args: Any, **kwargs: Any) -> nodes.Node:
         self.generic_visit(node, *args, **kwargs)
@@ -198,7 +202,7 @@ class _Charging(jinja2.visitor.NodeTransformer):
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
-    """Return a node that applies the filter `name` to the value of `node`; return a constant unchanged."""
+    """Return a node that applies the filter `name` to `node`, or `node` itself if it is a constant."""
     if isinstance(node, nodes.Const):
         return node
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -206,10 +210,10 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
 
 @lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
-    """Compile a chat template that renders within a budget.
+    """Compile the source of a chat template in a `BoundedEnvironment`.
 
     Raises:
-        jinja2.TemplateError: The source is not a template, or too long.
+        jinja2.TemplateError: The source is not a valid template, or too long.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -218,7 +222,7 @@ def compiled(source: str) -> jinja2.Template:
     environment = BoundedEnvironment(_compile_jinja_template("").environment)
     environment.work.reset(0, 0)
     template = environment.from_string(source)
-    template.globals = dict(template.globals)  # jinja copies a chain of mappings item by item
+    template.globals = dict(template.globals)  # Jinja copies it per call, a ChainMap slowly
     return template
 
 
@@ -240,7 +244,7 @@ def rendered(
         marks: Whether to return the spans; False: the list is empty.
 
     Raises:
-        Exception: Any error that the template raises; `TemplateBudget` when it exceeds its budget.
+        Exception: Any error that the template raises; TemplateBudget when it exceeds its budget.
     """
     template = compiled(source)
     environment: Any = template.environment

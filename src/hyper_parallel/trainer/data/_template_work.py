@@ -1,7 +1,8 @@
-"""Cost model for rendering an untrusted chat template: one budget of work, in bytes, per conversation.
+"""Cost model for rendering an untrusted chat template: each rendered conversation has a budget of work, in bytes.
 
-A step that may produce a long text or a large number is charged before it runs, by the sizes of its operands. All other
-steps are charged after they run.
+A step is one operation of the template, such as a call, a filter or a loop iteration. Charging a step subtracts its
+cost from the budget. A step that may produce a long text or a large number is charged before it runs, by the sizes of
+its operands. All other steps are charged after they run.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any, Final
 from jinja2.sandbox import SecurityError
 
 _BUDGET: Final = 64 * 1024**2
-"""Work budget of every conversation in bytes: half a million steps, or 64 MiB of text."""
+"""Work budget of a conversation in bytes: half a million steps, or 64 MiB of text."""
 _BUDGET_PER_TURN: Final = 16 * 1024
 """Additional budget per turn in bytes, for at most `_MOST_TURNS` turns: 128 steps."""
 _MOST_TURNS: Final = 8192
 _BUDGET_PER_BYTE: Final = 8
 """Additional budget in bytes per byte of the conversation."""
 STEP: Final = 128
-"""Bytes of work charged for a step, in addition to its operands."""
+"""Bytes of work charged per step, in addition to its operands."""
 READ: Final = 8
-"""Number of text bytes that can be read for one byte of work."""
+"""Bytes of text that a step reads per byte of work charged."""
 ITEM: Final = 4
-"""Bytes of work charged for reading an item of a list."""
+"""Bytes of work charged per item of a list that a step reads."""
 _MOST_INTEGER: Final = 1_000_000
 """Largest integer argument of a filter or method, such as a width."""
 MOST_BITS: Final = 1024
@@ -34,54 +35,60 @@ MOST_BITS: Final = 1024
 _WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d{4,}|\*|\d*\.(?:\d{4,}|\*))")
 """Pattern of a %-format conversion with a width of four or more digits, or a width from an argument."""
 _LONG_COUNT: Final = re.compile(r"\d{4,}|\{")
-"""Equivalent of `_WIDTH` in the format specification of a field in braces."""
+"""Pattern of such a width in the format specification of a field in braces."""
 _LINE_ENDS: Final = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _SHALLOW: Final = (
     "length", "count", "list", "first", "last", "items", "map", "select", "reject", "selectattr", "rejectattr",
     "default", "d", "batch", "slice", "reverse", "attr",
 )  # fmt: skip
-"""Filters that do not look into the items of a list."""
+"""Filters that do not read the content of a list's items."""
 
 
 class TemplateBudget(SecurityError):
-    """Error of a template that does more work than its conversation's budget allows."""
+    """Error for a template that exceeds its work budget."""
 
 
 class Work:
-    """Remaining budget, and size of the output so far, of one rendering."""
+    """Work budget of one rendering.
+
+    Attributes:
+        left: Remaining budget in bytes.
+        printed: Number of characters of the output so far.
+        num_pieces: Number of pieces of the output so far.
+    """
 
     def __init__(self) -> None:
         self.left = self.printed = self.num_pieces = 0
 
     def reset(self, num_turns: int, num_bytes: int) -> None:
-        """Set the budget for a conversation of this size, and clear the output size."""
+        """Set the budget for a conversation of `num_turns` turns and `num_bytes` bytes; clear the output size."""
         turns = _BUDGET_PER_TURN * min(num_turns, _MOST_TURNS)
         self.left = _BUDGET + turns + _BUDGET_PER_BYTE * num_bytes
         self.printed = self.num_pieces = 0
 
     def add_output(self, piece: str) -> None:
-        """Add a piece to the output size, and charge it."""
+        """Add `piece` to the output size, and charge one step."""
         self.printed += len(piece)
         self.num_pieces += 1
         self.spend(STEP)
 
     def print_text(self, text: str) -> str:
-        """Charge a step that prints a text, and return the text."""
+        """Charge a step that prints `text`; return `text`."""
         self.spend(STEP + sys.getsizeof(text))
         return text
 
     def spend(self, num_bytes: int) -> None:
-        """Charge `num_bytes` of work; raise TemplateBudget if the budget is exhausted."""
+        """Subtract `num_bytes` from the budget; raise TemplateBudget if it is exhausted."""
         self.left -= num_bytes
         if self.left < 0:
             raise TemplateBudget("the template does more work than its conversation allows")
 
     def step(self, *values: Any) -> None:
-        """Charge a step that reads values."""
+        """Charge a step that reads `values`, without the content of their items."""
         self.spend(STEP + sum(map(_read_cost, values)))
 
     def allocate(self, value: Any) -> Any:
-        """Charge the memory of a result, and return the result."""
+        """Charge the memory of a step's result; return the result. Raise TemplateBudget for a huge integer."""
         if isinstance(value, int) and value.bit_length() > MOST_BITS:
             raise TemplateBudget(f"an integer of more than {MOST_BITS} bits")
         self.spend(size_of(value))
@@ -89,21 +96,21 @@ class Work:
 
 
 def _read_cost(value: Any) -> int:
-    """Return the work in bytes of reading a value once, without the content of its items."""
+    """Return the work in bytes of reading a text or container, without the content of its items; else 0."""
     if isinstance(value, (str, bytes)):
         return len(value) // READ
     return ITEM * len(value) if isinstance(value, (list, tuple, dict, range)) else 0
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of a text or container without its items; 0 for other values."""
+    """Return the bytes of memory of a text or container without its items; 0 for other values."""
     if isinstance(value, (str, bytes, list, tuple, dict)):
         return sys.getsizeof(value)
     return 0
 
 
 def deep_size(value: Any) -> int:
-    """Return the bytes of a value including all items at any depth; an item counts once per reference to it.
+    """Return the bytes of memory of a value with all nested items; an item counts once per reference to it.
 
     Raises:
         TemplateBudget: The value is larger than the budget.
@@ -122,16 +129,16 @@ def deep_size(value: Any) -> int:
 
 
 def num_bytes_of(value: Any) -> int:
-    """Return the number of characters of all texts in nested lists and objects; a number counts as 8.
+    """Return the number of characters of all texts in nested lists and objects; any other value counts as 8.
 
-    An item is visited once per reference, so pass only values whose size was checked when they were read.
+    Each reference to an item is visited, without a limit. Pass only values whose size has been checked.
     """
     total, stack = 0, [value]
     while stack:
         one = stack.pop()
         if isinstance(one, str):
             total += len(one)
-        elif isinstance(one, (dict, Mapping)):  # the check for an abstract class is slow
+        elif isinstance(one, (dict, Mapping)):  # `dict` first: testing for `Mapping` is slow
             stack += [*one, *one.values()]
         elif isinstance(one, (list, tuple)):
             stack += one
@@ -141,7 +148,7 @@ def num_bytes_of(value: Any) -> int:
 
 
 class Counted:
-    """Iterable that charges each iteration of a template's loop.
+    """Iterable that charges one step for each iteration of a template's loop.
 
     Args:
         values: Iterable to wrap.
@@ -162,16 +169,15 @@ class Counted:
 
 
 def as_text(value: Any, work: Work) -> str:
-    """Return `str(value)` after charging its size."""
+    """Charge the size of a value, and return `str(value)`."""
     work.spend(ITEM * deep_size(value))
     return str(value)
 
 
 def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
-    """Wrap a jinja filter so that it charges its operands, the largest possible result, and the actual result."""
-    takes_first = hasattr(
-        function, "jinja_pass_arg"
-    )  # the first argument is a context or an environment
+    """Return a Jinja filter that charges the largest possible result, calls `function`, and charges the result."""
+    # Such a function takes Jinja's context or environment as first argument.
+    takes_first = hasattr(function, "jinja_pass_arg")
 
     def filtered(*args: Any, **kwargs: Any) -> Any:
         values = args[1:] if takes_first else args
@@ -189,7 +195,7 @@ def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[...
 def _spend_filter(
     name: str, values: tuple[Any, ...], kwargs: Mapping[str, Any], work: Work
 ) -> tuple[Any, ...]:
-    """Charge a filter for its largest possible result; return its operands, with iterators converted to lists."""
+    """Charge the largest possible result of filter `name`; return its operands, with iterators converted to lists."""
     first, rest = values[0], (*values[1:], *kwargs.values())
     if name not in _SHALLOW and not isinstance(first, str):
         work.spend(deep_size(first))
@@ -220,7 +226,7 @@ def _spend_filter(
 
 
 def spend_method(name: str, text: str | bytes, args: Sequence[Any], work: Work) -> None:
-    """Charge a method or filter of a text whose result may be longer than the text or consist of several texts."""
+    """Charge the largest possible result of calling string method or filter `name` on `text` with `args`."""
     if isinstance(text, bytes):
         work.spend(64 * len(text))
         return
@@ -251,7 +257,7 @@ def _values(value: Any) -> Iterable[Any]:
 
 
 def check_format(text: str, args: Sequence[Any], work: Work) -> None:
-    """Raise TemplateBudget for a format string with large widths, and charge each use of an argument."""
+    """Charge each use of an argument in a format string; raise TemplateBudget for a width of four or more digits."""
     work.spend(text.count("%(") * len(text) // READ)
     fields = (spec or "" for _, _, spec, _ in Formatter().parse(text)) if "{" in text else ()
     if _WIDTH.search(text) or any(map(_LONG_COUNT.search, fields)):
@@ -261,7 +267,7 @@ def check_format(text: str, args: Sequence[Any], work: Work) -> None:
 
 
 def check_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise TemplateBudget for an integer argument that is too large."""
+    """Raise TemplateBudget for an integer argument above `_MOST_INTEGER`."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > _MOST_INTEGER:
             raise TemplateBudget(f"a number above {_MOST_INTEGER:,}")

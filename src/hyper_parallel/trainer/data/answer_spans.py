@@ -1,15 +1,15 @@
 r"""Character spans of the assistant's answers in a rendered conversation.
 
 The words of a turn are its content, reasoning and tool calls. A conversation is rendered twice: unchanged, and with
-unique placeholders instead of the words, which locate them. Substituting the words back must give the first text. This
-proves that the text around the words does not depend on them, so no assumption about the template is needed.
+unique placeholders instead of the words. The placeholders show where the words are. Replacing each placeholder by its
+words must reproduce the first text. This proves that the text around the words does not depend on them.
 
     <|im_start|>assistant\n<think>\n\n</think>\n\nQz7zQ<|im_end|>\n
                          ^ end of the generation prompt  ^ end marker
 
-An answer begins where the generation prompt of the earlier turns ends. If the template writes an answered turn
-differently, for example without the reasoning block that the generation prompt opens, the answer begins with its words.
-It ends with the marker at which generation stops.
+An answer begins where the generation prompt after the earlier turns ends. The template may write a finished turn
+differently, for example without the reasoning block that the generation prompt opens. The answer then begins with its
+words. An answer ends with its end marker, the text at which generation stops.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from hyper_parallel.trainer.data.template_properties import (
     TemplateProperties,
     common_prefix,
     properties_of,
-    unfinished,
+    without_open_tag,
 )
 
 _RESERVED: Final = ("messages", "tools", "add_generation_prompt")
-"""Variables of a template that are set from the turns and tools of a record."""
+"""Template variables that are set from a record's turns and tools."""
 _MOST_SHAPES: Final = 256
-"""Maximum number of cached texts with placeholders; a data set needs about one per number of turns."""
+"""Maximum number of cached texts with placeholders; a dataset needs about one per number of turns."""
 _MOST_SHAPE: Final = 2048
 """Maximum characters of the turns of a cached text, so that the cache stays below a megabyte or two."""
 _OTHER_FILE: Final = "data.chat_template=FILE"
@@ -54,8 +54,8 @@ class Rendering:
 
     Attributes:
         text: Text of the whole conversation.
-        spans: [start, end) characters of each answer, including its end marker, in order.
-        turns: Turn index of each span.
+        spans: [start, end) characters of each answer to train on, with its end marker, in order.
+        turns: Index of the turn of each span.
     """
 
     text: str
@@ -75,15 +75,15 @@ class _Renderer:
             raise self._template_error(error.__cause__ or error) from error
 
     def text(self, count: int | None = None, *, prompt: bool = False) -> str:
-        """Return the text of the first `count` turns."""
+        """Return the text of the first `count` turns (None: of all), with the generation prompt if `prompt`."""
         return self._render(self._forms[:count], prompt=prompt)[0]
 
     def marked(self) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of all turns, and the [start, end) spans that the template marks as the assistant's."""
+        """Return the text of all turns, and the [start, end) characters inside `{% generation %}` blocks."""
         return self._render(self._forms, marks=self.template.has_marks)
 
     def shaped(self, shape: Placeholders) -> str:
-        """Return the text of all turns with placeholders for their words; cached, as many conversations share it."""
+        """Return the text of all turns with placeholders instead of words; cached, as many conversations share it."""
         messages = shape.of(self._conversation.messages)
         key, known = self._shape_key(messages), self.template.shaped_texts
         text = known.get(key)
@@ -94,7 +94,7 @@ class _Renderer:
         return text
 
     def _shape_key(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """Return roles and contents of the turns as cache key; () if the text depends on more, or is long."""
+        """Return roles and contents of the turns as cache key; () if the text is long or depends on other values."""
         one = self._conversation
         is_plain = not one.tools and not one.template_values and all(len(m) == 2 for m in messages)
         if not is_plain or "strftime_now" in self.template.source:
@@ -103,7 +103,7 @@ class _Renderer:
         return key if sum(map(len, key)) < _MOST_SHAPE else ()
 
     def shaped_prompt(self, shape: Placeholders, count: int) -> str:
-        """Return the first `count` turns with placeholders, then the generation prompt; "" if the template raises."""
+        """Return the text of `count` turns with placeholders and the generation prompt; "" if the template raises."""
         messages = shape.of(self._conversation.messages[:count])
         try:
             return self._render([self.template.form(m) for m in messages], prompt=True)[0]
@@ -141,7 +141,7 @@ class _Renderer:
         )
 
     def error(self, problem: str, turn: int | None = None, **details: Any) -> BadValue:
-        """Return an error about the conversation, or about turn index `turn`."""
+        """Return an error about the turn of index `turn`; None: about the whole conversation."""
         where = self._where or "chat template"
         if turn is not None:
             where += f", turn {turn + 1} ({self._conversation.messages[turn]['role']})"
@@ -165,7 +165,7 @@ class _Renderer:
                 )
 
     def check_tools(self, text: str) -> None:
-        """Raise if the rendered `text` lacks a tool of the conversation."""
+        """Raise if `text` does not contain every tool of the conversation."""
         if not self._conversation.tools:
             return
         names = [tool.get("function", tool).get("name", "") for tool in self._conversation.tools]
@@ -181,10 +181,10 @@ class _Renderer:
 def render_text(
     tokenizer: Any, conversation: Conversation, *, prompt: bool = False, where: str = ""
 ) -> str:
-    """Return the text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
+    """Return the text of a conversation, with the generation prompt if `prompt`.
 
     Raises:
-        BadValue: HP102 for any error that the template raises.
+        BadValue: HP102 for any error that the template raises, and for tools or variables that it does not read.
     """
     renderer = _Renderer(tokenizer, conversation, where)
     renderer.check_values()
@@ -201,12 +201,12 @@ def locate_answers(
     Args:
         tokenizer: Tokenizer with a chat template.
         conversation: Conversation with all turns.
-        trained: Indices of assistant turns that get a span.
-        where: Location of the record, for errors.
+        trained: Indices of the assistant turns to locate.
+        where: Location of the record, for error messages.
 
     Raises:
-        BadValue: HP102 with turn and cause, when the template raises, drops or changes words, tools or variables, or
-            writes no end marker.
+        BadValue: HP102 with turn and cause, when the template raises, drops or changes words, ignores tools or
+            variables, or writes no end marker.
     """
     renderer = _Renderer(tokenizer, conversation, where)
     renderer.check_values()
@@ -231,7 +231,7 @@ _DROPPED: Final = {
 
 
 class _Search:
-    """Search for the answers of one conversation in its rendered text."""
+    """Search for the answers of a conversation in its rendered text; the module docstring defines the term words."""
 
     def __init__(self, renderer: _Renderer, messages: Sequence[Message], text: str) -> None:
         self._renderer, self._messages, self._text = renderer, messages, text
@@ -247,7 +247,7 @@ class _Search:
         """End marker of the last answer, if only a following turn would write it."""
 
     def _find_words(self) -> tuple[Placeholders, list[WordsPlace]]:
-        """Return the placeholders with which the text can be reproduced, and the positions of all words in it."""
+        """Return placeholders from which the text can be reproduced, and the positions of all words in the text."""
         collision = PLACEHOLDER.search(self._text)
         if collision:
             raise self._renderer.error(
@@ -277,16 +277,16 @@ class _Search:
         self._raise_changed()
 
     def _raise_changed(self) -> NoReturn:
-        """Raise the error for a template that changes the conversation's words, naming the first affected turn."""
+        """Raise the error for a template that changes words, or writes text around turns that depends on the words."""
         for i, message in enumerate(self._messages):
             for words in pieces_of(message):
                 if not any(form in self._text for form in forms_of(words)):
                     raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(words))
         raise self._renderer.error(
-            "the chat template writes other text around the turns when their words change, so the assistant's "
+            "the text that the chat template writes around the turns depends on their contents, so the assistant's "
             "tokens cannot be identified",
             got=abbreviated(self._text[-80:]),
-            allowed="a text with the words of all turns that is otherwise the same for other words",
+            allowed="a template that writes the same text around turns of any content",
         )
 
     def check_words(self, trained: AbstractSet[int]) -> None:
@@ -327,11 +327,10 @@ class _Search:
             raise self._renderer.error("the chat template writes the answers in another order")
 
     def words_of(self, i: int) -> list[WordsPlace]:
-        """Return the positions of the words of turn `i` in the text."""
         return [self._places[index] for index in self._of_turn.get(i, ())]
 
     def span(self, i: int) -> tuple[int, int]:
-        """Return the [start, end) characters of the answer in turn `i`, after checks."""
+        """Return the [start, end) characters of the answer in turn `i`; raise BadValue (HP102) if a check fails."""
         start = self._start(i)
         end = self._end(i, start)
         self._check_tags(i, start, end)
@@ -358,7 +357,7 @@ class _Search:
             )
 
     def _check_tags(self, i: int, start: int, end: int) -> None:
-        """Raise if the template drops a tag of turn `i`'s content, unless the generation prompt ends with that tag."""
+        """Raise if the template drops a tag in the content of turn `i` that the generation prompt does not end with."""
         if self._shape.tags is None:
             return
         content = self._messages[i].get("content") or ""
@@ -380,7 +379,7 @@ class _Search:
         return self._start_of_wrapper(i)
 
     def _check_context(self, i: int, prompt: str | None) -> None:
-        """Raise if training has another text before turn `i` than generation, whose prompt is `prompt`."""
+        """Raise if the text before turn `i` differs from `prompt`, from which generation of the turn would start."""
         before = [p.end for p in self._places if self._shape.words[p.number].turn < i]
         end = max(before, default=0)
         if prompt is not None and not prompt.startswith(self._text[:end]):
@@ -393,7 +392,7 @@ class _Search:
             )
 
     def _with_space(self, i: int, place: WordsPlace) -> int:
-        """Return the start of turn `i`'s words, including white space and tags before them that the template keeps."""
+        """Return the start of the words at `place` in turn `i`, with preceding white space and tags of the content."""
         content = self._messages[i].get("content") or ""
         lead = content[: content.index(self._shape.words[place.number].text)]
         start = place.start - len(lead)
@@ -401,9 +400,9 @@ class _Search:
         return start if is_kept and self._text[start : place.start] == lead else place.start
 
     def _start_of_wrapper(self, i: int) -> int:
-        """Return the start of the text that the template writes before an answer's reasoning, tool call or end marker.
+        """Return the start of an answer that the template wraps in text, such as a reasoning tag before the words.
 
-        It is the first character after the previous turn that is not part of the generation prompt.
+        This is the first character after the previous turn that is not part of the generation prompt.
         """
         own = self.words_of(i)
         before = [p for p in self._places if self._shape.words[p.number].turn < i]
@@ -413,7 +412,7 @@ class _Search:
         header = PLACEHOLDER.split(self._renderer.shaped_prompt(shape, i))[-1]
         gap = self._text[previous : min(later, default=len(self._text))]
         shared = common_prefix(header, gap)
-        shared = header if shared == header else unfinished(shared)
+        shared = header if shared == header else without_open_tag(shared)
         is_header = own or not header[len(shared) :][:1].isalnum()
         if not shared or not is_header:
             raise self._renderer.error(
@@ -422,7 +421,7 @@ class _Search:
         return previous + len(shared)
 
     def _end(self, i: int, start: int) -> int:
-        """Return the end of the marker that closes the answer of turn `i`."""
+        """Return the end of the end marker of turn `i`, whose answer begins at `start`."""
         own = self.words_of(i)
         words_end = own[-1].end if own else start
         following = (
@@ -435,7 +434,7 @@ class _Search:
         )
         rest = self._text[words_end:limit]
         content = (self._messages[i].get("content") or "").strip()
-        if content and not own and content not in rest:  # the content consists of tags only
+        if content and not own and content not in rest:  # a content of tags only
             raise self._renderer.error(_DROPPED["content"], i, got=abbreviated(content))
         is_last = i == len(self._messages) - 1
         is_call = bool(own) and self._shape.words[own[-1].number].kind in ("name", "argument")
@@ -461,7 +460,7 @@ class _Search:
         return bool(kinds & {"name", "argument"})
 
     def _check_values(self, i: int, own: Sequence[WordsPlace]) -> None:
-        """Raise if the template does not write an argument of turn `i`'s tool calls."""
+        """Raise if the template does not write all arguments of the tool calls in turn `i`."""
         text = self._text[own[0].start :]
         for call in self._messages[i]["tool_calls"]:
             for key, value in _leaves(call["function"].get("arguments")):
@@ -470,7 +469,10 @@ class _Search:
                     raise self._renderer.error(_DROPPED["argument"], i, got=f"{key}: {value!r:.60}")  # fmt: skip
 
     def _words_end(self, rest: str, is_last: bool, has_words: bool) -> int | None:
-        """Return the number of characters in `rest` from the words to the end of the marker; None without a marker."""
+        """Return the length of the part of `rest` that ends with the end marker; None if there is no marker.
+
+        `rest` is the text after an answer's words, up to the next turn's words.
+        """
         end = self._template.ends[0 if is_last else 1]
         if is_last and not end.is_written:
             return self._append(rest, end)
@@ -484,7 +486,7 @@ class _Search:
         return start + len(wanted) if start >= 0 else None
 
     def _call_end(self, rest: str, is_last: bool) -> int | None:
-        """Return the number of characters in `rest` from a tool call to the end of the marker; None without one."""
+        """Return the same as `_words_end` for an answer that ends with a tool call."""
         end = self._template.call_end
         if end.text is None:
             return None
@@ -494,9 +496,9 @@ class _Search:
         return self._append(rest, end) if is_last and not end.is_written else None
 
     def _append(self, rest: str, end: EndMarker) -> int | None:
-        """Note in `appended` that the caller must add an end marker, which the template does not write.
+        """Set `appended` to the end marker, which the template does not write after the last turn.
 
-        Return the number of characters of `rest` with the marker; None if there is no marker.
+        Return the length of `rest` with the marker; None if there is no marker.
         """
         if end.text is None:
             return None
@@ -506,21 +508,24 @@ class _Search:
     def narrowed(
         self, i: int, span: tuple[int, int], marks: Sequence[tuple[int, int]]
     ) -> tuple[int, int]:
-        """Return a span that begins at the template's own mark; raise if the marks leave out words of the turn."""
+        """Return `span` of turn `i` without text before the first `{% generation %}` block in it.
+
+        Raise if the blocks, whose spans are `marks`, omit words of the turn.
+        """
         inside = [
             (max(a, span[0]), min(b, span[1])) for a, b in marks if a < span[1] and b > span[0]
         ]
         own = self.words_of(i)
         if not inside or (own and (inside[0][0] > own[0].start or inside[-1][1] < own[-1].end)):
             raise self._renderer.error(
-                "the `generation` marks of the chat template omit words of an answer", i
+                "a `{% generation %}` block of the chat template omits words of an answer", i
             )
-        # Some templates leave the marker at which generation stops out of their marks; the span includes it.
+        # Some templates write the end marker outside the block; the span includes it in any case.
         return inside[0][0], span[1]
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of each leaf in nested objects and lists; a list item has the key of its list."""
+    """Yield (key, value) of each leaf in nested objects and lists; the items of a list have the key of the list."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _leaves(item, str(name))

@@ -1,14 +1,15 @@
-"""Load balancing: reorder the sequences of one step so that data-parallel ranks have about equal work.
+"""Load balancing: reorder the sequences of one step so that all data-parallel ranks have about equal work.
 
     data order             rank 0 | 9 1 | 8 2 |   rank 1 | 1 1 | 1 1 |      largest rank 20
     balanced               rank 0 | 9 1 | 2 1 |   rank 1 | 8 1 | 1 1 |      largest rank 13
 
-The numbers are costs of sequences. Each bar ends a microbatch. Turn t is the t-th microbatch of every rank. Sequences
-are assigned to microbatches, largest first, and microbatches to ranks. Pairwise exchanges then lower the largest sum.
-Their number is limited, not their time, so every rank computes the same order, also after a resume. A step keeps its
-set of sequences, so its loss and gradients do not change.
+The numbers are costs of sequences; each bar ends a microbatch. Turn t consists of the t-th microbatch of every rank.
+Sequences are assigned to microbatches, largest first, and microbatches to ranks. Pairwise exchanges then lower the
+largest sum. The number of exchanges is limited, not their time, so every rank computes the same order. A step keeps
+its set of sequences, so its loss and gradients do not change.
 
-Sources: LPT, Graham 1969; balanced turns of data-parallel ranks, DistTrain, arXiv:2408.04275, section 5.2.
+Sources: longest processing time first (LPT), Graham 1969; balanced microbatches of data-parallel ranks, DistTrain,
+arXiv:2408.04275, section 5.2.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 MAX_COMPARISONS: Final = 1 << 20
-"""Maximum number of pairs that one call of `spread` compares: some milliseconds of CPU, enough for 64 ranks."""
+"""Maximum number of pairs of items that a call of `spread` compares: some milliseconds, enough for 64 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Layout of the sequences of a step: which rank computes which microbatches, and the size of a microbatch.
+    """Assignment of the microbatches of a step to ranks.
 
     Attributes:
-        owners: Indices of the microbatches that each rank computes, in order. They count all microbatches of the first
-            data-parallel rank, then those of the second, and so on.
+        owners: For each rank, the indices of its microbatches, in order of computation. Indices count the microbatches
+            of the first data-parallel rank, then those of the second, and so on.
         rows: Number of sequences per microbatch.
-        in_turns: True if ranks synchronize after every microbatch, as collectives of sharded weights do; False if they
-            synchronize once, at the end of the step.
-        seconds: Function from the cost of each microbatch to the predicted seconds of a step, if their order matters;
-            None: it does not.
+        in_turns: True if all ranks wait for each other after every microbatch, as with FSDP; False if they wait only at
+            the end of the step.
+        seconds: Function from the costs of all microbatches to the predicted seconds of the step. None: the order of
+            microbatches on a rank does not affect the time.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -48,20 +49,21 @@ class Grid:
 
     @classmethod
     def of_data_ranks(cls, ranks: int, turns: int, rows: int, in_turns: bool) -> Grid:
-        """Return the grid in which every data-parallel rank computes its own microbatches."""
+        """Return the grid in which each of `ranks` data-parallel ranks computes its own `turns` microbatches."""
         numbers = np.arange(ranks * turns).reshape(ranks, turns).tolist()
         return cls(tuple(map(tuple, numbers)), rows, in_turns)
 
     @property
     def turns(self) -> list[list[int]]:
-        """Indices of the ranks (in `owners`) that have a microbatch in each turn."""
+        """For each turn, the indices (in `owners`) of the ranks that compute a microbatch in it."""
         most = max(map(len, self.owners))
         return [[k for k, own in enumerate(self.owners) if t < len(own)] for t in range(most)]
 
     def largest(self, costs: Int64) -> int:
-        """Return the cost of the critical path, given the cost of the sequence in each position.
+        """Return the cost of the critical path, given the costs of the sequences in order.
 
-        This is the largest cost of a rank or, with `in_turns`, the sum over turns of the largest microbatch's cost.
+        This is the largest total cost of a rank. With `in_turns`, it is the sum over turns of the largest microbatch
+        cost.
         """
         loads = costs.reshape(-1, self.rows).sum(1)
         if not self.in_turns:
@@ -72,21 +74,21 @@ class Grid:
         )
 
     def imbalance(self, costs: Int64) -> float:
-        """Return `largest` divided by the mean cost of a rank: 1 for equal ranks, and for a step without costs."""
+        """Return `largest` divided by the mean cost of a rank: 1 if ranks are equal or all costs are 0."""
         total = int(costs.sum())
         return self.largest(costs) * len(self.owners) / total if total else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Imbalance of a step before and after balancing; see `Grid.imbalance`.
+    """Load imbalance of a step before and after balancing; see `Grid.imbalance`.
 
     Attributes:
         media_tokens: Number of tokens of images and audio in the step.
         in_order: Imbalance in data order.
-        balanced: Imbalance in the balanced order, in which the step runs.
-        predicted_in_order_s: Predicted seconds in data order; None without `Grid.seconds`.
-        predicted_s: Predicted seconds in the balanced order; None without `Grid.seconds`.
+        balanced: Imbalance in balanced order, in which the step runs.
+        predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds`.
+        predicted_s: Predicted seconds of the step in balanced order; None without `Grid.seconds`.
     """
 
     media_tokens: int
@@ -97,7 +99,7 @@ class Balance:
 
     @classmethod
     def of(cls, media_tokens: int, in_order: Int64, balanced: Int64, grid: Grid) -> Balance:
-        """Compute the balance of a step from the costs of its sequences in both orders."""
+        """Return the imbalance of a step from the costs of its sequences in data order and in balanced order."""
         both = in_order, balanced
         seconds = [
             grid.seconds(costs.reshape(-1, grid.rows).sum(1))
@@ -111,13 +113,13 @@ class Balance:
 def arrange(costs: Int64, grid: Grid) -> Int64:
     """Return a balanced order of a step's sequences: for each position, the index of its sequence in `costs`.
 
-    Neither `grid.largest` nor the largest microbatch exceeds its value in data order. If neither is lower, the data
-    order is returned. With `grid.seconds`, the result is the fastest of three orders: the data order, largest
-    microbatches first, and smallest microbatches first.
+    The balanced order has a lower `grid.largest`, or an equal one with a lower largest microbatch cost; otherwise the
+    data order is returned. With `grid.seconds`, the result is the fastest of three orders: the data order, and balanced
+    orders with largest or smallest microbatches first.
 
     Args:
         costs: [N] cost of each sequence in data order, at least 0.
-        grid: Layout of the N sequences.
+        grid: Assignment of microbatches to ranks.
     """
     data_order = np.arange(len(costs))
     if not costs.any() or (len(grid.owners) == 1 and grid.seconds is None):
@@ -141,7 +143,7 @@ def arrange(costs: Int64, grid: Grid) -> Int64:
 
 
 def _placed(bins: Sequence[Int64], order: Sequence[Sequence[int]], grid: Grid) -> Int64:
-    """Return the sequence index in each position; `order` has the bins (microbatches) of each rank."""
+    """Return the sequence index in each position; `order` has the indices of the `bins` (microbatches) of each rank."""
     numbers = np.empty(len(bins), np.int64)
     for members, own in zip(order, grid.owners, strict=True):
         numbers[[*own]] = members
@@ -153,15 +155,15 @@ def _objective(costs: Int64, grid: Grid) -> tuple[int, int]:
 
 
 def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Assign microbatches to ranks with about equal total load; return each rank's microbatches, largest first."""
+    """Assign microbatches of cost `loads` to ranks with about equal sums; return those of each rank, largest first."""
     parts = spread(loads, [len(own) for own in grid.owners])
     return [sorted(part.tolist(), key=lambda i: -loads[i]) for part in parts]
 
 
 def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Assign microbatches to ranks so that each turn has about equal loads; return each rank's microbatches in order.
+    """Assign microbatches of cost `loads` so that those of a turn are about equal; return those of each rank in order.
 
-    Within a turn, the largest microbatch goes to the rank with the smallest load so far.
+    Within a turn, the largest microbatch goes to the rank with the smallest sum so far.
     """
     queue = iter(np.argsort(-loads, kind="stable").tolist())
     order: list[list[int]] = [[] for _ in grid.owners]
@@ -174,11 +176,11 @@ def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
 
 
 def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
-    """Assign items to bins of fixed sizes so that the largest sum of costs is small; return the item indices per bin.
+    """Assign items to bins of given sizes with a small maximum cost; return the indices of the items in each bin.
 
     Args:
         costs: [N] cost of each item.
-        sizes: Number of items of each bin; they add up to N.
+        sizes: Number of items in each bin; the sum is N.
     """
     members: list[list[int]] = [[] for _ in sizes]
     free = [(0, k) for k, count in enumerate(sizes) if count]
@@ -192,7 +194,7 @@ def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
 
 
 def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
-    """Exchange items between the most expensive bin and others while its cost falls; return each bin's items."""
+    """Exchange items between the most expensive bin and others while this lowers the largest cost; return the bins."""
     bins = [np.array(items, np.int64) for items in members]
     loads = np.array([costs[items].sum() for items in bins], np.int64)
     bin_of = np.empty(len(costs), np.int64)
@@ -204,7 +206,7 @@ def _exchange(costs: Int64, members: list[list[int]]) -> list[Int64]:
         budget -= len(bins[top]) * len(costs)
         if budget < 0:
             break
-        # An exchange is judged by the larger of its two new sums.
+        # Cost of an exchange: the larger of the two new sums.
         saved = costs[bins[top]][:, None] - costs[None]
         after = np.maximum(loads[top] - saved, loads[bin_of][None] + saved)
         after[:, bin_of == top] = loads[top]

@@ -1,7 +1,7 @@
 """Global order of packed sequences, and the slice of a step that one data-parallel rank reads.
 
 The order depends only on the seed and the epoch. Step k takes the next `sequences_per_step` sequences. Ranks and
-microbatches only slice this list, so a step's content is the same for every layout with equal tokens per step:
+microbatches slice this list, so a step contains the same sequences on every layout:
 
     step k        | s0 s1 s2 s3 s4 s5 s6 s7 |
     dp 2, mb 2    | [s0 s1][s2 s3] | [s4 s5][s6 s7] |
@@ -29,20 +29,28 @@ from hyper_parallel.trainer.data.sequences import Int64, JoinedSequences, Packed
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 1024  # sequences per block of a mixture; the share of a source is exact to one sequence per block
+_BLOCK = 1024
+"""Sequences per block of a mixture. Every block has the desired number of sequences of each source, rounded."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Microbatch of one data-parallel rank: inputs, labels and padding."""
+    """Microbatch of one data-parallel rank.
 
-    input_ids: Int64  # [B, S]
-    shift_labels: Int64  # [B, S]; the label at t is the token at t + 1, -100 without loss
-    num_valid: int  # number of labels other than -100
-    # [B, S], 0 at the beginning of each document; None: a row is one document
+    Attributes:
+        input_ids: [B, S] token ids.
+        shift_labels: [B, S] labels: the token at t + 1, or -100 without loss.
+        num_valid: Number of labels other than -100.
+        position_ids: [B, S] positions that restart at 0 with each document; None: a row is one document.
+        num_real: [B] number of tokens before the padding; None: no padding.
+        media: Arrays of images and audio, by argument name of the model's forward.
+    """
+
+    input_ids: Int64
+    shift_labels: Int64
+    num_valid: int
     position_ids: Int64 | None = None
-    num_real: Int64 | None = None  # [B] tokens of each row before its padding; None: no padding
-    # Arrays of the image processor, by their names in the model's forward
+    num_real: Int64 | None = None
     media: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     @property
@@ -57,7 +65,7 @@ class Batch:
 def check_cut(
     sequences_per_step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
 ) -> None:
-    """Raise BatchMismatch (HP308) unless dp_size * microbatch * accumulation equals the sequences of a step."""
+    """Raise BatchMismatch (HP308) unless dp_size * microbatch * accumulation equals `sequences_per_step`."""
     size = dp_size * microbatch * accumulation
     if size != sequences_per_step or not 0 <= dp_rank < dp_size:
         raise BatchMismatch(
@@ -68,11 +76,11 @@ def check_cut(
 
 
 def check_position(state: dict[str, Any], current: dict[str, Any], keys: tuple[str, ...]) -> None:
-    """Raise CheckpointMismatch (HP702) if a checkpoint's data position differs from the current one in `keys`."""
+    """Raise CheckpointMismatch (HP702) if the data positions `state` (saved) and `current` differ in any of `keys`."""
     changed = [k for k in keys if state.get(k) != current[k]]
     if changed:
         raise CheckpointMismatch(
-            "the checkpoint was written with other data or another data order, so its data position is not valid",
+            "the checkpoint was written with different data or data order, so its data position is not valid",
             where=", ".join(changed),
             got=", ".join(f"{k}={current[k]}" for k in changed),
             allowed=", ".join(f"{k}={state.get(k)}" for k in changed),
@@ -82,15 +90,15 @@ def check_position(state: dict[str, Any], current: dict[str, Any], keys: tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order of sequences, which depends only on the seed and the epoch.
+    """Order in which sequences are read; it depends only on the seed and the epoch.
 
     Attributes:
         seed: Seed of all permutations.
         shuffle: Whether each epoch has its own random order; False: every epoch has the order on disk.
-        weights: Share of each source of `JoinedSequences` in a mixture, in which each source has its own epochs; empty:
-            all sequences are read equally often.
-        costs: (cost of an image or recording, cost of each of its tokens). The sequences of a step are balanced by
-            these costs. None: data order.
+        weights: Weight of each source in a mixture (`JoinedSequences`). Each source then has its own epochs. Empty:
+            every epoch reads all sequences of all sources once.
+        costs: (cost of an image or recording, cost of each of its tokens) in its encoder, by which ranks are balanced;
+            see `balance`. None: the ranks are not balanced.
     """
 
     seed: int = 0
@@ -99,21 +107,22 @@ class Order:
     costs: tuple[int, int] | None = None
 
     def permutation(self, count: int, *key: int) -> Int64:
-        """Return a permutation of `count` indices that depends on the seed and `key`."""
-        # The raw bits of PCG64 never change between numpy versions; `permutation` may.
+        """Return a permutation of `count` indices that depends only on the seed and `key`."""
+        # numpy guarantees that the raw bits of PCG64 never change, but not the results of `permutation`.
         bits = np.random.PCG64([self.seed, *key]).random_raw(count)
         return np.argsort(bits, kind="stable")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Grouping of the rows of a step that an objective needs together.
+    """Repetition and grouping of sequences in the rows of a step, for preference stages and GRPO.
 
     Attributes:
-        repeats: Number of consecutive copies of every sequence; divides the sequences of a step.
+        repeats: Number of consecutive rows with the same sequence, such as the completions of a prompt; divides the
+            rows of a step.
         iterations: Number of consecutive steps that read the same sequences.
-        group_size: Number of sequences, adjacent on disk, that stay adjacent and count as one; divides the sequences of
-            a step.
+        group_size: Number of adjacent sequences that are never separated, such as the answers of a pair; divides the
+            rows of a step.
     """
 
     repeats: int = 1
@@ -122,31 +131,35 @@ class StepRows:
 
     @property
     def unit(self) -> int:
-        """Number of rows in a step for each group of sequences."""
+        """Number of rows that one group of sequences takes in a step."""
         return self.repeats * self.group_size
 
     def expand(self, groups: Int64) -> Int64:
-        """Return the row indices of groups, with each row repeated `repeats` times."""
+        """Return the indices of the sequences in groups of index `groups`, each repeated `repeats` times."""
         rows = groups[:, None] * self.group_size + np.arange(self.group_size)
         return rows.ravel().repeat(self.repeats)
 
 
 class Batches:
-    """Steps of a run over packed sequences, in a deterministic order.
+    """Loader of the steps of a run from packed sequences, in a deterministic order.
 
     Args:
         sequences: Packed sequences of one source or several.
-        sequences_per_step: Number of sequences of one step over all data-parallel ranks.
+        sequences_per_step: Number of rows of one step over all data-parallel ranks.
         order: Order of the sequences.
-        rows: Grouping of the rows of a step; a group counts as one in `num_sequences`.
+        rows: Repetition and grouping of sequences in the rows of a step.
         tail: Behaviour when an epoch ends inside a step. `wrap`, for training: the step continues with the next epoch.
             `pad`, for evaluation: the step is filled with dummy rows without labels, so every sequence is read exactly
             once.
-        limit: Number of sequences to use, spread evenly over all on disk; None: all.
+        limit: Number of sequences (or groups) to use, evenly spaced in the data; None: all.
         fingerprint: Hash of the data, stored in checkpoints.
+
+    Attributes:
+        num_sequences: Number of sequences, or of groups of `rows.group_size` sequences, of an epoch.
 
     Raises:
         NoData: HP602 when there is no sequence.
+        BatchMismatch: HP308 when `sequences_per_step` is below 1.
     """
 
     def __init__(
@@ -174,7 +187,7 @@ class Batches:
                 where=f"{sequences.split} data",
                 hint="use more data, or a smaller `data.seq_len`",
             )
-        # A limit spreads over the whole text: the first sequences may all be one document.
+        # Use sequences from all of the data: the first ones may all belong to one document.
         every = np.arange(self.num_sequences, dtype=np.int64)
         self._picked = every * count // self.num_sequences
         self._origin = 0
@@ -182,16 +195,16 @@ class Batches:
         self._arranged: tuple[tuple[int, int, Grid] | None, Int64] = (None, self._picked)
         weights = order.weights
         self._shares = np.asarray(weights, np.float64) / sum(weights) if weights else None
-        # Number of sequences of each source before every block of a mixture.
+        # For each block of a mixture: number of sequences that earlier blocks have read from each source.
         self._before = [np.zeros(len(weights), np.int64)]
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps from the start of an epoch until every sequence has been read."""
+        """Number of steps that read every sequence of an epoch, rounded up."""
         return -(-self.num_sequences * self.rows.unit // self.sequences_per_step)
 
     def step_batch(self, step: int) -> Int64:
-        """Return the indices of a step's sequences over all ranks, [sequences_per_step]; -1 is a dummy row."""
+        """Return [sequences_per_step] indices of the sequences of a step, over all ranks; -1 is a dummy row."""
         size = self.sequences_per_step
         if self.tail == "pad":
             epoch, within = divmod(step, self.steps_per_epoch)
@@ -211,10 +224,10 @@ class Batches:
         return self.rows.expand(np.concatenate(parts))
 
     def _mixture_block(self, block: int) -> Int64:
-        """Return the indices of the groups of sequences in one block of a mixture of sources.
+        """Return [_BLOCK] indices of groups of sequences: block number `block` of a mixture of sources.
 
-        After every block, the share of each source is exact to one sequence. The order in the block depends on the
-        seed.
+        After each block, the number of sequences read from a source is its weight times the number of all sequences
+        read so far, rounded. Within a block, the order is random.
         """
         assert self._shares is not None
         assert isinstance(self.sequences, JoinedSequences)
@@ -250,7 +263,7 @@ class Batches:
         return self._shuffled[1]
 
     def num_valid(self, step: int) -> int:
-        """Return the number of labels with loss in a step over all ranks, without communication."""
+        """Return the number of labels with loss in a step over all ranks; needs no communication."""
         return self.sequences.num_valid(self.step_batch(step))
 
     def microbatches(
@@ -262,7 +275,7 @@ class Batches:
         accumulation: int,
         grid: Grid | None = None,
     ) -> list[Batch]:
-        """Return the `accumulation` microbatches, [microbatch, S] each, of one data-parallel rank in a step.
+        """Return the microbatches, [microbatch, S] each, of one data-parallel rank in a step.
 
         Args:
             step: Step, counted from 0.
@@ -270,7 +283,7 @@ class Batches:
             dp_size: Number of data-parallel ranks.
             microbatch: Number of sequences of a microbatch.
             accumulation: Number of microbatches of a rank.
-            grid: Ranks and microbatches over which the sequences are balanced; None: data order.
+            grid: Assignment of microbatches to ranks, for load balancing; None: data order.
 
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
@@ -281,7 +294,6 @@ class Batches:
         return [self._batch(i) for i in local]
 
     def _arrange(self, step: int, grid: Grid) -> Int64:
-        """Return the indices of a step's sequences in the balanced order."""
         key = (step, self.sequences_per_step, grid)
         if self._arranged[0] != key:
             indices = self.step_batch(step)
@@ -289,14 +301,14 @@ class Batches:
         return self._arranged[1]
 
     def balance(self, step: int, grid: Grid) -> Balance:
-        """Return the imbalance of step `step`, counted from 0, in data order and in the balanced order."""
+        """Return the load imbalance of step `step`, counted from 0, in data order and in balanced order."""
         indices = self.step_batch(step)
         tokens = int(self.sequences.media_costs(indices)[:, 1].sum())
         costs = self._costs(indices), self._costs(self._arrange(step, grid))
         return Balance.of(tokens, *costs, grid)
 
     def _costs(self, indices: Int64) -> Int64:
-        """Return the encoder costs of N sequences, [N]."""
+        """Return [N] costs of the media in N sequences; see `Order.costs`."""
         assert self.order.costs is not None
         return self.sequences.media_costs(indices) @ np.array(self.order.costs, np.int64)
 
@@ -308,11 +320,11 @@ class Batches:
         return Batch(inputs, labels, *sizes, media)
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of sequences read before a step; earlier parts of a run may have had other batch sizes."""
+        """Return the number of sequences read before a step, including those read before a change of the batch size."""
         return self._origin + step // self.rows.iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the data position before a step as JSON values that are equal on every rank and layout."""
+        """Return the data position before a step as JSON values, equal on all ranks and layouts."""
         return {
             "step": step,
             "sequences_seen": self.sequences_seen(step),
@@ -324,9 +336,7 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the sequences that the checkpoint's run has read.
-
-        The number of tokens per step may have changed, but not the data and its order.
+        """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

@@ -1,13 +1,13 @@
-"""Chat templates and tokens of conversations, with the assistant's tokens as targets.
+"""Chat templates, and tokens of conversations with the assistant's tokens as targets (tokens with loss).
 
 The tokenizer's own template is used if it has one. A tokenizer trained by `prepare` has `CHATML`. Any other tokenizer
 without a template gets `PLAIN`, whose only special token is end-of-text.
 
 `answer_spans` renders a conversation and locates the answers in its text. `span_tokens` tokenizes the text so that the
-tokens before an answer equal the prompt tokens of generation. Targets are the assistant's words and the marker that
-ends a turn. Text between the generation prompt and the words, such as an empty reasoning block, is a target too. A
-template with `{% generation %}` blocks may exclude text before the words. The end marker is always a target, because a
-model that never learns it does not stop.
+tokens before an answer equal the prompt tokens of generation. Targets are the assistant's content, reasoning and tool
+calls, and the end marker after them. Text between the generation prompt and the content, such as an empty reasoning
+block, is a target too, unless it is outside the `{% generation %}` blocks of the template. The end marker is always a
+target, because a model that never learns it does not stop.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Template of tokenizers trained here: turns between `<|im_start|>` and `<|im_end|>`."""
+"""Template of tokenizers that `prepare` trains: turns between `<|im_start|>` and `<|im_end|>`."""
 
 PLAIN = (
     "{% for message in messages %}### {{ message['role'] }}:\n{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n\n"
     "{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
 )
-"""Template of other tokenizers without a template: turns with headings, the assistant's closed by end-of-text."""
+"""Template of other tokenizers without a template: turns with headings; end-of-text after assistant turns."""
 
 RAW = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-"""Template of `data.chat_template: none`: contents only, the assistant's closed by end-of-text."""
+"""Template of `data.chat_template: none`: contents only; end-of-text after assistant turns."""
 
 
 def render(
@@ -50,10 +50,10 @@ def render(
     prompt: bool = False,
     where: str = "",
 ) -> str:
-    """Return the text of a conversation; with `prompt`, followed by the header of the assistant's next turn.
+    """Return the text of a conversation, with the generation prompt if `prompt`.
 
     Raises:
-        BadValue: HP102 for any error that the template raises, and for a record's variable that it does not read.
+        BadValue: HP102 for any error that the template raises, and for tools or variables that it does not read.
     """
     return render_text(tokenizer, _as_conversation(conversation), prompt=prompt, where=where)
 
@@ -63,10 +63,10 @@ def _as_conversation(turns: Conversation | Sequence[Message]) -> Conversation:
 
 
 def complete_text(tokenizer: Any, conversation: Conversation, where: str = "") -> str:
-    """Return the text of a conversation after checking that it contains the words of all turns.
+    """Return the text of a conversation; raise if the template drops or changes content of a turn.
 
     Raises:
-        BadValue: HP102 as for `encode_conversation`, except for missing end markers.
+        BadValue: HP102 with turn and cause, when the template does not reproduce the conversation.
     """
     return locate_answers(tokenizer, conversation, (), where).text
 
@@ -77,38 +77,29 @@ def assistant_spans(
     where: str = "",
     num_context: int = 0,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and [start, end) characters of each assistant turn with its end marker.
+    """Return the text of a conversation, and the [start, end) characters of each answer with its end marker.
 
     Args:
         tokenizer: Tokenizer with a chat template.
         conversation: Conversation, or its turns.
-        where: Location of the record, for errors.
-        num_context: Number of leading turns that get no span.
+        where: Location of the record, for error messages.
+        num_context: Number of leading turns without a span.
     """
     one = _as_conversation(conversation)
-    rendering = locate_answers(tokenizer, one, _trained_turns(one, num_context), where)
+    rendering = locate_answers(tokenizer, one, one.answer_turns(num_context), where)
     return rendering.text, list(rendering.spans)
-
-
-def _trained_turns(conversation: Conversation, num_context: int) -> list[int]:
-    """Return the indices of assistant turns to train on."""
-    return [
-        i
-        for i, turn in enumerate(conversation.messages)
-        if turn["role"] == "assistant" and i >= num_context and i not in conversation.untrained
-    ]
 
 
 def encode_conversation(
     tokenizer: Any, conversation: Conversation, where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a conversation and, for each, whether it is a target.
+    """Return the token ids of a conversation, and for each whether it is a target.
 
-    Targets are the assistant's tokens after the first `num_context` turns, except in turns that the record excludes.
-    The tokens before the first target equal the prompt tokens of generation.
+    Targets are the assistant's tokens after the first `num_context` turns, except in turns that the record excludes
+    from training. The tokens before the first target equal the prompt tokens of generation.
 
     Raises:
-        BadValue: HP102 with the turn, when the template or the tokenizer does not reproduce the conversation exactly.
+        BadValue: HP102 with turn and cause, when template or tokenizer do not reproduce the conversation.
     """
     if not tokenizer.is_fast:
         raise BadValue(
@@ -116,7 +107,7 @@ def encode_conversation(
             where="data.tokenizer",
             got=type(tokenizer).__name__,
             allowed="a tokenizer with a tokenizer.json",
-            hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
+            hint="set `data.tokenizer` to a directory with a tokenizer.json",
         )
     text, spans = assistant_spans(tokenizer, conversation, where, num_context)
     tokens = tokens_of_spans(tokenizer, text, spans, where)
@@ -128,10 +119,9 @@ def encode_conversation(
 def media_line(
     tokenizer: Any, conversation: Conversation, where: str, num_context: int, blob: IO[bytes]
 ) -> tuple[bytes, int]:
-    """Return a conversation with media as a JSON line of prepared data, and its number of text tokens.
+    """Return a conversation with media as the JSON line of `reference_line`, and its number of text tokens.
 
-    The line has the text and references to the media; see `reference_line`. Tokens that the template writes for an
-    image or recording do not count as text.
+    The placeholder token of an image or recording does not count as text.
     """
     text = assistant_spans(tokenizer, conversation, where, num_context)[0]
     num_tokens = len(tokens_of_spans(tokenizer, text, (), where)[0])
@@ -141,10 +131,10 @@ def media_line(
 def encode_pair(
     tokenizer: Any, prompt: str, answer: str, where: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a prompt and its answer, joined without a template, and whether each is a target.
+    """Return the token ids of a prompt followed by its answer without a template, and for each whether it is a target.
 
-    Targets are the tokens of the answer and the end-of-text token after it. The prompt's tokens equal those of
-    generation, and no space is added before the answer.
+    Targets are the tokens of the answer and the end-of-text token after it. The tokens of the prompt equal those of
+    generation. No space is added before the answer.
     """
     text = prompt + answer
     ids, mask = tokens_of_spans(tokenizer, text, [(len(prompt), len(text))], where)
@@ -154,10 +144,10 @@ def encode_pair(
 def encode_prompt(
     tokenizer: Any, conversation: Conversation, where: str = "", num_context: int = 0
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a prompt followed by its answer, and whether each token belongs to the answer.
+    """Return the token ids of a prompt and its reference answer, and for each whether it belongs to the answer.
 
-    The prompt is the first `num_context` turns with the generation prompt. The answer ends with end-of-text, so that an
-    empty answer also has a token.
+    The prompt is the first `num_context` turns with the generation prompt. The answer ends with end-of-text, so it has
+    at least one token. Both lists are empty if `num_context` is 0.
     """
     if not num_context:
         return [], []

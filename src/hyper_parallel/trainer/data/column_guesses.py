@@ -1,4 +1,4 @@
-"""Guesses, for hints of errors, of which keys of a record hold a prompt, an answer, a pair or a turn.
+"""Guesses, for hints in error messages, which keys of a record hold a prompt, an answer, a pair or a turn.
 
 Users paste hints, so a wrong guess would train on the wrong text. A key is guessed only if its name states its meaning,
 or if no key of the record has such a name.
@@ -23,58 +23,58 @@ from hyper_parallel.trainer.data.record_keys import (
 )
 
 QUESTIONS: Final = tuple(key for key in PROMPTS if key not in ("instruction", "input"))
-"""Keys that hold a whole question, by priority."""
+"""Keys that hold a complete question, in order of preference."""
 _QUESTION_WORDS: Final = (
     "question", "prompt", "query", "instruct", "problem", "request", "user", "human", "input",
 )  # fmt: skip
-"""Substrings by which the name of a key suggests that it holds a question."""
+"""Substrings in names of keys that hold a question."""
 _ANSWER_WORDS: Final = (
     "answer", "response", "completion", "output", "solution", "target", "reply", "assistant", "summary",
 )  # fmt: skip
-"""Substrings by which the name of a key suggests that it holds an answer."""
+"""Substrings in names of keys that hold an answer."""
 _BETTER: Final = re.compile("chosen|win$|winner$|winning$|good|better|prefer|accept|positive|best")
 _WORSE: Final = re.compile("reject|lose|bad$|worse|dispref|negative|worst")
-"""Patterns of words in the names of the better and the worse answer of a pair."""
+"""Patterns of words in names of keys that hold the better or the worse answer of a pair."""
 _CHOICES: Final = ("better", "prefer", "winner", "choice", "label", "safer", "rank")
-"""Substrings of the name of a key whose number selects the better of two answers."""
+"""Substrings in names of keys whose value selects the better of two answers."""
 _ROLE_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "function_call": ("function_call", "tool_call", "action"),
     "tool": ("tool", "function", "observation", "environment", "result"),
     "system": ("system", "instruction"),
     "assistant": ("assistant", "bot", "agent", "model", "gpt", "llm", "answer", "response", "claude"),
 }  # fmt: skip
-"""Dict from role to substrings of its other names. A name that contains none of them means the user."""
+"""For each role, substrings of unknown role names that probably mean this role."""
 
 
 def column_hint(columns: Mapping[str, str], section: str = "columns") -> str | None:
-    """Return recipe overrides that rename columns (or roles), such as `data.columns.prompt=question`; None if empty.
+    """Return recipe overrides for `columns`, such as `data.columns.prompt=question`; None if `columns` is empty.
 
     Args:
-        columns: Map from a canonical name to the key in the records.
-        section: `columns` or `roles`.
+        columns: Dict from the canonical key or role to its name in the records.
+        section: Section of `data`: `columns` or `roles`.
     """
     pairs = (f"data.{section}.{name}={_as_value(key)}" for name, key in columns.items())
     return " ".join(map(shlex.quote, pairs)) or None
 
 
 def _as_value(text: str) -> str:
-    """Return a text as a YAML scalar, quoted if YAML would read it as another type."""
+    """Return a text as a YAML scalar, quoted if YAML would not read the plain text as a string."""
     is_plain = re.fullmatch(r"[^\W\d][\w.-]*", text) is not None
     is_word = text.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
     return text if is_plain and is_word else json.dumps(text, ensure_ascii=False)
 
 
 def guess_role(word: str) -> str:
-    """Return the role that a role name of a data set probably means; `user` without a better guess."""
+    """Return the role that an unknown role name probably means; `user` if nothing else matches."""
     lower = word.lower()
     named = (r for r, parts in _ROLE_WORDS.items() if any(part in lower for part in parts))
     return next(named, "user")
 
 
 def guess_turn_columns(turn: Record) -> dict[str, str]:
-    """Guess the keys of a turn that has neither `role` nor `content`.
+    """Return the keys of a turn that probably hold its role and content, as a dict from `role` and `content`.
 
-    Return a dict from `role` and `content` to the guessed keys, {} without a guess.
+    The dict is empty if the keys are ambiguous.
     """
     texts = [key for key, value in turn.items() if isinstance(value, str)]
     roles = [key for key in texts if turn[key].lower() in ROLES]
@@ -85,10 +85,10 @@ def guess_turn_columns(turn: Record) -> dict[str, str]:
 
 
 def guess_texts(values: Record) -> dict[str, str]:
-    """Guess the keys of a record that hold its prompt, completion and system text.
+    """Return the keys of a record that probably hold prompt, completion and system text.
 
-    Return a dict from `prompt`, `completion` and `system` to the guessed keys, {} without a guess. Keys
-    that already are known synonyms are left out.
+    The result is a dict from `prompt`, `completion` and `system` to keys, without keys that the reader knows as
+    synonyms. It is empty if the keys are ambiguous.
     """
     systems = [key for key in values if key.lower() in SYSTEMS]
     texts = [k for k, v in values.items() if isinstance(v, str) and k not in (*systems, *TOOLS)]
@@ -111,20 +111,16 @@ def guess_texts(values: Record) -> dict[str, str]:
 
 
 def _named(texts: list[str], names: tuple[str, ...], words: tuple[str, ...]) -> list[str]:
-    """Return the keys among `texts` that probably have a meaning.
-
-    If any of `names` is a key, the result is the first such name alone. Otherwise it is all keys that contain one of
-    `words`.
-    """
+    """Return the first of `names` in `texts`, as a list; if there is none, all `texts` that contain one of `words`."""
     exact = [name for name in names if name in texts]
     return exact[:1] or [key for key in texts if any(word in key.lower() for word in words)]
 
 
 def guess_pair(values: Record) -> dict[str, str]:
-    """Guess the keys of a record that hold a pair of answers and their prompt.
+    """Return the keys of a record that probably hold a pair of answers and their prompt.
 
-    Return a dict from `chosen`, `rejected` and `prompt` to the guessed keys, {} without a guess. If no name tells the
-    better answer, the guess relies on number and order of the keys.
+    The result is a dict from `chosen`, `rejected` and `prompt` to keys; it is empty if the keys are ambiguous. If no
+    name of a key tells which answer is better, the first one is taken as chosen.
     """
     turns = [key for key, value in values.items() if isinstance(value, list | tuple | dict)]
     texts = [key for key, value in values.items() if isinstance(value, str)]
@@ -146,17 +142,17 @@ def guess_pair(values: Record) -> dict[str, str]:
 
 
 def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
-    """Return whether a word of a key matches: `bad$` matches `bad_reply` and `badReply` but not `badge`."""
+    """Return whether a word in a key matches: `bad$` matches in `bad_reply` and `badReply` but not in `badge`."""
     words = re.split(r"[\W_\d]+|(?<=[a-z])(?=[A-Z])", key)
     return any(pattern.match(word.lower()) for word in words)
 
 
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
-    """Guess the keys of a pair whose names tell the worse answer; return a dict as `guess_pair`, {} without a guess.
+    """Return a dict as `guess_pair`; {} if no name of a key, such as `bad_reply`, tells which answer is worse.
 
     Args:
-        values: Values of the record.
-        with_answers: Whether a general name of an answer, such as `response`, may be the better one.
+        values: Values of the record by key.
+        with_answers: Whether the better answer may have a general name, such as `response`.
     """
     kinds: tuple[Any, ...] = (list | tuple | dict, str)
     for kind in kinds:

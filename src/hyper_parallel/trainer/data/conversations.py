@@ -1,8 +1,8 @@
 """Conversations in records: format detection, and readers of turns and prompts.
 
 A record has the format `sharegpt`, `alpaca`, `prompt_completion` or `preference`. It becomes a `Conversation`: turns,
-and the number of turns that form the prompt if the record names one. The stage determines which turns are targets; see
-`num_context`. `record_keys` has the tables of synonymous keys, and raises for unknown keys.
+and the number of leading turns that are the prompt, if the record has a key for the prompt. The stage determines which
+turns are trained on; see `num_context`. Module `record_keys` defines synonymous keys and raises for unknown keys.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from hyper_parallel.trainer.data.turns import (
 )
 
 Values = dict[str, Any]
-"""Values of a record by canonical names."""
+"""Values of a record by canonical key (see `RecordRules`), without null values and ignored keys."""
 Part = tuple[list[Message], int | None]
-"""Turns of a conversation, and the number of turns of its prompt; None: the record names no prompt."""
+"""Turns of a conversation, and the number of leading turns that are the prompt; None: the record has no prompt key."""
 
 _INPUTS: Final = ("input", "context")
 _SHARED: Final = frozenset((*SYSTEMS, *TOOLS, "chat_template_kwargs"))
 _TEXT_KEYS: Final = frozenset((*PROMPTS, *ANSWERS, *TURNS, *SYSTEMS, "context", "text", "history"))
-"""Keys of text. If a record's format does not read such a key, its value must repeat the record's turns."""
+"""Keys of text. If the format of a record does not read such a key, its value must repeat a turn that is read."""
 _OF_PAIRS: Final = ("dpo", "orpo", "rm")
 _TURNS_ALONE: Final = {key: frozenset((key,)) for key in TURNS}
 _STAGE_KEYS: Final = {"kto": LABELS, "rm": ("margin",), "dpo": ("margin",), "orpo": ("margin",)}
-"""Keys that a stage reads; `dpo` and `orpo` only count `margin`."""
+"""Further keys that a stage accepts; `dpo` and `orpo` ignore and count `margin`."""
 
 
 def _sharegpt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
@@ -72,14 +72,14 @@ def _turns_key(values: Values) -> str:
 
 
 def _alpaca(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read an alpaca record: pairs of `history`, then `instruction` with its `input`, then `output`."""
+    """Read an alpaca record: `history` turns, a user turn (`instruction` and `input`), and an answer (`output`)."""
     answer = _text(rules.one_of(values, ANSWERS, where), "output", where)
     last = _message("user", _instruction(values, rules, where)), _message("assistant", answer)
     yield [*_history(values, where), *last], None
 
 
 def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt and its completion, each a text or turns; if both are texts, `history` pairs come first."""
+    """Read a prompt and its completion, which are texts or lists of turns; texts may have a `history` before them."""
     prompt = rules.one_of(values, _prompt_keys(values), where)
     turns = _turns_of(prompt, "user", rules, where, "prompt")
     answer = rules.one_of(values, ANSWERS, where)
@@ -91,7 +91,7 @@ def _completion(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 
 
 def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
-    """Read a prompt for which completions are sampled, and its reference answer from `completion` or a synonym."""
+    """Read a prompt to sample completions for, and its reference answer under `completion` or a synonym, if any."""
     prompt = _turns_of(values[_prompt_keys(values)[0]], "user", rules, where, "prompt")
     answer = values.get("completion", [])
     if is_empty(answer):
@@ -104,8 +104,8 @@ def _prompt(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
 def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part]:
     """Read the conversation with the chosen answer, then the conversation with the rejected answer.
 
-    Usually an answer continues the prompt. If both answers include the prompt, or the record names no prompt, the turns
-    that both begin with are the prompt.
+    An answer continues the prompt of the record. If both answers contain whole conversations instead, the leading turns
+    that they have in common are the prompt.
     """
     raw = [values[key] for key in ("chosen", "rejected")]
     answers = [_turns_of(a, "assistant", rules, where, "chosen or rejected") for a in raw]
@@ -120,10 +120,10 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
         has_question = any(turn["role"] == "user" for turn in whole[0][:shared])
         if "user" in first_roles and not has_question:
             raise NoData(
-                "the two answers of a pair do not share a prompt",
+                "the two answers of a pair do not begin with the same prompt",
                 where=where,
                 got=[turn["content"][:40] for one in whole for turn in one[:1]],
-                allowed="chosen and rejected that begin with the same turns, or a prompt under its own key",
+                allowed="`chosen` and `rejected` that begin with the same turns, or a key `prompt`",
             )
         yield from ((turns, shared) for turns in whole)
         return
@@ -133,9 +133,9 @@ def _preference(values: Values, rules: RecordRules, where: str) -> Iterator[Part
 def _prompt_of_pair(
     values: Values, rules: RecordRules, where: str
 ) -> tuple[list[Message], Message | None]:
-    """Return the prompt turns of a pair, and the turn of its text prompt, None if the prompt is not a text.
+    """Return (turns of the prompt, user turn made from a text prompt) of a pair.
 
-    There are no prompt turns if the answers contain the whole conversation.
+    The turns are [] if the record has no key for the prompt. The user turn is None if the prompt is not a text.
     """
     prompt = rules.one_of(values, QUESTIONS, where)
     if isinstance(prompt, str) and (prompt or isinstance(values["chosen"], str)):
@@ -159,14 +159,13 @@ def _check_pair(
     text: Message | None,
     where: str,
 ) -> None:
-    """Raise if the prompt of a pair is missing or ambiguous.
+    """Raise NoData (HP602) if the prompt of a pair is missing or contradicts the answers.
 
-    Raises:
-        NoData: HP602 with the problem.
+    `raw` has the values under `chosen` and `rejected`, `answers` their turns. `text` is the turn of a text prompt.
     """
     problem = None
     if not prompt and any(isinstance(answer, str) for answer in raw):
-        problem = "an answer given as a string needs a prompt under its own key"
+        problem = "an answer that is a text needs the prompt under a key of its own"
     for answer in answers if text else ():
         first_role = next((turn["role"] for turn in answer if turn["role"] != "system"), None)
         if first_role == "user" and not _quotes(answer, text):
@@ -183,7 +182,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _turns_of(value: Any, role: str, rules: RecordRules, where: str, key: str) -> list[Message]:
-    """Return the turns in a value, which is a turn, a list of turns, or a text that becomes a turn of `role`."""
+    """Return the turns in a value that is a turn, a list of turns, or a text; a text becomes a turn of `role`."""
     if isinstance(value, str):
         return [_message(role, value)]
     if not isinstance(value, list | tuple | dict):
@@ -200,13 +199,11 @@ def _text(value: Any, key: str, where: str) -> str:
 
 
 def _instruction(values: Values, rules: RecordRules, where: str) -> str:
-    """Return the instruction of an alpaca record, followed by its input if it has one."""
     texts = values.get("instruction", ""), rules.one_of(values, _INPUTS, where) or ""
     return "\n".join(text for text in (_text(t, "instruction", where) for t in texts) if text)
 
 
 def _history(values: Values, where: str) -> list[Message]:
-    """Return the turns of the (question, answer) pairs under `history`."""
     turns, pairs = [], values.get("history") or []
     for pair in pairs if isinstance(pairs, list | tuple) else [pairs]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -224,25 +221,24 @@ def _history(values: Values, where: str) -> list[Message]:
 
 
 def _split_system(turns: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return the leading system turns, and the remaining turns."""
     count = next((i for i, t in enumerate(turns) if t["role"] != "system"), len(turns))
     return list(turns[:count]), list(turns[count:])
 
 
 def _same(one: Message, other: Message) -> bool:
-    """Return whether two turns are equal except for white space around their content."""
+    """Return whether two turns have equal role and content, apart from surrounding white space."""
     return one["role"] == other["role"] and one["content"].strip() == other["content"].strip()
 
 
 def _quotes(answer: Sequence[Message], prompt: Message | None) -> bool:
-    """Return whether an answer is a whole conversation: it begins with a user turn and contains the prompt's turn."""
+    """Return whether an answer is a whole conversation: it begins with a user turn and contains the prompt."""
     _, turns = _split_system(answer)
     is_conversation = prompt is not None and turns[:1] and turns[0]["role"] == "user"
     return bool(is_conversation) and any(_same(turn, prompt) for turn in turns if prompt)
 
 
 def _repeats(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:
-    """Return whether an answer begins with the prompt's turns and has more turns; either may lack the system turn."""
+    """Return whether an answer begins with the prompt's turns and has more; either may lack system turns."""
     (system, question), (own, turns) = _split_system(prompt), _split_system(answer)
     if system and own and not _begins(own, system):
         return False
@@ -254,14 +250,14 @@ def _begins(turns: Sequence[Message], beginning: Sequence[Message]) -> bool:
 
 
 def _num_shared(whole: Sequence[Sequence[Message]]) -> int:
-    """Return the number of leading turns common to all conversations, at most all but the last turn of the shortest."""
+    """Return the number of leading turns that all conversations have in common, except the last turn of any."""
     most = min(len(turns) for turns in whole) - 1
     differ = (i for i in range(most) if any(turns[i] != whole[0][i] for turns in whole))
     return next(differ, max(most, 0))
 
 
 def _joined(prompt: Sequence[Message], answer: Sequence[Message]) -> Part:
-    """Join a prompt and its answer, which may repeat the prompt; return all turns, and the number of prompt turns."""
+    """Join a prompt and its answer, which may repeat the prompt; return all turns and the number of prompt turns."""
     (system, question), (own, turns) = _split_system(prompt), _split_system(answer)
     repeats = bool(prompt) and _repeats(prompt, answer)
     if system and own and not repeats:
@@ -288,19 +284,19 @@ _FORMATS: Final[dict[str, tuple[_Reader, str]]] = {
         "lists may begin with the prompt",
     ),
 }
-"""Reader of each conversation format, and a description of the keys that it reads."""
+"""For each conversation format, the function that reads a record, and a description of the keys for errors."""
 CONVERSATIONS: Final = frozenset(_FORMATS)
-"""Record formats of conversations."""
+"""Names of the conversation formats."""
 _DEFAULT: Final = RecordRules()
 
 
 def shape_of(
     record: Record, text_key: str, where: str, stage: str = "pt", rules: RecordRules = _DEFAULT
 ) -> str:
-    """Return the format of a record: one of `CONVERSATIONS`, or `records` for a text under `text_key`.
+    """Return the format of a record: one of `CONVERSATIONS`, or `records` if it has a text under `text_key`.
 
     Raises:
-        NoData: HP602 for a record of no known format.
+        NoData: HP602 if the record has no known format.
     """
     values = _named(record, rules, where, stage)
     shape = _conversation(values, stage)
@@ -311,7 +307,7 @@ def shape_of(
         columns = guess_named_pair(values, with_answers=shape == "prompt_completion")
         if columns and shape is not None:
             raise NoData(
-                "a record has its worse answer under an unknown key, so it is not read as a pair",
+                "a record has its rejected answer under an unknown key, so it is not read as a pair",
                 where=where,
                 got=sorted(values),
                 allowed=_FORMATS["preference"][1],
@@ -324,7 +320,7 @@ def shape_of(
 
 
 def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values:
-    """Return the values of a record by canonical key, with JSON texts of turns parsed and a null answer as ""."""
+    """Return the values of a record by canonical key; turns given as JSON text are parsed, a null answer becomes ""."""
     values = rules.named(record, rules.columns, where)
     for key in TURNS:
         text = values.get(key)
@@ -339,7 +335,7 @@ def _named(record: Record, rules: RecordRules, where: str, stage: str) -> Values
 
 
 def _check_names(values: Values, text: bool, stage: str, where: str) -> None:
-    """Raise if a record seems to be a conversation under unknown keys; the hint is the override that names them."""
+    """Raise NoData (HP602) if a record without known format seems to be a conversation; the hint maps its keys."""
     columns = {}
     if {"role", "content"} <= values.keys() or {"from", "value"} <= values.keys():
         raise NoData(
@@ -388,7 +384,7 @@ _RECORD_KEYS: Final = frozenset((*TURNS, *PROMPTS, *ANSWERS, "chosen", "rejected
 
 
 def _is_records(value: Sequence[Any]) -> bool:
-    """Return whether all items of a list are records, not turns or tools."""
+    """Return whether all items of a list are whole records, not turns or tools."""
     return all(
         isinstance(one, dict) and not _RECORD_KEYS.isdisjoint(one) and "role" not in one
         for one in value
@@ -409,7 +405,7 @@ def _conversation(values: Record, stage: str) -> str | None:
 
 
 def _prompt_keys(values: Values) -> tuple[str, ...]:
-    """Return the keys that hold the prompt; `instruction` and `input` count only if there is no other."""
+    """Return the keys of the prompt; `instruction` and `input` count only if the record has no other."""
     present = tuple(key for key in QUESTIONS if key in values)
     return present or tuple(key for key in PROMPTS if key in values)
 
@@ -421,7 +417,7 @@ def conversations_of(
     stage: str = "sft",
     rules: RecordRules = _DEFAULT,
 ) -> list[Conversation]:
-    """Return the conversation of a record; for a preference record two, first the one with the chosen answer.
+    """Return the conversation of a record in the format `shape`; `preference` has two, first with the chosen answer.
 
     Raises:
         NoData: HP602 naming the faulty key or turn.
@@ -452,7 +448,7 @@ def conversations_of(
     media: tuple[MediaFile, ...] = ()
     if rules.media_kinds:
         turns, media = take_media(parts[0][0], values, rules, where)
-        if rules.skips_media:  # else read once, when the record is encoded
+        if rules.skips_media:  # otherwise encoding the record reads the media and raises
             check_media(media, where)
         parts = [(turns, parts[0][1])]
     if rules.media or not values.keys() == record.keys() <= read_keys:
@@ -463,7 +459,6 @@ def conversations_of(
 
 
 def _has_keys(values: Values, shape: str, stage: str) -> bool:
-    """Return whether a record has the keys that its format needs."""
     if shape == "sharegpt":
         return not values.keys().isdisjoint(TURNS)
     if shape == "preference":
@@ -477,11 +472,7 @@ def _has_keys(values: Values, shape: str, stage: str) -> bool:
 def _with_system(
     turns: list[Message], count: int | None, system: str, rules: RecordRules, where: str
 ) -> Part:
-    """Prepend the record's `system` text as a turn, unless the turns have it; return the turns and their prompt length.
-
-    Raises:
-        NoData: HP602 for a system turn with another text.
-    """
+    """Prepend the text under the key `system` as a turn; raise NoData (HP602) if it differs from a system turn."""
     first = _message("system", system)
     own = [turn for turn in turns if turn["role"] in ("system", "developer")]
     if any(_same(turn, first) for turn in own):
@@ -525,12 +516,8 @@ def _check_unread(
     rules: RecordRules,
     where: str,
 ) -> None:
-    """Raise for keys that the format does not read, except keys that repeat its turns or do not influence the text.
-
-    Raises:
-        NoData: HP602 naming the key.
-    """
-    if stage == "grpo":  # rewards may read all keys
+    """Raise NoData (HP602) for a key that the format does not read, unless it is metadata or repeats a turn."""
+    if stage == "grpo":  # reward functions may read all keys
         return
     known = {*read_keys, *_SHARED, *_STAGE_KEYS.get(stage, ())}
     known |= rules.media_columns
@@ -553,9 +540,9 @@ def _check_unread(
 
 
 def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) -> bool:
-    """Return whether the turns of a conversation repeat a value.
+    """Return whether a value only repeats the turns of a conversation.
 
-    A text must equal the content of one turn or contain the contents of all turns. A list must equal the first turns.
+    A text must equal the content of a turn or contain the contents of all turns. A list must equal the first turns.
     """
     if isinstance(value, str):
         contents = [turn["content"].strip() for turn in turns]
@@ -567,10 +554,11 @@ def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) 
 
 
 def num_context(one: Conversation, stage: str) -> int:
-    """Return the number of leading turns that a stage does not train on.
+    """Return the number of leading turns of a conversation that a stage does not train on.
 
-    A prompt that the record names is context. If it names none, `stage: sft` trains on every answer, and stages that
-    compare answers train on the last one. With `stage: grpo` the assistant's turns at the end are the reference answer.
+    These are the turns of the prompt, if the record has a key for it. Otherwise `stage: sft` trains on every answer,
+    and stages that compare answers only on the last one. With `stage: grpo`, all turns up to the last one that is not
+    the assistant's are the prompt; the rest is the reference answer.
     """
     is_answer = [turn["role"] == "assistant" for turn in one.messages]
     if stage == "grpo":
@@ -585,7 +573,7 @@ def num_context(one: Conversation, stage: str) -> int:
 def check_flags(
     one: Conversation, num_context: int, record: Record, where: str, rules: RecordRules
 ) -> None:
-    """Raise if the record marks a turn of the prompt as trained on.
+    """Raise if a flag of the record, such as `weight: 1`, marks a turn of the prompt as trained on.
 
     Raises:
         NoData: HP602 naming the turn.
@@ -593,10 +581,10 @@ def check_flags(
     for i in sorted(one.trained):
         if i < num_context:
             names = flag_names(record)
-            # Without its flags a record would train on turns that it excludes.
+            # No hint to ignore the flags if they also exclude turns, which would then be trained on.
             hint = rules.ignore_hint(names) if names and not one.untrained else None
             raise NoData(
-                "a flag marks a turn of the prompt as trained on, but only turns after the prompt are",
+                "a flag marks a turn of the prompt as trained on, but only turns after the prompt are trained on",
                 where=f"{where}, turn {i + 1}",
                 got=abbreviated(one.messages[i]["content"], 60),
                 allowed="flags (`weight`, `train`, ...) that are 1 or true only in answers after the prompt",
@@ -605,12 +593,12 @@ def check_flags(
 
 
 def is_text_pair(record: Record, shape: str, rules: RecordRules, *, any_name: bool) -> bool:
-    """Return whether a record consists of a prompt and one completion, or a pair of completions, that are all texts.
+    """Return whether prompt and completion (or pair of completions) of a record are texts, not lists of turns.
 
     Args:
         record: Record to test.
         shape: Format of the record.
-        rules: Rules by which its keys are read.
+        rules: Rules for reading keys.
         any_name: Whether synonyms of `prompt` and `completion` count too.
     """
     if shape not in ("prompt_completion", "preference"):

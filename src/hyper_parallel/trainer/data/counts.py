@@ -1,7 +1,8 @@
-"""Counts of the records of a source: read, used, cut, and dropped by reason.
+"""Counts of the records of a data source: read, used, truncated, and dropped by reason.
 
-Prepared data, streams and commands that show data use the same class. The reader counts records and ignored keys. The
-packer or the stream counts records that are used, cut or dropped.
+Prepared data, streams and commands that show data use the same class. The reader of the source counts records and
+ignored keys. The packer or the stream counts records that are used, truncated or dropped. A target is a token with
+loss.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ALL_UNTRAINED: Final = "every answer is excluded from training by the record"
 EMPTY_ANSWERS: Final = "every answer is empty"
 NO_TARGET: Final = "the chat template writes no token of an answer"
 BEHIND_SEQ_LEN: Final = "no answer begins within data.seq_len tokens"
-BAD_MEDIA: Final = "an image or a recording cannot be read, or has no place in the text"
+BAD_MEDIA: Final = "an image or a recording cannot be read, or has no placeholder in the text"
 LONG_MEDIA: Final = "a conversation with images or audio is longer than data.seq_len tokens"
 EMPTY_RECORD: Final = "the record is empty"
 NO_PROMPT: Final = "no turn before the answer"
@@ -28,18 +29,18 @@ ALLOWED: Final = {
     NO_ANSWER: "conversations with a turn of the assistant",
     PROMPT_ONLY: "conversations with a turn of the assistant after the prompt",
     ALL_UNTRAINED: "conversations with an answer whose flag (`weight`, `train`, ...) is not 0 or false",
-    EMPTY_ANSWERS: "answers with words",
-    NO_TARGET: "a chat template that writes the words of answers",
+    EMPTY_ANSWERS: "answers that are not empty",
+    NO_TARGET: "a chat template that writes the content of answers",
     BEHIND_SEQ_LEN: "conversations with an answer that begins within data.seq_len tokens",
-    BAD_MEDIA: "conversations whose images and recordings can be read and have a place in the text",
+    BAD_MEDIA: "conversations whose images and recordings can be read and have a placeholder in the text",
     LONG_MEDIA: "conversations with images or audio of at most data.seq_len tokens, which are never cut",
-    EMPTY_RECORD: "records with words",
+    EMPTY_RECORD: "records that are not empty",
     NO_PROMPT: "conversations with a turn of the user before the last answer",
 }
-"""Description of acceptable records, by the reason for which records are left out."""
+"""For each reason to drop a record, a description of acceptable records for error messages."""
 
 Encoded = tuple[Sequence[int], Sequence[bool]]
-"""Tokens of a document, and whether each is a target; the second part is empty if all tokens are targets."""
+"""Token ids of a document, and for each whether it is a target; the second list is empty if all are."""
 _NUMBERS: Final = ("read", "used", "cut", "tokens", "target_tokens")
 _COUNTERS: Final = ("dropped", "ignored_keys", "remarks")
 
@@ -50,19 +51,18 @@ class DataCounts:
 
     Attributes:
         source: `data.source`.
-        format: Recognised format: `text` (a file is a document), `records` (a text under a key), or a conversation
-            format (`sharegpt`, `alpaca`, `prompt_completion`, `preference`).
+        format: Format of the records: `text` (each file is a document), `records` (texts under a key), or a
+            conversation format (`sharegpt`, `alpaca`, `prompt_completion`, `preference`).
         seq_len: `data.seq_len`.
         read: Number of records read; a pair is one record, and so is a text file.
-        used: Number of records that are trained on, including cut ones.
-        cut: Number of records longer than `data.seq_len`, whose end is cut off.
+        used: Number of records that are trained on, including truncated ones.
+        cut: Number of used records that are longer than `data.seq_len` and therefore truncated.
         tokens: Number of tokens of the used records.
-        target_tokens: Number of these tokens with loss: two per pair for a reward model, 0 for prompts whose
-            completions are sampled.
+        target_tokens: Number of targets in these records: two per pair with `stage: rm`, 0 with `stage: grpo`.
         dropped: Number of dropped records by reason.
-        ignored_keys: Number of records with a key that does not influence the text, by key.
+        ignored_keys: For each ignored key, the number of records that have it.
         remarks: Number of other changes that the reader made, by description.
-        by_document: Whether texts of `stage: pt` are not concatenated, so that the first token of each is not a target.
+        by_document: Whether texts of `stage: pt` are packed separately. The first token of each text is then no target.
         unknown_id: Id of the tokenizer's unknown token; None: it has none.
     """
 
@@ -88,17 +88,17 @@ class DataCounts:
             getattr(self, name).clear()
 
     def restart(self, num_read: int) -> None:
-        """Restart the counts for a resumed stream that has already read `num_read` records after its position."""
+        """Reset the counts when a resumed stream reaches its position; `num_read` records after it are already read."""
         for name in _NUMBERS:
             setattr(self, name, 0)
         self.dropped.clear()
         self.read = num_read
 
     def add(self, documents: Sequence[Document], encoded: Sequence[Encoded], stage: str) -> None:
-        """Count a record, which has one document, or two if it is a pair.
+        """Count a record as used or dropped.
 
         Args:
-            documents: Documents of the record.
+            documents: Document of the record, or both documents of a pair.
             encoded: Tokens and targets of each document.
             stage: Stage of the recipe.
         """
@@ -128,7 +128,7 @@ class DataCounts:
         self.add_unknown(any(i == unknown and is_target for i, is_target in pairs), stage)
 
     def add_unknown(self, has_unknown: bool, stage: str) -> None:
-        """Count a record whose targets contain the unknown token, if `has_unknown`."""
+        """Add a remark for a record whose targets contain the tokenizer's unknown token, if `has_unknown`."""
         if has_unknown and self.unknown_id is not None and stage != "grpo":
             kind = "texts" if stage == "pt" else "conversations whose answers"
             self.remarks[f"{kind} have words that the tokenizer does not know: {UNKNOWN}"] += 1
@@ -139,18 +139,18 @@ class DataCounts:
         """Count a record of one or two conversations as used.
 
         Args:
-            num_tokens: Number of tokens of all its documents after cutting to `data.seq_len`.
+            num_tokens: Number of tokens of all its documents after truncation to `data.seq_len`.
             marked: Number of answer tokens in each of its documents.
             stage: Stage of the recipe.
-            is_cut: Whether a document is longer than `data.seq_len`.
+            is_cut: Whether a document is truncated.
         """
-        if stage == "grpo":  # only rewards read the answer
+        if stage == "grpo":  # the reference answer is only for reward functions
             self.add_used(num_tokens - sum(marked), 0, is_cut)
             return
         self.add_used(num_tokens, len(marked) if stage == "rm" else sum(marked), is_cut)
 
     def add_used(self, num_tokens: int, num_targets: int, is_cut: bool = False) -> None:
-        """Count a record as used, with its numbers of tokens and targets."""
+        """Count a record with these numbers of tokens and targets as used."""
         self.used += 1
         self.cut += is_cut
         self.tokens += num_tokens
@@ -158,12 +158,12 @@ class DataCounts:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on cut, dropped or changed text, and on ignored keys."""
+        """Sentences on truncated, dropped or changed text, and on ignored keys."""
         return [*self.losses, *self.passed_over]
 
     @property
     def passed_over(self) -> list[str]:
-        """Sentence on ignored keys of records, as a list; empty without ignored keys."""
+        """List with a sentence on ignored keys; empty if no key was ignored."""
         if not self.ignored_keys:
             return []
         keys = ", ".join(f"{key} ({n:,})" for key, n in sorted(self.ignored_keys.items()))
@@ -171,7 +171,7 @@ class DataCounts:
 
     @property
     def losses(self) -> list[str]:
-        """Sentences on text that is cut, dropped or changed."""
+        """Sentences on text that is truncated, dropped or changed."""
         kind = "documents" if self.format in ("text", "records") else "conversations"
         lines = [f"{self.cut} {kind} cut to seq_len={self.seq_len}"] if self.cut else []
         lines += [f"{n} {kind} left out: {why}" for why, n in sorted(self.dropped.items()) if n]
@@ -179,19 +179,19 @@ class DataCounts:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts as values of JSON."""
+        """Return the counts as a dict of JSON values."""
         values = {name: getattr(self, name) for name in ("source", "format", "seq_len", *_NUMBERS)}
         return values | {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataCounts:
-        """Return the counts that `as_dict` has written."""
+        """Return the counts from the result of `as_dict`."""
         counters = {name: Counter(values[name]) for name in _COUNTERS}
         return cls(**{**values, **counters})
 
 
 def missing_target(document: Document, stage: str) -> str:
-    """Return the reason why a document has no target, as a key of `DataCounts.dropped`."""
+    """Return the reason why a document has no target, a key of `DataCounts.dropped`."""
     one = document.conversation
     if one is None:
         return EMPTY_RECORD

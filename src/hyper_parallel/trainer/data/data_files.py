@@ -1,4 +1,4 @@
-"""Data files: kinds by file name, decompression, recognition of README-like files, suggestions for missing paths."""
+"""Data files: kinds by suffix, decompression, recognition of README-like files, and suggestions for missing paths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PACKED: Final[Mapping[str, str]] = {
     ".xz": "unxz -k",
     ".lz4": "unlz4",
 }
-"""Commands that unpack a file, by its suffix."""
+"""Shell command that unpacks a file, by suffix."""
 _TABLES: Final[Mapping[str, str]] = {
     ".arrow": "datasets.Dataset.from_file",
     ".feather": "pandas.read_feather",
@@ -46,14 +46,14 @@ _TABLES: Final[Mapping[str, str]] = {
     ".xlsx": "pandas.read_excel",
     ".xls": "pandas.read_excel",
 }
-"""Functions whose result has `to_parquet`, by the suffix of the file that they read."""
+"""Function that reads a file into an object with a method `to_parquet`, by suffix of the file."""
 _BINARY: Final = (
     ".h5", ".hdf5", ".npy", ".npz", ".pkl", ".pickle", ".pt", ".safetensors", ".db", ".sqlite", ".pdf", ".docx",
 )  # fmt: skip
-"""Suffixes of binary files that no single command converts."""
+"""Suffixes of binary files for which there is no conversion command."""
 _UNREAD: Final = (*_PACKED, *_TABLES, *_BINARY)
 _SUFFIXES: Final = frozenset((*KINDS, *_COMPRESSED, *_UNREAD, ".txt", ".text", ".md", ".yaml"))
-"""Suffixes of files; a name with one of them is not a hub name."""
+"""Suffixes of files; a source with one of them is not a name on the Hugging Face Hub."""
 _DESCRIPTIONS: Final = frozenset(
     (
         "readme", "license", "licence", "notice", "citation", "changelog", "authors", "contributing", "dataset_info",
@@ -64,29 +64,29 @@ _DESCRIPTIONS: Final = frozenset(
 _SPLITS: Final = frozenset(
     ("test", "testing", "eval", "evaluation", "val", "valid", "validation", "dev")
 )
-"""Words in names of files that are held out from training; `datasets` reads the same words."""
+"""Words in names of files that hold evaluation data; the library `datasets` recognizes the same words."""
 _LONGEST_FIRST_LINE: Final = 2**20
-"""Maximum bytes of the first line of a text file that are searched for a record."""
+"""Maximum bytes of a file's first line that are parsed as a record."""
 _MOST_NAMES: Final = 5000
-"""Maximum number of folder entries that are compared with a missing name, to bound the time of a hint."""
+"""Maximum number of folder entries that are compared with a missing name."""
 _MOST_LISTED: Final = 20
-"""Largest number of files of a pattern that a hint lists."""
+"""Maximum number of files that a hint lists."""
 _MOST_TRIED: Final = 5
-"""Maximum number of similar names that are tried per folder."""
+"""Maximum number of similar names per folder that are considered."""
 _MISSPELT: Final = 0.75
-"""Similarity above which a name counts as a misspelling of another."""
+"""Similarity above which two names count as almost equal."""
 _WINDOW_BYTES: Final = 2**27
-"""Memory for zstd decompression; the largest window that the `zstd` tool accepts by default."""
+"""Maximum window of zstd decompression in bytes, the default limit of the `zstd` tool."""
 
 
 def inner_suffix(path: Path) -> str:
-    """Return the suffix of a file in lower case, without the suffix of its compression."""
+    """Return the suffix of a file in lower case; for a compressed file, the suffix before `.gz` or `.zst`."""
     inner = path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path
     return inner.suffix.lower()
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of a file by its suffix: a value of `KINDS`, else `text`."""
+    """Return the kind of a file by its suffix: `json`, `parquet`, `csv` or `text`."""
     return KINDS.get(inner_suffix(path), "text")
 
 
@@ -114,17 +114,17 @@ def refuse_unread(path: Path) -> None:
 
 
 def refuse_other_target(path: Path) -> None:
-    """Raise if a file is a link to a file of another format.
+    """Raise if a file is a symbolic link to a file of a different format.
 
-    Otherwise an error might show a line of that file as column names.
+    Otherwise an error message could disclose a line of a private file as column names.
 
     Raises:
-        NoData: HP602 with the name of the target.
+        NoData: HP602 with the target of the link.
     """
     target = Path(os.path.realpath(path))
     if inner_suffix(target) in _SUFFIXES and kind_of(target) != kind_of(path):
         raise NoData(
-            "a data file is a link to a file with another format",
+            "a data file is a link to a file of a different format",
             where=str(path),
             got=str(target),
             allowed=f"a file of format {kind_of(path)}",
@@ -133,9 +133,9 @@ def refuse_other_target(path: Path) -> None:
 
 
 def refuse_splits(root: Path, files: Sequence[Path]) -> None:
-    """Raise if a directory has both `train` files and files named like held-out data (such as `test`).
+    """Raise if a directory has both files named like training data (`train`) and like evaluation data (`test`).
 
-    All files of a directory are one source, so the held-out records would be trained on.
+    All files of a directory are one source, so the evaluation data would be trained on.
 
     Args:
         root: Directory of the files.
@@ -161,7 +161,7 @@ def refuse_splits(root: Path, files: Sequence[Path]) -> None:
 
 
 def json_record(path: Path) -> dict[str, Any] | None:
-    """Return the first line of a file as a dict if it is a nonempty JSON object, else None."""
+    """Return the first line of a file as a dict if it is a nonempty JSON object; otherwise None."""
     with open_bytes(path) as file:
         line = file.readline(_LONGEST_FIRST_LINE)
     try:
@@ -172,24 +172,24 @@ def json_record(path: Path) -> dict[str, Any] | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a name has a suffix that data files have."""
+    """Return whether a name has a suffix of a data file."""
     return Path(name).suffix.lower() in _SUFFIXES
 
 
 def describes(path: Path) -> bool:
-    """Return whether a file describes the data in its folder instead of being data (README.md, LICENSE, ...)."""
+    """Return whether a file is documentation or metadata of its folder, such as README.md or LICENSE."""
     return path.name.partition(".")[0].lower() in _DESCRIPTIONS
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """Open a data file for reading, decompressed if its suffix names a compression.
+    """Open a data file for reading; decompress `.gz` and `.zst` files.
 
-    Decompression is unbounded, so callers must limit the size of each read.
+    The decompressed size is not limited, so callers must limit the size of each read.
 
     Raises:
         NoData: HP602 for a damaged compressed file.
-        MissingDependency: HP602 when the package for its decompression is not installed.
+        MissingDependency: HP501 when the package `zstandard` is needed and not installed.
     """
     compression = path.suffix.lower()
     if compression not in _COMPRESSED:
@@ -213,7 +213,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_text(path: Path, newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a data file of UTF-8 text; arguments and errors as for `open_bytes`."""
+    """Open a data file as UTF-8 text; `newline` is as for `open`, and errors are those of `open_bytes`."""
     with (
         open_bytes(path) as file,
         io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text,  # type: ignore[arg-type]
@@ -244,19 +244,19 @@ def _damaged(path: Path, error: Exception) -> NoData:
 
 
 def line_command(path: Path, number: int) -> str:
-    """Return the shell command that shows a line of a file."""
+    """Return a shell command that prints line `number` of a file, which may be compressed."""
     return pipe_command(path, f"sed -n {number}p")
 
 
 def pipe_command(path: Path, command: str) -> str:
-    """Return the shell command that runs `command` on the decompressed content of a file."""
+    """Return a shell command that runs `command` on the decompressed content of a file."""
     tool = {".gz": "gzip -dc", ".zst": "zstd -dc"}.get(path.suffix.lower())
     name = shlex.quote(str(path))
     return f"{tool} {name} | {command}" if tool else f"{command} {name}"
 
 
 def several_paths(text: str) -> list[str]:
-    """Return the existing files that a comma-separated list or a pattern (`part-*.jsonl`) names; [] for other text."""
+    """Return the existing files in a comma-separated list or a pattern (`part-*.jsonl`); [] for any other text."""
     parts = [part.strip() for part in text.split(",")]
     pattern = Path(text)
     if len(parts) == 1 and "*" in pattern.name:
@@ -271,8 +271,8 @@ def nearest(
 ) -> Path | None:
     """Return the existing file or folder that a missing path probably means; None if no name is similar.
 
-    Misspelt names are preferred to merely similar ones. The search order is: the same folder, data files in the working
-    directory and its direct subfolders, then `folders`. A misspelt name that does not fit is the last choice.
+    The search order is: the folder of the path, data files in the working directory and its direct subfolders, then
+    `folders`. Almost equal names come first. If `fits` rejects all candidates, an almost equal name is returned.
 
     Args:
         path: Missing path.
@@ -287,7 +287,7 @@ def nearest(
         for entry in itertools.islice(place, _MOST_NAMES):
             names.setdefault(entry.name, entry)
         close = difflib.get_close_matches(path.name, names, n=_MOST_TRIED)
-        # A dangling link is as missing as the path.
+        # Omit broken links.
         existing = [names[name] for name in close if names[name].exists()]
         near += sorted(existing, key=lambda one: -_similarity(one, path))
     misspelt = [one for one in near if _similarity(one, path) > _MISSPELT]
@@ -298,13 +298,12 @@ def nearest(
 
 
 def _similarity(path: Path, other: Path) -> float:
-    """Return the similarity of two names without their suffixes, between 0 and 1."""
     stems = (one.name.partition(".")[0] for one in (path, other))
     return difflib.SequenceMatcher(None, *stems).ratio()
 
 
 def _shown(path: Path) -> Path:
-    """Return a path relative to the working directory if it is below that, else unchanged."""
+    """Return a path below the working directory as a relative path, and any other path unchanged."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

@@ -1,8 +1,8 @@
-"""Documents and conversations: records of a source in the form that tokenization reads.
+"""Documents and conversations: records of a source in the form that is tokenized.
 
-`conversations` and `turns` read a record into a `Conversation`, and `chat` renders and tokenizes it. A conversation has
-the fields of the OpenAI chat format, which the chat templates of transformers read. A `Document` is a text or
-conversation with additional values for learning stages.
+Modules `conversations` and `turns` read a record into a `Conversation`; module `chat` renders and tokenizes it. Turns
+have the OpenAI chat format, which the chat templates of transformers read. A `Document` is a text or conversation with
+additional values for learning stages.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Message = dict[str, Any]
 """One turn: `role` (system, developer, user, assistant or tool) and `content`, a text.
 
 Optional keys: `tool_calls` (list of `{"type": "function", "function": {"name", "arguments"}}`, arguments as an object),
-`reasoning_content` (text), and for role `tool` `name` and `tool_call_id`.
+`reasoning_content` (text), and, with the role `tool`, `name` and `tool_call_id`.
 """
 
 MEDIA_BLOB: Final = "media.bin"
-"""File of prepared data with the images and recordings that records hold as bytes."""
+"""File of prepared data with the images and recordings whose bytes are in the records."""
 
 
 class BadMedia(NoData, code="HP602"):
-    """Error for an image or recording of a record that cannot be read, or has no mark in its text."""
+    """Error for an image or recording that cannot be read, or has no placeholder in the texts of its record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class MediaFile:
 
     Attributes:
         kind: Name of its `MediaKind`: `image` or `audio`.
-        name: File name relative to `folder`; empty if `content` has the bytes.
-        folder: Folder outside of which no file is read.
-        content: Bytes in the record itself; None: read the file.
+        name: File name relative to `folder`; "" if `content` has the bytes.
+        folder: Media folder; files outside of it are never read.
+        content: Bytes from the record; None: they are in the file.
     """
 
     kind: str
@@ -52,12 +52,12 @@ class Conversation:
 
     Attributes:
         messages: All turns, the system turn first.
-        num_prompt: Number of leading turns that are the record's prompt; None: the record names no prompt.
-        tools: Functions that the assistant may call, as JSON schemas in OpenAI's form.
+        num_prompt: Number of leading turns that are the prompt; None: the record has no key for the prompt.
+        tools: Functions that the assistant may call, as JSON schemas in the OpenAI format.
         template_values: Additional variables for the chat template (`chat_template_kwargs` of the record).
         untrained: Indices of assistant turns that the record excludes from training (`weight: 0`, `train: false`).
         trained: Indices of turns that the record marks as trained on (`weight: 1`, `train: true`).
-        media: Images and recordings, in the order of their marks in the contents.
+        media: Images and recordings, in the order of their placeholders in the contents.
     """
 
     messages: tuple[Message, ...]
@@ -67,6 +67,11 @@ class Conversation:
     untrained: frozenset[int] = frozenset()
     trained: frozenset[int] = field(default=frozenset(), compare=False)
     media: tuple[MediaFile, ...] = ()
+
+    def answer_turns(self, num_context: int) -> list[int]:
+        """Return the indices of assistant turns to train on: after the first `num_context`, not in `untrained`."""
+        turns = enumerate(self.messages[num_context:], start=num_context)
+        return [i for i, turn in turns if turn["role"] == "assistant" and i not in self.untrained]
 
 
 def has_content(turn: Message) -> bool:
@@ -83,13 +88,13 @@ class Document:
     """Text or conversation from a record, with values for learning stages.
 
     Attributes:
-        where: Location of the record, for errors.
-        text: Text; empty for a conversation.
+        where: Location of the record, for error messages.
+        text: Text; "" for a conversation.
         conversation: Conversation; None for a text.
         num_context: Number of leading turns that are not trained on.
-        good: Whether the last answer is labelled good, with `stage: kto`.
-        margin: Required score margin of a pair, with `stage: rm`; None: the record has none.
-        columns: Values of the record that reward functions may read, by key, with `stage: grpo`.
+        good: With `stage: kto`: whether the last answer is labelled desirable.
+        margin: With `stage: rm`: target margin between the scores of a pair; None: the record has none.
+        columns: With `stage: grpo`: values of the record that reward functions may read, by key.
         templated: Whether the chat template renders the conversation; False: its contents are concatenated.
     """
 
@@ -104,7 +109,7 @@ class Document:
 
     @property
     def content(self) -> bytes:
-        """Bytes of all fields except the location, for a checksum."""
+        """Serialized text, turns and labels, for the checksum of a stream."""
         one = self.conversation or Conversation(())
         values: tuple[Any, ...] = (
             one.messages,
@@ -114,7 +119,7 @@ class Document:
             self.columns,
         )
         optional = one.tools, one.template_values, one.untrained
-        # Stream positions of earlier versions have checksums without the optional fields.
+        # Omit unset fields, so that checksums in stream positions of earlier versions stay valid.
         values += optional if any(optional) else ()
         values += () if self.templated else ("plain text",)
         text = self.text.encode("utf-8", "surrogatepass")
@@ -122,18 +127,18 @@ class Document:
 
     @property
     def plain(self) -> str:
-        """Text, or contents of the turns, without a template: the text on which a tokenizer is trained."""
+        """Text of the document without a chat template, for training a tokenizer."""
         turns = self.conversation.messages if self.conversation else ()
         return self.text or "\n".join(turn["content"] for turn in turns)
 
     @property
     def is_empty(self) -> bool:
-        """True if the document has neither text nor tool calls."""
+        """True if the document has no text, reasoning or tool calls."""
         turns = self.conversation.messages if self.conversation else ()
         keys = ("content", "tool_calls", "reasoning_content")
         return not self.text and not any(turn.get(key) for turn in turns for key in keys)
 
     @property
     def num_bytes(self) -> int:
-        """Number of UTF-8 bytes of the text or turns."""
+        """Size of the text or of the turns in UTF-8 bytes."""
         return len(self.plain.encode("utf-8", "surrogatepass"))

@@ -1,7 +1,7 @@
-"""Arrays of a batch with images or audio (pixel values, audio features, ...), computed by the model's processor.
+"""Model inputs of a batch with images or audio (pixel values, audio features, ...), computed by the model's processor.
 
-A rank computes them when it reads a batch. Arrays with one number per token (`mm_token_type_ids`, `token_type_ids`) are
-padded to the length of the rows. All others keep the form in which the processor returns them for all rows with media.
+Each rank computes these arrays when it reads a batch. Arrays with one number per token (`mm_token_type_ids`,
+`token_type_ids`) are padded to the length of the rows. All other arrays are passed on as the processor returns them.
 
 The attention mask is all ones, because rows are padded on the right. Without a mask, some models (Qwen2.5-Omni) would
 give image tokens the positions of text.
@@ -34,10 +34,10 @@ class RowMedia:
     """Text, images and audio of one row of prepared data.
 
     Attributes:
-        row: JSON values of the row as written by `reference_line`; empty for a row without media.
-        processor: Directory of the processor.
+        row: Dict written by `reference_line`; empty for a row without media.
+        processor: Directory of the model's processor.
         root: Folder of the media files.
-        prepared: Folder of the prepared data.
+        prepared: Folder of the prepared data, with the media whose bytes are in the records.
     """
 
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class RowMedia:
 
     @property
     def where(self) -> str:
-        """Location of the record, for errors."""
+        """Location of the record, for error messages."""
         return str(self.row["where"])
 
     def decode(self, rate: int) -> list[tuple[str, Any]]:
-        """Return (kind, decoded value) of each image or recording.
+        """Return (kind, decoded value) of each image or recording, with audio at the sampling rate `rate` in Hz.
 
         Raises:
-            NoData: HP602 when a file differs from the one for which the tokens were prepared.
+            NoData: HP602 when a file has changed since the data was prepared.
         """
         items = []
         for stored in self.row["media"]:
@@ -74,7 +74,7 @@ class RowMedia:
 
 
 def _changed(problem: str, where: str, got: str) -> NoData:
-    """Return the error for an input that changed since the data was prepared; the hint prepares the data again."""
+    """Return the error for a file or processor that changed since the data was prepared."""
     return NoData(problem, where=where, got=got, hint="data.cache_dir=prepared-again")
 
 
@@ -82,14 +82,14 @@ _MASK = "attention_mask"
 
 
 def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a batch, by argument name of the model's forward.
+    """Return the media inputs of a batch as a dict from argument name of the model's forward to array.
 
     Args:
         rows: Text and media of each row, all with the same processor.
         input_ids: [B, S] token ids of the rows.
 
     Raises:
-        NoData: HP602 when the processor now returns other tokens than when the data was prepared.
+        NoData: HP602 when a file or the processor has changed since the data was prepared.
     """
     mask = {_MASK: np.ones(input_ids.shape, np.int64)}
     filled = [i for i, row in enumerate(rows) if row.row]
@@ -103,7 +103,7 @@ def media_arrays(rows: Sequence[RowMedia], input_ids: Int64) -> dict[str, NDArra
     ids, lengths = arrays["input_ids"], arrays[_MASK].sum(1) - 1
     for i, row, own, length in zip(filled, chosen, ids, lengths, strict=True):
         if not np.array_equal(own[:length], input_ids[i, :length]):
-            problem = "the processor returns other tokens than when the data was prepared"
+            problem = "the processor returns different tokens than when the data was prepared"
             raise _changed(problem, row.where, str(row.processor))
     extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
     width = min(ids.shape[1], input_ids.shape[1])
@@ -118,14 +118,14 @@ def _arrays(
     processor: Any, texts: Sequence[str], media: Sequence[Sequence[tuple[str, Any]]], where: str
 ) -> dict[str, NDArray[Any]]:
     arrays = process(processor, texts, media, where)
-    # numpy has no bfloat16
+    # numpy has no bfloat16.
     return {n: (t.float() if t.is_floating_point() else t).numpy() for n, t in arrays.items()}
 
 
 def features_of(
     processor: Any, text: str, items: Sequence[tuple[str, Any]], where: str
 ) -> tuple[list[int], dict[str, NDArray[Any]]]:
-    """Return the token ids of a text with media, and all other arrays by argument name of the model's forward."""
+    """Return the token ids of a text with media `items`, and its media inputs by argument of the model's forward."""
     arrays = _arrays(processor, [text], [items], where)
     extra = {name: array for name, array in arrays.items() if name not in TEXT_ARRAYS}
     return arrays["input_ids"][0].tolist(), extra
@@ -135,7 +135,7 @@ _PER_TOKEN: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
 
 
 def per_token_names(processor: Any) -> frozenset[str]:
-    """Return the names of arrays with one number per token, which a processor also returns for text without media."""
+    """Return the names of a processor's arrays with one number per token, such as `token_type_ids`."""
     if processor not in _PER_TOKEN:
         text = processor.tokenizer.eos_token
         arrays = processor(text=[text], add_special_tokens=False, return_tensors="pt")

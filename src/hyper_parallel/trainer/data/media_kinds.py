@@ -1,4 +1,8 @@
-"""Kinds of media in records (images, audio): the columns and content parts that name them, and their marks in texts."""
+"""Kinds of media in records: images and audio.
+
+Records refer to images and recordings in columns or in content parts (items of a list in a turn's `content`). A mark is
+a placeholder text for one image or recording in a turn.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ class MediaKind:
 
     Attributes:
         name: Name of the kind, and type of its content parts in chat templates: `image` or `audio`.
-        one: Words for one item in errors, such as `an image`.
-        argument: Argument name of processors, such as `images`.
-        columns: Columns of records that refer to items of this kind.
-        parts: Types of content parts, each with the keys that may hold the reference.
-        processors: Names of the processor's component that reads items of this kind.
-        extra: Optional extra of this package that is needed to decode it.
+        one: Noun for one item in error messages: `an image` or `a recording`.
+        argument: Name of the processor's argument, and plural noun for error messages: `images` or `audio`.
+        columns: Names of record columns that refer to items of this kind.
+        parts: Types of content parts of this kind, each with the keys that may hold the file name or bytes.
+        processors: Names of the component of a transformers processor that reads this kind.
+        extra: Name of this package's optional dependencies (extra) that decode this kind.
     """
 
     name: str
@@ -32,12 +36,12 @@ class MediaKind:
 
     @property
     def mark(self) -> str:
-        """Internal text that stands for one item in the content of a turn."""
+        """Mark in turns as stored internally; it cannot occur in a record's text."""
         return f"\0{self.name}\0"
 
     @property
     def text_mark(self) -> str:
-        """Text in records, such as `<image>`, that stands for the next item of a column."""
+        """Mark in the texts of records, such as `<image>`, for the next item of a column."""
         return f"<{self.name}>"
 
 
@@ -65,15 +69,15 @@ AUDIO: Final = MediaKind(
 )
 KINDS: Final = {kind.name: kind for kind in (IMAGE, AUDIO)}
 MEDIA_MARK: Final = re.compile(f"\0({'|'.join(KINDS)})\0")
-"""Pattern that matches the `mark` of any media kind; its group is the name of the kind."""
+"""Pattern of the internal mark of any kind; its group is the name of the kind."""
 
 
 def kind_of_part(part: object, kinds: tuple[MediaKind, ...]) -> MediaKind | None:
-    """Return the media kind of a content part; None for a part that is not media."""
+    """Return which of `kinds` a content part has; None for a part of any other type, such as text."""
     name = part.get("type") if isinstance(part, Mapping) else None
     return next((kind for kind in kinds if name in kind.parts), None)
 
 
 def without_marks(content: str) -> list[str]:
-    """Split the content of a turn at its media marks; return the texts between them."""
+    """Split the content of a turn at its internal media marks; return the texts between them."""
     return MEDIA_MARK.split(content)[::2]

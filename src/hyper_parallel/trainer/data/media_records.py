@@ -1,9 +1,9 @@
-"""Images and recordings of records: references to them, their files, decoding, and limits.
+"""Images and recordings of records: references, files, decoding, and size limits.
 
-A record names its images and recordings in columns (`images`, `audio`), with a mark (`<image>`, `<audio>`) for each in
-its texts, or in content parts. A reference is a file name below the media folder, or encoded bytes as in parquet
-(`{bytes, path}`) or OpenAI's `input_audio` (`{data, format}`). Nothing is downloaded, and no file outside of the media
-folder is read.
+A record refers to images and recordings in columns (`images`, `audio`), with a placeholder (`<image>`, `<audio>`) for
+each in its texts, or in content parts. A reference is a file name below the media folder, or encoded bytes as in
+parquet (`{bytes, path}`) or OpenAI's `input_audio` (`{data, format}`). Nothing is downloaded, and no file outside of
+the media folder is read.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _MOST_PIXELS: Final = 2**26
 _MOST_SAMPLES: Final = 2**26
 """Maximum number of samples of a recording, over all channels: 23 minutes of 48 kHz."""
 _HIGHEST_RATE: Final = 384_000
-"""Highest sampling rate of audio hardware in Hz; the filter that changes the rate grows with it."""
+"""Maximum sampling rate of a recording in Hz, as the cost of resampling grows with it; no hardware exceeds it."""
 _SMALL: Final = (96, 96)
 """Maximum width and height of a thumbnail for reports, in pixels."""
 _FORMATS: Final = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-"""Image formats that Pillow decodes itself; some others start programs."""
+"""Image formats to decode; for some other formats, Pillow would start external programs."""
 _SKIP: Final = "data.bad_media=skip"
 _REFERENCES: Final = "a file name below the media folder, or encoded bytes as {bytes, path}"
 
@@ -43,11 +43,11 @@ _REFERENCES: Final = "a file name below the media folder, or encoded bytes as {b
 def take_media(
     turns: Sequence[Message], values: Mapping[str, Any], rules: RecordRules, where: str
 ) -> tuple[list[Message], tuple[MediaFile, ...]]:
-    """Return the turns with one internal mark per image or recording, and these items in the order of the marks.
+    """Return the turns with internal marks for images and recordings, and these items in the order of the marks.
 
     Raises:
-        NoData: HP602 when the numbers of items and marks differ, an answer contains an item, or a reference is not
-            allowed.
+        NoData: HP602 when the numbers of items and placeholders differ, an answer contains an item, or a file is not in
+            the media folder.
     """
     inline = [reference for turn in turns for reference in turn.get(REFERENCES, ())]
     turns = [{key: value for key, value in t.items() if key != REFERENCES} for t in turns]
@@ -86,7 +86,7 @@ def take_media(
 def _listed(
     kind: MediaKind, values: Mapping[str, Any], rules: RecordRules, where: str
 ) -> list[Any]:
-    """Return the references in a record's column of this media kind."""
+    """Return the references in the record's column of this media kind; [] if there is none."""
     value = rules.one_of(values, kind.columns, where)
     if is_empty(value):
         return []
@@ -94,7 +94,7 @@ def _listed(
 
 
 def _file(kind: MediaKind, reference: Any, rules: RecordRules, where: str) -> MediaFile:
-    """Return the item that a reference names; raise if its file is outside the media folder."""
+    """Return the image or recording of a reference; raise NoData (HP602) if its file is outside the media folder."""
     assert rules.media_root is not None
     root = rules.media_root
     if isinstance(reference, Mapping):
@@ -137,7 +137,7 @@ def content_of(item: MediaFile, where: str) -> bytes:
     """Return the encoded bytes of an image or recording.
 
     Raises:
-        NoData: HP602 when the file is missing, unreadable or too large.
+        BadMedia: HP602 when the file is missing, unreadable or too large.
     """
     if item.content is not None:
         return item.content
@@ -151,7 +151,7 @@ def content_of(item: MediaFile, where: str) -> bytes:
 
 
 def check_media(items: Sequence[MediaFile], where: str) -> None:
-    """Raise NoData (HP602) if an image or recording cannot be read or decoded."""
+    """Raise BadMedia (HP602) if an image or recording cannot be read or decoded."""
     for item in items:
         decoded(item.kind, content_of(item, where), item.name, where)
 
@@ -162,21 +162,22 @@ def checksum(content: bytes) -> str:
 
 
 def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> Any:
-    """Decode an image or recording to the form that processors read.
+    """Decode an image or recording to an input of processors.
 
     Args:
         kind: `image` or `audio`.
         content: Encoded bytes.
-        name: Name of the file, for errors.
-        where: Location of the record, for errors.
+        name: Name of the file, for error messages.
+        where: Location of the record, for error messages.
         rate: Sampling rate of the result for audio, in Hz; 0: as in the file.
 
     Returns:
-        Pillow RGB image, rotated as its metadata says; or [n] float32 samples of a recording, mixed to one channel.
+        Pillow RGB image, rotated according to its EXIF data; or [n] float32 samples of a recording, averaged over its
+        channels.
 
     Raises:
         MissingDependency: HP501 when the package that decodes this kind is not installed.
-        NoData: HP602 for an unknown format, or too many pixels or samples.
+        BadMedia: HP602 for an unknown format, or too many pixels or samples.
     """
     try:
         return _image(content) if kind == IMAGE.name else _samples(content, rate)
@@ -187,7 +188,7 @@ def decoded(kind: str, content: bytes, name: str, where: str, rate: int = 0) -> 
             where=where,
             hint=f"pip install 'hyper-parallel[{extra}]'",
         ) from error
-    except Exception as error:  # Pillow and soundfile raise many classes for damaged files
+    except Exception as error:  # damaged files raise many exception classes
         raise BadMedia(
             f"{KINDS[kind].one} cannot be decoded",
             where=where,
@@ -215,7 +216,7 @@ def _samples(content: bytes, rate: int) -> Any:
         own_rate = file.samplerate
         if not 0 < own_rate <= _HIGHEST_RATE:
             raise LimitExceeded(f"{own_rate:,} samples per second, more than {_HIGHEST_RATE:,}")
-        # The header may be untrue, so the samples are counted again.
+        # The number of samples in the header may be wrong, so read at most one sample more than allowed.
         most = _MOST_SAMPLES // max(file.channels, 1)
         samples = file.read(most + 1, dtype="float32", always_2d=True).mean(axis=1)
         if max(len(samples), len(samples) * rate // own_rate) > most:
@@ -229,7 +230,7 @@ def _samples(content: bytes, rate: int) -> Any:
 
 
 def thumbnail(picture: Any) -> str:
-    """Return a small PNG of a decoded image as base64, for reports; the image may be resized in place."""
+    """Return a small PNG of a decoded image as base64, for reports; `picture` may be resized in place."""
     picture.thumbnail(_SMALL)
     written = io.BytesIO()
     picture.save(written, "PNG")

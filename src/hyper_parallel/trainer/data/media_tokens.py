@@ -1,8 +1,8 @@
-"""Tokens of conversations with media: expansion by the model's own processor, with exact labels.
+"""Tokens of conversations with images or audio (media items), expanded by the model's processor, with exact targets.
 
-The chat template writes a short mark for an image or recording, and the processor expands it to as many tokens as the
-item needs. Answers are located in the text with marks. Outside of the expansions its tokens must equal those of the
-processor, so labels are exact whatever the processor writes for an item.
+The chat template writes one placeholder token for an item, and the processor expands it to the tokens that the model
+reads. Answers are located in the text before the expansion. The tokens outside of the expansions must be equal before
+and after, so targets are exact whatever the processor writes for an item.
 
     template    user  <image>                    Which digit?  assistant  [seven <end>]
     processor   user  <image><image><image>...   Which digit?  assistant  [seven <end>]
@@ -24,7 +24,7 @@ from hyper_parallel.trainer.data.media_records import checksum, content_of, deco
 from hyper_parallel.trainer.data.template_properties import properties_of
 
 TEXT_ARRAYS: Final = ("input_ids", "attention_mask")
-"""Arrays of a processor that are not passed to the model: tokens are stored, and rows are padded on the right."""
+"""Arrays of a processor that are not passed to the model, which gets tokens and padding from the prepared data."""
 
 
 def expand(
@@ -34,14 +34,14 @@ def expand(
     tokens: tuple[Sequence[int], Sequence[bool]],
     where: str,
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a conversation with expanded media and, for each, whether it is a target.
+    """Return the token ids of a conversation after expansion of its media, and for each whether it is a target.
 
     Args:
         tokenizer: Tokenizer whose directory has the processor's files.
         conversation: Conversation with media.
         text: Conversation as rendered by the chat template.
-        tokens: Token ids of the text, and whether each is a target.
-        where: Location of the record, for errors.
+        tokens: Token ids of the text, and for each whether it is a target.
+        where: Location of the record, for error messages.
 
     Raises:
         BadValue: HP102 when template or processor do not support the media.
@@ -53,7 +53,7 @@ def expand(
 
 
 def decoded_media(tokenizer: Any, conversation: Conversation, where: str) -> list[tuple[str, Any]]:
-    """Return (kind, decoded value) of each image or recording of a conversation; errors are those of `expand`."""
+    """Return (kind, decoded value) of each image or recording of a conversation; raise the same errors as `expand`."""
     for kind in (item.kind for item in conversation.media):
         if kind not in properties_of(tokenizer).written_media:
             raise BadValue(
@@ -82,10 +82,10 @@ def processor_of(tokenizer: Any) -> Any:
 def reference_line(conversation: Conversation, text: str, where: str, blob: IO[bytes]) -> bytes:
     """Return the text of a conversation and references to its media as a JSON line.
 
-    Bytes of media that the record itself contains are appended to `blob`.
+    A reference is a file name, or the position in `blob` of bytes from the record, which are appended to `blob`.
     """
     media = [_stored(item, where, blob) for item in conversation.media]
-    where = Path(where).name  # equal wherever the same data is prepared
+    where = Path(where).name  # omit the folder, so prepared data does not depend on it
     return json.dumps({"where": where, "text": text, "media": media}).encode() + b"\n"
 
 
@@ -100,7 +100,7 @@ def _stored(item: MediaFile, where: str, blob: IO[bytes]) -> dict[str, Any]:
 
 
 def load_processor(directory: Path) -> Any:
-    """Load the processor of a directory from local files, without running code in them.
+    """Load a transformers processor from the files of a directory, without running code in them.
 
     Raises:
         MissingDependency: HP501 when a package of the processor is not installed.
@@ -117,7 +117,7 @@ def load_processor(directory: Path) -> Any:
             got=" ".join(str(error).split())[:160],
             hint="pip install 'hyper-parallel[images,audio]'",
         ) from error
-    except Exception as error:  # transformers raises many classes for damaged files
+    except Exception as error:  # transformers raises many exception classes for damaged files
         raise NoData(
             "the processor of the model cannot be loaded",
             where=str(directory),
@@ -152,8 +152,8 @@ def process(
     Args:
         processor: Processor of the model.
         texts: Text of each row.
-        media: (kind, decoded value) of each image or recording, by row.
-        where: Location of a record, for errors.
+        media: For each row, (kind, decoded value) of each image or recording.
+        where: Location of a record, for error messages.
 
     Raises:
         BadValue: HP102 when the processor raises, or ignores a kind of media.
@@ -173,12 +173,12 @@ def process(
             return_tensors="pt",
             **arguments,
         )
-    except Exception as error:  # a processor raises any class
+    except Exception as error:  # a processor may raise any exception
         raise BadValue(
             "the processor of the model rejects a conversation",
             where=where,
             got=f"{' '.join(str(error).split())[:300] or type(error).__name__}",
-            allowed="texts without tokens of images or audio other than those of the record's items",
+            allowed="texts without image or audio tokens, except those of the record's own images and audio",
         ) from error
     if sum(tensor.is_floating_point() for tensor in arrays.values()) < len(used):
         raise BadValue(
@@ -193,19 +193,19 @@ def process(
 def aligned(
     ids: Sequence[int], targets: Sequence[bool], expanded: Sequence[int], where: str
 ) -> tuple[list[int], list[bool]]:
-    """Transfer targets to expanded tokens; return these tokens and whether each is a target.
+    """Return `expanded` as a list, and for each token whether it is a target, by aligning it with `ids`.
 
-    Only tokens that the expansion makes more or less frequent may belong to images or recordings. All others must be
-    equal in the same order. Images and recordings contain no target and do not lie between two adjacent targets.
+    Tokens whose count differs between `ids` and `expanded` may belong to images or recordings. All other tokens must be
+    equal and in the same order. Tokens of images and recordings are not targets.
 
     Args:
-        ids: Token ids before the expansion.
-        targets: Whether each of them is a target.
+        ids: Token ids before the expansion of media.
+        targets: For each of `ids`, whether it is a target.
         expanded: Token ids after the expansion.
-        where: Location of the record, for errors.
+        where: Location of the record, for error messages.
 
     Raises:
-        BadValue: HP102 when the tokens differ outside of the expansions.
+        BadValue: HP102 when other tokens differ.
     """
     before, after = Counter(ids), Counter(expanded)
     added, removed = after - before, before - after
@@ -228,5 +228,5 @@ def aligned(
     raise BadValue(
         "the processor of the model changes tokens outside of images and audio, so targets cannot be identified",
         where=where,
-        got=f"token {place + 1} of {len(ids)} without them",
+        got=f"token {place + 1} of {len(ids)} in the text before processing",
     )

@@ -1,7 +1,8 @@
-"""Packing of a source: tokenize, split by document, and write the arrays of one cache entry.
+"""Packing of a data source: tokenize, split by document, and write the arrays of one cache entry.
 
-There are three passes. The first writes the tokens of all documents to one flat file, in batches to bound memory. The
-second draws the held-out documents. The third copies the tokens of each split, in document order, to its arrays.
+There are three passes. The first writes the tokens of all documents to one flat file (the token stream), in batches to
+limit memory. The second draws the held-out documents. The third copies the tokens of both splits to their arrays, in
+document order. A target is a token with loss.
 """
 
 from __future__ import annotations
@@ -42,24 +43,33 @@ from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 from hyper_parallel.units import MiB
 
 _BATCH_BYTES = 4 * MiB
-_OPEN_ROWS = 64  # open rows of first-fit; more rows save little padding and cost time
+_OPEN_ROWS = 64
+"""Maximum number of rows that `first_fit` still fills; more would save little padding and cost time."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Tokens of all documents of a source as one stream, with the span of each document."""
+    """Token stream: tokens of all documents of a source, with the span of each document.
 
-    tokens: NDArray[Any]  # [T], memory-mapped
-    spans: list[slice]  # span of every document in `tokens`
-    learn: NDArray[np.bool_] | None = None  # whether a token is a target, [T]; None: all are
-    pairs: bool = False  # adjacent documents (2i, 2i + 1) are answers to one prompt
+    Attributes:
+        tokens: [T] token ids, memory-mapped.
+        spans: Span in `tokens` of each document.
+        learn: [T] mask of targets; None: all tokens are targets.
+        pairs: Whether documents 2i and 2i + 1 are two answers to one prompt.
+        facts: Values of documents that a stage needs besides tokens.
+        scored: Whether a reward model is trained: the only target is the last token, at which the score is read.
+        stage: Stage of the recipe.
+        reasons: For each document without target, the reason, by [start, end) of its span.
+    """
+
+    tokens: NDArray[Any]
+    spans: list[slice]
+    learn: NDArray[np.bool_] | None = None
+    pairs: bool = False
     facts: DocumentFacts = field(default_factory=DocumentFacts)
-    scored: bool = (
-        False  # reward model: the only target is the last token, at which the score is read
-    )
+    scored: bool = False
     stage: str = "sft"
     reasons: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Reason why a document has no target, by the [start, end) of its span."""
 
 
 def pack(
@@ -71,7 +81,13 @@ def pack(
     masked: bool,
     counts: DataCounts,
 ) -> list[str]:
-    """Write the training and held-out sequences of a token stream, update `counts`, and return additional notes."""
+    """Write the training and held-out sequences of a token stream, update `counts`, and return notes for the user.
+
+    With `masked`, attention is blocked between documents of a row, so positions are written.
+
+    Raises:
+        NoData: HP602 when there is no training sequence.
+    """
     notes: list[str] = []
     if flat.facts.media:
         masked = False
@@ -98,7 +114,6 @@ def pack(
 
 
 def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> NoData:
-    """Return the error for a source that yields no training sequence."""
     where = f"data.source: {data.source}"
     if flat.learn is not None:
         return no_target("no conversation has a token to learn from", counts, data)
@@ -112,9 +127,9 @@ def _too_short(flat: Flat, data: Data, num_train: int, counts: DataCounts) -> No
 
 
 def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
-    """Return the error for a source in which no conversation has a target, with the most frequent reason."""
+    """Return the error for a source without targets; its message is `problem` and the most frequent reason."""
     where = f"data.source: {data.source}"
-    if counts.used:  # all used conversations are held out
+    if counts.used:  # all conversations with targets are held out
         got = f"{counts.used} conversations, data.holdout={data.holdout}"
         return NoData(
             "no conversation is left to train on", where=where, got=got, hint="data.holdout=0"
@@ -132,12 +147,12 @@ def no_target(problem: str, counts: DataCounts, data: Data) -> NoData:
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
-    """Return the narrowest unsigned integer type for token ids of a vocabulary."""
+    """Return uint16 or, for a vocabulary of more than 65,536 tokens, uint32."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, show: bool) -> Flat:
-    """Tokenize all documents of a source into unnamed files in `directory`; each text ends with end-of-text."""
+    """Tokenize all documents of a source into temporary files in `directory`; end-of-text follows each text."""
     dtype = token_dtype(tokenizer.vocab_size)
     spans: list[slice] = []
     facts, end = DocumentFacts(), 0
@@ -168,7 +183,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, stage: str, directory: Path, 
             (directory / MEDIA_BLOB).unlink()
         tokens = _map(tokens_file, dtype)
         learn = None if stage == "pt" else _map(learn_file, np.bool_)
-        if stage == "kto" and spans:  # the mismatched answer of the first prompt is written last
+        if stage == "kto" and spans:  # the mismatched answer to the first prompt comes last
             spans.insert(1, spans.pop())
         return Flat(
             tokens, spans, learn, stage in PAIRED_STAGES, facts, stage == "rm", stage, reasons
@@ -180,7 +195,6 @@ def _map(file: IO[bytes], dtype: Any) -> NDArray[Any]:
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield batches of documents of about `_BATCH_BYTES` each."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -196,7 +210,10 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def encode(
     batch: list[Document], hf: Any, stage: str
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Yield (token ids, whether each is a target) of each document; with `pt` the second is empty."""
+    """Yield (token ids, target mask) of each document in a batch; with `stage: pt`, the mask is empty.
+
+    `hf` is the tokenizer of transformers.
+    """
     if not batch:
         return
     if stage != "pt":
@@ -217,7 +234,7 @@ def encode(
         for d in batch
     ]
     if hf.is_fast:
-        # Call the Rust library directly: the wrapper also builds masks and offsets, which doubles the time.
+        # Call the Rust library directly: the transformers wrapper also builds masks and offsets, at twice the time.
         backend = hf.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -238,11 +255,11 @@ def _contents(document: Document) -> list[str]:
 def split_documents(
     flat: Flat, share: float, seed: int, seq_len: int
 ) -> tuple[list[slice], list[slice]]:
-    """Return the token spans of the training and of the held-out documents, each in document order.
+    """Return the token spans of the training documents and of the held-out documents, each in document order.
 
-    The seed draws `round(share * documents)` documents to hold out, and more if they do not fill one sequence. If that
-    number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence. Conversations
-    are never cut, so at least one of them is held out. The two documents of a pair are drawn together.
+    The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. If
+    that number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence.
+    Conversations are never divided, so at least one is held out. Both documents of a pair are in the same split.
     """
     unit = 2 if flat.pairs else 1
     spans, count = flat.spans, len(flat.spans) // unit
@@ -251,7 +268,7 @@ def split_documents(
     wanted = round(share * count)
     if wanted == 0 and flat.learn is None:
         return _hold_out_tail(spans, max(seq_len + 1, int(share * len(flat.tokens))))
-    # The raw bits of PCG64 never change between numpy versions; `permutation` may.
+    # numpy guarantees that the raw bits of PCG64 never change, but not the results of `permutation`.
     order = np.argsort(np.random.PCG64([seed, 1]).random_raw(count), kind="stable")
     chosen: set[int] = set()
     tokens = 0
@@ -275,13 +292,13 @@ def _length(span: slice) -> int:
 
 
 def write_text(flat: Flat, spans: list[slice], path: Path) -> None:
-    """Copy spans of the token stream into one flat array on disk."""
+    """Write the concatenated spans of a token stream as one flat array, an .npy file."""
     dtype, size = flat.tokens.dtype, sum(map(_length, spans))
     if size == 0:
         np.save(path, np.zeros(0, dtype))
         return
     out = np.lib.format.open_memmap(path, "w+", dtype=dtype, shape=(size,))
-    # Allocate the space first: on a full disk, a write to mapped memory would kill the process.
+    # Allocate disk space first: on a full disk, a write to mapped memory would kill the process.
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, out.offset + out.nbytes)
     offset = 0
@@ -300,15 +317,15 @@ def write_rows(
     masked: bool,
     counts: DataCounts,
 ) -> None:
-    """Pack documents into rows of `seq_len`; write inputs, shifted labels, counts per row and, if `masked`, positions.
+    """Pack documents into rows of `seq_len` tokens, write the rows as arrays `PATH*.npy`, and update `counts`.
 
-    A document of T tokens takes T - 1 positions, because its last token is only a label. If a reward model scores it,
-    it takes T positions. With packing, documents share rows. A text longer than a row is cut into pieces that overlap
-    by one token, so every token but the first is a label once. A longer conversation is cut to its first `seq_len` + 1
-    tokens. Conversations without a target are dropped, and so are longer ones with media.
+    The arrays are inputs, shifted labels, and for each row the numbers of labels with loss and of tokens before the
+    padding. If `masked`, there are also positions, which restart at 0 with every document and with the padding.
 
-    Positions restart at 0 with every document and with the padding. The two counts per row are its labels with loss and
-    its tokens before the padding. `counts` of conversations are updated.
+    A document of T tokens takes T - 1 positions, because its last token is only a label. For a reward model it takes T
+    positions. With packing, documents share rows. A text longer than a row is divided into pieces that overlap by one
+    token, so every token but the first is a label once. A longer conversation is truncated to `seq_len` + 1 tokens.
+    Conversations without a target, and longer conversations with media, are dropped.
     """
     seq_len, learn = data.seq_len, flat.learn
     num_label_only = 0 if flat.scored else 1
@@ -342,7 +359,7 @@ def write_rows(
 def _used_conversations(
     flat: Flat, spans: list[slice], cut: list[slice], counts: DataCounts
 ) -> list[slice]:
-    """Count all conversations, and return those to use: conversations (or whole pairs) whose cut span has a target."""
+    """Count all conversations; return the truncated spans, from `cut`, of conversations or whole pairs with targets."""
     assert flat.learn is not None
     first, used, unit = int(not flat.scored), list[slice](), 2 if flat.pairs else 1
     targets = [int(flat.learn[s.start + first : s.stop].sum()) for s in cut]
@@ -353,7 +370,7 @@ def _used_conversations(
             counts.dropped[LONG_MEDIA] += 1
         elif missing is None:
             used += [cut[i] for i in group]
-            # The second document of a `kto` pair serves as a reference and carries no loss.
+            # The second document of a KTO pair, the mismatched answer, has no loss.
             counted = group[:1] if flat.stage == "kto" else group
             lengths = sum(_length(cut[i]) for i in counted)
             is_cut = any(cut[i] != spans[i] for i in counted)
@@ -367,7 +384,6 @@ def _used_conversations(
 
 
 def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
-    """Return whether any target in a document's span is the tokenizer's unknown token."""
     if unknown_id is None:
         return False
     is_unknown = flat.tokens[span] == unknown_id
@@ -375,7 +391,7 @@ def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
 
 
 def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the input tokens and shifted labels of a document's span."""
+    """Return the inputs and shifted labels of a document's span."""
     tokens = flat.tokens[span]
     if flat.scored:  # transformers reads the score at the last token that is not padding
         last = np.flatnonzero(tokens != pad_id)[-1:]
@@ -391,7 +407,11 @@ def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[
 def fill_row(
     pieces: Sequence[tuple[NDArray[Any], NDArray[Any]]], seq_len: int, pad_id: int
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]:
-    """Return inputs, labels and positions, [S] each, of a row of documents, and its number of tokens before padding."""
+    """Concatenate and pad documents, given as (inputs, labels), to one row.
+
+    Returns:
+        Inputs, labels and positions, [S] each, and number of tokens before the padding.
+    """
     num_real = sum(len(tokens) for tokens, _ in pieces)
     num_padding = seq_len - num_real
     padding = (np.full(num_padding, pad_id), np.full(num_padding, IGNORE_INDEX))
@@ -401,9 +421,11 @@ def fill_row(
 
 
 def first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Pack items into rows of `capacity`, each into the oldest open row with enough space; return item indices per row.
+    """Pack items of given lengths into rows of `capacity`; return the item indices of each row.
 
-    Source: first-fit bin packing, Johnson et al. 1974, over a bounded number of open rows.
+    Each item goes to the oldest of at most `_OPEN_ROWS` open rows that has enough space.
+
+    Source: first-fit bin packing, Johnson et al. 1974.
     """
     rows: list[list[int]] = []
     free: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""Placeholders for the words of turns (content, reasoning, tool calls), which locate them in a rendered conversation.
+"""Placeholders for the words of turns (content, reasoning, tool calls), to locate them in a rendered conversation.
 
-A placeholder does not replace white space around the words, so that a template that strips a turn strips both alike.
-Placeholders consist of letters and digits, which no template and no JSON writer changes.
+White space around the words is not replaced, because templates may strip it. Placeholders consist of letters and
+digits, which no template and no JSON writer changes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ PLACEHOLDER: Final = re.compile(r"Qz(\d+)zQ")
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Piece of a turn's content, reasoning, function name or arguments that a placeholder replaces."""
+    """Text in a turn that a placeholder replaces.
+
+    Attributes:
+        turn: Index of the turn.
+        kind: Part of the turn: `content`, `reasoning`, `name` (of a called function) or `argument`.
+        text: The replaced text.
+    """
 
     turn: int
-    kind: str  # content, reasoning, name or argument
+    kind: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class WordsPlace:
-    """Position [start, end) in a rendered text of the `Words` with index `number`."""
+    """Position [start, end), in characters, of the `Words` with index `number` in a rendered conversation."""
 
     number: int
     start: int
@@ -38,12 +44,13 @@ class WordsPlace:
 
 @dataclass
 class Placeholders:
-    """Replacer of the words of turns by placeholders; `words` lists all replaced pieces.
+    """Replacement of the words of turns by placeholders.
 
     Args:
-        tags: Pattern of texts that are not replaced because the template may read them.
-        all_turns: Whether to replace words of all turns; False: only of the assistant's.
+        tags: Pattern of texts, such as `</think>`, that stay because the template may test for them; None: none stay.
+        all_turns: Whether to replace words in all turns; False: only in assistant turns.
         names: Whether to replace the names of called functions.
+        words: Replaced texts, filled by `of`; the placeholder of item i contains the number i.
     """
 
     tags: re.Pattern[str] | None
@@ -90,7 +97,7 @@ class Placeholders:
         return "".join(parts)
 
     def _one(self, i: int, text: str, kind: str) -> str:
-        """Replace a text of turn `i` by a placeholder, except white space at both ends, which a template may strip."""
+        """Replace a text of turn `i` by a placeholder, except white space at both ends."""
         core = text.strip()
         if not core:
             return text
@@ -106,7 +113,7 @@ class Placeholders:
         function["arguments"] = self._argument(i, function.get("arguments"))
         shaped = {**call, "function": function}
         if isinstance(key := call.get("id"), str) and self.names and name and name in key:
-            # Some templates write the identifier of a call instead of its name.
+            # Some templates write the id of a call instead of its name.
             shaped["id"] = self._ids[key] = key.replace(name, self._names[name])
         return shaped
 
@@ -121,13 +128,13 @@ class Placeholders:
 
 
 def pieces_of(message: Message) -> list[str]:
-    """Return the pieces of a turn's content between its media marks, stripped and without empty ones."""
+    """Return the nonempty texts between the media marks of a turn's content, without surrounding white space."""
     pieces = without_marks(message.get("content") or "")
     return [core for piece in pieces if (core := piece.strip())]
 
 
 def forms_of(words: str) -> Iterator[str]:
-    """Yield the forms in which a template may write a text: unchanged, as JSON, and as a Python literal."""
+    """Yield the forms in which a template may write `words`: unchanged, with JSON escapes, or with Python escapes."""
     yield words
     for escaped in (json.dumps(words, ensure_ascii=False), json.dumps(words), repr(words)):
         if escaped[1:-1] != words:
@@ -135,9 +142,9 @@ def forms_of(words: str) -> Iterator[str]:
 
 
 def places_of(shaped: str, text: str, words: Sequence[Words]) -> list[WordsPlace] | None:
-    """Locate words in a rendered text by comparing it with the text rendered with placeholders, `shaped`.
+    """Return the positions of the replaced words in `text`; `shaped` is the same conversation with placeholders.
 
-    Return None if the texts differ in more than the placeholders.
+    Return None if replacing the placeholders in `shaped` by their words does not result in `text`.
     """
     parts = PLACEHOLDER.split(shaped)
     places: list[WordsPlace] = []

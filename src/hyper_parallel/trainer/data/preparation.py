@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 # The texts below are part of cache keys and fingerprints: changing one invalidates prepared data and checkpoints.
 _VERSION = 2
 _TARGETS = "targets behind the generation prompt, cut at answers"
-"""Rule by which conversations are masked and tokenized."""
+"""Description of how conversations are masked and tokenized."""
 _PLAIN_TEXT = "pairs of texts are joined without a template"
 _COUNTED = "every key of a record has a meaning, targets are counted as trained, and empty answers are left out"
-"""Rules of the readers of records."""
+"""Description of how records are read."""
 _MEDIA_COSTS = "media and their tokens are counted"
 _WITHOUT_INFLUENCE = (
     "_positions.npy",
@@ -37,40 +37,50 @@ _WITHOUT_INFLUENCE = (
     ".ends.npy",
     ".keys.json",
 )
-"""Endings of the names of files that affect no token and no order; the fingerprint of the data excludes them."""
+"""Name endings of files of a cache entry that affect no token and no order; the data's fingerprint excludes them."""
 
 
 @dataclass(frozen=True)
 class PackedData:
-    """Training data of a run: packed sequences or a stream, held-out sequences, and facts about them."""
+    """Training data of a run.
+
+    Attributes:
+        train: Packed sequences, or a stream.
+        holdout: Held-out sequences, none if `data.holdout` is 0; None for a stream.
+        tokenizer_dir: Hugging Face directory of the tokenizer.
+        vocab_size: Largest token id plus one.
+        fingerprint: Hash of the packed content, equal on every machine.
+        cached: Whether the result was in the cache.
+        notes: Sentences on text that was truncated or dropped.
+        counts: Counts of each source; those of a stream are updated while it is read.
+        previews: Preview of each source; those of a stream are updated while it is read.
+        weights: Weight of each source in a mixture; empty for a single source.
+        tokenizer_fingerprint: Hash of the tokenizer's files.
+        tokenizer_notes: Warnings that other programs get different tokens from the tokenizer's files.
+        validation_fingerprint: Hash of the packed content of `data.validation`; None: not set.
+        records_fingerprint: Hash of the record columns that reward functions read; None for a stream.
+        files_fingerprint: Hash of names, sizes and times of a stream's files; None for packed sequences.
+    """
 
     train: PackedSequences | JoinedSequences | Stream
-    holdout: (
-        PackedSequences | JoinedSequences | None
-    )  # empty when `data.holdout` is 0; None: a stream has none
-    tokenizer_dir: str  # Hugging Face directory of the tokenizer of these tokens
-    vocab_size: int  # largest token id plus one
-    fingerprint: str  # hash of the packed content, equal on every machine
-    cached: bool  # whether the cache already held the result
-    notes: tuple[str, ...] = ()  # sentences on text that was cut or left out
-    counts: tuple[DataCounts, ...] = ()  # of each source of the recipe; updated live for a stream
-    previews: tuple[
-        SourcePreview, ...
-    ] = ()  # of each source of the recipe; updated live for a stream
-    weights: tuple[float, ...] = ()  # of the sources of a mixture
-    tokenizer_fingerprint: str = ""  # hash of the tokenizer's files
-    tokenizer_notes: tuple[
-        str, ...
-    ] = ()  # sentences on programs that read the tokenizer differently
-    validation_fingerprint: str | None = None  # `fingerprint` of `data.validation`
-    records_fingerprint: str | None = None  # hash of the columns that rewards read
-    files_fingerprint: str | None = None  # hash of names, sizes and times of the files of a stream
+    holdout: PackedSequences | JoinedSequences | None
+    tokenizer_dir: str
+    vocab_size: int
+    fingerprint: str
+    cached: bool
+    notes: tuple[str, ...] = ()
+    counts: tuple[DataCounts, ...] = ()
+    previews: tuple[SourcePreview, ...] = ()
+    weights: tuple[float, ...] = ()
+    tokenizer_fingerprint: str = ""
+    tokenizer_notes: tuple[str, ...] = ()
+    validation_fingerprint: str | None = None
+    records_fingerprint: str | None = None
+    files_fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """Settings that all sources of a recipe share."""
-
     tokenizer: Tokenizer
     tokenizer_fingerprint: str
     stage: str
@@ -79,7 +89,7 @@ class _Setup:
     progress: bool
 
     def encoding_rules(self, source: Source) -> list[Any]:
-        """Return values that identify how documents become tokens and targets, for cache keys and fingerprints."""
+        """Return JSON values that describe how a source's documents are tokenized, for cache keys and fingerprints."""
         rules: list[Any] = [_TARGETS, *self.tokenizer.stops] if self.stage != "pt" else []
         return rules + ([] if source.plain == "never" else [_PLAIN_TEXT, source.plain])
 
@@ -96,23 +106,23 @@ def prepare(
 ) -> PackedData:
     """Tokenize and pack the sources of a recipe, or open the cached result.
 
-    Call it before ranks are forked and before a process group exists. If several processes call it at once (torchrun),
-    the others wait on a file lock, not in a collective, until the first has finished.
+    Call this before ranks are forked and before a process group exists. If several processes call it at once, as with
+    torchrun, the first one works, and the others wait on a file lock, not in a collective.
 
     Args:
         data: Section `data` of the recipe.
-        stage: Stage of the recipe. With `pt` every token is a target, with other stages the tokens of answers.
-        model_path: `model.path` of the recipe; its tokenizer is used if it has one and `data.tokenizer` is not set.
+        stage: Stage of the recipe. With `pt` every token has loss, with other stages the tokens of answers.
+        model_path: `model.path` of the recipe. If `data.tokenizer` is not set, the tokenizer in this directory is used.
         seed: Seed that draws the held-out documents.
-        progress: Show progress bars on stderr.
+        progress: Whether to show progress bars on stderr.
         vocab_limit: Size of the model's vocabulary; None: a tokenizer of any size is accepted.
         model_config: Values of the model's config, which an export stores next to the tokenizer; None: no model is
             known.
 
     Raises:
         NoData: HP602 when the source is missing, unreadable, empty, or shorter than one sequence.
-        BadValue: HP102 when the tokenizer has more tokens than the model, or would produce other tokens from an export.
-        Contradiction: HP104 when the stage does not suit the records.
+        BadValue: HP102 when the tokenizer has more tokens than the model, or its export would produce different tokens.
+        Contradiction: HP104 when the stage cannot train on the records.
         OutputNotWritable: HP105 when the cache cannot be written.
     """
     cache = cache_root(data.cache_dir)
@@ -141,11 +151,7 @@ def prepare(
 
 
 def _join(data: Data, parts: list[PackedData]) -> PackedData:
-    """Join the prepared data of several sources.
-
-    Raises:
-        Contradiction: HP104 when only some sources have media, and the others are packed.
-    """
+    """Join the data of several sources; raise Contradiction (HP104) if only some have media and rows are packed."""
     weights = [weight for _, weight in data.parts()]
     if data.packing and 0 < sum(part.train.has_media for part in parts) < len(parts):
         raise Contradiction(
@@ -171,7 +177,7 @@ def _join(data: Data, parts: list[PackedData]) -> PackedData:
 
 
 def _pack_validation(data: Data, setup: _Setup) -> PackedData:
-    """Return the packed data of `data.validation`, of which nothing is held out."""
+    """Return the packed data of `data.validation`, all of it as training split."""
     section = data.model_copy(
         update={
             "source": data.validation,
@@ -187,7 +193,6 @@ def _pack_validation(data: Data, setup: _Setup) -> PackedData:
 
 
 def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
-    """Return the packed data of one source, from the cache or newly built."""
     tokenizer = setup.tokenizer
     key = _cache_key(data, source, setup)
     directory, meta = entry(
@@ -217,7 +222,6 @@ def _pack_source(data: Data, source: Source, setup: _Setup) -> PackedData:
 
 
 def _cache_key(data: Data, source: Source, setup: _Setup) -> str:
-    """Return the name of a source's cache entry: a hash of all inputs of its content."""
     masked = data.masks(setup.stage)
     inputs = [_VERSION, source.identity(), setup.tokenizer_fingerprint, data.seq_len]
     rules: list[Any] = [data.packing, masked] if masked or not data.packing else []
@@ -240,7 +244,7 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
     masked = data.masks(stage)
     notes = pack(target, flat, data, tokenizer.pad_id, setup.seed, masked, source.counts)
     lengths = LengthHistogram()
-    # With `kto` every second document is a prompt with the answer to another one.
+    # With KTO, every second document has a mismatched answer and is not counted.
     for span in flat.spans[:: 2 if stage == "kto" else 1]:
         lengths.add(span.stop - span.start)
     examples = preview_examples(source, tokenizer.hf, stage)
@@ -252,20 +256,16 @@ def _build(target: Path, data: Data, source: Source, setup: _Setup) -> dict[str,
 
 
 def _open_stream(data: Data, source: Source, setup: _Setup) -> PackedData:
-    """Open a source as a stream.
-
-    Raises:
-        NoData: HP602 when the source yields no sequence.
-    """
+    """Open a source as a stream; raise NoData (HP602) if it yields no sequence."""
     tokenizer, stage = setup.tokenizer, setup.stage
     stream = Stream(source, tokenizer.hf, data, stage, setup.seed, tokenizer.pad_id)
-    next(stream.rows(Place()))  # refuses a source without a sequence
+    next(stream.rows(Place()))  # raise now if the source yields no sequence
     examples = preview_examples(source, tokenizer.hf, stage)
     settings = [data.seq_len, data.packing, stream.masked, data.max_bytes, data.text_key]
     settings += [data.max_records] if data.max_records else []
     settings += setup.encoding_rules(source)
     settings += [source.rules.identity] if source.rules.identity else []
-    # A recipe may name the source relative to its own folder, and the run's copy of the recipe from the root.
+    # The run's copy of the recipe has an absolute path where the recipe may have a relative one.
     path = Path(source.name).expanduser()
     name = str(path.absolute()) if path.exists() else source.name
     inputs = [_VERSION, name, source.shape, stage, setup.tokenizer_fingerprint]

@@ -1,9 +1,9 @@
-"""Preview of a source: decoded examples with marked targets, and a histogram of document lengths.
+"""Preview of a data source: decoded examples with marked targets (tokens with loss), and a histogram of lengths.
 
-    records -> tokens and targets, as training encodes them -> text segments, each all targets or no targets
+    records -> tokens and targets, encoded as for training -> text segments, each of only targets or of no targets
 
-The command `data`, the start panel and the report show the same objects. Texts are decoded from token ids, so they
-include special tokens, as the model reads them.
+The command `data`, the start panel and the report show these examples. Texts are decoded from token ids, so they
+include special tokens.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from hyper_parallel.trainer.data.packing import encode
 from hyper_parallel.trainer.data.sources import Source
 
 _SEARCHED: Final = 64
-"""Number of records that are searched for examples for the start panel and the report."""
+"""Maximum number of records that are searched for examples."""
 _EXAMPLES: Final = 3
 _CONTEXT: Final = 8
-"""Tokens decoded before a segment as context: some tokenizers drop the space at the beginning of a text."""
+"""Number of tokens before a segment that are decoded with it: some tokenizers drop a space at the start of a text."""
 _MOST_CHARACTERS: Final = 1200
-"""Maximum characters of a segment in data.json; the middle of a longer segment is left out."""
+"""Maximum characters of a segment in data.json; the middle of a longer segment is omitted."""
 _MOST_SEGMENTS: Final = 40
 _IMAGES: Final = 4
-"""Maximum number of images that an example shows: one row of a report."""
+"""Maximum number of images of an example, which fit into one row of a report."""
 _MOST_BUCKETS: Final = 16
 _PAIR: Final = ("chosen", "rejected")
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of consecutive tokens of which all are targets, or none."""
+    """Text of consecutive tokens; `trained` tells whether all or none of them are targets."""
 
     text: str
     trained: bool
@@ -45,11 +45,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ExampleText:
-    """Text of an example as the model reads it, in segments.
+    """Text of an example, decoded from its tokens.
 
     Attributes:
         name: `text`, `conversation`, `chosen`, `rejected`, `good answer`, `bad answer`, `prompt` or `answer`.
-        segments: Text up to `data.seq_len` tokens.
+        segments: Segments of the first `data.seq_len` tokens.
         num_tokens: Number of tokens of the whole text.
         num_cut: Number of tokens beyond `data.seq_len`, which are not trained on.
     """
@@ -62,7 +62,7 @@ class ExampleText:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Example record: its location, its texts (two for a pair), and thumbnails of its images as base64 PNG."""
+    """Example record: location, texts (two for a pair), and thumbnails of images as base64 PNG."""
 
     where: str
     texts: tuple[ExampleText, ...]
@@ -76,12 +76,12 @@ class LengthHistogram:
     counts: Counter[int] = field(default_factory=Counter)
 
     def add(self, num_tokens: int) -> None:
-        """Count a document."""
+        """Count a document of `num_tokens` tokens."""
         shift = max(num_tokens.bit_length() - 3, 0)
         self.counts[4 * shift + (num_tokens >> shift)] += 1
 
     def buckets(self) -> list[dict[str, int]]:
-        """Return at most 16 buckets between the shortest and the longest document, as JSON values."""
+        """Return at most 16 buckets as dicts with `from` and `to` (tokens, inclusive) and `documents` (count)."""
         if not self.counts:
             return []
         first, last = min(self.counts), max(self.counts)
@@ -97,14 +97,14 @@ class LengthHistogram:
 
 
 def _least(bucket: int) -> int:
-    """Return the smallest number of tokens in a bucket of `LengthHistogram`."""
+    """Return the smallest number of tokens of bucket number `bucket` in a `LengthHistogram`."""
     shift = max(bucket // 4 - 1, 0)
     return (bucket - 4 * shift) << shift
 
 
 @dataclass(frozen=True, slots=True)
 class SourcePreview:
-    """Examples of a source, and the lengths of its documents."""
+    """Examples of a data source, and histogram of the lengths of its documents."""
 
     examples: tuple[Example, ...] = ()
     lengths: LengthHistogram = field(default_factory=LengthHistogram)
@@ -135,7 +135,7 @@ def example_of(
     stage: str,
     counts: DataCounts,
 ) -> Example:
-    """Return a record as an example with decoded text.
+    """Return the example of a record, with texts decoded from its tokens.
 
     Args:
         hf: Tokenizer of transformers.
@@ -167,7 +167,7 @@ def _example_text(
     stage: str,
     counts: DataCounts,
 ) -> ExampleText:
-    # A reward model reads the score at the last token; other stages also predict the token after the sequence.
+    # A reward model scores the last of `seq_len` tokens; other stages also predict the token after them.
     shown = list(ids[: counts.seq_len + (stage != "rm")])
     if stage == "rm":
         targets = [False] * (len(shown) - 1) + [True] * bool(shown)
@@ -182,7 +182,7 @@ def _example_text(
 def _prompt_and_answer(
     hf: Any, ids: Sequence[int], learn: Sequence[bool]
 ) -> tuple[ExampleText, ...]:
-    """Return the prompt for which completions are sampled and, if there is one, the reference answer."""
+    """Return the texts of a GRPO prompt and, if there is one, of its reference answer."""
     prompt = [one for one, marked in zip(ids, learn, strict=True) if not marked]
     answer = [one for one, marked in zip(ids, learn, strict=True) if marked][:-1]
     parts = {"prompt": prompt} | ({"answer": answer} if answer else {})
@@ -193,7 +193,7 @@ def _prompt_and_answer(
 
 
 def segments_of(hf: Any, ids: Sequence[int], targets: Sequence[bool]) -> Iterator[Segment]:
-    """Yield the text of tokens as segments, split wherever targets begin or end."""
+    """Yield the decoded text of tokens in segments, each of only targets or of no targets."""
     start = 0
     for trained, run in itertools.groupby(targets):
         end = start + sum(1 for _ in run)
@@ -210,7 +210,7 @@ def _decoded(hf: Any, before: Sequence[int], ids: Sequence[int]) -> str:
 
 
 def is_used(encoded: Sequence[Encoded], stage: str, counts: DataCounts) -> bool:
-    """Return whether `counts` would count a record as used, that is, trained on."""
+    """Return whether a stage trains on a record with these tokens and targets, with the settings in `counts`."""
     own = DataCounts(seq_len=counts.seq_len, by_document=counts.by_document)
     own.add([Document("")] * len(encoded), encoded, stage)
     return own.used > 0
@@ -225,11 +225,11 @@ def units(source: Source, stage: str) -> Iterator[list[Document]]:
 
 
 def preview_examples(source: Source, hf: Any, stage: str) -> tuple[Example, ...]:
-    """Return the first used records of a source as examples, with long texts shortened.
+    """Return the first records of a source that are trained on as examples, with long texts shortened.
 
-    The beginning of the source is read again, without changing its counts.
+    This reads the beginning of the source again, without changing its counts.
     """
-    # A text file is one document; its first sequence is shown.
+    # A text file is one document, so read only its beginning.
     counts = source.counts
     head = counts.seq_len * 16 if source.shape == "text" else None
     most = source.max_bytes if head is None else min(head, source.max_bytes or head)
@@ -255,7 +255,7 @@ def _small_images(document: Document) -> tuple[str, ...]:
 
 
 def shortened(example: Example) -> Example:
-    """Return an example with the middle of long segments left out."""
+    """Return an example without the middle of long segments, and without segments after the first 40."""
     texts = []
     for text in example.texts:
         shown = text.segments[:_MOST_SEGMENTS]
@@ -267,7 +267,7 @@ def shortened(example: Example) -> Example:
 
 
 def without_middle(text: str, most: int) -> str:
-    """Return a text of about `most` characters: its beginning and end, and the number of characters left out."""
+    """Return start and end of a text, about `most` characters, with the number of omitted characters between them."""
     if len(text) <= most + 40:
         return text
     return f"{text[: most // 2]} [... {len(text) - most:,} characters ...] {text[-(most // 2) :]}"

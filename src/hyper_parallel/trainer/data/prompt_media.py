@@ -1,4 +1,4 @@
-"""Prompts with images and recordings: their tokens and arrays, computed by the model's processor as in training."""
+"""Prompts with images and audio for generation: tokens and model inputs, computed by the model's processor."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PromptMedia:
     """Processed images and recordings of a prompt.
 
     Attributes:
-        arrays: Arrays by argument name of the model's forward.
-        per_token: Names of the arrays with one number per token of the prompt.
+        arrays: Model inputs, by argument name of the model's forward.
+        per_token: Names of the arrays that have one number per token of the prompt.
     """
 
     arrays: Mapping[str, NDArray[Any]]
@@ -36,7 +36,7 @@ class PromptMedia:
 
 
 def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the content of any turn is a list of parts."""
+    """Return whether the content of any turn is a list of content parts, such as texts and images."""
     return any(isinstance(turn.get("content"), list | tuple) for turn in turns)
 
 
@@ -57,7 +57,7 @@ def encode_parts(
     kinds = media_of_processor(tokenizer.name_or_path)
     if not kinds:
         raise BadValue(
-            "the model has no processor of images or audio, so a prompt is a text",
+            "the model has no processor for images or audio, so prompts must be texts",
             where=tokenizer.name_or_path,
             allowed="a directory with preprocessor_config.json or processor_config.json",
         )
@@ -82,7 +82,7 @@ def _encoded(
 
 
 def _absolute(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the turns with relative paths of media converted to absolute ones."""
+    """Return the turns with absolute paths of media files."""
 
     def part_of(part: Any) -> Any:
         if not isinstance(part, Mapping):

@@ -22,7 +22,7 @@ from hyper_parallel.trainer.data.media_kinds import KINDS, MediaKind
 Record = Mapping[str, Any]
 
 PROMPTS: Final = ("prompt", "question", "query", "problem", "instruction", "input")
-"""Keys of a question, by priority."""
+"""Keys of a question, in order of preference."""
 ANSWERS: Final = ("completion", "response", "answer", "output", "solution")
 """Keys of the answer to a question."""
 TURNS: Final = ("conversations", "messages")
@@ -46,7 +46,7 @@ _NAMES: Final = """
     meta metadata annotations
     """
 WITHOUT_INFLUENCE: Final = frozenset(_NAMES.split())
-"""Metadata keys of records and turns: they do not change the text, so they are ignored and counted."""
+"""Metadata keys of records and turns: they do not affect the text, so they are ignored and counted."""
 _MEDIA: Final = frozenset(
     (
         "image", "images", "image_url", "image_urls", "image_path", "image_paths", "audio", "audios", "audio_path",
@@ -71,7 +71,7 @@ ROLES: Final[Mapping[str, str]] = {
     ),
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),
 }
-"""Canonical role by each name that data sets use for it."""
+"""Dict from role name in datasets to canonical role."""
 _OF_TURNS: Final = ("role", "content")
 
 
@@ -82,20 +82,22 @@ def media_columns(kinds: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class RecordRules:
-    """Rules of a recipe for reading the keys of records.
+    """Settings of a recipe for reading the keys of records.
+
+    A canonical key is the name that this package uses, such as `prompt`; `data.columns` maps it to a dataset's name.
 
     Attributes:
-        columns: Map from a renamed key in the records to its canonical key.
-        turn_columns: Map from a renamed key in the turns to its canonical key.
-        roles: Map from a role name in the records to the canonical role.
+        columns: Dict from renamed key in the records to canonical key.
+        turn_columns: Dict from renamed key in the turns to canonical key.
+        roles: Dict from role name in the records to canonical role.
         ignored: Keys of records, turns and tool calls that are ignored.
-        media: Names of columns with images, sounds and the like that the table reader has removed.
+        media: Names of columns that the table reader has removed, because they hold images, audio or files.
         text_key: `data.text_key`.
         is_table: Whether records are rows of a table, in which absent keys are None.
-        media_root: Folder of the images and recordings that records name.
+        media_root: Folder of the images and recordings to which records refer.
         media_kinds: Kinds of media that the model's processor reads.
         skips_media: Whether records with unreadable media are dropped; False: they raise an error.
-        counts: Counts in which ignored keys are recorded.
+        counts: Counts of the source, to which ignored keys are added.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -120,7 +122,7 @@ class RecordRules:
         media_root: Path | None = None,
         media_kinds: tuple[str, ...] = (),
     ) -> RecordRules:
-        """Return the rules that section `data` of a recipe defines."""
+        """Return the rules of section `data` of a recipe; other arguments become attributes of the same name."""
         columns = {own: name for name, own in data.columns.items()}
         turns = {own: name for own, name in columns.items() if name in _OF_TURNS}
         columns = {own: name for own, name in columns.items() if name not in _OF_TURNS}
@@ -133,12 +135,12 @@ class RecordRules:
 
     @property
     def media_columns(self) -> frozenset[str]:
-        """Names of the columns whose references to media are read."""
+        """Names of the record columns that refer to media of supported kinds."""
         return media_columns(kind.name for kind in self.media_kinds)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Non-default settings that influence the text of a record, for cache keys."""
+        """Non-default settings that affect the text of a record, for cache keys."""
         roles = {word: role for word, role in self.roles.items() if ROLES.get(word) != role}
         values = {
             "columns": {**self.columns, **self.turn_columns},
@@ -151,6 +153,8 @@ class RecordRules:
 
     def named(self, record: Record, columns: Mapping[str, str], where: str) -> dict[str, Any]:
         """Return the values of a record or turn by canonical key, without null values and ignored keys.
+
+        `columns` maps renamed keys to canonical keys.
 
         Raises:
             NoData: HP602 for different values of two keys with the same canonical key.
@@ -171,7 +175,7 @@ class RecordRules:
         return values
 
     def one_of(self, values: Mapping[str, Any], keys: Iterable[str], where: str) -> Any:
-        """Return the value under any of several synonymous keys; None if the record has none of them.
+        """Return the value under any of the synonymous `keys`; None if `values` has none of them.
 
         Raises:
             NoData: HP602 for synonymous keys with different values.
@@ -184,7 +188,7 @@ class RecordRules:
         return next((values[key] for key in keys if key in values), None)
 
     def contradiction(self, keys: Collection[str], where: str) -> NoData:
-        """Return the error for synonymous keys with different values."""
+        """Return the error for synonymous keys of a record that have different values."""
         first, *rest = keys
         return NoData(
             f"`{first}` and `{'`, `'.join(rest)}` of a record mean the same but have different values",
@@ -202,10 +206,10 @@ class RecordRules:
         return override if all(map(str.isidentifier, names)) else shlex.quote(override)
 
     def refuse_unknown(self, values: Record, known: Collection[str], item: str, where: str) -> None:
-        """Raise for unknown keys, except empty ones and keys that do not influence the text.
+        """Raise if `values` has a nonempty value under a key that is neither known nor metadata.
 
         Raises:
-            NoData: HP602 naming `item` and the first unknown key; the hint ignores all of them.
+            NoData: HP602 naming the first unknown key of the `item`; the hint ignores all unknown keys.
         """
         unknown = []
         for key, value in values.items():
@@ -235,12 +239,12 @@ class RecordRules:
             )
 
     def refuse_media(self, record: Record, texts: Iterable[str], where: str) -> None:
-        """Raise for columns of unsupported media, and for their placeholders (`<video>`) in texts.
+        """Raise if a record has media of an unsupported kind in a column, or placeholders for them in its texts.
 
-        Otherwise placeholders would be trained on as plain text.
+        Otherwise a placeholder such as `<video>` would be trained on as plain text.
 
         Raises:
-            NoData: HP602 when the record or its table has such a column with a value.
+            NoData: HP602 naming the placeholder or the column.
         """
         media = [key for key in (*self.media, *record) if key in _MEDIA or key in self.media]
         media = [key for key in media if key not in self.media_columns]
@@ -250,7 +254,7 @@ class RecordRules:
         for text in texts:
             if (mark := next((mark for mark in _PLACEHOLDERS if mark in text), None)) is not None:
                 raise NoData(
-                    f"`{mark}` stands for a value of `{media[0]}`, which is not supported",
+                    f"the placeholder `{mark}` refers to the media column `{media[0]}`, which is not supported",
                     where=where,
                     got=abbreviated(text),
                     allowed=_SUPPORTED,
@@ -260,7 +264,7 @@ class RecordRules:
 
     def _unsupported_media(self, key: str, where: str) -> NoData:
         return NoData(
-            f"`{key}` of a record is not supported",
+            f"the media column `{key}` of a record is not supported",
             where=where,
             got=key,
             allowed=_SUPPORTED,
@@ -283,17 +287,17 @@ _ROLLED_OUT: Final = ("prompt", "completion", "completion_ids")
 
 
 def label_of(record: Record, where: str) -> bool:
-    """Return whether a record's answer is labelled good, under its key `label` (TRL) or `kto_tag` (LlamaFactory).
+    """Return the label of an answer, True for desirable: the key `label` (TRL) or `kto_tag` (LlamaFactory).
 
     Raises:
-        NoData: HP602 without a Boolean label.
+        NoData: HP602 when there is no Boolean label.
     """
     labels = [record[key] for key in LABELS if record.get(key) is not None]
     try:
         return _LABEL.validate_python(labels[0] if labels else None)
     except ValidationError as error:
         raise NoData(
-            "a record has no label that says whether its answer is good",
+            "a record has no label that says whether its answer is desirable",
             where=where,
             got=f"{labels[0]!r:.60}" if labels else sorted(record),
             allowed=f"true or false under {' or '.join(LABELS)}",
@@ -302,7 +306,7 @@ def label_of(record: Record, where: str) -> bool:
 
 
 def margin_of(record: Record, where: str) -> float | None:
-    """Return the score margin that a reward model must learn for a pair (key `margin`, as in TRL); None without it.
+    """Return the target margin between the scores of a pair, the key `margin` as in TRL; None if there is none.
 
     Raises:
         NoData: HP602 when the value is not a finite number.
@@ -325,6 +329,9 @@ def margin_of(record: Record, where: str) -> float | None:
 
 
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
-    """Return the values of a record that reward functions may read, by key: all that rollouts do not replace."""
+    """Return the values of a record that reward functions may read, by key.
+
+    Prompt and completion are excluded, because reward functions get those of the rollout.
+    """
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

@@ -1,8 +1,7 @@
 """Reader of records: JSON lines and arrays, rows of CSV, TSV and parquet.
 
-JSON and CSV are read with the standard library, not with Arrow. Errors can thus name the file and line, records may
-have different keys, and text that looks like a date or number stays text. Nothing is downloaded or copied to another
-cache. The size of a record is limited.
+JSON and CSV are read with the standard library, not with Arrow. Errors can therefore name file and line, records may
+have different keys, and text that looks like a date or number stays text. The size of a record is limited.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _CHUNK: Final = 2**20
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _KEY: Final = re.compile(r'"([^"\\]*)"\s*:')
 _HEAD: Final = 4096
-"""Characters at the beginning of a file within which the array must begin."""
+"""Number of characters at the start of a file that must contain the start of the array."""
 _PLAIN_VALUE: Final = r'"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[-+.\w]+)\s*'
 _AROUND: Final = re.compile(rf'\s*\{{\s*(?:{_PLAIN_VALUE},\s*)*"[^"\\]*"\s*:\s*(?=\[)')
-"""Pattern of the beginning of an object around an array."""
+"""Pattern of the start of a JSON object up to its first array; all values before the array are plain."""
 _OBJECT_END: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
-"""Pattern of the end of an object around an array."""
+"""Pattern of the end of such an object after the array; all further values are plain."""
 _SECOND_ARRAY: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
 """Pattern of the beginning of a second array in the same object."""
 _LONGEST_LITERAL: Final = 16
-"""Maximum distance from the end of a chunk at which the decoder reports a word or number that the chunk cuts off."""
+"""Characters before the end of a chunk within which the end, not invalid JSON, may cause a decoding error."""
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,13 +61,13 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=unique_keys)
-"""Shared decoder: `json.loads` with a hook constructs one per call, which takes as long as decoding a short record."""
+"""Shared decoder, because `json.loads` with a hook would construct a decoder per call."""
 
 
 class ArrayReader:
-    """Incremental reader of a JSON array, which holds only one element in memory at a time.
+    """Incremental reader of a JSON array, with one element in memory at a time.
 
-    The array may also be a value of an object whose other values are neither lists nor objects.
+    The file may also be a JSON object with the array as one value and only plain values besides.
 
     Args:
         file: Text file at its beginning.
@@ -80,22 +79,22 @@ class ArrayReader:
         self._buffer, self._at, self._first_line = file.read(_HEAD), 0, 1
         self._ended = False
         self.key = ""
-        """Key of the array in the object around it."""
+        """Key of the array, if the file is an object."""
         self.second_key: str | None = None
-        """Key of a second array in the object, set when it raises an error."""
+        """Key of a second array in the object, set before the error for it is raised."""
         around = _AROUND.match(self._buffer)
         self._is_value = around is not None
         self.outer_keys: list[str] = []
-        """Other keys of the object around the array."""
+        """Other keys, if the file is an object."""
         if around is not None:
             self._at = around.end()
             *self.outer_keys, self.key = _KEY.findall(around[0])
 
     def __iter__(self) -> Iterator[tuple[Any, str]]:
-        """Yield each element with its text.
+        """Yield (element, its JSON text) for each element.
 
         Raises:
-            json.JSONDecodeError: The text is not an array; its line numbers count from `first_line`.
+            json.JSONDecodeError: The file is not an array; line numbers in the error count from `first_line`.
             LimitExceeded: An element is longer than the limit.
         """
         self._expect("[", "Expecting value")
@@ -111,7 +110,7 @@ class ArrayReader:
             self._expect(",", "Expecting ',' delimiter")
 
     def _fill(self) -> bool:
-        """Read at least as many further characters as are buffered; return False at the end of the file."""
+        """Read a chunk of the file, at least the size of the unread buffer; return False at the end of the file."""
         if self._ended:
             return False
         chunk = self._file.read(max(_CHUNK, len(self._buffer) - self._at))
@@ -123,7 +122,7 @@ class ArrayReader:
         return True
 
     def _next(self) -> str:
-        """Skip white space and return the next character, "" at the end of the file."""
+        """Skip white space; return the next character without consuming it, or "" at the end of the file."""
         while True:
             space = _SPACE.match(self._buffer, self._at)
             self._at = space.end() if space else self._at
@@ -156,7 +155,7 @@ class ArrayReader:
         return json.JSONDecodeError(problem, self._buffer, self._at)
 
     def _element(self) -> tuple[Any, str]:
-        """Return the next element and its text; read more chunks until it is complete."""
+        """Return the next element and its JSON text; read chunks until the element is complete."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._buffer, self._at)
@@ -182,12 +181,12 @@ class ArrayReader:
 
     @property
     def line(self) -> int:
-        """Line number at which the current element begins."""
+        """Line number of the start of the current element."""
         return self._first_line + self._buffer.count("\n", 0, self._at)
 
     @property
     def first_line(self) -> int:
-        """Line number, in the file, of the first line of the text in a `JSONDecodeError`."""
+        """Line number in the file of the first line of the buffer, to which line numbers of decoding errors refer."""
         return self._first_line
 
 
@@ -198,11 +197,11 @@ _FILE_KEYS: Final = frozenset(
         "comment", "note", "format",
     )
 )  # fmt: skip
-"""Metadata keys of an object around a list of records."""
+"""Metadata keys that a JSON object with a list of records may have."""
 _UNCOUNTED: Final = 2**22
-"""Maximum characters of a line that is parsed without counting its values first: it needs little memory."""
+"""Maximum characters of a line that is parsed without counting its values first, because it needs little memory."""
 _MOST_VALUES: Final = 8_000_000
-"""Maximum number of values of a record; each takes up to a hundred bytes of memory."""
+"""Maximum number of values in a record; a value takes up to a hundred bytes of memory."""
 
 
 def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record]]:
@@ -253,7 +252,7 @@ def read_records(path: Path, most: int = 64 * MiB) -> Iterator[tuple[str, Record
 
 
 def _refuse_columns(record: Record, path: Path, where: str) -> None:
-    """Raise if an object's values are whole columns, as `DataFrame.to_json` writes by default."""
+    """Raise NoData (HP602) if a JSON object consists of whole columns, as `DataFrame.to_json` writes by default."""
     first = next(iter(record.values()), None)
     if not isinstance(first, (dict, list)) or len(record) < 2:
         return
@@ -286,7 +285,6 @@ def _lines(file: IO[str], path: Path, most: int) -> Iterator[str]:
 
 
 def _undecodable_line(path: Path) -> int:
-    """Return the number of the first line that is not UTF-8."""
     decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
     with open_bytes(path) as file:
         while part := file.readline(_PART):
@@ -312,12 +310,12 @@ def _read_json(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
-    """Return whether a file is a JSON array of records, or an object around one, rather than one record per line.
+    """Return whether a file is a JSON array of records, or an object that contains one, not one record per line.
 
     Args:
-        file: Text file at its beginning.
+        file: Text file at its start.
         most: Maximum number of characters of a record.
-        of_lines: Whether the file name implies one record per line, so that an object on one line is a record.
+        of_lines: Whether the suffix implies one record per line; an object in one line is then a record.
     """
     head = file.read(_HEAD)
     if head.lstrip().startswith("["):
@@ -331,14 +329,14 @@ def _is_array(file: IO[str], most: int, of_lines: bool) -> bool:
     try:
         value = json.loads(line) if end or len(text) <= min(most, _UNCOUNTED) else None
     except (ValueError, RecursionError):
-        return True  # an object over several lines
+        return True  # the object has several lines
     if value is None:
         return not of_lines
     if of_lines or (rest or file.read(_HEAD)).strip() or not isinstance(value, dict):
         return False
     lists = [part for part in value.values() if isinstance(part, list | dict)]
     records = lists[0] if len(lists) == 1 and isinstance(lists[0], list) else []
-    # A list of turns means that the line is a record, not an object around records.
+    # If the list has turns instead of records, the line is itself a record.
     return bool(records) and all(
         isinstance(record, dict) and not {"role", "from"} & record.keys() for record in records
     )
@@ -364,19 +362,19 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
 
 
 def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
-    """Raise for keys next to a file's list of records that may apply to all records, such as a system text."""
+    """Raise NoData (HP602) for unknown keys outside of the list of records, as they may apply to every record."""
     if unknown := sorted({*reader.outer_keys} - WITHOUT_INFLUENCE - _FILE_KEYS):
         raise NoData(
             "the object that contains the list of records has unknown keys",
             where=str(path),
             got=unknown,
             allowed="the list of records, and keys without influence such as name, version, license",
-            hint=f"jq -c '.[] | arrays | .[]' {path} > records.jsonl, if they do not matter",
+            hint=f"jq -c '.[] | arrays | .[]' {shlex.quote(str(path))} > records.jsonl",
         )
 
 
 def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
-    """Return the error for a file or object with several lists of records, such as splits of a data set."""
+    """Return the error for a JSON object with several lists of records, such as the splits of a dataset."""
     first = keys[0]
     name, target = shlex.quote(str(path)), f"{first}.jsonl" if first.isidentifier() else "x.jsonl"
     return NoData(
@@ -389,7 +387,7 @@ def several_lists(keys: Sequence[str], path: Path | str) -> NoData:
 
 
 def _parse(text: str, path: Path, number: int) -> Any:
-    """Parse a JSON text that begins in line `number` of a file; raise NoData (HP602) for invalid JSON."""
+    """Parse line `number` of a JSON lines file; raise NoData (HP602) for invalid JSON."""
     if len(text) > _UNCOUNTED and sum(map(text.count, ",[{")) > _MOST_VALUES:
         raise NoData(
             "a JSON record has too many values",
@@ -414,7 +412,7 @@ def _parse(text: str, path: Path, number: int) -> Any:
 
 
 def turns_hint(path: Path) -> str:
-    """Return a shell command that rewrites a file of single turns to one conversation per line."""
+    """Return a shell command that converts a JSON file of single turns to one conversation per line."""
     with open_text(path) as file:
         of_lists = file.read(_HEAD).lstrip().startswith("[")
     if not of_lists:
@@ -424,12 +422,12 @@ def turns_hint(path: Path) -> str:
 
 
 def over_lines_hint(path: Path | str) -> str:
-    """Return a shell command that rewrites a file to one record per line."""
+    """Return a shell command that converts a JSON file to one record per line."""
     return f"{pipe_command(Path(path), 'jq -c .')} > lines.jsonl"
 
 
 def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoData:
-    """Return the error for a text, beginning in line `first_line` of a file, that is not JSON."""
+    """Return the error for invalid JSON in a text that starts at line `first_line` of a file."""
     begin = error.doc.rfind("\n", 0, error.pos) + 1
     shown = _excerpt(path, error.doc[begin : begin + 400].partition("\n")[0])
     number, problem = first_line + error.lineno - 1, error.msg.removesuffix(" at")
@@ -442,18 +440,18 @@ def _not_json(error: json.JSONDecodeError, path: Path, first_line: int) -> NoDat
 
 
 def _excerpt(path: Path, line: str) -> str:
-    """Return the beginning of a line for an error, without content of a linked file, which may be private."""
+    """Return the start of a line for an error message; the content of a linked file may be private and is not shown."""
     return "a line of the file that it links to" if path.is_symlink() else line.strip()[:60]
 
 
 def _unreadable(error: Exception, where: str) -> NoData:
-    """Return the error for JSON that is nested too deeply, or has a number of thousands of digits."""
-    problem = "values are nested too deep" if isinstance(error, RecursionError) else str(error)
+    """Return the error for JSON that is nested too deeply, has duplicate keys, or a number of too many digits."""
+    problem = "values are nested too deeply" if isinstance(error, RecursionError) else str(error)
     return NoData("a line of JSON cannot be read", where=where, got=problem[:120])
 
 
 def _unicode(record: Any, text: str, where: str) -> Any:
-    """Return a record; raise if its JSON text has half of a surrogate pair, which UTF-8 cannot represent."""
+    """Return `record`; raise NoData (HP602) if its JSON text has a lone surrogate, which UTF-8 cannot encode."""
     if "\\u" in text:
         try:
             json.dumps(record, ensure_ascii=False).encode()
@@ -466,7 +464,7 @@ def _unicode(record: Any, text: str, where: str) -> Any:
             ) from error
         except RecursionError as error:
             raise NoData(
-                "values are nested too deep",
+                "values are nested too deeply",
                 where=where,
                 hint="write the nested values as JSON text",
             ) from error
@@ -499,7 +497,7 @@ def _read_table(path: Path, most: int) -> Iterator[tuple[str, Any]]:
 
 
 def _narrow(lines: Iterator[str], path: Path, delimiter: str) -> Iterator[str]:
-    """Yield the lines of a CSV or TSV table; raise NoData (HP602) for a line with too many columns."""
+    """Yield the lines of a CSV or TSV table; raise NoData (HP602) for a line with millions of columns."""
     for number, line in enumerate(lines, start=1):
         if len(line) > _UNCOUNTED and line.count(delimiter) > _MOST_VALUES:
             raise NoData(

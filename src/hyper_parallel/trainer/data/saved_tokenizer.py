@@ -1,13 +1,14 @@
-"""Saving of tokenizers so that they produce the same tokens with and without the model's config.json next to them.
+"""Saving of tokenizers, and a check that they produce the same tokens with and without the model's config.json.
 
 transformers chooses the class of a tokenizer from `tokenizer_class`, from `model_type` of a config.json in the same
 folder, and from the contents of tokenizer.json. Some classes (Qwen2Tokenizer, GPTNeoXTokenizer, ...) rebuild the
-tokenizer from its vocabulary and ignore the normalizer and pre-tokenizer of tokenizer.json. The same files may then
-produce other tokens. An export has a config.json, a folder of adapters has none, and both must tokenize as in training.
+tokenizer from its vocabulary and ignore the normalizer and pre-tokenizer in tokenizer.json. The same files may then
+produce different tokens. An exported model has a config.json and an exported adapter has none; both must produce the
+tokens of training.
 
-The check loads the files, so it depends on no rule of one version of transformers. It first loads them without their
-vocabulary, because equal pipelines produce equal tokens. Only if pipelines differ, it loads them completely and
-compares the tokens of probe texts.
+The check loads the files with the installed version of transformers and compares pipelines (class, normalizer,
+pre-tokenizer and all other settings except the vocabulary). To save time, the vocabulary is shortened first. Only if
+pipelines differ, the check loads the full files and compares the tokens of probe texts.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from hyper_parallel.units import MiB
 
 BACKEND: Final = "tokenizer.json"
 VOCABULARIES: Final = (BACKEND, "tokenizer.model", "vocab.json", "tekken.json")
-"""Vocabulary files; a tokenizer directory has at least one of them."""
+"""Names of vocabulary files; a tokenizer directory has at least one of them."""
 CONFIG: Final = "tokenizer_config.json"
 _MODEL_CONFIG: Final = "config.json"
 _GENERIC: Final = ("TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast")
 _GENERIC_NAME: Final = "PreTrainedTokenizerFast"
-"""Name of the generic class that every version of transformers loads."""
+"""Name of the generic tokenizer class, which all versions of transformers know."""
 _DECIDING: Final = ("model_type", "tokenizer_class", "model_name")
-"""Keys of a config.json that choose the class of a tokenizer."""
+"""Keys of a config.json from which transformers chooses the class of a tokenizer."""
 _TEMPLATES: Final = "additional_chat_templates"
 PROCESSOR_FILES: Final = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a processor of media, next to those of the tokenizer."""
+"""Names of files of a processor of images or audio, in the directory of the tokenizer."""
 _FILES: Final = (
     *VOCABULARIES,
     *PROCESSOR_FILES,
@@ -75,33 +76,33 @@ _PROBES: Final = (
     "\u00a0\u2003\u3000", "\u200b\ufeff", "a\u2581b",
     "<s> x </s>", "<unk> <pad> <mask>", "def f(x):\n    return x + 1\n", '{"k": [1, 2.5, null]}', "UPPER lower Title",
 )  # fmt: skip
-"""Texts for which normalizers and pre-tokenizers differ."""
+"""Probe texts, for which different normalizers and pre-tokenizers produce different tokens."""
 _MOST_ENTRIES: Final = 2000
-"""Largest number of vocabulary entries whose texts are probes."""
+"""Maximum number of vocabulary entries that become probe texts."""
 _MOST_SAMPLES: Final = 64
 _SAMPLE_CHARACTERS: Final = 4000
 _SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_files(directory: Path) -> list[str]:
-    """Return the names of the tokenizer files in a Hugging Face directory."""
+    """Return the names of the tokenizer and processor files in a Hugging Face directory."""
     names = [name for name in _FILES if (directory / name).is_file()]
     further = sorted((directory / _TEMPLATES).glob("*.jinja"))
     return names + [f"{_TEMPLATES}/{path.name}" for path in further if path.is_file()]
 
 
 def has_tokenizer(directory: str | Path | None) -> bool:
-    """Return whether a directory holds tokenizer files."""
+    """Return whether a directory has the vocabulary file of a tokenizer; False for None."""
     return directory is not None and any((Path(directory) / n).is_file() for n in VOCABULARIES)
 
 
 def require_tokenizer(weights: Path, tokenizer: str | None, where: str | None) -> None:
-    """Raise if the directory of pretrained weights has no tokenizer and the recipe names none.
+    """Raise if neither the directory of pretrained weights nor the recipe has a tokenizer.
 
     Args:
         weights: Directory of the pretrained weights.
-        tokenizer: `data.tokenizer` of the recipe.
-        where: Origin of `model.path`.
+        tokenizer: `data.tokenizer` of the recipe; None: not set.
+        where: Location of `model.path` in the recipe, for the error message.
 
     Raises:
         TokenizerMissing: HP706 naming the directory.
@@ -119,8 +120,8 @@ def require_tokenizer(weights: Path, tokenizer: str | None, where: str | None) -
 def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
     """Return the media kinds (`image`, `audio`) that the processor in a tokenizer's directory reads.
 
-    `processor_config.json` names the processor's components. Older directories only have `preprocessor_config.json`,
-    with the values of one component, or of several merged.
+    `processor_config.json` names the components of the processor. Older directories only have
+    `preprocessor_config.json`, which merges the settings of all components; their keys tell the media kinds.
     """
     if not has_tokenizer(directory):
         return ()
@@ -138,7 +139,12 @@ def media_of_processor(directory: str | Path | None) -> tuple[str, ...]:
 
 
 def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
-    """Load a tokenizer from a local directory; its Python code runs only if `trusted`."""
+    """Load a transformers tokenizer from a local directory; Python code in it runs only if `trusted`.
+
+    Raises:
+        NoData: HP602 when the directory has no tokenizer, or one that cannot be loaded or exceeds the limits.
+        BadValue: HP102 when a component may take unbounded time or memory.
+    """
     from transformers import AutoTokenizer
 
     from hyper_parallel.model import read_config_values
@@ -152,7 +158,7 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
         )
     where = f"data.tokenizer: {directory}"
     check_files(directory, tokenizer_files(directory))
-    if (directory / _MODEL_CONFIG).is_file():  # transformers reads it, so check it first
+    if (directory / _MODEL_CONFIG).is_file():  # check the file before transformers reads it
         read_config_values(directory / _MODEL_CONFIG)
     try:
         with tokenizing(where):
@@ -160,7 +166,7 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
                 str(directory), local_files_only=True, trust_remote_code=trusted
             )
     except BadValue as error:
-        # For damaged files transformers and tokenizers raise plain Exception.
+        # transformers and tokenizers raise many exception classes for damaged files.
         raise NoData(
             "the tokenizer cannot be loaded",
             where=where,
@@ -173,17 +179,20 @@ def load_tokenizer(directory: str | Path, *, trusted: bool = False) -> Any:
 
 
 def samples_of(texts: Iterable[str]) -> list[str]:
-    """Return the beginnings of the first texts, as additional probe texts."""
+    """Return the starts of the first texts of the data, as additional probe texts."""
     return [text[:_SAMPLE_CHARACTERS] for text in itertools.islice(texts, _MOST_SAMPLES)]
 
 
 def first_difference(one: Any, other: Any, samples: Sequence[str] = ()) -> str | None:
-    """Return a description of the first difference between two tokenizers; None if all probe texts have equal tokens.
+    """Describe the first difference between two tokenizers in vocabulary, tokens of probe texts, or template.
 
     Args:
         one: Tokenizer of transformers.
         other: Tokenizer of transformers.
-        samples: Texts of the data to compare in addition to the built-in probes.
+        samples: Texts of the data to compare in addition to the built-in probe texts.
+
+    Returns:
+        Phrase for an error message; None if the tokenizers do not differ.
     """
     if one.get_vocab() != other.get_vocab():
         return f"the vocabularies, of {len(one.get_vocab())} and {len(other.get_vocab())} entries"
@@ -213,7 +222,7 @@ def _own_probes(hf: Any) -> list[str]:
 
 
 def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
-    """Return the token ids of each text, with special tokens if `added`; None where the tokenizer fails."""
+    """Return the token ids of each text, with special tokens if `added`; None for a text on which `hf` fails."""
     try:
         with tokenizing("probes of the tokenizer"):
             ids = hf(list(texts), add_special_tokens=added, verbose=False)["input_ids"]
@@ -226,7 +235,7 @@ def _ids(hf: Any, texts: Sequence[str], added: bool) -> list[list[int] | None]:
 
 
 def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | None) -> str:
-    """Describe the first difference between two token lists of a text."""
+    """Return a phrase with `text` and the first tokens that differ between `left` and `right`."""
     left, right = left or [], right or []
     first = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
     tokens = (hf.convert_ids_to_tokens(ids[first : first + 4]) for ids in (left, right))
@@ -234,14 +243,14 @@ def _describe(hf: Any, text: str, left: list[int] | None, right: list[int] | Non
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
-    """Copy a tokenizer so that the copy produces the same tokens in its new folder.
+    """Copy tokenizer files to the directory `target`, in which they must produce the same tokens.
 
-    If transformers would load the copy with a class that produces other tokens, the copy names the class of the source.
-    The target's config.json, if any, must already exist.
+    If transformers would load the copy with a different class and different tokens, `tokenizer_class` is set in the
+    copy. The config.json in `target`, if any, must already exist.
 
     Raises:
-        BadValue: HP102 when no class loads the copy with the tokens of the source.
-        NoData: HP602 for files of an untrusted folder that must not be copied.
+        BadValue: HP102 when no class produces the tokens of the source from the copy.
+        NoData: HP602 for a file that is too large, or a link out of the source directory.
     """
     source = Path(source)
     check_files(source, tokenizer_files(source))
@@ -250,7 +259,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
         return
     try:
         original = load_tokenizer(source)
-    except NoData:  # no class loads the files, so nothing was trained with them
+    except NoData:  # no class can load the files, so no model was trained with them
         return
     difference = _difference(original, target)
     if difference is None and not _has_code(target):
@@ -261,7 +270,7 @@ def copy_tokenizer(source: str | Path, target: Path) -> None:
 
 
 def _same_pipelines(source: Path, target: Path) -> bool:
-    """Return whether a tokenizer copy loads with its source's pipeline; write its class into the copy if necessary."""
+    """Return whether the tokenizer copy in `target` has the pipeline of its source; set its class if necessary."""
     with _temporary_tokenizer(source, _config_values(source), None, small=source) as folder:
         original = _load(folder)
     if original is None:
@@ -277,7 +286,6 @@ def _same_pipelines(source: Path, target: Path) -> bool:
 
 
 def _config_values(directory: Path) -> dict[str, Any] | None:
-    """Return the values of a directory's config.json; None without one."""
     path = directory / _MODEL_CONFIG
     return read_json(path, Limits()) if path.is_file() else None
 
@@ -291,7 +299,7 @@ def _load(folder: Path) -> Any:
 
 
 def _same_pipeline(one: Any, other: Any) -> bool:
-    """Return whether two tokenizers from the same files have equal pipelines; False if a pipeline is not known."""
+    """Return whether two tokenizers have equal pipelines; False for slow tokenizers, whose pipelines are unknown."""
     return other is not None and pipeline(one) == pipeline(other) is not None
 
 
@@ -303,23 +311,24 @@ def required_class(
     *,
     is_own: bool = False,
 ) -> str | None:
-    """Return the `tokenizer_class` to write into exported tokenizer files so that they produce the same tokens.
+    """Return the `tokenizer_class` with which exported tokenizer files produce the tokens of training.
 
     Args:
-        hf: Tokenizer as loaded from the directory.
+        hf: Tokenizer used in training, as loaded from the directory.
         directory: Directory of the tokenizer's files.
         config: Values of the trained model's config; None: no model is known.
-        samples: Texts of the data on which tokenizers are compared, in addition to built-in probes.
-        is_own: Whether the tokenizer was trained for this model, so that the class of the model's config may load it.
+        samples: Texts of the data to compare in addition to the built-in probe texts.
+        is_own: Whether this run trains the tokenizer. The class that the model's config demands may then replace its
+            class, even if the tokens differ.
 
     Returns:
-        Class name, or None if the files need no change.
+        Class name to set in the files; None if they need no change.
 
     Raises:
-        BadValue: HP102 if the class that transformers chooses for the model's config produces other tokens.
+        BadValue: HP102 if transformers gets different tokens from the files next to the model's config.
     """
     names = [None] * (not _has_code(directory)) + [class_name(hf)]
-    # If the files without their vocabulary load with the same pipeline, no probes are needed.
+    # If the pipelines are equal, the tokens of probe texts need not be compared.
     with _temporary_tokenizer(
         directory, _config_values(directory), None, small=directory
     ) as folder:
@@ -336,7 +345,7 @@ def required_class(
     with _temporary_tokenizer(directory, config, None) as folder:
         exported = load_tokenizer(folder)
         name = class_name(exported)
-        # Try the class that the model's config demands, then the generic one.
+        # Try the class that the model's config demands, then the generic class.
         for wanted in (name, _GENERIC_NAME):
             set_class(folder, wanted)
             other = load_tokenizer(folder)
@@ -352,7 +361,7 @@ def required_class(
 def _folders(
     directory: Path, config: Mapping[str, Any] | None, name: str | None, small: Path | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary tokenizer directory with the model's config, then one without; see `_temporary_tokenizer`."""
+    """Yield a temporary tokenizer directory with `config`, then one without it; see `_temporary_tokenizer`."""
     for values in (config, None) if config is not None else (None,):
         with _temporary_tokenizer(directory, values, name, small=small) as folder:
             yield folder
@@ -374,13 +383,14 @@ def _temporary_tokenizer(
     *,
     small: Path | None = None,
 ) -> Iterator[Path]:
-    """Yield a temporary directory of symlinks to a tokenizer's files.
+    """Yield a temporary directory of symbolic links to a tokenizer's files.
 
     Args:
         directory: Directory of the tokenizer.
-        config: Model config; adds a config.json with the keys that select a tokenizer class. None: no config.json.
-        class_name: Replaces the tokenizer's class; None: unchanged.
-        small: Directory whose tokenizer.json is copied without vocabulary, if it is a BPE model.
+        config: Model config, of which config.json gets the keys that select a tokenizer class. None: no config.json.
+        class_name: Value to set for `tokenizer_class`; None: unchanged.
+        small: Directory whose tokenizer.json is used with a shortened vocabulary, if it is a BPE model; None: the
+            vocabulary is not shortened.
     """
     with TemporaryDirectory(prefix="tokenizer-") as temporary:
         folder = Path(temporary)
@@ -399,13 +409,13 @@ def _temporary_tokenizer(
 
 
 def class_name(hf: Any) -> str:
-    """Return the class name of a tokenizer as `tokenizer_class` of transformers names it."""
+    """Return the name of a tokenizer's class, as in `tokenizer_class` of tokenizer_config.json."""
     name = type(hf).__name__
     return _GENERIC_NAME if name in _GENERIC else name
 
 
 def _json_values(path: Path) -> dict[str, Any]:
-    """Return the values of a JSON file; {} without the file."""
+    """Return the values of a JSON file; {} if there is no file, or it has no JSON object."""
     if not path.is_file():
         return {}
     try:
@@ -421,23 +431,26 @@ def _json_values(path: Path) -> dict[str, Any]:
 
 
 def _has_code(directory: Path) -> bool:
-    """Return whether a tokenizer directory names its own Python code, which is never run or copied."""
+    """Return whether a tokenizer's files refer to Python code of its publisher (`auto_map`)."""
     return "auto_map" in _json_values(directory / CONFIG)
 
 
 def set_class(directory: Path, name: str) -> None:
-    """Write `name` as the tokenizer class into the tokenizer files of a directory."""
+    """Set `tokenizer_class` to `name` in the tokenizer files of a directory, and remove `auto_map`."""
     path = directory / CONFIG
     values = _json_values(path) | {"tokenizer_class": name}
     values.pop("auto_map", None)
-    path.unlink(missing_ok=True)  # may be a link
+    path.unlink(missing_ok=True)  # do not write through a symbolic link
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _refused(
     hf: Any, directory: Path, target: Path | None, difference: str | None, wanted: str | None = None
 ) -> BadValue:
-    """Return the error for a tokenizer that would produce other tokens from an export than in training."""
+    """Return the error for a tokenizer whose export in `target` would produce different tokens than training.
+
+    The hint recommends the class `wanted` or, if it is None, the tokenizer of the model.
+    """
     read, model_type = "", ""
     if target is not None and (target / _MODEL_CONFIG).is_file():
         values = read_json(target / _MODEL_CONFIG, Limits())
@@ -449,11 +462,11 @@ def _refused(
             read = ", and no class reads the exported one"
     hint = None if wanted is None else f'set "tokenizer_class": "{wanted}" in {directory / CONFIG}'
     return BadValue(
-        "the exported tokenizer would produce other tokens than training did: next to the model's config.json, "
-        f"transformers reads it with another class{model_type}",
+        "the exported tokenizer would produce different tokens than in training: next to the model's config.json, "
+        f"transformers loads it with a different class{model_type}",
         where=f"tokenizer: {directory}",
         got=f"{type(hf).__name__} reads the tokenizer of training{read}; they differ in {difference}",
-        allowed="a tokenizer that is read with the same tokens next to the model's config.json and without one",
+        allowed="a tokenizer with the same tokens with and without the model's config.json",
         hint=hint or "data.tokenizer=THE_MODEL'S_OWN_DIRECTORY",
     )
 
@@ -462,13 +475,13 @@ _MODEL: Final = (
     "unk_token", "byte_fallback", "ignore_merges", "fuse_unk", "dropout", "continuing_subword_prefix",
     "end_of_word_suffix", "max_input_chars_per_word",
 )  # fmt: skip
-"""Names of the options of a tokenizer model in the library `tokenizers`."""
+"""Names of options of a model (such as BPE) in the library `tokenizers`."""
 _ENTRIES: Final = 512
-"""Number of vocabulary entries that remain in a shortened file."""
+"""Number of vocabulary entries in a shortened vocabulary."""
 
 
 def without_vocabulary(directory: Path) -> str | None:
-    """Return the text of a directory's tokenizer.json with a shortened vocabulary and no merges; None if it is not BPE.
+    """Return the text of tokenizer.json with a shortened vocabulary and no merges; None if it is not a BPE model.
 
     Raises:
         NoData: HP602 when the file cannot be read.
@@ -482,7 +495,7 @@ def without_vocabulary(directory: Path) -> str | None:
 
 @functools.lru_cache(maxsize=4)
 def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
-    """Return the text of a tokenizer.json with a shortened vocabulary; cached, because large files take a second."""
+    """Return the text for `without_vocabulary`; cached, because large files take a second."""
     values = _json_values(Path(path))
     try:
         model = values["model"]
@@ -496,7 +509,7 @@ def _shortened(path: str, _size: int, _changed_ns: int) -> str | None:
 
 
 def pipeline(hf: Any) -> tuple[Any, ...] | None:
-    """Return all that determines a fast tokenizer's tokens except its vocabulary; None for a slow tokenizer."""
+    """Return class, components and settings of a fast tokenizer, all except its vocabulary; None for a slow one."""
     if not hf.is_fast:
         return None
     added = sorted(map(repr, hf.added_tokens_decoder.values()))
@@ -505,7 +518,7 @@ def pipeline(hf: Any) -> tuple[Any, ...] | None:
 
 
 def _states(backend: Any, parts: Sequence[str]) -> list[Any]:
-    """Return the serialized components `parts` of a fast tokenizer, then class and options of its model."""
+    """Return the JSON states of the components `parts` of a fast tokenizer, then class and options of its model."""
     states: list[Any] = []
     for name in parts:
         part = getattr(backend, name)
@@ -515,14 +528,15 @@ def _states(backend: Any, parts: Sequence[str]) -> list[Any]:
 
 
 def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None:
-    """Return a warning if a tokenizer's class ignores parts of tokenizer.json and so produces other tokens, else None.
+    """Return a warning if a tokenizer's class ignores parts of tokenizer.json that affect tokens; otherwise None.
 
-    Training and exports agree in that case, but programs that read tokenizer.json with `tokenizers` get other tokens.
+    Training and exported models are then consistent, but programs that read tokenizer.json with the library
+    `tokenizers` get different tokens.
 
     Args:
         hf: Tokenizer as loaded from the directory.
         directory: Directory of the tokenizer's files.
-        samples: Texts of the data to compare in addition to the built-in probes.
+        samples: Texts of the data to compare in addition to the built-in probe texts.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -551,7 +565,7 @@ def reading_note(hf: Any, directory: Path, samples: Sequence[str]) -> str | None
 
 
 def _sentence(hf: Any, file: Path, text: str, ids: Sequence[int], plain: Any) -> str:
-    """Return the warning of `reading_note` with the first token that differs."""
+    """Return the warning of `reading_note`, with the first token of `text` that differs between `ids` and `plain`."""
     pairs = enumerate(zip(ids, plain.ids, strict=False))
     i = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(plain.ids)))
     tokens = hf.convert_ids_to_tokens(ids[i : i + 1]), plain.tokens[i : i + 1]

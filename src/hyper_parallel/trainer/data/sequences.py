@@ -1,9 +1,9 @@
-"""Packed sequences, and values per row stored next to them; written once, read through memory maps.
+"""Packed sequences, and further values per row; written once, read through memory maps.
 
     DocumentFacts (while tokenizing) -> train_good.npy, train_margins.npy, train_records.jsonl -> PackedSequences
 
-Values per row are labels of answers (KTO), score margins of pairs (reward models), columns of records (rewards), and
-references to media.
+The further values are labels of answers (KTO), target margins of pairs (reward models), record columns (for reward
+functions), and references to media. An index of -1 selects a dummy row: padding without labels.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hyper_parallel.trainer.data.media_arrays import RowMedia, media_arrays
 Int64 = NDArray[np.int64]
 
 IGNORE_INDEX: Final = -100
-"""Label of a position that carries no loss (the default `ignore_index` of cross entropy)."""
+"""Label of a position without loss (the default `ignore_index` of cross entropy)."""
 
 
 @dataclass
 class DocumentFacts:
-    """Values that a stage needs besides tokens; each dict is keyed by the document's offset in the token stream.
+    """Values of documents that a stage needs besides tokens; keys are offsets of documents in the token stream.
 
     Attributes:
-        good: Whether the document's answer is labelled good.
-        margins: Required score margin of the document's pair.
-        records: JSON line with the columns of the document's record and its answer.
-        columns: Names of the columns of all records, in order of appearance (the values are None).
-        media: JSON line with the document's text and references to its media.
-        media_costs: (number of media in the document, number of tokens that the processor writes for them).
+        good: Whether the answer of the document is labelled desirable.
+        margins: Target margin between the scores of the document's pair.
+        records: JSON line with the columns and the reference answer of the document's record.
+        columns: Ordered set of the column names of all records; all values are None.
+        media: JSON line with the text and the references to media of the document.
+        media_costs: (number of media in the document, number of their tokens).
     """
 
     good: dict[int, bool] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class DocumentFacts:
     _num_margins: int = 0
 
     def add(self, start: int, document: Document, stage: str) -> None:
-        """Add the values of a document that `stage` needs.
+        """Add the values that `stage` needs of the document at offset `start`.
 
         Raises:
             NoData: HP602 when only some pairs have a margin, or a column is not a JSON value.
@@ -66,7 +66,7 @@ class DocumentFacts:
         self._num_documents += 1
         if self._num_margins not in (0, self._num_documents):
             raise NoData(
-                "some pairs have a margin, and others have none",
+                "some pairs have a margin and others have none",
                 where=document.where,
                 got=f"margin: {document.margin}",
                 allowed="a finite number under `margin` in every record, or in none",
@@ -82,7 +82,12 @@ class DocumentFacts:
             self.records[start] = _json_line(record, document.where)
 
     def write(self, path: Path, starts: Sequence[int]) -> None:
-        """Write the values of all rows to files `PATH_NAME`; `starts` has the document offset of each row."""
+        """Write the values of all rows to files `PATH_good.npy`, `PATH_margins.npy` and the like.
+
+        Args:
+            path: Folder and name of the split.
+            starts: For each row, the offset of its document.
+        """
         if self.good:
             good = np.array([self.good[start] for start in starts], np.bool_)
             np.save(path.with_name(f"{path.name}_good.npy"), good)
@@ -100,7 +105,7 @@ class DocumentFacts:
 
 
 class RecordFile:
-    """JSON Lines file with an index, from which the object of any row can be read.
+    """JSON Lines file with random access to the object of each row.
 
     Args:
         path: Path of the file. `PATH.ends.npy` has the end offset of each line, `PATH.keys.json` the column names.
@@ -131,16 +136,16 @@ def _with_suffix(path: Path, suffix: str) -> Path:
 
 
 def _json_line(record: dict[str, Any], where: str) -> bytes:
-    """Return a record as a JSON line; dates, which parquet may contain, become text."""
+    """Return a record as a JSON line; dates become ISO text. Raise NoData (HP602) for values of other types."""
 
     def plain(value: Any) -> Any:
         if hasattr(value, "isoformat"):
             return value.isoformat()
         raise NoData(
-            "a column of a record is not a JSON value, so it cannot be passed to rewards",
+            "a column of a record is not a JSON value, so reward functions cannot read it",
             where=where,
             got=f"{type(value).__name__}: {value!r:.60}",
-            allowed="texts, numbers, booleans, dates, lists and objects of such",
+            allowed="texts, numbers, booleans, dates, and lists and objects of these",
         )
 
     return json.dumps(record, default=plain).encode() + b"\n"
@@ -153,9 +158,9 @@ class PackedSequences:
     inputs, the last S its labels. Adjacent sequences share one token, so every token of the stream except the first is
     a label exactly once per epoch. A remainder of fewer than S tokens at the end of the stream is not used.
 
-    Conversations, and texts in rows of their own, are stored as [N, S] inputs and [N, S] shifted labels. Labels are
-    -100 at positions without loss. Rows end with padding. If attention is blocked between documents, there are also [N,
-    S] positions, which restart at 0 with each document.
+    Conversations, and texts in separate rows, are stored as [N, S] inputs and [N, S] shifted labels. Labels are -100 at
+    positions without loss. Rows end with padding. If attention is blocked between documents, there are also [N, S]
+    positions, which restart at 0 with each document.
 
     Args:
         directory: Folder of the arrays.
@@ -231,7 +236,7 @@ class PackedSequences:
         return inputs, labels
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens of each row before its padding, 0 for a dummy row; None if no row is padded."""
+        """Return the number of tokens before the padding of each row, 0 for a dummy row; None if no row is padded."""
         dummy = indices < 0
         if self._num_real is None and not dummy.any():
             return None
@@ -240,18 +245,18 @@ class PackedSequences:
         return np.where(dummy, 0, counts)
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
-        """Return whether each row's answer is labelled good; only for data with labels (KTO)."""
+        """Return [len(indices)] labels of the answers, True for desirable; only for data of `stage: kto`."""
         assert self._good is not None
         labels: NDArray[np.bool_] = self._good[indices]
         return labels
 
     @property
     def has_margins(self) -> bool:
-        """True if the pairs have score margins."""
+        """True if the pairs have target margins."""
         return self._margins is not None
 
     def margins(self, indices: Int64) -> NDArray[np.float64]:
-        """Return the required score margin of each row's pair; 0 without a margin and for a dummy row."""
+        """Return [len(indices)] target margins between the scores of pairs; 0 without margin and for a dummy row."""
         if self._margins is None:
             return np.zeros(len(indices))
         return np.where(indices < 0, 0.0, self._margins[indices])
@@ -262,7 +267,7 @@ class PackedSequences:
         return () if self._records is None else self._records.columns
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """Return the column values of each row's record, by column name."""
+        """Return, for each row, the columns of its record that reward functions may read, by name."""
         assert self._records is not None
         return [self._records.read(int(index)) for index in indices]
 
@@ -272,16 +277,13 @@ class PackedSequences:
         return self._media_lines is not None
 
     def media_costs(self, indices: Int64) -> Int64:
-        """Return [len(indices), 2]: number of media in each row, and number of tokens that stand for them.
-
-        Both are 0 for a row without media and for a dummy row.
-        """
+        """Return [len(indices), 2]: number of media in each row and number of their tokens; 0 for a dummy row."""
         if self._media_costs is None:
             return np.zeros((len(indices), 2), np.int64)
         return np.where(indices[:, None] < 0, 0, self._media_costs[indices])
 
     def media(self, indices: Int64) -> list[RowMedia]:
-        """Return text and media of each row, empty for a row without media."""
+        """Return text and media of each row; a `RowMedia` without `row` for a row without media."""
         if self._media is None:
             return [RowMedia()] * len(indices)
         lines = self._media_lines
@@ -289,7 +291,7 @@ class PackedSequences:
         return [RowMedia(row, *self._media, self.directory) for row in rows]
 
     def positions(self, indices: Int64) -> Int64 | None:
-        """Return the position of every input in its document, int64 [len(indices), S].
+        """Return int64 [len(indices), S] positions of tokens in their documents.
 
         Return None if attention is not blocked between documents.
         """
@@ -311,7 +313,7 @@ class JoinedSequences:
         return int(self.starts[-1])
 
     def _split(self, indices: Int64) -> Iterator[tuple[PackedSequences, Int64, Any]]:
-        """Yield, per source in `indices`: the source, indices within it, and their positions in `indices`."""
+        """Yield (source, indices relative to the source, their positions in `indices`) for each source in `indices`."""
         source = np.searchsorted(self.starts, np.maximum(indices, 0), side="right") - 1
         for number in np.unique(source):
             rows = np.nonzero(source == number)[0]
@@ -323,7 +325,7 @@ class JoinedSequences:
         return sum(part.num_valid(local) for part, local, _ in self._split(indices))
 
     def read(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Return inputs and shifted labels, int64 [len(indices), S] each."""
+        """Return inputs and shifted labels, int64 [len(indices), S] each; see `PackedSequences.read`."""
         gathered = np.empty((2, len(indices), self.parts[0].seq_len), np.int64)
         for part, local, rows in self._split(indices):
             gathered[:, rows] = part.read(local)
@@ -332,7 +334,7 @@ class JoinedSequences:
     def _gather(
         self, read: Callable[[PackedSequences, Int64], Any], indices: Int64
     ) -> list[Any] | None:
-        """Call a method of the sources and return its value for each row; None if it returns None for a source."""
+        """Return the value of a `PackedSequences` method for each row; None if it returns None for a source."""
         gathered: list[Any] = [None] * len(indices)
         for part, local, rows in self._split(indices):
             if (values := read(part, local)) is None:
@@ -342,7 +344,7 @@ class JoinedSequences:
         return gathered
 
     def num_real(self, indices: Int64) -> Int64 | None:
-        """Return the number of tokens of each row before its padding; None if no row is padded."""
+        """Return the number of tokens before the padding of each row; None if no row is padded."""
         gathered = np.full(len(indices), self.parts[0].seq_len, np.int64)
         padded = False
         for part, local, rows in self._split(indices):
@@ -351,16 +353,16 @@ class JoinedSequences:
         return gathered if padded else None
 
     def desirable(self, indices: Int64) -> NDArray[np.bool_]:
-        """Return whether each row's answer is labelled good."""
+        """Return [len(indices)] labels of the answers, True for desirable."""
         return np.array(self._gather(PackedSequences.desirable, indices), np.bool_)
 
     @property
     def has_margins(self) -> bool:
-        """True if any source has score margins."""
+        """True if any source has target margins."""
         return any(part.has_margins for part in self.parts)
 
     def margins(self, indices: Int64) -> NDArray[np.float64]:
-        """Return the required score margin of each row's pair; 0 without a margin."""
+        """Return [len(indices)] target margins between the scores of pairs; 0 without margin."""
         return np.array(self._gather(PackedSequences.margins, indices), np.float64)
 
     @property
@@ -369,7 +371,7 @@ class JoinedSequences:
         return tuple(dict.fromkeys(key for part in self.parts for key in part.columns))
 
     def records(self, indices: Int64) -> list[Mapping[str, Any]]:
-        """Return the column values of each row's record, by column name."""
+        """Return, for each row, the columns of its record that reward functions may read, by name."""
         return self._gather(PackedSequences.records, indices) or []
 
     @property
@@ -378,7 +380,7 @@ class JoinedSequences:
         return any(part.has_media for part in self.parts)
 
     def media_costs(self, indices: Int64) -> Int64:
-        """Return [len(indices), 2]: number of media of each row, and number of their tokens."""
+        """Return [len(indices), 2]: number of media in each row and number of their tokens."""
         return np.array(self._gather(PackedSequences.media_costs, indices), np.int64).reshape(-1, 2)
 
     def media(self, indices: Int64) -> list[RowMedia]:
@@ -386,16 +388,13 @@ class JoinedSequences:
         return self._gather(PackedSequences.media, indices) or []
 
     def positions(self, indices: Int64) -> Int64 | None:
-        """Return the position of every input in its document, int64 [len(indices), S]; None without positions.
-
-        Either all sources of a recipe have positions, or none.
-        """
+        """Return int64 [len(indices), S] positions of tokens in their documents; None if no source has them."""
         gathered = self._gather(PackedSequences.positions, indices)
         return None if gathered is None else np.stack(gathered)
 
 
 def media_rows(sequences: PackedSequences | JoinedSequences) -> Int64:
-    """Return the indices of the rows with media, in ascending order of their number of media tokens."""
+    """Return the indices of the rows with media, sorted by ascending number of media tokens."""
     costs = sequences.media_costs(np.arange(len(sequences)))
     rows = np.flatnonzero(costs[:, 0])
     return rows[np.argsort(costs[rows, 1], kind="stable")]
@@ -404,6 +403,6 @@ def media_rows(sequences: PackedSequences | JoinedSequences) -> Int64:
 def media_inputs(
     sequences: PackedSequences | JoinedSequences, indices: Int64
 ) -> dict[str, NDArray[Any]]:
-    """Return token ids and media arrays of rows, by argument name of the model's forward."""
+    """Return token ids and media inputs of rows as a dict from argument name of the model's forward to array."""
     tokens = sequences.read(indices)[0]
     return {"input_ids": tokens, **media_arrays(sequences.media(indices), tokens)}

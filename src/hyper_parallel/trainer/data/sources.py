@@ -61,14 +61,17 @@ from hyper_parallel.units import MiB
 
 STDLIB = "python-stdlib"
 PlainText = Literal["never", "pairs", "all"]
-"""Conversations that are joined as plain text: none, pairs of texts under `prompt` and `completion`, all text pairs."""
+"""Conversations that are concatenated without a chat template.
+
+`never`: none. `pairs`: texts under `prompt` and `completion`. `all`: pairs of texts under any known keys.
+"""
 _TEMPLATED: Final = (
     "pairs of texts written through the chat template (data.chat_template=none: as plain text)"
 )
 _SPECIAL: Final = (
-    "conversations with special tokens of the tokenizer in their words, which are read as markers"
+    "conversations whose texts contain special tokens of the tokenizer, which become these tokens"
 )
-_WORDLESS: Final = "conversations with answers without words, which are not trained on"
+_WORDLESS: Final = "conversations with empty answers, which are not trained on"
 _JOINED: Final = "pairs of texts joined as plain text, without a chat template"
 _STDLIB_SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__"})
 _OPTIONAL_COLUMNS: Final = (
@@ -87,26 +90,35 @@ _FORMATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Data source of a recipe: its files in reading order or its table, and its format."""
+    """Data source of a recipe.
+
+    Attributes:
+        name: `data.source`.
+        shape: Format: `text` (a file is a document), `records` (text under a key), or one of `CONVERSATIONS`.
+        files: Files in reading order; empty for a table.
+        text_key: `data.text_key`.
+        max_bytes: Maximum bytes of text to read; None: all.
+        table: Table to read; None: the source has files.
+        max_records: Maximum number of records to read; None: all.
+        stage: Stage of the recipe.
+        record_bytes: Maximum bytes of a record; longer text files are read in pieces.
+        rules: Rules for reading keys.
+        plain: Conversations that are concatenated without a chat template.
+        special: Pattern of the tokenizer's special tokens; None: no special tokens.
+    """
 
     name: str
     shape: str
-    """`text` (a file is a document), `records` (text under a key), or a format of conversations."""
     files: tuple[Path, ...]
     text_key: str
     max_bytes: int | None
     table: Table | None = None
     max_records: int | None = None
     stage: str = "pt"
-    """Stage of the recipe, which decides the required content of a record."""
     record_bytes: int = 64 * MiB
-    """Largest size of a record; longer text files are read in pieces."""
     rules: RecordRules = field(default_factory=RecordRules)
-    """Rules by which keys of records are read."""
     plain: PlainText = "never"
-    """Conversations that are joined as plain text, without a chat template."""
     special: re.Pattern[str] | None = None
-    """Pattern of the special tokens of the tokenizer."""
 
     @property
     def counts(self) -> DataCounts:
@@ -127,13 +139,12 @@ class Source:
         return total if self.max_bytes is None else min(total, self.max_bytes)
 
     def identity(self) -> dict[str, object]:
-        """Return the values that determine the source's text, for cache keys; for files their name, size and times.
+        """Return JSON values that determine the text of the source, for cache keys.
 
-        The change time (ctime) is included because `cp -p` and `touch -r` can preserve size and modification time, but
-        not the change time.
+        Files are identified by name, size, mtime and ctime, because `cp -p` and `touch -r` preserve size and mtime.
         """
         folder = Path(self.name).expanduser()
-        # A table that `datasets` wrote keeps its fingerprint when its files are replaced.
+        # The fingerprint of a table written by `datasets` does not change when its files are replaced.
         files = _sorted_files(folder) if self.table and folder.is_dir() else self.files
         stats = [(str(f), f.stat()) for f in files]
         in_pieces = self.shape == "text" and any(s.st_size > self.record_bytes for _, s in stats)
@@ -149,7 +160,7 @@ class Source:
         }
 
     def documents(self) -> Iterator[Document]:
-        """Yield documents in order, up to `max_bytes` of text; the last text may be cut, conversations are not."""
+        """Yield documents in order, up to `max_bytes`; the last text may be truncated, conversations are not."""
         self.counts.clear()
         left = self.max_bytes
         unread = _descriptions(Path(self.name).expanduser(), self.files)
@@ -162,7 +173,7 @@ class Source:
             if max(sizes) > self.record_bytes:
                 where, got = documents[0].where, f"{max(sizes):,} bytes"
                 raise records_too_long(where, got, self.record_bytes)
-            # If one document of a pair is empty, both are left out.
+            # Drop both documents of a pair if one is empty.
             if 0 in sizes and any(document.is_empty for document in documents):
                 self.counts.dropped[EMPTY_RECORD] += self.shape != "text"
                 continue
@@ -222,16 +233,10 @@ class Source:
         ]
 
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Return a conversation whose empty answers are excluded from training, unless all answers are empty.
-
-        Training on an end marker alone would teach the model empty answers.
-
-        Raises:
-            NoData: HP602 when the record marks a turn of the prompt as trained on.
-        """
+        """Exclude empty answers from training, unless all are empty; they would teach the model to stop immediately."""
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
-        answers = _answers(one, count)
+        answers = one.answer_turns(count)
         empty = [i for i in answers if not has_content(one.messages[i])]
         if self.stage == "grpo" or not 0 < len(empty) < len(answers):
             return one
@@ -239,10 +244,9 @@ class Source:
         return replace(one, untrained=one.untrained | {*empty})
 
     def _is_templated(self, where: str, record: Record) -> bool:
-        """Return whether the chat template renders a record; False: its texts are joined without a template.
+        """Return whether the chat template renders a record; otherwise its texts are concatenated.
 
-        Raises:
-            NoData: HP602 for a record that is not a pair of texts, with `data.chat_template: none`.
+        Raise NoData (HP602) if the texts must be concatenated, but the record is no pair of texts.
         """
         if self.plain == "never" and self.shape in ("sharegpt", "alpaca"):
             return True
@@ -263,7 +267,7 @@ class Source:
         return False
 
     def _text_documents(self, path: Path) -> Iterator[Document]:
-        """Yield the text of a file as documents, in pieces if it is longer than a record may be."""
+        """Yield the text of a file as one document, or in pieces of at most `record_bytes` bytes."""
         replaced = 0
         try:
             for number, raw in enumerate(_pieces(path, self.record_bytes)):
@@ -298,7 +302,7 @@ class Source:
 
 
 def _pieces(path: Path, most: int) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces of at most `most` bytes, cut after a line end or else between characters."""
+    """Yield the bytes of a file in pieces of at most `most` bytes that end at a line end or a character boundary."""
     with open_bytes(path) as file:
         rest = b""
         while True:
@@ -312,10 +316,10 @@ def _pieces(path: Path, most: int) -> Iterator[bytes]:
 
 
 def _between_characters(piece: bytes) -> int:
-    """Return the start of an incomplete UTF-8 character at the end of a piece, or the length of the piece."""
+    """Return the length of `piece` without an incomplete UTF-8 character at its end."""
     for length in range(1, min(4, len(piece))):
         byte = piece[-length]
-        if byte & 0xC0 != 0x80:  # first byte of a character; its high bits are the length
+        if byte & 0xC0 != 0x80:  # first byte of a character, whose high bits tell the length
             wanted = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
             return len(piece) - length if wanted > length and len(piece) > length else len(piece)
     return len(piece)
@@ -368,11 +372,7 @@ def resolve(data: Data, stage: str, *, media: tuple[str, ...] = ()) -> Source:
 
 
 def _media_root(data: Data, path: Path) -> Path:
-    """Return the folder of a source's images and recordings.
-
-    Raises:
-        NoData: HP602 when `data.media_dir` is not a folder.
-    """
+    """Return the folder of a source's images and recordings; raise NoData (HP602) if it does not exist."""
     if data.media_dir is None:
         return (path if path.is_dir() else path.parent).absolute()
     folder = Path(data.media_dir).expanduser().absolute()
@@ -383,7 +383,7 @@ def _media_root(data: Data, path: Path) -> Path:
 
 
 def _check_stage(source: Source, stage: str) -> None:
-    """Raise Contradiction (HP104) if the stage cannot train on the source's kind of records."""
+    """Raise Contradiction (HP104) if the stage cannot train on the source's format of records."""
     pairs = source.shape == "preference"
     wants_pairs, wants_turns = stage in ("dpo", "orpo", "rm"), stage in ("sft", "kto", "grpo")
     if wants_pairs != pairs or (wants_turns and not source.is_conversations):
@@ -402,20 +402,14 @@ def _check_stage(source: Source, stage: str) -> None:
 def _has_empty_answers(document: Document) -> bool:
     """Return whether a conversation has answers to train on, and all of them are empty."""
     one = document.conversation or Conversation(())
-    answers = _answers(one, document.num_context)
+    answers = one.answer_turns(document.num_context)
     return bool(answers) and not any(has_content(one.messages[i]) for i in answers)
 
 
-def _answers(one: Conversation, num_context: int) -> list[int]:
-    """Return the indices of assistant turns to train on: after the context, and not excluded by the record."""
-    turns = enumerate(one.messages[num_context:], start=num_context)
-    return [i for i, turn in turns if turn["role"] == "assistant" and i not in one.untrained]
-
-
 def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield each conversation followed by its prompt with the previous conversation's answer (KTO's mismatched pairs).
+    """Yield each conversation, followed by its prompt with the answer of the previous conversation (for KTO).
 
-    The first prompt gets the answer of the last conversation, so both documents of the first conversation come last.
+    For the first conversation, this second document comes at the very end, with the answer of the last conversation.
 
     Raises:
         NoData: HP602 when there is only one conversation, or a conversation does not end with an answer.
@@ -446,7 +440,6 @@ def with_mismatched(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def _with_answer_of(one: Document, other: Document) -> Document:
-    """Return the prompt of a conversation with the answer of another one."""
     if one.conversation is None or other.conversation is None:
         raise TypeError("a text has no answer")
     prompt = one.conversation.messages[: one.num_context]
@@ -460,7 +453,7 @@ def _with_answer_of(one: Document, other: Document) -> Document:
 
 
 def _descriptions(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the README-like files of a folder, if its data files are not texts."""
+    """Return the README-like files of a folder with records; [] for a folder of texts."""
     if not files or kind_of(files[0]) == "text" or not folder.is_dir():
         return []
     return [path for path in _sorted_files(folder) if describes(path)]
@@ -473,13 +466,13 @@ def _records(files: Sequence[Path], table: Table | None, most: int) -> Iterator[
 
 
 def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = ()) -> None:
-    """Raise if a source is a missing path; the hint names a similar path whose records the stage can read.
+    """Raise if a source is a missing path; the hint names a similar path that the stage can read.
 
     Args:
         data: Section `data` with one source.
         stage: Stage of the recipe.
-        key: Recipe key of the source, for the hint; empty for one source of several.
-        folders: Additional folders to search, such as the recipe's.
+        key: Recipe key of the source, for the hint; "" for one source of several.
+        folders: Additional folders to search, such as that of the recipe.
 
     Raises:
         NoData: HP602 naming the path.
@@ -512,7 +505,7 @@ def refuse_missing(data: Data, stage: str, key: str, folders: Sequence[Path] = (
 
 
 def _files(data: Data, stage: str) -> list[Path]:
-    """Return the files of a source in reading order; raise NoData (HP602) if there is none or all are empty."""
+    """Return the files of a source in reading order; raise NoData (HP602) if no file has data that can be read."""
     where = f"data.source: {data.source}"
     if data.source == STDLIB:
         path = Path(sysconfig.get_path("stdlib"))
@@ -549,11 +542,7 @@ def _files(data: Data, stage: str) -> list[Path]:
 
 
 def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
-    """Return the files below `root` except hidden ones, sorted by relative path.
-
-    Raises:
-        NoData: HP602 for a pipe, a broken link, or a link to a file outside of `root`.
-    """
+    """Return the files below `root`, except hidden ones, by relative path; raise NoData (HP602) for links out of it."""
     paths = {p.relative_to(root): p for p in root.rglob(pattern) if not p.is_dir()}
     visible = (name for name in paths if not any(part.startswith(".") for part in name.parts))
     files = [paths[name] for name in sorted(visible, key=Path.as_posix)]
@@ -563,7 +552,7 @@ def _sorted_files(root: Path, pattern: str = "*") -> list[Path]:
 
 
 def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
-    """Return the files without README-like ones, unless the folder has only texts or the format is `text`."""
+    """Return `files` without README-like ones; return all if there are only texts or the format is `text`."""
     if format_ == "text":
         return files
     records = [f for f in files if kind_of(f) != "text" and not describes(f)]
@@ -571,7 +560,7 @@ def _without_descriptions(files: list[Path], format_: str) -> list[Path]:
 
 
 def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
-    """Return the files of a directory that have the recipe's format; with `auto` all files must be of one kind."""
+    """Return the files in the recipe's format; raise NoData (HP602) if there is none or, with `auto`, several types."""
     kinds = _FORMATS.get(format_) or {kind_of(f) for f in files}
     suffixes = ", ".join(sorted({"".join(f.suffixes[-2:]) or f.name for f in files}))
     if format_ == "auto" and len(kinds) > 1:
@@ -597,11 +586,7 @@ def _of_one_kind(root: Path, files: list[Path], format_: str) -> list[Path]:
 def _shape(
     files: Sequence[Path], table: Table | None, data: Data, stage: str, rules: RecordRules
 ) -> str:
-    """Return the format of a source, recognized from its first record or named by the recipe.
-
-    Raises:
-        NoData: HP602 when there is no record, or the first one lacks a key that the recipe names.
-    """
+    """Return `data.format` or, with `auto`, the format of the first record; raise NoData (HP602) without a record."""
     if table is None and kind_of(files[0]) == "text" and data.format in ("auto", "text"):
         if data.format == "auto":
             _refuse_json(files[0], data, stage, rules)
@@ -617,11 +602,7 @@ def _shape(
 
 
 def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None:
-    """Raise if the first line of a text file is a JSON object, as the file probably has records.
-
-    Raises:
-        NoData: HP602 with the override that reads records.
-    """
+    """Raise NoData (HP602) if the first line of a text file is a JSON object; the hint reads the file as records."""
     record = json_record(file)
     if record is None:
         return
@@ -638,9 +619,9 @@ def _refuse_json(file: Path, data: Data, stage: str, rules: RecordRules) -> None
 
 
 def _check_columns(record: Record, data: Data, where: str, all_alike: bool) -> None:
-    """Raise if the first record lacks a key that `data.columns` names.
+    """Raise NoData (HP602) if the first record lacks a key in `data.columns`.
 
-    An optional key may appear only in later records, unless all records have the same keys (`all_alike`).
+    An optional key may be missing, unless all records have the same keys (`all_alike`).
     """
     for name, own in data.columns.items():
         optional = name in _OPTIONAL_COLUMNS and not all_alike

@@ -1,9 +1,9 @@
-"""Tokenization of a text so that target spans begin at token boundaries, as in generation.
+"""Tokenization of a text with target spans (characters with loss), which must begin at token boundaries.
 
-The tokens before a span equal those of the same prompt in generation, and the span's tokens continue them. The text is
-first tokenized as a whole. It is cut at a span if the prompt alone has other tokens, or if a token crosses the
-beginning of the span. For example, `"ASSISTANT: "` and `return` share the token `" return"`. The parts are then
-tokenized separately, without additional spaces, and their tokens are concatenated.
+The tokens before a span must equal those of the same prompt in generation. The text is first tokenized as a whole. It
+is cut at the start of a span if a token crosses this position, or if the text before it, tokenized alone, has different
+tokens. For example, `"ASSISTANT: "` and `return` share the token `" return"`. The parts between cuts are then tokenized
+separately, without additional spaces, and their tokens are concatenated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hyper_parallel.errors import BadValue, abbreviated
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _ANCHORS: Final = ("\n", "a", ".", "0")
-"""Texts to tokenize before a part, for tokenizers that insert a space before the first word of a text."""
+"""Texts to prepend to a part, for tokenizers that insert a space before the first word of a text."""
 _MOST_STEPS: Final = 64
-"""Number of tokens at the end of a prompt that `_restart` searches."""
+"""Number of tokens at the end of a prompt among which `_restart` searches."""
 _FAR_WORDS: Final = 8
-"""Number of words after which the end of a text has no effect on the words before, if `_Facts.restarts`.
+"""Distance in words at which the following text no longer affects the tokens of a word.
 
-The regular expressions of pre-tokenizers look ahead by one character or one run of white space, so 2 words would do.
+The regular expressions of pre-tokenizers look ahead by one character or one run of white space, so 2 would be enough.
 """
 _SAMPLE: Final = (
     "A text:  it has 12 words\n\nand, after\tan empty line, `code()`... then a few "
@@ -32,9 +32,9 @@ _SAMPLE: Final = (
 )
 """Text on which `_Facts.restarts` is measured."""
 _MOST_TAILS: Final = 1024
-"""Maximum number of prompt ends whose tokens are cached, and maximum characters of each."""
+"""Maximum number of prompt tails whose tokens are cached, and maximum characters of each."""
 _MOST_ROUNDS: Final = 8
-"""Maximum number of rounds of cutting a text; each round cuts at all borders of spans that lie inside a token."""
+"""Maximum number of rounds of cutting and tokenizing a text."""
 _PAIRS: Final = (("a", "b"), ("a ", "b"), ("a:", " b"), ("a\n", "\nb"), ("\u00fc", "\u6f22"))
 """Texts on which `_Facts.joins` is measured."""
 
@@ -44,7 +44,7 @@ Tokens = tuple[list[int], Offsets]
 
 
 class _LazyOffsets(Sequence[tuple[int, int]]):
-    """[start, end) characters of each token of an encoding, computed on access because a search reads only a few."""
+    """Sequence of the [start, end) characters of each token, computed on access because a search reads only a few."""
 
     def __init__(self, encoding: Any) -> None:
         self._encoding = encoding
@@ -60,19 +60,24 @@ class _LazyOffsets(Sequence[tuple[int, int]]):
         return self._encoding.token_to_chars(index)
 
     def word(self, index: int) -> int:
-        """Return the index of the word that contains token `index`; 0 if the tokenizer has no words."""
+        """Return the index of the pre-tokenizer's word that contains token `index`; 0 if there are no words."""
         return self._encoding.token_to_word(index) or 0
 
 
 @dataclass
 class _Facts:
-    """Cached properties of one tokenizer."""
+    """Measured properties of a tokenizer.
+
+    Attributes:
+        special: Ids of added tokens.
+        joins: Whether the concatenated tokens of two texts decode to the concatenated texts.
+        restarts: Whether the tokens of a word and of the text after it are independent of the text before the word.
+        tails: Cached tokens of prompt tails.
+    """
 
     special: frozenset[int]
     joins: bool
-    """Whether the concatenated tokens of two texts decode to the concatenated text."""
     restarts: bool
-    """Whether the text from any word of `_SAMPLE` on has the same tokens alone as within the whole text."""
     tails: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -93,9 +98,9 @@ def _facts_of(tokenizer: Any) -> _Facts:
 
 
 def _restarts(tokenizer: Any) -> bool:
-    """Return whether tokenization restarts at every word: the text from any word on has the same tokens alone.
+    """Return whether the tokens from each word of `_SAMPLE` on are independent of the text before the word.
 
-    Tested on `_SAMPLE`; False for a tokenizer without words.
+    Return False if the pre-tokenizer does not split texts into words.
     """
     ids, offsets = _tokens(tokenizer, _SAMPLE)
     starts = [k for k in range(1, len(ids)) if offsets.word(k) != offsets.word(k - 1)]
@@ -116,11 +121,11 @@ def ids_of(tokenizer: Any, text: str, where: str) -> list[int]:
 
 
 def ids_behind(tokenizer: Any, token: int, text: str, where: str) -> list[int]:
-    """Return the token ids of a text after `token`, as the tokenizer produces them for both together."""
+    """Return the token ids of a text that follows the token id `token`, as if both were tokenized together."""
     with tokenizing(where):
         before = tokenizer.decode([token])
         ids = list(tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"])
-    # A tokenizer may insert a space before the first token of a text.
+    # Some tokenizers insert a token for a space before the first token of a text.
     first = next((i for i in range(min(2, len(ids))) if ids[i] == token), None)
     return ids_of(tokenizer, text, where) if first is None else ids[first + 1 :]
 
@@ -128,16 +133,16 @@ def ids_behind(tokenizer: Any, token: int, text: str, where: str) -> list[int]:
 def tokens_of_spans(
     tokenizer: Any, text: str, spans: Sequence[tuple[int, int]], where: str
 ) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a text and, for each, whether it is a target.
+    """Return the token ids of a text, and for each whether it is a target.
 
     Args:
         tokenizer: Fast tokenizer of transformers.
         text: Text to tokenize.
-        spans: [start, end) characters of the targets, in order and disjoint.
-        where: Location of the record, for errors.
+        spans: [start, end) characters of the target spans, in order and disjoint.
+        where: Location of the record, for error messages.
 
     Raises:
-        BadValue: HP102 when the tokenizer cannot continue the tokens before a cut without changing the text.
+        BadValue: HP102 when the parts of the text cannot be tokenized separately without changing the text.
     """
     with tokenizing(where):
         spans = [span for span in spans if span[0] < span[1]]
@@ -166,7 +171,7 @@ def _borders(
     spans: Sequence[tuple[int, int]],
     cuts: set[int],
 ) -> Iterator[int]:
-    """Yield the start and end positions of spans at which the text must be cut before tokenization."""
+    """Yield the starts and ends of spans at which the text must be cut, given the tokens with the current `cuts`."""
     ids, offsets = tokens
     for start, end in spans:
         token = _first_token(offsets, start)
@@ -176,7 +181,7 @@ def _borders(
             prompt = text[:start]
             yield from [start] * (not _is_prompt(tokenizer, facts, prompt, ids[:token], offsets))
         token = _first_token(offsets, end)
-        # A special token may include the white space after it, which changes no target.
+        # A special token may include the white space after it; that needs no cut.
         if token and offsets[token - 1][1] > end and text[end : offsets[token - 1][1]].strip():
             yield end
 
@@ -184,10 +189,10 @@ def _borders(
 def _is_prompt(
     tokenizer: Any, facts: _Facts, prompt: str, ids: Sequence[int], offsets: Offsets
 ) -> bool:
-    """Return whether the prompt alone has the tokens `ids`.
+    """Return whether the prompt, tokenized alone, has the tokens `ids`.
 
-    To save time, first only the end of the prompt, from a token at which tokenization restarts, is tokenized again. The
-    whole prompt follows if these tokens differ.
+    To save time, first tokenize only the tail of the prompt that `_restart` finds. If its tokens differ, tokenize the
+    whole prompt.
     """
     begin = _restart(facts, ids, offsets)
     tail = prompt[offsets[begin][0] :] if begin else prompt
@@ -200,15 +205,10 @@ def _is_prompt(
 
 
 def _restart(facts: _Facts, ids: Sequence[int], offsets: Offsets) -> int:
-    """Return the index of a token near the end of a prompt at which tokenization restarts; 0 if none is known.
+    """Return the index of a token near the end of a prompt from which on tokens are independent of the text before.
 
-    It is the last special token. Without one, if `facts.restarts`, it is the first token of a word `_FAR_WORDS` words
-    before the end.
-
-    Args:
-        facts: Properties of the tokenizer.
-        ids: Token ids of the prompt.
-        offsets: [start, end) characters of the tokens; only `_LazyOffsets` know the words.
+    This is the last added token or, if there is none and `facts.restarts`, the first token of the word that is
+    `_FAR_WORDS` words before the end. Return 0 if no such token is known.
     """
     first = max(0, len(ids) - _MOST_STEPS)
     steps = range(len(ids) - 1, first - 1, -1)
@@ -241,7 +241,7 @@ def _tokens_of_parts(
 
 
 def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
-    """Return tokens of a part that decode to the right text after the tokens of the previous part, `before`."""
+    """Return tokens of a part that decode to its text after the part `before`; else raise BadValue (HP102)."""
     context, ids = before
     decoded = _text(tokenizer, ids)
     alone, whole = (
@@ -249,14 +249,14 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
     )
     candidates = list(_candidates(tokenizer, part))
     added = [_text(tokenizer, ids + own)[len(decoded) :] for own, _ in candidates]
-    # Prefer tokens that decode as both parts tokenized together; else tokens that match the part's first letter.
+    # Prefer tokens that decode like both parts tokenized together; else compare the part up to its first letter.
     size = len(part) - len(part.lstrip()) + 1
     for wanted, end in ((whole[len(alone) :], None), (part, size)):
         for candidate, text in zip(candidates, added, strict=True):
             if text[:end] == wanted[:end]:
                 return candidate
     raise BadValue(
-        "the tokenizer cannot continue a prompt with these words without a space before them",
+        "the tokenizer cannot continue a prompt with an answer without inserting a space between them",
         where=where,
         got=f"{abbreviated(context[-40:])} + {abbreviated(part[:40])}",
         allowed="a chat template that ends the generation prompt with a special token or a line end",
@@ -264,9 +264,9 @@ def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: 
 
 
 def _candidates(tokenizer: Any, part: str) -> Iterator[Tokens]:
-    """Yield candidate tokens of a part: tokenized alone, then tokenized after each text of `_ANCHORS`."""
+    """Yield candidate tokens of a part: of the part alone, then of the part after each of `_ANCHORS`."""
     yield _tokens(tokenizer, part)
-    stripped = part.lstrip()  # a tokenizer may merge white space into one space
+    stripped = part.lstrip()  # some tokenizers merge white space into one space
     for text in (part, stripped) if stripped != part else (part,):
         for anchor in _ANCHORS:
             alone = _tokens(tokenizer, anchor)[0]
@@ -285,9 +285,9 @@ def _first_token(offsets: Offsets, position: int) -> int:
 
 
 def _targets(offsets: Offsets, spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return for each token whether it contains a character of a span; tokens and spans are in order.
+    """Return, for each token, whether it contains a character of a span.
 
-    A token without characters, such as a word-begin marker, belongs to the span that begins at it.
+    An empty token, such as a word-start marker, belongs to a span that begins at its position.
     """
     targets = [False] * len(offsets)
     for start, end in spans:

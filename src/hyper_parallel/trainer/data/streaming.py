@@ -1,10 +1,10 @@
-"""Streaming: a run packs sequences while it reads them, for data that is endless or too large to prepare.
+"""Streaming: a run packs sequences while it reads documents, for data that is endless or too large to prepare.
 
     documents, shuffled in blocks -> tokens -> sequences, each with the position after it -> steps
 
-Every rank builds all sequences of a step and takes its slice, so a step's content is the same for every layout. A
-checkpoint stores the position of the next token, and a checksum of all documents before it. A resumed run skips these
-documents, compares the checksum, and tokenizes only one block of documents a second time.
+Every rank packs all sequences of a step and takes its slice, so a step contains the same sequences on every layout. A
+checkpoint stores the position of the next token, and a checksum of all documents before it. A resumed run reads these
+documents again without tokenizing them, and compares the checksum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xxhash import xxh3_128
 
 from hyper_parallel.config import Data
 from hyper_parallel.errors import CheckpointMismatch, NoData
-from hyper_parallel.trainer.data.batches import Batch, check_cut, check_position
+from hyper_parallel.trainer.data.batches import Batch, Order, check_cut, check_position
 from hyper_parallel.trainer.data.counts import DataCounts
 from hyper_parallel.trainer.data.packing import encode, fill_row, no_target
 from hyper_parallel.trainer.data.preview import LengthHistogram
@@ -30,17 +30,23 @@ from hyper_parallel.trainer.data.sources import Source
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 256  # documents of a shuffle block; a resumed run tokenizes at most one block twice
-_CACHED_STEPS = 4  # latest steps that can be read again
+_BLOCK = 256
+"""Documents per shuffle block; a resumed run tokenizes at most one block twice."""
+_CACHED_STEPS = 4
+"""Number of newest steps that can be read again."""
 
 Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any], int]
-"""Inputs, shifted labels and positions, [S] each."""
+"""Inputs, shifted labels and positions, [S] each, and number of tokens before the padding."""
 
 
 class Place(NamedTuple):
-    """Position in a stream where the next sequence begins: epoch, document in the epoch's order, part of the document.
+    """Position in a stream at which the next sequence begins.
 
-    `checksum` covers all documents of the epoch up to the end of this document's shuffle block; empty: not known.
+    Attributes:
+        epoch: Epoch, from 0.
+        document: Index of the document in the order of the epoch.
+        part: Position in the document: a token index for concatenated text, a piece index for padded rows.
+        checksum: Checksum of all documents of the epoch up to the end of this document's shuffle block; "": unknown.
     """
 
     epoch: int = 0
@@ -54,15 +60,19 @@ class Place(NamedTuple):
 
 
 class Stream:
-    """Endless stream of packed sequences from a source, epoch after epoch.
+    """Endless stream of packed sequences from a data source, epoch after epoch.
 
     Args:
-        source: Source that yields the documents.
+        source: Data source.
         hf: Tokenizer of transformers.
         data: Section `data` of the recipe.
         stage: `pt` or `sft`.
-        seed: Seed of the documents' order.
+        seed: Seed of the order of documents.
         pad_id: Padding token.
+
+    Attributes:
+        lengths: Histogram of document lengths in the epoch to which `counts` refers.
+        masked: Whether attention is blocked between documents of a row.
     """
 
     def __init__(
@@ -76,16 +86,16 @@ class Stream:
 
     @property
     def counts(self) -> DataCounts:
-        """Counts of the first complete epoch or, before its end, of the records read so far."""
+        """Counts of the records in the first complete epoch; before its end, of the records read so far."""
         return self._epoch_counts or self._source.counts
 
     def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield (position of the next sequence, sequence) from position `start` on."""
+        """Yield (position after the sequence, sequence) for each sequence from position `start` on."""
         whole = self._stage == "sft" or self.masked or not self.data.packing
         return self._documents_in_rows(start) if whole else self._pieces_of_text(start)
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Sequence[int], Sequence[bool]]]:
-        """Yield (position, token ids, target mask) of every document from `start` on, and count documents."""
+        """Yield (position, token ids, target mask) of every document from `start` on, and count the documents."""
         for epoch in itertools.count(start.epoch):
             number, digest = 0, xxh3_128()
             if self._epoch_counts is None:
@@ -95,8 +105,7 @@ class Stream:
                 first = start.document - number if epoch == start.epoch else 0
                 order = np.arange(len(block))
                 if self.data.shuffle:
-                    keys = np.random.PCG64([self.seed, 3, epoch, number]).random_raw(len(block))
-                    order = np.argsort(keys, kind="stable")
+                    order = Order(self.seed).permutation(len(block), 3, epoch, number)
                 chosen = [block[i] for i in order[max(first, 0) :]]
                 number += len(block)
                 for document in block:
@@ -125,15 +134,11 @@ class Stream:
                 self._check_skipped(start, f"{digest.hexdigest()} of {number} documents")
 
     def _check_skipped(self, start: Place, checksum: str) -> None:
-        """Raise if the documents before `start` are not those that the run read before the checkpoint.
-
-        Raises:
-            CheckpointMismatch: HP702 with both checksums.
-        """
+        """Raise CheckpointMismatch (HP702) if the documents' `checksum` differs from the one saved in `start`."""
         if start.checksum not in ("", checksum):
             place = f"epoch {start.epoch}, document {start.document}"
             raise CheckpointMismatch(
-                "the streamed data has changed before the place where the run continues",
+                "the streamed data has changed before the position at which the run resumes",
                 where=f"data.source: {self._source.name}, {place}",
                 got=f"checksum {checksum}",
                 allowed=f"checksum {start.checksum}",
@@ -141,7 +146,7 @@ class Stream:
             )
 
     def _report(self, number: int | None = None) -> None:
-        """Log how much text is cut or dropped, after 256, 512, 1,024, ... documents and at the end of an epoch."""
+        """Log how much text is truncated or dropped: after 256, 512, 1,024, ... documents, and after an epoch."""
         blocks = 0 if number is None else number // _BLOCK
         notes = self.counts.losses
         if blocks & (blocks - 1) or notes == self._reported or os.environ.get("RANK", "0") != "0":
@@ -157,7 +162,7 @@ class Stream:
         return NoData(problem, where=f"data.source: {self._source.name}")
 
     def _pieces_of_text(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield sequences of the concatenated text of all documents, cut as `PackedSequences` cuts plain text."""
+        """Yield sequences of the concatenated tokens of all documents; see plain text in `PackedSequences`."""
         size = self.data.seq_len
         tokens, starts = np.zeros(0, np.int64), list[tuple[int, Place]]()
 
@@ -178,7 +183,7 @@ class Stream:
             tokens = tokens[done:]
 
     def _documents_in_rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
-        """Yield padded rows of one whole document each or, with `packing`, of as many as fit, in order."""
+        """Yield padded rows with one document each or, with `data.packing`, with as many consecutive ones as fit."""
         size, row, used = self.data.seq_len, list[tuple[Any, Any]](), 0
         last = start.epoch
         for document, ids, learn in self._documents(start):
@@ -201,12 +206,12 @@ class Stream:
 
 
 class StreamBatches:
-    """Steps of a stream, with the interface of `Batches`.
+    """Loader of the steps of a run from a stream, with the interface of `Batches`.
 
     Args:
         stream: Stream that yields the sequences.
         sequences_per_step: Number of sequences of one step over all data-parallel ranks.
-        fingerprint: Hash of the inputs that determine the sequences, stored in checkpoints.
+        fingerprint: Hash of the settings that determine the sequences, stored in checkpoints.
     """
 
     def __init__(self, stream: Stream, sequences_per_step: int, fingerprint: str) -> None:
@@ -229,15 +234,13 @@ class StreamBatches:
         return self._steps[step][0]
 
     def num_valid(self, step: int) -> int:
-        """Return the number of labels with loss in a step over all ranks, without communication."""
+        """Return the number of labels with loss in a step over all ranks; needs no communication."""
         return sum(int((labels != IGNORE_INDEX).sum()) for _, labels, *_ in self._step(step))
 
     def microbatches(
         self, step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
     ) -> list[Batch]:
-        """Return the microbatches of one data-parallel rank in step `step`, counted from 0.
-
-        There are `accumulation` of them, with [microbatch, S] tokens each.
+        """Return the `accumulation` microbatches, [microbatch, S] each, of one data-parallel rank in a step.
 
         Raises:
             BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
@@ -257,11 +260,11 @@ class StreamBatches:
         return batches
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of sequences read before a step; earlier parts of a run may have had other batch sizes."""
+        """Return the number of sequences read before a step, including those read before a change of the batch size."""
         return self._origin + step * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the data position before a step for a checkpoint; only the newest steps are available."""
+        """Return the data position before a step, one of the newest `_CACHED_STEPS` steps, as JSON values."""
         return {
             "step": step,
             "place": list(self._steps[step - 1][1] if step - 1 in self._steps else self._place),
@@ -273,7 +276,7 @@ class StreamBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the sequences that the checkpoint's run has read; tokens per step may have changed.
+        """Continue after the sequences read before the checkpoint; `sequences_per_step` may have changed since.
 
         Raises:
             CheckpointMismatch: HP702 when the data or its order differ.

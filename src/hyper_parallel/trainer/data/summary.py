@@ -1,4 +1,4 @@
-"""Summary of the data in words, for the command `data`, the start panel and the report."""
+"""Summary of the data as text, for the command `data`, the start panel and the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGETS: Final = {
     "rm": "the chosen answer is to get a higher score than the rejected one",
     "grpo": "completions of prompts are sampled and rewarded",
 }
-"""Training objective of each stage."""
+"""Description of the training objective of each stage."""
 _RECORDS: Final = {
     "pt": "documents", "sft": "conversations", "kto": "answers with labels", "grpo": "prompts",
 }  # fmt: skip
@@ -33,19 +33,19 @@ _FORMATS: Final = {
 
 
 def records_word(stage: str) -> str:
-    """Return the noun for a stage's records: documents, conversations, pairs, answers or prompts."""
+    """Return the plural noun for the records of a stage, such as `conversations` or `pairs`."""
     return _RECORDS.get(stage, "pairs")
 
 
 def summary_rows(
     stage: str, counts: Sequence[DataCounts], weights: Sequence[float], *, sampled: bool
 ) -> dict[str, str]:
-    """Return the summary as a dict from row name to text.
+    """Return the rows of the summary table as a dict from row name to text.
 
     Args:
         stage: Stage of the recipe.
         counts: Counts of each source.
-        weights: Share of each source in a mixture.
+        weights: Weight of each source in a mixture.
         sampled: Whether only the beginning of the data was counted.
     """
     source = counts[0].source
@@ -79,7 +79,7 @@ def _examples(stage: str, counts: Sequence[DataCounts], sampled: bool) -> str:
 
 
 def targets_text(stage: str, counts: Sequence[DataCounts]) -> str | None:
-    """Return the number of target tokens in words; None for a stage that learns from sampled completions."""
+    """Return text on the number of tokens with loss; None for GRPO, which trains on sampled completions."""
     if stage == "grpo":
         return None
     if stage == "rm":
@@ -90,7 +90,7 @@ def targets_text(stage: str, counts: Sequence[DataCounts]) -> str | None:
 
 
 def notes(stage: str, counts: Sequence[DataCounts]) -> list[str]:
-    """Return sentences on ignored keys, changes by the reader, and a stage that does not suit the records."""
+    """Return sentences on ignored keys, changes to the text, and a stage that does not fit the records."""
     sentences = []
     if stage == "pt" and (talks := [c for c in counts if c.format in CONVERSATIONS]):
         sentences.append(

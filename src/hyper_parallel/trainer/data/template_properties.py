@@ -1,12 +1,13 @@
-"""Properties of a chat template, measured by rendering short probe conversations of unique words.
+"""Properties of a chat template, measured by rendering probes: short conversations of unique words.
 
 No property is derived from the name of a model. A probe is rendered when a conversation first needs the property, and
 the result is cached per tokenizer and template:
 
-    probe -> text with the probe's words -> text before, between and after the words
+    probe -> text with the words of the probe -> text before, between and after the words
 
-One group of properties is the form of turns that the template reads: content as text or list of parts, tool-call
-arguments as object or text, key of reasoning, role of a developer. The other is the marker that ends an answer.
+One group of properties is the form in which the template reads turns: content as text or list of parts, arguments of
+tool calls as object or text, key of the reasoning, role of developer turns. The other group is the end marker: the text
+after an answer at which generation stops. Added tokens are the special and other tokens added to the vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hyper_parallel.trainer.data.media_kinds import KINDS, MEDIA_MARK
 from hyper_parallel.trainer.data.tokenizer_limits import tokenizing
 
 _QUESTION, _ANSWER, _FOLLOW_UP, _NAME, _VALUE, _RESULT = (f"Qzp{i}zQ" for i in range(6))
-"""Unique words of the probe conversations."""
+"""Unique words of the probes."""
 _KEY: Final = "city"
 _TOOLS: Final[tuple[dict[str, Any], ...]] = (
     {
@@ -46,25 +47,26 @@ _TOOLS: Final[tuple[dict[str, Any], ...]] = (
     },
 )
 _CALL_ID: Final = "abcdefgh1"
-"""Call identifier of nine letters and digits, a form that some templates require."""
+"""Id of a tool call in probes; some templates require nine letters and digits."""
 _REASONING_KEYS: Final = ("reasoning_content", "reasoning", "thinking", "thought")
-"""Names under which templates read the reasoning of a turn."""
+"""Keys under which templates read the reasoning of a turn."""
 _TAG: Final = re.compile(
     r"</?[A-Za-z][\w-]*>|<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>\s]{1,40}\uff5c>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]"
     r"|/(?:no_)?think\b"
 )
-"""Tags in a template's source that may decide how it processes the words of a turn."""
+"""Pattern of tags such as `</think>` in a template's source, by which it may process the content of a turn."""
 _ANY_TAG: Final = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]")
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 
 
 @dataclass(frozen=True, slots=True)
 class EndMarker:
-    """Marker after an answer at which generation stops.
+    """Text after an answer at which generation stops.
 
     Attributes:
-        text: Text from the end of the answer's words to the end of the marker; None: there is no end marker.
-        is_written: Whether the template writes the marker after the last answer; False: it begins the next turn.
+        text: Text from the end of the answer's content to the end of the marker; None: there is no end marker.
+        is_written: Whether the template writes the marker after the last turn. False: the marker is the start of the
+            next turn.
     """
 
     text: str | None
@@ -72,11 +74,16 @@ class EndMarker:
 
 
 class TemplateProperties:
-    """Measured properties of one chat template with one tokenizer.
+    """Measured properties of a chat template with a tokenizer.
 
     Args:
         tokenizer: Fast or slow tokenizer of transformers.
         source: Source of the template.
+
+    Attributes:
+        added: Ids of the tokenizer's added tokens, by text.
+        added_names: Pattern of the texts of added tokens; None: there are none.
+        shaped_texts: Cache of `answer_spans`: texts of conversations with placeholders, by their turns.
     """
 
     def __init__(self, tokenizer: Any, source: str) -> None:
@@ -89,7 +96,6 @@ class TemplateProperties:
         self.added_names = re.compile("|".join(map(re.escape, names))) if names else None
         self._parts: dict[str, bool] = {}
         self.shaped_texts: dict[tuple[str, ...], str] = {}
-        """Texts of conversations whose words are placeholders, by their turns."""
 
     def render(
         self,
@@ -100,24 +106,24 @@ class TemplateProperties:
         values: Mapping[str, Any] | None = None,
         marks: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render turns that have the template's form; return the text, and the spans that the template marks."""
+        """Render turns from `form`; return the text and, if `marks`, the spans of `{% generation %}` blocks."""
         variables = {**self._special, **(values or {}), "add_generation_prompt": prompt}
         return rendered(self.source, messages, variables, tools=tools, marks=marks)
 
     def _probe(
         self, *turns: Message, tools: Sequence[Mapping[str, Any]] = (), prompt: bool = False
     ) -> str:
-        """Render a probe conversation; return "" if the template raises."""
+        """Return the text of a probe; "" if the template raises."""
         try:
             return self.render(turns, tools=tools, prompt=prompt)[0]
-        except TemplateBudget as error:  # every further probe would exhaust its budget too
+        except TemplateBudget as error:  # further probes would exhaust their budgets too
             raise BadValue(
                 "the chat template of the tokenizer rejects a conversation",
                 where="chat template",
                 got=str(error),
                 hint="data.chat_template=FILE",
             ) from error
-        except Exception:  # a template is a program and may raise any error
+        except Exception:  # a template may raise any exception
             return ""
 
     @cached_property
@@ -127,13 +133,13 @@ class TemplateProperties:
 
     @cached_property
     def tags(self) -> re.Pattern[str] | None:
-        """Pattern of the tags in the template; None without any."""
+        """Pattern of the tags in the template's source; None if there are none."""
         tags = sorted(set(_TAG.findall(self.source)), key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, tags))})") if tags else None
 
     @cached_property
     def has_marks(self) -> bool:
-        """True if the template marks the assistant's words by `{% generation %}` blocks."""
+        """True if the template has `{% generation %}` blocks, which mark the assistant's text."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     # Form of turns
@@ -164,19 +170,19 @@ class TemplateProperties:
 
     @cached_property
     def _question(self) -> Message:
-        """User turn of probe conversations, in the template's form."""
+        """User turn of probes, in the template's form."""
         return self.form({"role": "user", "content": _QUESTION})
 
     @cached_property
     def written_media(self) -> frozenset[str]:
-        """Names of the media kinds whose content parts the template writes."""
+        """Names of the media kinds for whose content parts the template writes text."""
         text = {"type": "text", "text": _QUESTION}
         without = self._probe({"role": "user", "content": [text]})
         texts = {n: self._probe({"role": "user", "content": [{"type": n}, text]}) for n in KINDS}
         return frozenset(n for n, t in texts.items() if t and t != without and "'type':" not in t)
 
     def _takes_parts(self, role: str) -> bool:
-        """Return whether the template reads the content of this role's turns only as a list of parts, not as text."""
+        """Return whether the template requires a list of parts, not a text, as content of turns with this role."""
         if role not in self._parts:
             parts = [{"type": "text", "text": _ANSWER}]
             before: list[Message] = []
@@ -202,7 +208,7 @@ class TemplateProperties:
         return "system"
 
     def _reasoning(self, reasoning: str, content: Any, key: str | None = None) -> Message:
-        """Return the entries of a turn for its reasoning: under `key` or, if that is empty, a part of the content."""
+        """Return the keys and values that add reasoning to a turn; with `key` "", it becomes a part of the content."""
         key = self._reasoning_key if key is None else key
         if key:
             return {key: reasoning}
@@ -211,7 +217,7 @@ class TemplateProperties:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        """Key under which the template reads reasoning; empty if it reads it as a part of the content.
+        """Key under which the template reads reasoning; "" if it reads reasoning as a part of the content.
 
         If the template reads no reasoning, this is the first of `_REASONING_KEYS`.
         """
@@ -227,7 +233,7 @@ class TemplateProperties:
 
     @staticmethod
     def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-        """Return a tool call whose arguments are a JSON text if `as_text`, else an object."""
+        """Return a tool call with arguments as a JSON text if `as_text`, otherwise as an object."""
         function = dict(call["function"])
         arguments = function.get("arguments")
         if isinstance(arguments, Mapping):
@@ -237,7 +243,7 @@ class TemplateProperties:
 
     @cached_property
     def _calls(self) -> tuple[bool, Any]:
-        """Pair: whether arguments of tool calls must be a text, and the content of a turn that has only calls."""
+        """Pair: whether tool-call arguments must be a text, and the content to set in a turn with only tool calls."""
         empty = [{"type": "text", "text": ""}]
         forms = [(text, content) for content in ("", None, empty) for text in (False, True)]
         for as_text, content in forms:
@@ -285,13 +291,13 @@ class TemplateProperties:
     # Markers that end an answer
 
     def _added_ends(self, text: str) -> list[tuple[int, int]]:
-        """Return the [start, end) characters of the tokenizer's added tokens in a text."""
+        """Return the [start, end) characters of all added tokens in a text."""
         pattern = self.added_names
         return [match.span() for match in pattern.finditer(text)] if pattern else []
 
     @cached_property
     def _text_after_words(self) -> tuple[str, str]:
-        """Pair: text after the words of a last answer, and after the words of an answer before a user turn."""
+        """Pair: text after an answer that is the last turn, and text between an answer and the next user turn."""
         answer = self.form({"role": "assistant", "content": _ANSWER})
         follow_up = self.form({"role": "user", "content": _FOLLOW_UP})
         last = self._probe(self._question, answer).rpartition(_ANSWER)[2]
@@ -300,7 +306,7 @@ class TemplateProperties:
 
     @cached_property
     def ends(self) -> tuple[EndMarker, EndMarker]:
-        """Pair: end marker of a last answer, and of an answer before a user turn."""
+        """Pair: end marker of an answer that is the last turn, and of an answer before a user turn."""
         return self._ends(*self._text_after_words)
 
     def _ends(self, last: str, later: str) -> tuple[EndMarker, EndMarker]:
@@ -309,7 +315,7 @@ class TemplateProperties:
         if text is not None:
             end = EndMarker(_only_tags(self, text))
             return end, end
-        # The two texts share no marker: each has its own, or the beginning of the next turn ends an answer.
+        # The texts have no common marker. Each has its own, or the start of the next turn ends an answer.
         own, following = (self._first_stop(t) or self._first_added(t) for t in (last, later))
         following = _only_tags(self, following)
         if own is None and not last.strip():
@@ -321,17 +327,17 @@ class TemplateProperties:
         return text[: ends[0][1]] if ends else None
 
     def _first_stop(self, text: str) -> str | None:
-        """Return a text up to and including its first stop token; None without one."""
+        """Return `text` up to and including its first stop token; None if it has none."""
         ends = [end for start, end in self._added_ends(text) if text[start:end] in self._stop_names]
         return text[: ends[0]] if ends else None
 
     def _last_tag(self, text: str) -> str | None:
-        """Return a text up to and including its last added token or else its last tag; None without either."""
+        """Return `text` up to and including its last added token or, without added tokens, its last tag; else None."""
         ends = self._added_ends(text) or [match.span() for match in _ANY_TAG.finditer(text)]
         return text[: ends[-1][1]] if ends else None
 
     def _before_opener(self, text: str) -> str:
-        """Return a text up to the token with which turns begin, as some templates write it after the last turn too."""
+        """Return `text` up to the token with which turns begin, which some templates also write after the last turn."""
         opening = self._probe(self._question).partition(_QUESTION)[0]
         names = [opening[slice(*span)] for span in self._added_ends(opening)]
         names = [name for name in names if name != self._special.get("bos_token")]
@@ -340,7 +346,7 @@ class TemplateProperties:
 
     @cached_property
     def call_end(self) -> EndMarker:
-        """End marker of an answer that ends with a tool call, without text that closes the call itself."""
+        """End marker of an answer that ends with a tool call, without the text that closes the call itself."""
         as_text, content = self._calls
         turn = self._call_turn(as_text, content)
         last = self._probe(self._question, turn, tools=_TOOLS).rpartition(_VALUE)[2]
@@ -352,7 +358,7 @@ class TemplateProperties:
         shared = common_prefix(last, later)
         stop = self._first_stop(later)
         if stop is None and not self.ends[0].is_written:
-            # The beginning of the next turn ends an answer.
+            # The start of the next turn ends an answer.
             added = self._first_added(later[len(shared) :])
             stop = None if added is None else shared + added
         if stop is not None:
@@ -362,7 +368,7 @@ class TemplateProperties:
         return EndMarker(tags[-1] if tags else None)
 
     def end_token(self, end: EndMarker) -> str | None:
-        """Return the last added token in a marker's text, or the text itself if it has none; None without a marker."""
+        """Return the last added token in the text of an end marker, else the text; None if there is no marker."""
         if end.text is None:
             return None
         ends = self._added_ends(end.text)
@@ -370,7 +376,7 @@ class TemplateProperties:
 
     @property
     def stops(self) -> set[int]:
-        """Ids of the added tokens at which an answer ends."""
+        """Ids of the added tokens at which generation of an answer stops."""
         last, later = self.ends
         markers = [last if last.text is not None else later]
         if later.text is not None and not self._before_opener(f" {later.text.lstrip()}").strip():
@@ -382,7 +388,7 @@ class TemplateProperties:
 
 
 def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
-    """Return a text if it consists only of tags and added tokens; None if it has words and so is no marker."""
+    """Return `text` if it consists only of tags and added tokens; otherwise None."""
     if text is None:
         return None
     pattern = template.added_names
@@ -391,7 +397,7 @@ def _only_tags(template: TemplateProperties, text: str | None) -> str | None:
 
 
 def _parts_of(content: str) -> list[dict[str, str]]:
-    """Convert the content of a turn, with media marks, to a list of parts."""
+    """Convert the content of a turn to a list of text parts and, for its media marks, media parts."""
     first, *rest = MEDIA_MARK.split(content)
     parts = [{"type": "text", "text": first}] if first or not rest else []
     for kind, text in zip(rest[::2], rest[1::2], strict=True):
@@ -400,8 +406,8 @@ def _parts_of(content: str) -> list[dict[str, str]]:
     return parts
 
 
-def unfinished(text: str) -> str:
-    """Return a text without an incomplete tag at its end."""
+def without_open_tag(text: str) -> str:
+    """Return `text` without an incomplete tag at its end."""
     return _UNFINISHED_TAG.sub("", text)
 
 
@@ -426,7 +432,7 @@ _KNOWN: Final[WeakKeyDictionary[Any, dict[str, TemplateProperties]]] = WeakKeyDi
 
 
 def properties_of(tokenizer: Any, *, tools: bool = False) -> TemplateProperties:
-    """Return the measured properties of the tokenizer's chat template for conversations with or without tools.
+    """Return the measured properties of the tokenizer's chat template, or of its template for tools if `tools`.
 
     Raises:
         Exception: The tokenizer has no template.

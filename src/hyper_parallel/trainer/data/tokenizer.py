@@ -1,8 +1,8 @@
-"""Tokenizer of a recipe: `data.tokenizer`, the model's, or a byte-level BPE trained on the source.
+"""Tokenizer of a recipe: `data.tokenizer`, the tokenizer of the model, or a byte-level BPE trained on the data.
 
-Every tokenizer is stored as a Hugging Face tokenizer directory, which the run's export contains and any tool can load.
-A trained tokenizer has four special tokens (end of text, padding, two for chat turns). Its alphabet is the 256 bytes,
-so it can encode any text. Source: Sennrich et al. 2016 (BPE), Radford et al. 2019 (on bytes).
+Every tokenizer is stored as a Hugging Face tokenizer directory, whose files the run's export contains. A trained
+tokenizer has four special tokens (end of text, padding, two for chat turns). Its alphabet is the 256 bytes, so it can
+encode any text. Sources: Sennrich et al. 2016 (BPE), Radford et al. 2019 (byte-level BPE).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ TURN_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 _TRAIN_BYTES = 64 * MiB  # more text hardly changes the merges of a small vocabulary
 _TEMPLATE_BYTES: Final = 512 * 1024
-"""Maximum bytes of a chat template file; a character may have four bytes."""
+"""Maximum bytes of a chat template file: four times the maximum number of characters."""
 _VERSION = 1
 _SETTLED: Final = "class that reads the tokenizer, 2"
 _SAMPLES: Final = 32
-"""Number of documents of each source whose text probes the tokenizer."""
+"""Number of documents of each source on which tokenizers are compared."""
 _ENTRIES: Final = 4096
-"""Default vocabulary size of a tokenizer trained here; at most the model's vocabulary."""
+"""Default vocabulary size of a trained tokenizer, unless the model's vocabulary is smaller."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Tokenizer:
 
     @property
     def stops(self) -> list[int]:
-        """Stop token ids of the generation config next to the tokenizer, which identify end markers of answers."""
+        """Stop token ids (`eos_token_id`) of the generation config in the tokenizer's directory."""
         return generation_stops(self.hf)
 
     @property
@@ -96,9 +96,9 @@ class Tokenizer:
 
 
 def unknown_token(hf: Any) -> int | None:
-    """Return the id of the token for text outside the vocabulary; None if the tokenizer never produces one.
+    """Return the id of the unknown token; None if the tokenizer never produces one.
 
-    Byte-level tokenizers name the end-of-text token as unknown token, but never produce it for a text.
+    Byte-level tokenizers may declare the end-of-text token as unknown token, but can encode any text.
     """
     unknown: int | None = hf.unk_token_id
     return None if unknown in (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id) else unknown
@@ -113,7 +113,7 @@ def open_sources(
     vocab_limit: int | None,
     model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Tokenizer, list[tuple[Data, Source]]]:
-    """Return the tokenizer of a recipe, and for each source its `data` section and its resolved form.
+    """Return the tokenizer of a recipe, and (section `data`, source) for each of its sources.
 
     Arguments and errors are those of `prepare`.
     """
@@ -131,7 +131,6 @@ def open_sources(
 def _too_large(
     tokenizer: Tokenizer, data: Data, model_path: str | None, vocab_limit: int
 ) -> BadValue:
-    """Return the error for a tokenizer with token ids beyond the model's vocabulary."""
     own = has_tokenizer(model_path)
     where, hint = f"model.path: {model_path}", f"data.vocab_size={vocab_limit}"
     if data.tokenizer:
@@ -152,9 +151,9 @@ def _too_large(
 
 
 def bind_tokenizer(source: Source, data: Data, tokenizer: Tokenizer) -> Source:
-    """Return a source that knows the tokenizer's special tokens and which records are joined without a chat template.
+    """Return the source with the attributes `special` and `plain`, which depend on the tokenizer.
 
-    Its counts get the unknown token.
+    Also set the unknown token in the counts of the source.
     """
     source.counts.unknown_id = unknown_token(tokenizer.hf)
     names = [
@@ -177,10 +176,10 @@ def obtain(
     vocab_limit: int | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the source.
+    """Return the tokenizer of a recipe: `data.tokenizer`, else the model's, else one trained on the data.
 
-    If `data.chat_template` differs from the tokenizer's own template, a copy of the tokenizer with that template is
-    returned. If transformers would load an export's files with another class, a copy that names its class is returned.
+    The result is a copy if `data.chat_template` differs from the tokenizer's template, or if `tokenizer_class` must be
+    set so that the files of an export produce the same tokens.
 
     Args:
         data: Section `data` of the recipe.
@@ -192,7 +191,7 @@ def obtain(
         config: Values of the model's config; None: no model is known.
 
     Raises:
-        BadValue: HP102 when an export of the run would produce other tokens than training.
+        BadValue: HP102 when the tokenizer of an export would produce different tokens than in training.
     """
     existing = data.tokenizer or (model_path if has_tokenizer(model_path) else None)
     if existing:
@@ -224,14 +223,9 @@ def _with_class(
     config: Mapping[str, Any] | None,
     cache: Path,
 ) -> Tokenizer:
-    """Return the tokenizer, or a copy that names its class if transformers would otherwise produce other tokens.
+    """Return the tokenizer, or a copy with `tokenizer_class` set if exports need it to produce the same tokens.
 
-    Args:
-        tokenizer: Tokenizer used in training.
-        original: Existing tokenizer from which it was derived; None: it was trained on the sources.
-        sources: Sources of the recipe.
-        config: Values of the model's config; None: no model is known.
-        cache: Root of the data cache.
+    `original` is the existing tokenizer from which `tokenizer` was derived; None: it was trained on the sources.
     """
     import transformers
 
@@ -267,14 +261,15 @@ def _with_class(
 
 
 def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
-    """Return the chat template that must replace the tokenizer's own; None if the tokenizer keeps its own."""
+    """Return the chat template that replaces the tokenizer's own; None if the tokenizer keeps its own."""
     if data.chat_template == "none":
         return RAW
     if data.chat_template != "auto":
         return _read_template(Path(data.chat_template).expanduser())
     if not has_conversations or hf.chat_template:
         return None
-    older = Path(hf.name_or_path) / "chat_template.json"  # of a processor, which no tokenizer reads
+    # Older processors have their template in this file, which tokenizers do not read.
+    older = Path(hf.name_or_path) / "chat_template.json"
     if not older.is_file():
         return PLAIN
     try:
@@ -287,30 +282,24 @@ def _template(data: Data, hf: Any, has_conversations: bool) -> str | None:
 
 
 def _read_template(path: Path) -> str:
-    """Read and check a chat template file.
-
-    Raises:
-        BadValue: HP102 when the file cannot be read or is not a template.
-    """
+    """Return the chat template in a file; raise BadValue (HP102) if it cannot be read or compiled."""
     try:
         text = read_text(path, Limits(num_bytes=_TEMPLATE_BYTES))
         compiled(text)
-    except (
-        Exception
-    ) as error:  # jinja raises its own errors, and any error that a damaged template causes
+    except Exception as error:  # compiling a damaged template may raise any exception
         line = getattr(error, "lineno", None)
         raise BadValue(
             "the chat template cannot be read",
             where=f"data.chat_template: {path}" + (f", line {line}" if line else ""),
             got=str(error)[:200] or type(error).__name__,
-            allowed="auto, none, or a file with a jinja template",
+            allowed="auto, none, or a file with a Jinja template",
             hint="data.chat_template=auto",
         ) from error
     return text
 
 
 def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenizer:
-    """Return a copy of a tokenizer with another chat template, which exports and `generate --chat` then use."""
+    """Return a copy of a tokenizer with the chat template `template`; exports contain this copy."""
     stops = generation_stops(tokenizer.hf)
     key = digest([_VERSION, tokenizer.fingerprint, template, *([stops] if stops else [])])
     tokenizer.hf.chat_template = template

@@ -21,17 +21,17 @@ from hyper_parallel.received import foreign_target
 from hyper_parallel.units import MiB
 
 _MOST_FILE: Final = 64 * MiB
-"""Maximum bytes of a file; the largest published file has about 35 million."""
+"""Maximum bytes of a tokenizer file; the largest published file has about 35 million."""
 _MOST_GROWTH: Final = 256
 """Maximum characters that a normalizer may produce from one character; NFKC produces up to 18."""
 _MOST_TEXT: Final = 256
 """Maximum characters that a component may insert at one position."""
 _MOST_WORD: Final = 40 * _MOST_TEXT
-"""Maximum characters of a word that a model splits by itself; published WordPiece models have 100."""
+"""Largest `max_input_chars_per_word` of a model; published WordPiece models have 100."""
 _MOST_PATTERN: Final = 20_000
 """Maximum characters of a regular expression; the longest published ones have a few hundred."""
 _MOST_REPEAT: Final = 1000
-"""Largest count of a repetition in a regular expression."""
+"""Maximum repeat count in a regular expression; an unbounded repetition counts as this number."""
 _FEW: Final = 3
 """Maximum repetitions of a group with alternatives, and maximum consecutive unbounded repetitions."""
 _MOST_PARTS: Final = 256
@@ -44,7 +44,7 @@ class Unbounded(ValueError):
 
 
 def check_files(directory: Path, names: Sequence[str]) -> None:
-    """Raise if a tokenizer file is not a regular file, exceeds 64 MiB, or is a link out of its directory.
+    """Raise if a tokenizer file is not a regular file, exceeds 64 MiB, or is a link out of `directory`.
 
     Raises:
         NoData: HP602 naming the file.
@@ -56,7 +56,7 @@ def check_files(directory: Path, names: Sequence[str]) -> None:
             continue
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_FILE:
             raise NoData(
-                "a file of the tokenizer is not a regular file, or too large",
+                "a file of the tokenizer is too large, or not a regular file",
                 where=str(path),
                 got=f"{status.st_size:,} bytes",
                 allowed=f"at most {_MOST_FILE:,} bytes",
@@ -77,7 +77,7 @@ def check_parts(backend: Any, where: str) -> None:
 
     Args:
         backend: `tokenizers.Tokenizer`.
-        where: Directory of the tokenizer, for errors.
+        where: Directory of the tokenizer, for error messages.
 
     Raises:
         BadValue: HP102 naming the component.
@@ -90,13 +90,13 @@ def check_parts(backend: Any, where: str) -> None:
             state = json.loads(part.__getstate__())
             _check_part(state)
             if name == "normalizer" and growth(state) > _MOST_GROWTH:
-                raise Unbounded(f"makes more than {_MOST_GROWTH} characters of one")
+                raise Unbounded(f"produces more than {_MOST_GROWTH} characters from one")
         except (ValueError, RecursionError, binascii.Error) as error:
             raise BadValue(
                 f"the {name} of the tokenizer may take unbounded time or memory",
                 where=where,
                 got=str(error)[:300],
-                hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
+                hint="set `data.tokenizer` to a directory with a tokenizer.json",
             ) from error
     longest = getattr(backend.model, "max_input_chars_per_word", 0) or 0
     if longest > _MOST_WORD:
@@ -105,12 +105,12 @@ def check_parts(backend: Any, where: str) -> None:
             where=where,
             got=f"max_input_chars_per_word={longest}",
             allowed=f"at most {_MOST_WORD}",
-            hint="data.tokenizer=<a tokenizer that is published as tokenizer.json>",
+            hint="set `data.tokenizer` to a directory with a tokenizer.json",
         )
 
 
 def _check_part(value: Any, key: str = "") -> None:
-    """Raise Unbounded if a text, pattern or list in a component's JSON state is too large or too costly."""
+    """Raise Unbounded if a text, regular expression or list in the JSON state of a component exceeds its limit."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name == "Regex" and isinstance(item, str):
@@ -129,7 +129,7 @@ def _check_part(value: Any, key: str = "") -> None:
 
 
 def growth(state: Any) -> float:
-    """Return the maximum number of characters that a normalizer (its JSON state) produces from one character."""
+    """Return the maximum number of characters that a normalizer, given as JSON state, produces from one character."""
     if not isinstance(state, dict):
         return 1.0
     kind = state.get("type")
@@ -149,9 +149,9 @@ def growth(state: Any) -> float:
 
 
 def _longest_mapped(text: str) -> float:
-    """Return the byte length of the longest replacement in a precompiled character map, given in base64.
+    """Return the length in bytes of the longest replacement in a SentencePiece character map, given as base64.
 
-    The map consists of four bytes with the size of a trie, the trie, and zero-terminated replacement texts.
+    The map consists of the size of a trie (four bytes), the trie, and zero-terminated replacement texts.
     """
     raw = base64.b64decode(text)
     texts = raw[4 + int.from_bytes(raw[:4], "little") :]
@@ -161,7 +161,7 @@ def _longest_mapped(text: str) -> float:
 def check_pattern(pattern: str) -> None:
     """Raise if matching a regular expression may take exponential time.
 
-    This is possible if an unbounded repetition contains another repetition or an alternative: `(a|aa)+`, `(a+)*`. No
+    This is the case if an unbounded repetition contains a repetition or an alternative: `(a|aa)+`, `(a+)*`. No
     published tokenizer has such an expression.
 
     Raises:
@@ -170,7 +170,7 @@ def check_pattern(pattern: str) -> None:
     if len(pattern) > _MOST_PATTERN:
         raise Unbounded(f"a regular expression of {len(pattern):,} characters")
     unbounded = 0
-    branching = [False]  # for each open group: whether it may match a text in several ways
+    branching = [False]  # whether each open group may match the same text in several ways
     position = 0
     while position < len(pattern):
         character = pattern[position]
@@ -202,7 +202,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def _end_of_class(pattern: str, position: int) -> int:
-    """Return the position after a character class whose `[` is just before `position`; classes may be nested."""
+    """Return the position after a character class, given the position after its `[`; classes may be nested."""
     depth, first = 1, True
     while position < len(pattern) and depth:
         character = pattern[position]
@@ -245,17 +245,17 @@ def _repetition(pattern: str, position: int) -> tuple[int, int]:
 
 @contextmanager
 def tokenizing(where: str) -> Iterator[None]:
-    """Convert any tokenizer error inside the context, including panics of its Rust library, to BadValue (HP102).
+    """Return a context that converts any error of a tokenizer, including panics of its Rust library, to BadValue.
 
     Raises:
-        BadValue: HP102 with the tokenizer's message.
+        BadValue: HP102 with the tokenizer's message and `where`.
     """
     try:
         yield
     except HyperParallelError:
         raise
     except BaseException as error:
-        # PanicException derives directly from BaseException, and its class cannot be imported.
+        # The PanicException of Rust derives from BaseException, and its class cannot be imported.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise BadValue(
                 "the tokenizer fails on a text",

@@ -1,7 +1,7 @@
 """Reader of conversation turns: roles, contents, reasoning, tool calls, and flags that exclude turns from training.
 
-Turns in the forms of OpenAI (`role`, `content`), sharegpt (`from`, `value`) and LlamaFactory (`function_call`,
-`observation`) become messages in OpenAI's form, which chat templates read.
+Turns in the formats of OpenAI (`role`, `content`), sharegpt (`from`, `value`) and LlamaFactory (`function_call`,
+`observation`) become messages in the OpenAI format, which chat templates read.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ _FLAGS: Final = {
     **dict.fromkeys(("weight", "train", "training", "trainable", "loss", "train_on_turn"), True),
     "masked": False,
 }
-"""Flags of turns, each with the value that means that the turn is trained on."""
+"""For each flag of turns, the value with which a turn is trained on."""
 _CALLS: Final = ("tool_calls", "function_call", "tool_call_id", "name")
 _KEYS: Final = frozenset((*_ROLE, *_CONTENT, *_REASONING, *_FLAGS, *_CALLS))
 _KEYS_OF_CALLS: Final = frozenset(("id", "type", "index", "function", "name", "arguments"))
 _KEYS_OF_TOOLS: Final = ("type", "function")
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
 REFERENCES: Final = "\0references"
-"""Temporary key of messages for (kind, reference) of each image or recording in the content; reference None: the next
-item of the record's media column."""
+"""Temporary key of messages, with (kind, reference) of each media part in the content. The reference is a file name or
+bytes; None refers to the next item of the record's media column."""
 _JSON_LIMITS: Final = Limits(depth=100)
-"""Limits of JSON texts in records: tools, arguments, variables of templates."""
+"""Limits of JSON texts in records, such as tools and arguments."""
 _UNTRAINED: Final = "\0untrained"
 _TRAINED: Final = "\0trained"
-"""Temporary keys of messages that carry a flag; `conversation_of` removes them."""
+"""Temporary keys that mark messages with a training flag; `conversation_of` removes them."""
 
 
 def read_turns(values: Any, rules: RecordRules, where: str, key: str = "messages") -> list[Message]:
-    """Convert a list of turns to messages; training flags become temporary keys, which `conversation_of` removes.
+    """Convert a list of turns, or one turn, to messages in the OpenAI format; `key` is its key in the record.
+
+    Training flags become temporary keys of the messages, which `conversation_of` removes.
 
     Raises:
         NoData: HP602 naming the unreadable turn.
@@ -76,7 +78,7 @@ def conversation_of(
     template_values: Mapping[str, Any],
     media: tuple[MediaFile, ...] = (),
 ) -> Conversation:
-    """Return a `Conversation` of messages from `read_turns`, with their training flags as turn indices."""
+    """Return the `Conversation` of messages from `read_turns`; other arguments become attributes of the same name."""
     untrained = frozenset(i for i, message in enumerate(messages) if _UNTRAINED in message)
     trained = frozenset(i for i, message in enumerate(messages) if _TRAINED in message)
     if untrained or trained:
@@ -87,7 +89,7 @@ def conversation_of(
 
 
 def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tuple[Any, ...]:
-    """Return the tools of a record, which are given as a list of JSON schemas or as its JSON text.
+    """Return the tools of a record, given as a list of JSON schemas or as JSON text; () if there are none.
 
     Raises:
         NoData: HP602 for any other value.
@@ -105,7 +107,7 @@ def read_tools(values: Mapping[str, Any], rules: RecordRules, where: str) -> tup
 
 
 def _tool(tool: Any, rules: RecordRules, where: str, allowed: str) -> dict[str, Any]:
-    """Convert a tool to OpenAI's form; raise NoData (HP602) for an invalid one."""
+    """Convert a tool to the OpenAI format; raise NoData (HP602) for an invalid one."""
     if rules.is_table:
         tool = _without_absent(tool)
     if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
@@ -124,7 +126,7 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
     """Return the template variables that a record sets under `chat_template_kwargs`.
 
     Raises:
-        NoData: HP602 for a value that is not an object, or variables that the conversation itself sets.
+        NoData: HP602 for a value that is not an object, or variables such as `messages`.
     """
     if is_empty(value):
         return {}
@@ -135,14 +137,14 @@ def read_template_values(value: Any, rules: RecordRules, where: str) -> dict[str
     reserved = {"messages", "tools", "add_generation_prompt", "chat_template"} & value.keys()
     if reserved:
         problem = (
-            "`chat_template_kwargs` of a record sets variables that the conversation itself decides"
+            "`chat_template_kwargs` of a record sets variables that are set from the conversation"
         )
         raise _unreadable(problem, where, sorted(reserved), "other variables of the template")
     return dict(_without_absent(value)) if rules.is_table else value
 
 
 def _message(turn: Any, rules: RecordRules, where: str) -> Message:
-    """Convert a turn of any known form to a message in OpenAI's form."""
+    """Convert a turn of any known format to a message in the OpenAI format."""
     if not isinstance(turn, Mapping):
         raise _unreadable("a turn is not an object with keys", where, turn, "role and content")
     values = rules.named(turn, rules.turn_columns, where)
@@ -198,12 +200,7 @@ def _references(parts: Sequence[Any], rules: RecordRules) -> list[tuple[str, Any
 
 
 def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
-    """Return the canonical role of a turn.
-
-    Raises:
-        NoData: HP602 for an unknown role name. The hint maps it to its probable role, unless the recipe already maps
-            another name to that role.
-    """
+    """Return the canonical role of a turn; raise NoData (HP602), with a probable role as hint, if it is unknown."""
     named = {k: values[k] for k in _ROLE if not is_empty(values.get(k))}
     roles = {key: _role(word, rules) for key, word in named.items()}
     unknown = [named[key] for key, role in roles.items() if role is None]
@@ -219,14 +216,14 @@ def _role_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> str:
 
 
 def _role(word: Any, rules: RecordRules) -> str | None:
-    """Return the canonical role for a role name in upper or lower case; None for an unknown name."""
+    """Return the canonical role of a role name, ignoring case; None for an unknown name."""
     if not isinstance(word, str):
         return None
     return rules.roles.get(word) or ROLES.get(word.lower())
 
 
 def _content(value: Any, message: Message, rules: RecordRules, where: str) -> str:
-    """Return the text of a turn's content, with marks for media; add its reasoning parts to `message`."""
+    """Return the content of a turn as text, with internal marks for media; add its reasoning parts to `message`."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -265,7 +262,7 @@ def _add_reasoning(message: Message, value: Any, where: str) -> None:
 
 
 def _calls_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a turn under `tool_calls` and under the older `function_call`."""
+    """Return the tool calls of a turn, under `tool_calls` or the older key `function_call`."""
     calls = []
     for key in ("tool_calls", "function_call"):
         if not is_empty(values.get(key)):
@@ -274,7 +271,7 @@ def _calls_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> list
 
 
 def _read_calls(value: Any, rules: RecordRules, where: str) -> list[dict[str, Any]]:
-    """Return the tool calls in a value, which is one call or a list of calls."""
+    """Return the tool calls in a value that is a call or a list of calls, in the OpenAI format."""
     allowed = 'calls such as {"name": "f", "arguments": {"x": 1}}'
     listed = [value] if isinstance(value, Mapping) else value
     if not isinstance(listed, list | tuple) or not listed:
@@ -322,7 +319,7 @@ def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None
                 f"`{key}` of a turn is not 0 or 1",
                 where,
                 value,
-                "0, 1, false or true: a turn is trained on, or not",
+                "0, 1, false or true, as a turn is either trained on or not",
             )
         flags[key] = bool(value) == _FLAGS[key]
     if not flags:
@@ -340,7 +337,7 @@ def _is_trained(values: Mapping[str, Any], role: str, where: str) -> bool | None
 
 
 def flag_names(value: Any) -> set[str]:
-    """Return the names of the flags in a record, at any depth."""
+    """Return the names of all training flags in a record, at any depth."""
     if isinstance(value, Mapping):
         inner = (flag_names(item) for item in value.values())
         return {key for key in value if key in _FLAGS}.union(*inner)
@@ -350,7 +347,7 @@ def flag_names(value: Any) -> set[str]:
 
 
 def parsed(value: Any, key: str, where: str) -> Any:
-    """Return `value`, parsed as JSON if it is a text.
+    """Return `value` or, if it is a text, the JSON value in it; `key` names the value in error messages.
 
     Raises:
         NoData: HP602 for a text that is not JSON.
@@ -365,7 +362,7 @@ def parsed(value: Any, key: str, where: str) -> Any:
 
 
 def _without_absent(value: Any) -> Any:
-    """Return a value without null entries at any depth, as table rows have the keys of all rows."""
+    """Return a value without null entries at any depth; rows of a table have null for every absent key."""
     if isinstance(value, Mapping):
         return {k: _without_absent(v) for k, v in value.items() if v is not None}
     if isinstance(value, list | tuple):

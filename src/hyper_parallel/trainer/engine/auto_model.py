@@ -13,10 +13,10 @@ from hyper_parallel.errors import ModelUnreadable
 from hyper_parallel.model import ConfigFile
 
 _MISSING_OUTPUTS: Final = {
-    # Llama4ForConditionalGeneration raises in transformers 5.24 because the output of its language model lacks this.
+    # In transformers 5.24 this class raises AttributeError when it reads `image_outputs`.
     "Llama4ForConditionalGeneration": ("language_model", "image_outputs")
 }
-"""(module, attribute) by class name: the class reads the attribute from the module's output, which lacks it."""
+"""(submodule, attribute) by model class. The model reads the attribute from the submodule's output, which lacks it."""
 
 
 def model_from_config(
@@ -28,18 +28,19 @@ def model_from_config(
     scores: bool = False,
     device: str = "meta",
 ) -> nn.Module:
-    """Build the transformers model of a config.
+    """Build a transformers model from a config.
 
     Args:
         file: Config of the model.
         dtype: Dtype of the parameters.
-        attention: Attention implementation; None: the default of transformers.
-        trusted: Whether code in the config's directory may run, for a type unknown to transformers.
+        attention: `attn_implementation` of transformers; None: its default.
+        trusted: Permission to run model code in the config's directory. Only model types unknown to transformers
+            need it.
         scores: Build a sequence classifier with one label that scores every token, instead of a language model.
-        device: `meta` for a model without storage, or `cpu` for one with random weights.
+        device: `meta` for parameters without storage, or `cpu` for random parameters.
 
     Raises:
-        ModelUnreadable: HP305 when transformers cannot build such a model of the config.
+        ModelUnreadable: HP305 when transformers cannot build the model.
     """
     family = file.values.get("model_type")
     trusted = _runs_own_code(file, trusted)
@@ -57,12 +58,12 @@ def model_from_config(
                 else auto._from_config(config, **options)
             )
     except Exception as error:
-        # transformers raises many classes here: for keys, unknown attention or an unsupported model.
+        # transformers raises many error classes: for config keys, unknown attention or an unsupported model.
         is_attention_error = attention not in (None, "eager") and "attn_implementation" in str(
             error
         )
         raise ModelUnreadable(
-            f"transformers can build no {kind} from this `{family}` config",
+            f"transformers cannot build a {kind} from this `{family}` config",
             where=file.where,
             got=(str(error).splitlines() or [type(error).__name__])[0][:200],
             hint="set `model.attn_implementation=eager`" if is_attention_error else None,
@@ -74,9 +75,9 @@ def model_from_config(
 
 
 def complete_outputs(model: nn.Module) -> None:
-    """Add, by a forward hook, an output that transformers reads but a module of the model does not return.
+    """Work around transformers models that read an attribute missing from a submodule's output.
 
-    Applies to the models in `_MISSING_OUTPUTS`.
+    A forward hook on the submodule sets the attribute to None. Only the classes in `_MISSING_OUTPUTS` get the hook.
     """
     if (missing := _MISSING_OUTPUTS.get(type(model).__name__)) is not None:
         module, name = missing
@@ -89,10 +90,10 @@ def _complete(name: str, module: nn.Module, args: object, output: Any) -> None:
 
 
 def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
-    """Return whether Python code in the config's directory builds the model.
+    """Return whether the model class is defined by Python code in the config's directory (`auto_map`).
 
     Raises:
-        ModelUnreadable: HP305 for a type unknown to transformers without such code, or with code that is not trusted.
+        ModelUnreadable: HP305 for a type unknown to transformers whose directory has no model code, or untrusted code.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -103,7 +104,7 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
         raise ModelUnreadable(
             "transformers has no model of this type"
             + (
-                ", and the Python code in its directory runs only with your permission"
+                ", and `model.trust_remote_code` does not permit the Python code in its directory"
                 if own_code
                 else ""
             ),
@@ -117,7 +118,7 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
 
 
 def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
-    """Return the transformers class that builds the model: an auto class if code in the config's directory does."""
+    """Return the transformers class, or for `trusted` code the auto class, whose `from_config` builds the model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if scores:
@@ -126,7 +127,7 @@ def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
 
 
 def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
-    """Return the transformers config object; with `trusted`, its class comes from code in the config's directory."""
+    """Return the config object; with `trusted`, code in the config's directory defines its class."""
     from transformers import AutoConfig
 
     if not trusted:
@@ -138,10 +139,10 @@ def _transformers_config(file: ConfigFile, *, trusted: bool) -> Any:
 
 
 def class_of_config(file: ConfigFile) -> Any:
-    """Return the transformers class of a config's language model, which may also read images or audio.
+    """Return the transformers class of a causal language model, which may also read images or audio.
 
-    If a model type has several classes, for example with and without images, the config's `architectures` chooses. The
-    same key names the class if the type is only a part of another model.
+    If transformers has several classes for the model type, for example with and without images, the config's
+    `architectures` selects one. If its auto classes do not list the type, `architectures` must name the class.
 
     Raises:
         ModelUnreadable: HP305 when transformers has no language model of this type.
@@ -178,5 +179,5 @@ def class_of_config(file: ConfigFile) -> Any:
         where=f"{file.where}: model_type",
         got=family,
         allowed="causal language models, and models of images, audio and text",
-        hint="model.path=<a causal language model>",
+        hint="use a causal language model, such as `model.path=Qwen/Qwen3-0.6B`",
     )

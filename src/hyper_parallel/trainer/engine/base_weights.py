@@ -1,4 +1,4 @@
-"""Loading of pretrained weights, and checksums of base weights, which checkpoints of adapters do not contain."""
+"""Loading of pretrained weights, and checksums of the frozen base weights that adapter checkpoints leave out."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ METADATA: Final = "base_weights"
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """Checksum of the base weights that adapters were trained on.
+    """Checksum of the base weights on which adapters were trained.
 
     Attributes:
         checksum: Combined checksum of the tensors, independent of the layout.
-        names: Names of the stored tensors that the model reads.
+        names: Names of the tensors in the weight files that enter the checksum.
     """
 
     checksum: str
     names: tuple[str, ...]
 
     def to_metadata(self) -> dict[str, str]:
-        """Return the checksum and names as metadata of a safetensors file."""
+        """Return checksum and names in the metadata format of safetensors files: {`METADATA`: JSON text}."""
         return {METADATA: json.dumps({"checksum": self.checksum, "names": self.names})}
 
 
 def load_base(
     model: nn.Module, directory: Path, *, frozen: bool, **options: Any
 ) -> BaseWeights | None:
-    """Load weights into a model; return their checksum over all ranks, or None if the weights themselves are trained.
+    """Load weight files into a model; return their checksum over all ranks if they stay frozen, else None.
 
     Args:
-        model: Model, passed through `parallelize` or not.
-        directory: Directory of the weights.
-        frozen: Whether the weights stay frozen, so that checkpoints contain only adapters.
+        model: Model, before or after `parallelize`.
+        directory: Directory of the weight files.
+        frozen: Whether only adapters are trained. Collective over all ranks if True.
         options: Further arguments of `load_pretrained`.
     """
     report = load_pretrained(model, directory, checksums=frozen, **options)
@@ -60,16 +60,16 @@ def load_base(
 
 
 def check_base(adapter: Path, base: Path) -> None:
-    """Raise if base weights are not those that an exported adapter was trained on.
+    """Check by checksum that an exported adapter was trained on the base weights in a directory.
 
-    Adapters without a checksum, written by other programs, pass.
+    Adapters without a stored checksum, which other programs write, pass the check.
 
     Args:
         adapter: Weight file of the adapter.
-        base: Directory of the weights.
+        base: Directory of the base weights.
 
     Raises:
-        CheckpointMismatch: HP702 for a different checksum.
+        CheckpointMismatch: HP702 when the checksums differ.
     """
     try:
         with safe_open(adapter, framework="pt") as file:

@@ -1,8 +1,9 @@
-"""Balancing of a step's images and audio over ranks and microbatches by the cost of their encoder.
+"""Balancing of image and audio work over the ranks and microbatches of a training step.
 
-All sequences have the same number of tokens, padding included, so the language model costs the same on every rank. The
-encoder's cost differs between sequences. It runs on every data-parallel rank, or on its own ranks with
-`parallel.submodels`.
+All sequences are padded to the same length, so the language model does equal work on every rank. The work of the vision
+or audio encoder differs between sequences. The encoder is called the tower when `parallel.submodels` gives it separate
+ranks. A joint schedule then orders the actions of tower ranks and pipeline stages. Otherwise every data-parallel rank
+encodes the images and audio of its own sequences.
 """
 
 from __future__ import annotations
@@ -41,33 +42,33 @@ logger = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 _NUM_NOTED_STEPS: Final = 16
-"""Number of steps over which the note of a plan averages the imbalance; reading their costs takes milliseconds."""
+"""Number of steps over which the plan's note averages the imbalance; reading their data takes milliseconds."""
 
 _MEASURED: Final = 6
 """Number of rows whose encoder FLOPs are counted, from the fewest to the most tokens; each row takes time."""
 _PARTS: Final = 64
-"""Resolution of the fitted share, coarse enough that rounding differences between machines do not change it."""
+"""The fitted share of item work is rounded to this fraction, to hide rounding differences between machines."""
 _MOST_SIMULATED: Final = 512
-"""Maximum microbatches of a step, over all stages, whose order is chosen by simulation: a tenth of a second."""
+"""Maximum of stages * microbatches for which schedules are simulated, which then takes about 0.1 s."""
 
 
 def media_costs(
     model: nn.Module, sequences: PackedSequences | JoinedSequences
 ) -> tuple[tuple[int, int], str | None]:
-    """Return the encoder's cost per image or recording and its cost per token, as integers in one unit, and a note.
+    """Return the weights of a linear estimate of encoder work: per media item and per media token.
 
-    Encoders with fixed windows compute as much for a short recording as for a long one. For most others the cost grows
-    with the number of tokens. The costs are fitted to the FLOPs of the encoder's forward on meta tensors. If the
-    forward depends on values, they are fitted to the number of elements of its inputs, which are padded to windows or
-    tiles. For a model without an encoder, or with several, costs are numbers of tokens. In both cases a note, which is
-    also logged, names the cause.
+    A media item is an image or an audio recording. Encoders with fixed windows do equal work for every item. For most
+    other encoders work grows with the number of tokens. The weights are fitted to the FLOPs of the encoder's forward on
+    meta tensors. If this forward needs real values, they are fitted to the number of elements of its padded inputs. If
+    the model has several encoders, or none that can be separated, work is the number of media tokens.
 
     Args:
         model: Model of the recipe on the meta device, not changed.
         sequences: Training sequences with media.
 
     Returns:
-        (cost per item, cost per token), and the note of the plan; None if FLOPs have been counted.
+        (weight per item, weight per token) as integers in an arbitrary unit, and a note for the plan. The note, which
+        is also logged, tells why FLOPs were not counted; None if FLOPs were counted or no sequence has media.
     """
     rows = media_rows(sequences)
     if not len(rows):
@@ -76,32 +77,34 @@ def media_costs(
     inputs = [media_inputs(sequences, row[None]) for row in rows]
     try:
         if len(divide(model).towers) > 1:
-            return (0, 1), _log_estimate("numbers of tokens", "the model has several encoders")
+            return (0, 1), _warn_of_estimate("numbers of tokens", "the model has several encoders")
         (work,) = tower_flops(model, inputs).values()
     except UnsupportedSharding as error:
-        return (0, 1), _log_estimate("numbers of tokens", f"{error.what}; {error.got}")
+        return (0, 1), _warn_of_estimate("numbers of tokens", f"{error.what}; {error.got}")
     except TowerNotTraced as error:
         kinds = [[a for a in one.values() if a.dtype.kind == "f"] for one in inputs]
         work = [float(sum(array.size for array in arrays)) for arrays in kinds]
         cause = f"the encoder of {type(model).__name__} does not run on meta tensors ({error})"
-        note = _log_estimate("numbers of input elements", cause)
+        note = _warn_of_estimate("numbers of input elements", cause)
         return fitted_costs(sequences.media_costs(rows), work), note
     return fitted_costs(sequences.media_costs(rows), work), None
 
 
-def _log_estimate(basis: str, cause: str) -> str:
-    """Log and return the note that costs of media are `basis` instead of counted FLOPs."""
+def _warn_of_estimate(basis: str, cause: str) -> str:
+    """Log, and return as a note, that media work is estimated by `basis` instead of counted FLOPs."""
     note = f"data.balance: work on images and audio is estimated by {basis}, because {cause}"
     logger.warning("%s", note)
     return note
 
 
 def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
-    """Fit `work` [N] as a linear function of the items and tokens of each row; return integer costs per item and token.
+    """Return integers (a, b) such that a * items + b * tokens is about proportional to `work`.
+
+    Non-negative least squares over the sequences; a and b have no common divisor.
 
     Args:
-        counts: [N, 2] number of items and of tokens of each row.
-        work: [N] work on each row, in any unit.
+        counts: [N, 2] media items and media tokens of each sequence.
+        work: [N] encoder work for each sequence, in any unit.
     """
     from scipy.optimize import nnls
 
@@ -116,48 +119,46 @@ def fitted_costs(counts: Int64, work: Sequence[float]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class TowerPlaces:
-    """Assignment of microbatches to the ranks of an encoder (tower) that has its own ranks.
-
-    Both functions take the number of microbatches per data-parallel rank.
+class TowerMicrobatches:
+    """Assignment of a step's microbatches to tower ranks.
 
     Attributes:
-        owners: Returns, per tower rank, the indices of its microbatches; see `Submodels.owners`.
-        schedule: Returns the joint schedule of tower and language model; None: all tower ranks compute in synchronous
-            rounds.
+        owners: Function from the number of microbatches per data-parallel rank to the indices of the microbatches that
+            each tower rank encodes; see `Submodels.owners`.
+        schedule: Function from the same number to the joint schedule of tower and language model; None: the tower ranks
+            run in synchronous rounds.
     """
 
     owners: Callable[[int], tuple[tuple[int, ...], ...]]
     schedule: Callable[[int], Schedule] | None = None
 
 
-def cost_grid(plan: Plan, batches: Batches, tower: TowerPlaces | None) -> Grid:
-    """Return the grid of ranks and microbatches over which the sequences of a step are balanced.
+def cost_grid(plan: Plan, batches: Batches, tower: TowerMicrobatches | None) -> Grid:
+    """Return the ranks and microbatches over which the media work of a step is balanced.
 
     Args:
         plan: Plan of the run; with sub-models, the plan of the language model.
         batches: Training sequences.
-        tower: Microbatches of an encoder with its own ranks; None: every data-parallel rank encodes its own images and
-            audio.
+        tower: Assignment of microbatches to tower ranks; None: the encoder runs on every data-parallel rank.
     """
     strategy, rows = plan.strategy, plan.workload.microbatch or 1
     count = batches.sequences_per_step // (strategy.dp * rows)
     if tower is None:
-        # Collectives of sharded weights, and of experts, let every microbatch wait for the largest one.
+        # FSDP and expert collectives synchronize the ranks in every microbatch.
         in_turns = strategy.dp_shard > 1 or strategy.ep > 1
         return Grid.of_data_ranks(strategy.dp, count, rows, in_turns)
     if tower.schedule is None:
         return Grid(tower.owners(count), rows, in_turns=True)
-    # The schedule may leave tower ranks without microbatches if they have more work of the language model.
+    # The joint schedule may assign no microbatch to tower ranks that also run pipeline stages.
     owners = tuple(filter(None, tower.owners(count)))
     seconds = _step_seconds(plan, tower.schedule(count))
     return Grid(owners, rows, in_turns=False, seconds=seconds)
 
 
 def _step_seconds(plan: Plan, schedule: Schedule) -> Callable[[Int64], float] | None:
-    """Return a function from the tower's tokens per microbatch to the simulated seconds of a joint schedule.
+    """Return a function from the media tokens per microbatch, [dp * microbatches], to simulated seconds per step.
 
-    Return None if the plan has no sub-models, or the schedule is too large to simulate.
+    Return None if the plan has no sub-models, or the joint schedule is too large to simulate.
     """
     too_large = schedule.stages * schedule.microbatches > _MOST_SIMULATED
     if plan.submodels is None or too_large:
@@ -179,8 +180,8 @@ def _step_seconds(plan: Plan, schedule: Schedule) -> Callable[[Int64], float] | 
     return seconds
 
 
-def _planned_places(recipe: Recipe, plan: Plan) -> TowerPlaces | None:
-    """Return the microbatches of an encoder's ranks as known before ranks start; None without `parallel.submodels`."""
+def _planned_tower(recipe: Recipe, plan: Plan) -> TowerMicrobatches | None:
+    """Return the microbatches of tower ranks according to the plan; None without `parallel.submodels`."""
     if recipe.parallel.submodels is None:
         return None
     layouts, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
@@ -188,18 +189,18 @@ def _planned_places(recipe: Recipe, plan: Plan) -> TowerPlaces | None:
     (name,) = recipe.parallel.submodels.towers
     schedule, border = joint_schedule(plan), Border(members[name], (((0,),),) * plan.strategy.dp)
     if schedule is None or layout is None:
-        return TowerPlaces(border.owners)
+        return TowerMicrobatches(border.owners)
     sources = partial(layout.sources, schedule)
     own = border.owners(schedule.microbatches, lambda rank, _: sources(rank))
-    return TowerPlaces(lambda _: own, lambda _: schedule)
+    return TowerMicrobatches(lambda _: own, lambda _: schedule)
 
 
 def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
-    """Return a note for the printed plan: mean imbalance of media work over ranks, in data order and after balancing.
+    """Return a line for the printed plan: imbalance of media work over ranks, in data order and after balancing.
 
-    The mean is over the first `_NUM_NOTED_STEPS` steps. Imbalance 1 means that all ranks have equal work.
+    Imbalance is the work of the slowest rank divided by the mean, averaged over the first `_NUM_NOTED_STEPS` steps.
     """
-    grid = cost_grid(plan, batches, _planned_places(recipe, plan))
+    grid = cost_grid(plan, batches, _planned_tower(recipe, plan))
     count = len(grid.owners)
     if count == 1 and grid.seconds is None:
         return (
@@ -219,7 +220,7 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
 
 
 def mean_imbalance(steps: list[Balance]) -> tuple[float, float]:
-    """Return the mean imbalance (in data order, after balancing), weighted by the media tokens of each step."""
+    """Return the imbalance (in data order, after balancing), averaged over steps with their media tokens as weights."""
     total = sum(step.media_tokens for step in steps)
     if not total:
         return 1.0, 1.0

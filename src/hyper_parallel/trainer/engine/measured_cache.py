@@ -23,19 +23,19 @@ _UNRELATED: Final = (
     "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id", "name_or_path", "pad_token_id",
     "tokenizer_class", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
 )  # fmt: skip
-"""Keys of a config that change no measurement."""
+"""Config keys on which measurements do not depend."""
 
 
 def cache_file(
     folder: str, file: ConfigFile, measuring: Sequence[ModuleType], *choices: object
 ) -> Path:
-    """Return the path of the cache file of a measurement, whose name is a hash of all that the measurement depends on.
+    """Return the path of a measurement's cache file, named by a hash of its inputs, code and package versions.
 
     Args:
-        folder: Folder below the cache directory of this package.
-        file: Config of the model.
-        measuring: Modules with the code of the measurement; a change of their source invalidates the cache.
-        choices: Further values that the measurement depends on.
+        folder: Subfolder of this package's cache directory.
+        file: Config of the measured model.
+        measuring: Modules that contain the measurement's code. Editing them invalidates the cache.
+        choices: Further inputs of the measurement.
     """
     packages = {}
     for name in ("torch", "transformers"):
@@ -49,21 +49,21 @@ def cache_file(
 
 
 def load_cached(path: Path, cls: type[T]) -> T | None:
-    """Return the cached value of type `cls`; None if the file is absent or damaged."""
+    """Read a cached value of type `cls`; return None if the file is absent or damaged."""
     with suppress(OSError, ValueError, DecodeError):
         return read(cls, path, Limits(MiB))
     return None
 
 
 def save_cached(path: Path, value: object) -> None:
-    """Write a value to the cache; a write failure is ignored."""
+    """Write a value to a cache file; ignore write failures."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(encode(value), indent=1) + "\n")
 
 
 def _own_code(file: ConfigFile) -> list[Path]:
-    """Return the Python files next to a config whose `auto_map` names its own code, else an empty list."""
+    """Return the Python files in the config's directory if `auto_map` refers to them, else []."""
     if file.directory is None or "auto_map" not in file.values:
         return []
     return sorted(file.directory.glob("*.py"))

@@ -1,4 +1,7 @@
-"""Muon optimizer for linear weights, single or stacked in one parameter, with AdamW for all other parameters."""
+"""Muon optimizer for linear weights, with AdamW for all other parameters.
+
+A parameter may stack several linear weights, for example those of all experts in a layer.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,17 @@ from hyper_parallel.backends.torch.parameter_roles import ParameterKind, Paramet
 from hyper_parallel.backends.torch.weights.shard_ranges import local
 
 MATRICES: Final = "num_matrices"
-"""Key of a group: number of linear weights in each of its parameters, for Muon; 0: AdamW."""
+"""Key of a parameter group: number of linear weights that each parameter stacks; 0: AdamW updates the group."""
 _MOMENTUM: Final = "momentum_buffer"
 
 
 def muon_groups(
     groups: list[dict[str, Any]], roles: dict[nn.Parameter, ParameterRole]
 ) -> list[dict[str, Any]]:
-    """Split parameter groups by the number of linear weights per parameter; a group with none is updated by AdamW."""
+    """Split each parameter group so that all its parameters stack the same number of linear weights.
+
+    Muon updates the groups with at least one linear weight per parameter, AdamW the other groups.
+    """
     result = []
     for group in groups:
         counts = {p: roles[p].num_matrices for p in group["params"]}
@@ -31,7 +37,7 @@ def muon_groups(
 
 
 def describe_muon(roles: dict[str, ParameterRole]) -> str:
-    """Return a log line about the parameters that Muon updates, and the kinds of parameters that AdamW updates."""
+    """Return a log line: number of linear weights that Muon updates, and kinds of parameters that AdamW updates."""
     stacked = [r for r in roles.values() if r.kind is ParameterKind.STACKED]
     single = sum(r.kind is ParameterKind.LINEAR for r in roles.values())
     rest = {r.kind for r in roles.values()} - {ParameterKind.LINEAR, ParameterKind.STACKED}
@@ -48,11 +54,11 @@ def describe_muon(roles: dict[str, ParameterRole]) -> str:
 
 
 class Muon(torch.optim.Optimizer):
-    """Optimizer that applies Muon to linear weights and AdamW to other parameters, with one learning rate.
+    """Optimizer that applies Muon to linear weights and AdamW to other parameters, with the same learning rate.
 
-    Linear weights stacked in one parameter, such as the experts of a layer, are orthogonalised separately.
-    Source: Jordan et al. 2024, Muon; updates are scaled to the root mean square of AdamW's as in Liu et al.,
-    arXiv:2502.16982, so that learning rates of AdamW apply.
+    Each linear weight of a stacked parameter is orthogonalised separately. Source: Jordan et al. 2024, Muon. The
+    updates are scaled to the root mean square of AdamW updates (Liu et al., arXiv:2502.16982), so learning rates
+    tuned for AdamW apply.
 
     Args:
         groups: Groups of parameters, as returned by `muon_groups`.
@@ -71,7 +77,7 @@ class Muon(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         options = {"adjust_lr_fn": "match_rms_adamw", **options}
-        # Both validate their options here; `step` sets the parameters that they update.
+        # The two torch optimizers validate their options here; `step` replaces their parameters.
         unused = nn.Parameter(torch.empty(1, 1))
         self._muon = torch.optim.Muon([unused], lr=lr, **options)
         self._adamw = torch.optim.AdamW([unused], lr=lr, betas=betas, eps=eps)
@@ -79,7 +85,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{**defaults[g["muon"]], **g} for g in groups], {"lr": lr})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters with the current groups and state of this optimizer."""
+        """Update all parameters; return the loss computed by `closure`, or None without a closure."""
         loss = None if closure is None else closure()
         self._adamw.param_groups = [g for g in self.param_groups if not g["muon"]]
         self._adamw.state = self.state
@@ -93,7 +99,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _matrices(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[nn.Parameter]:
-        """Yield each linear weight stacked in a parameter as a parameter, with views of gradient and momentum."""
+        """Yield each linear weight that `parameter` stacks, as a view with the matching views of grad and momentum."""
         if parameter.grad is None:
             return
         state = self.state[parameter]

@@ -1,13 +1,16 @@
-"""Training steps with offload: run warm-up steps, record one of them, plan its memory, and execute that plan.
+"""Training steps with offload: warm-up, recording of a step, memory planning, and execution of the memory plan.
 
-Two warm-up steps run before training and are rolled back. The eager one provides the results that the first planned
-step must repeat bit for bit. The recorded one uses other data, another learning rate and another token count, so that
-values which should be tensors are detected. The state is unchanged if no plan fits.
+A memory plan lists, for the operators of a recorded step, the tensors to evict, prefetch and recompute. Steps that run
+by the plan are called planned steps. They run on the accelerator, or on a simulated device if the rank has only a CPU.
+Between steps, parameters and optimizer state live on a tier: device memory, DRAM or flash.
 
-Afterwards the plan's device (an accelerator, or on a CPU a simulated one) owns parameters and optimizer state.
-Checkpoints and exports read them on the tier where they live between steps. Work without a plan (start, warm-up,
-evaluations) runs in a `LruSpillMode`, which fetches tensors from host memory within the same budget. Every planned step
-yields an `OffloadRecord`.
+Two warm-up steps run before training and are rolled back: one eager, one recorded. The first planned step must repeat
+the results of the eager step. The recorded step uses other data, another learning rate and another token count. A value
+that was captured as a constant therefore changes the results of the first planned step. If no plan fits the budget, the
+state is unchanged.
+
+Work outside planned steps (start, warm-up, evaluations) runs in a `LruSpillMode`, which evicts the least recently used
+tensors to host memory within the same budget. Every planned step yields an `OffloadRecord`.
 """
 
 from __future__ import annotations
@@ -50,7 +53,11 @@ from hyper_parallel.memory import (
     summarise,
 )
 from hyper_parallel.runtime import agree_on_plan, gather_objects
-from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, measured_machine
+from hyper_parallel.trainer.engine.offload_machine import (
+    OffloadMachine,
+    budget_too_small,
+    measured_machine,
+)
 from hyper_parallel.trainer.engine.optimizer import set_lr
 from hyper_parallel.trainer.engine.step_gauges import PhaseSpans
 from hyper_parallel.trainer.engine.step_loop import Loop, StepInputs, statistics
@@ -62,9 +69,9 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.data import Batches, StreamBatches
 
 DRIFT: Final = 0.02
-"""Maximum excess of waits over the plan, as a share of the step, before planning again."""
+"""Maximum unplanned wait for copies, as a share of the step's seconds, before the memory is planned again."""
 EXCESS: Final = 0.02
-"""Maximum relative excess of device memory over the prediction before a log line."""
+"""Maximum relative excess of measured device memory over the prediction before a log line."""
 REPLANS: Final = 3
 """Maximum number of new plans in a run: measured bandwidths vary in every step, and planning takes seconds."""
 _PHASES: Final = {
@@ -74,18 +81,18 @@ _PHASES: Final = {
     "optimizer": "optimizer",
     "routing": "optimizer",
 }
-"""Phase of the program started by a span of the step; other spans belong to the current phase."""
+"""Phase of the recorded program that a timeline span starts, by span name; other spans start no phase."""
 
 
 class PlannedSteps:
-    """Runner of one rank's training steps that executes a memory plan.
+    """Runner of one rank's planned steps.
 
     Args:
         loop: Loop that runs training steps without a memory plan.
-        assumed: Machine to plan for, and goal of the plan.
-        flash: Directory for this rank's files, created here; None: no flash tier.
+        assumed: Machine model and goal of the memory plan.
+        flash: Directory for this rank's offload files, created by `prepare`; None: no flash tier.
         say: Function that prints a line on rank 0.
-        spill: Mode that owns the storages of model and optimizer until a plan exists.
+        spill: Mode that evicts and fetches model and optimizer tensors outside planned steps.
 
     Attributes:
         plan: Current memory plan.
@@ -117,14 +124,14 @@ class PlannedSteps:
     # -- before the first step -----------------------------------------------------------------
 
     def prepare(self, first: StepInputs, second: StepInputs) -> None:
-        """Run the `first` step eagerly, record a step on `second`, plan its memory, and move the state to the device.
+        """Run `first` eagerly, record a step on `second`, plan its memory, and move model and optimizer to their tiers.
 
         Args:
             first: Inputs of the next step. Its eager results are the reference for the first planned step.
-            second: Inputs of any other step of the same shape.
+            second: Inputs of another step with the same shapes.
 
         Raises:
-            CaptureUnsupported: HP511 for a step that cannot be repeated faithfully.
+            CaptureUnsupported: HP511 for a step that cannot be replayed from its recorded operators.
             BudgetImpossible: HP402 with the smallest budget that fits every rank.
             TierFull: HP403 when a tier has no space for the state.
         """
@@ -134,7 +141,7 @@ class PlannedSteps:
             self._note(line)
         self._spill.require(largest_update_bytes(self._model, self._optimizer))
         eager, empty = self._run_and_roll_back(first)
-        # Kernels of an accelerator may reduce in a different order every time.
+        # Accelerator kernels may be nondeterministic, so a second eager step measures the differences.
         self._expected = ReferenceStep(
             eager, None if self._on_cpu else self._run_and_roll_back(first)[0]
         )
@@ -146,7 +153,8 @@ class PlannedSteps:
             )
         with self._rollback():
             self._captured = self._capture(second, empty)
-        self._program = self._assumed.annotate(self._captured.program)
+        assumed = self._assumed
+        self._program = assumed.roofline.annotate(self._captured.program, assumed.link)
         # On an accelerator the allocator determines the minimum.
         least = self._spill.least_bytes if self._on_cpu else 0
         self.plan = plan_or_refuse(
@@ -161,7 +169,7 @@ class PlannedSteps:
         self._say(line)
 
     def _run_and_roll_back(self, inputs: StepInputs) -> tuple[StepOutcome, list[Any]]:
-        """Run an eager step and roll it back; return its results, and the storages that the step leaves empty."""
+        """Run an eager step and roll it back; return its results, and the storages that the step resized to 0 bytes."""
         with self._rollback():
             with self._spill:
                 outputs = self._loop.planned_step(inputs)
@@ -170,7 +178,7 @@ class PlannedSteps:
             return StepOutcome.of(outputs, state), self._spill.emptied_storages
 
     def _record_outside_peak(self, activity: str) -> None:
-        """Record the peak device bytes of work outside planned steps; raise HP402 if `activity` exceeded the budget."""
+        """Update the peak device bytes outside planned steps; raise HP402 if `activity` exceeded the budget."""
         most = self._spill.peak_bytes
         if not self._on_cpu:
             most = torch.accelerator.max_memory_allocated(self._torch_device)
@@ -181,7 +189,7 @@ class PlannedSteps:
     def _rollback(self) -> Iterator[None]:
         """Restore model, optimizer and random state at the end of the context."""
         self._reshard()
-        # In host memory, as the device may lack memory for a second copy.
+        # Copies in host memory: the device may lack memory for a second copy.
         home = self._spill.on_current_tier
         before = {name: home(t).to("cpu", copy=True) for name, t in self._state().items()}
         is_new = not self._optimizer.state
@@ -189,7 +197,7 @@ class PlannedSteps:
         with torch.random.fork_rng(devices, device_type=self._torch_device.type):
             yield
         with torch.no_grad():
-            # By name: the first forward pass replaces the local tensors of uneven FSDP shards by padded ones.
+            # Look tensors up by name: the first forward replaces the local tensors of uneven FSDP shards.
             current = self._state()
             for name, value in before.items():
                 home(current[name], write=True).copy_(value)
@@ -203,7 +211,7 @@ class PlannedSteps:
             module.reshard()
 
     def _capture(self, inputs: StepInputs, empty: list[Any]) -> Captured:
-        # Values unlike any step's: a value captured as a constant fails the comparison of the first planned step.
+        # With other values, a value captured as a constant fails the check of the first planned step.
         changed = StepInputs(
             inputs.microbatches, inputs.valid_tokens + 1, inputs.lr / 2
         ).as_tensors()
@@ -273,8 +281,8 @@ class PlannedSteps:
         """Run one planned step like `Loop.step`; make a new plan if waits for copies exceed the prediction.
 
         Raises:
-            LossNotFinite: HP604; updates may have run before the norm was known.
-            StepChanged: HP512 when the step differs from the recorded one.
+            LossNotFinite: HP604 for a non-finite loss or norm; parameters may already be updated.
+            StepChanged: HP512 when the step differs from the recorded step.
             TransferFailed: HP513 when a copy between tiers fails.
             TierFull: HP403 when a tier runs out of space.
         """
@@ -315,9 +323,9 @@ class PlannedSteps:
         return outputs, measured
 
     def _record(self, measured: Measured) -> OffloadRecord:
-        """Return this rank's predicted and measured numbers; make a new plan if the step waited too long."""
+        """Return this rank's predicted and measured numbers; make a new plan if the step waited too long for copies."""
         plan, clock = self.plan, clocked(self.plan.program, self._machine, self.plan.actions)
-        # Not the live bytes of the arena, which are computed from the plan's actions.
+        # The arena's live bytes are left out, because they are computed from the plan, not measured.
         peaks = [(measured.peak_bytes[tier], plan.peak_bytes[tier]) for tier in ("dram", "flash")]
         peaks += [
             (measured.device_bytes, plan.device_bytes),
@@ -341,8 +349,7 @@ class PlannedSteps:
     def _replan(self, measured: Measured, planned_s: float) -> bool:
         """Replace the memory plan if a step waited longer for copies than planned; return whether it was replaced.
 
-        The new plan uses the measured bandwidths. Slower operators do not cause a new plan, as copies cannot change
-        them.
+        The new plan uses the measured bandwidths. Slow operators alone do not cause a new plan.
         """
         if self._replans == REPLANS or measured.wait_s - planned_s <= DRIFT * measured.seconds:
             return False
@@ -365,19 +372,19 @@ class PlannedSteps:
 
     @contextmanager
     def streamed(self) -> Iterator[None]:
-        """Fetch tensors of model and optimizer to the device on use inside the context, within the budget.
+        """Fetch model and optimizer tensors to the device when they are used inside the context.
 
         Raises:
-            BudgetImpossible: HP402 when the budget does not suffice.
+            BudgetImpossible: HP402 when the work inside the context exceeds the device budget.
         """
         with self._device.materialize_state(self._spill), self._spill:
             yield
-            self._reshard()  # parameters gathered by an evaluation
+            self._reshard()  # free parameters that an evaluation gathered
         self._spill.restore_all()
         self._record_outside_peak("an evaluation")
 
     def on_current_tier(self, tensor: Tensor) -> Tensor:
-        """Return the current bytes of a model or optimizer tensor on the tier where it lives between steps."""
+        """Return a tensor with the current values of a model or optimizer tensor, on the tier where it lives."""
         if self._device.state.arena is None:
             return self._spill.on_current_tier(tensor)
         live = self._device.hardware.gauge.live_bytes
@@ -385,7 +392,7 @@ class PlannedSteps:
         return self._device.state.on_home_tier(tensor)
 
     def finish(self) -> None:
-        """Release the device after the last step; parameters and optimizer state stay readable on their tiers."""
+        """Release the planned device after the last step; model and optimizer stay readable on their tiers."""
         self._device.state.materialize_on_use(self._spill)
 
     def close(self) -> None:
@@ -394,20 +401,20 @@ class PlannedSteps:
 
 
 def _refuse_hidden_state(captured: Captured, named: set[str]) -> None:
-    """Raise if the step changes tensors that are not in `named`, as rollback and checkpoints would miss them."""
+    """Raise HP511 if the step changes tensors outside `named`, which rollback and checkpoints would miss."""
     storages = captured.program.storages
     for call in captured.program.operators:
         for s in call.writes:
             if storages[s].at_start and storages[s].name not in named:
                 raise CaptureUnsupported(
-                    f"`{call.name}` changes a tensor that is no parameter, buffer or optimizer state",
+                    f"`{call.name}` writes to a tensor that is neither parameter, buffer nor optimizer state",
                     hint="train this model with `offload.budget=null offload.max_slowdown=null`",
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadRecord:
-    """Predicted and measured numbers of offload in one step, of one rank or (see `over_ranks`) of all ranks.
+    """Predicted and measured offload numbers of one step: of one rank, or after `over_ranks` the maximum of all ranks.
 
     Attributes:
         pred_memory_bytes: Predicted device memory of the fullest rank: arena and staging buffers. The step's
@@ -440,17 +447,17 @@ class OffloadRecord:
     replanned: bool
 
     def over_ranks(self) -> OffloadRecord:
-        """Return the maximum of every number over all ranks."""
+        """Return the maximum of every number over all ranks; collective over all ranks."""
         return OffloadRecord(*map(max, zip(*map(astuple, gather_objects(self)), strict=True)))
 
 
 def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
-    """Return the plan with the fullest rank's memory as predicted by its memory plan; collective over all ranks.
+    """Return `plan` with the predicted memory of the rank that uses most device memory; collective over all ranks.
 
     Args:
         plan: Plan of the run.
         memory: Memory plan of this rank.
-        notes: Notes to add besides the memory plan's own statement.
+        notes: Lines to append to the plan's notes, before the lines of `memory.statement`.
     """
     fullest = max(
         gather_objects(_memory_terms(memory)),
@@ -461,7 +468,7 @@ def with_memory(plan: Plan, memory: MemoryPlan, notes: tuple[str, ...]) -> Plan:
 
 
 def _memory_terms(plan: MemoryPlan) -> tuple[MemoryTerm, ...]:
-    """Return a rank's predicted memory on the device and other tiers as memory terms of a `Plan`."""
+    """Return a rank's predicted bytes per tier and kind of tensor, as memory terms of a `Plan`."""
     unused, staging = plan.arena_bytes - plan.peak_bytes["device"], plan.program.staging_bytes
     flash, kinds = plan.peak_bytes["flash"], peak_by_kind(plan)
     terms = [
@@ -492,7 +499,7 @@ def offload_line(plan: MemoryPlan) -> str:
 
 
 def drift_line(step: int, record: OffloadRecord) -> str:
-    """Return a log line for a step that waited longer than planned."""
+    """Return a log line for a step that waited longer for copies than planned."""
     return (
         f"offload: step {step} took {format_seconds(record.sim_step_s)} instead of the planned "
         f"{format_seconds(record.pred_sim_step_s)}, waiting {format_seconds(record.wait_s)} for copies; planned again "
@@ -509,13 +516,13 @@ def excess_line(step: int, record: OffloadRecord, measured_bytes: int) -> str:
 
 
 def write_timelines(timelines: tuple[Timeline, Timeline], directory: Path) -> None:
-    """Write the (predicted, measured) timelines of one planned step, which the report shows."""
+    """Write offload_predicted.json and offload_measured.json, the timelines of one planned step, for the report."""
     for timeline, name in zip(timelines, ("predicted", "measured"), strict=True):
         write_timeline(timeline, directory / f"offload_{name}.json")
 
 
 def largest_update_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that an optimizer operator needs at least: the largest parameter, its gradient and moments."""
+    """Return the minimum device bytes of an optimizer operator: largest parameter with gradient and moments."""
     trained = [local(p).nbytes for p in model.parameters() if p.requires_grad]
     moments = 2 if isinstance(optimizer, torch.optim.Adam) else 0
     return max(trained, default=0) * (2 + moments)
@@ -528,17 +535,17 @@ def plan_or_refuse(
     program: MemoryProgram,
     machine: MemoryMachine,
 ) -> MemoryPlan:
-    """Plan the memory of the recorded step on every rank, or refuse the budget on all ranks; collective over all ranks.
+    """Return this rank's memory plan of the recorded step; collective over all ranks.
 
     Args:
-        make_plan: Returns this rank's plan for a budget in bytes.
+        make_plan: Function that returns this rank's plan for a budget in bytes; None: no budget.
         budget_bytes: Device budget of the recipe; None: the goal is a maximum slowdown.
-        least_bytes: Device bytes that this rank needs at least for a step without a plan.
+        least_bytes: Minimum device bytes of a step without a plan on this rank.
         program: Recorded step.
-        machine: Machine to plan for.
+        machine: Machine model of the plan.
 
     Raises:
-        BudgetImpossible: HP402 with a budget for which a plan exists on every rank.
+        BudgetImpossible: HP402 on all ranks, with a budget that suffices on every rank.
     """
     least_bytes = max(gather_objects(least_bytes))
     planned_bytes = budget_bytes if budget_bytes is None else max(budget_bytes, least_bytes)
@@ -549,29 +556,20 @@ def plan_or_refuse(
             raise
         least_bytes = error.least_bytes
     if budget_bytes is not None and planned_bytes != budget_bytes:
-        raise _too_small(budget_bytes, least_bytes, "a step without a plan")
+        text = (
+            f"a step without a plan does not fit the device budget of {format_bytes(budget_bytes)}"
+        )
+        raise budget_too_small(text, budget_bytes, least_bytes)
     return plan
 
 
 def refuse_above(budget_bytes: int | None, peak_bytes: int, what: str) -> None:
-    """Raise on all ranks if the peak of any rank exceeds the budget; collective over all ranks.
+    """Check `peak_bytes` of every rank against the device budget (None: no limit); collective over all ranks.
 
     Raises:
-        BudgetImpossible: HP402 with the bytes of the fullest rank.
+        BudgetImpossible: HP402 on all ranks, naming the activity `what` and the largest peak.
     """
     most = max(gather_objects(peak_bytes))
     if budget_bytes is not None and most > budget_bytes:
-        raise _too_small(budget_bytes, most, what)
-
-
-def _too_small(budget_bytes: int, least_bytes: int, what: str) -> BudgetImpossible:
-    """Return the error for a device budget below `least_bytes`, with a sufficient budget in its hint."""
-    error = BudgetImpossible(
-        f"{what} does not fit {format_bytes(budget_bytes)}",
-        where="offload.budget",
-        got=f"{budget_bytes} bytes",
-        allowed=f"at least {least_bytes} bytes ({format_bytes(least_bytes)})",
-        hint=f"set `offload.budget={least_bytes}`",
-    )
-    error.least_bytes = least_bytes
-    return error
+        text = f"{what} does not fit the device budget of {format_bytes(budget_bytes)}"
+        raise budget_too_small(text, budget_bytes, most)

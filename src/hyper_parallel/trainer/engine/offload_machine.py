@@ -1,4 +1,8 @@
-"""Machine models of a memory plan and of the simulated device, derived from recipe and topology."""
+"""Machine models for offload, derived from recipe and topology, and checks that a run supports offload.
+
+A memory plan lists, for the operators of a recorded step, the tensors to evict, prefetch and recompute. On a CPU rank a
+simulated device executes the plan: host memory with the budget and the clock of a device.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +18,31 @@ from hyper_parallel.backends.torch.dropout import has_dropout
 from hyper_parallel.backends.torch.forward_variants import ungrouped_experts
 from hyper_parallel.backends.torch.memory import Measured
 from hyper_parallel.config import Offload, Recipe
-from hyper_parallel.errors import CaptureUnsupported
-from hyper_parallel.ir import MemoryProgram, Plan
+from hyper_parallel.errors import BudgetImpossible, CaptureUnsupported
+from hyper_parallel.ir import Plan
 from hyper_parallel.memory import Channel, MemoryMachine, Roofline
 from hyper_parallel.runtime import host_machine
 from hyper_parallel.topology import detect_local, load_topology
 from hyper_parallel.units import format_bytes
 
 MARGIN: Final = 0.04
-"""Share of a device's memory that `budget: auto` reserves for kernels and the allocator."""
+"""Share of free device memory that `budget: auto` leaves to kernel workspaces and fragmentation."""
 NOTICED: Final = 0.02
-"""Minimum relative difference between measured and assumed bandwidth that justifies a new plan."""
+"""Minimum relative difference between measured and assumed bandwidth that changes a machine model."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadMachine:
-    """Machine to plan offload for, and goal of the plan.
+    """Machine model and goal of a rank's memory plan.
 
     Attributes:
         choice: Section `offload` of the recipe.
         budget_bytes: Device budget of a rank; None when the goal is a maximum slowdown.
-        planned: Machine that the memory plan assumes.
-        actual: Machine that the simulated device's clock follows.
-        roofline: Peak FLOP/s and memory bandwidth, from which seconds of operators are predicted.
-        link: Latency and bytes/s between ranks, for seconds of collectives.
+        planned: Machine model that the memory plan assumes.
+        actual: Machine model that the simulated device follows. It differs from `planned` if the recipe sets
+            `offload.bandwidth`.
+        roofline: Peak FLOP/s and memory bandwidth, for predicted seconds of operators.
+        link: Latency and bytes/s between ranks, for predicted seconds of collectives.
         notes: Lines that explain the budget.
     """
 
@@ -51,7 +56,7 @@ class OffloadMachine:
 
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan, device: torch.device) -> OffloadMachine:
-        """Derive machine and goal from recipe and topology for a rank's device; `recipe.offload` must be enabled."""
+        """Derive machine model and goal for a rank's device; `recipe.offload` must be enabled."""
         ranks, choice = plan.strategy.world_size, recipe.offload
         node = detect_local(ranks) if recipe.topology == "local" else load_topology(recipe.topology)
         dram = choice.dram
@@ -73,9 +78,18 @@ class OffloadMachine:
         link = Channel(tier.bytes_s.value, tier.latency_s.value)
         return cls(choice, budget, planned, actual, roofline, link, notes)
 
-    def annotate(self, program: MemoryProgram) -> MemoryProgram:
-        """Return the program with predicted seconds of device operators (roofline) and of collectives (link)."""
-        return self.roofline.annotate(program, self.link)
+
+def budget_too_small(text: str, budget_bytes: int, least_bytes: int) -> BudgetImpossible:
+    """Return the error `text` for a device budget below `least_bytes`, which the hint proposes as the budget."""
+    error = BudgetImpossible(
+        text,
+        where="offload.budget",
+        got=f"{budget_bytes} bytes",
+        allowed=f"at least {least_bytes} bytes ({format_bytes(least_bytes)})",
+        hint=f"set `offload.budget={least_bytes}`",
+    )
+    error.least_bytes = least_bytes
+    return error
 
 
 def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
@@ -86,9 +100,9 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
         device: Device of the rank.
 
     Returns:
-        Budget and explanation. On an accelerator the budget is its free memory minus a margin for kernel workspaces and
-        fragmentation. Memory of contexts, collective libraries and other processes is not free. On a CPU it is
-        `budget_bytes`.
+        (budget in bytes, explanation). On an accelerator the budget is the free memory minus a margin for kernel
+        workspaces and fragmentation. Memory of device contexts, collective libraries and other processes is not free.
+        On a CPU the budget is `budget_bytes`.
     """
     if device.type == "cpu":
         text = f"offload: budget auto = {format_bytes(budget_bytes)}, the memory of a rank"
@@ -106,7 +120,7 @@ def resolved_budget(budget_bytes: int, device: torch.device) -> tuple[int, str]:
 def check_offload(
     recipe: Recipe, plan: Plan, model: nn.Module, where: Callable[[str], str]
 ) -> None:
-    """Raise if offload does not support the model or layout, before any rank starts.
+    """Check that offload supports the model and the layout; no effect if the recipe does not enable offload.
 
     Args:
         recipe: Recipe of the run.
@@ -115,8 +129,8 @@ def check_offload(
         where: Returns the origin of a recipe key, for errors.
 
     Raises:
-        CaptureUnsupported: HP511 for experts whose sizes depend on the data, and for dropout under tensor parallelism
-            with replicated activations.
+        CaptureUnsupported: HP511 for experts whose number of tokens is not fixed, and for dropout under tensor
+            parallelism with replicated activations.
     """
     strategy = plan.strategy
     if not recipe.offload.on:
@@ -136,7 +150,7 @@ def check_offload(
     if why := ungrouped_experts(model, getattr(torch, dtype)):
         other = ", or training.dtype=float32"
         raise CaptureUnsupported(
-            "a memory plan needs fixed sizes; experts that run one by one have a number of rows that depends on the"
+            "a memory plan needs fixed shapes, but in experts that run one by one the number of tokens depends on the"
             f" data: {why}",
             where=where("training.dtype"),
             got=f"training.dtype={dtype}, moe.capacity_factor=null",
@@ -145,7 +159,7 @@ def check_offload(
         )
     if strategy.ep > 1:
         raise CaptureUnsupported(
-            "a memory plan needs fixed sizes, and without a capacity the rows an expert gets depend on the data",
+            "a memory plan needs fixed shapes, but without a capacity the tokens per expert depend on the data",
             where=where("parallel.ep"),
             got=f"ep={strategy.ep}, moe.capacity_factor=null",
             hint="moe.capacity_factor=1.25, or parallel.auto=false parallel.ep=1",
@@ -153,7 +167,7 @@ def check_offload(
 
 
 def measured_machine(machine: MemoryMachine, measured: Measured) -> MemoryMachine:
-    """Return the machine with measured bandwidths wherever they differ from its own by more than 2 %."""
+    """Return the machine model with each bandwidth replaced by its measured value if they differ by more than 2 %."""
     changed = {}
     for kind in ("store", "prefetch", "copy_out", "copy_in"):
         channel: Channel | None = getattr(machine, kind)

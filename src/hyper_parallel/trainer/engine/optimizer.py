@@ -81,7 +81,7 @@ NAMED_OPTIMIZERS: Final = {
     "sgd_8bit": NamedOptimizer("bitsandbytes.optim.SGD8bit"),
     "lamb": _adam("bitsandbytes.optim.LAMB"),
 }
-"""Optimizers by name; missing packages are reported when the optimizer is chosen."""
+"""Optimizers by short name; `optimizer_class` reports a missing package."""
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -107,9 +107,10 @@ _REPLACEMENTS: Final[dict[type, type]] = {torch.optim.Adafactor: Adafactor}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: with weight decay, and without it (norms, biases, vectors, state-space parameters).
+    """Split the trained parameters into a group with weight decay and a group without.
 
-    The split depends on module types and logical shapes, so it is the same on every layout. Empty groups are omitted.
+    Norms, biases, vectors and state-space parameters have no weight decay. The split depends on module types and
+    logical shapes, so it is the same on every layout. Empty groups are omitted.
     """
     decayed, undecayed = [], []
     for name, role in trained_roles(model).items():
@@ -132,7 +133,7 @@ def trained_roles(model: nn.Module) -> dict[str, ParameterRole]:
 def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimizer:
     """Return the recipe's optimizer; by default AdamW (Loshchilov and Hutter, arXiv:1711.05101).
 
-    Adam and AdamW use fused kernels, in which the device decides whether a step is skipped.
+    Adam and AdamW use torch's fused kernels, which can skip a step by a flag on the device (see `step_unless`).
     """
     name, groups = training.optimizer, parameter_groups(model, training.weight_decay)
     options: dict[str, Any] = {"lr": training.lr}
@@ -148,12 +149,12 @@ def build_optimizer(model: nn.Module, training: Training) -> torch.optim.Optimiz
 
 
 def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
-    """Return the optimizer class with a short name or a dotted path.
+    """Return the optimizer class for a short name or a dotted path.
 
     Raises:
-        BadValue: HP102 for an unknown name.
-        MissingDependency: HP501 when its package is not installed.
-        NotImportable: HP109 for a path that names no optimizer class.
+        BadValue: HP102 for an unknown short name.
+        MissingDependency: HP501 when the package of a named optimizer is not installed.
+        NotImportable: HP109 for a dotted path that is not an optimizer class.
     """
     known = {
         "adamw": torch.optim.AdamW,
@@ -197,14 +198,13 @@ def optimizer_class(name: str, where: str = "training.optimizer") -> Any:
 def check_optimizer(
     recipe: Recipe, plan: Plan, where: Callable[[str], str], model: nn.Module
 ) -> None:
-    """Raise if the recipe's optimizer does not exist, rejects its arguments, or does not support the layout.
+    """Check that the recipe's optimizer exists, accepts its arguments and supports the layout.
 
-    For Muon, also log which parameters it updates.
+    For Muon, also log which parameters Muon and AdamW update.
 
     Raises:
-        BadValue: HP102 for an unknown name or an invalid argument.
-        NotImportable: HP109 for a path that names no optimizer class.
-        Contradiction: HP104 for an optimizer that the layout does not support.
+        BadValue, MissingDependency, NotImportable: See `optimizer_class`; also HP102 for an invalid argument.
+        Contradiction: HP104 for an optimizer that does not support the layout, float16 experts or offload.
     """
     training, s = recipe.training, plan.strategy
     name, key = training.optimizer, where("training.optimizer")
@@ -236,12 +236,11 @@ def check_optimizer(
     try:
         build_optimizer(nn.Linear(2, 2), training)
     except (TypeError, ValueError) as error:
-        allowed = [*inspect.signature(optimizer_class(name)).parameters][1:]
         raise BadValue(
             f"{name} rejects its arguments: {error}",
             where=where("training.optimizer_args"),
             got=training.optimizer_args,
-            allowed=allowed,
+            allowed=[*inspect.signature(optimizer_class(name)).parameters][1:],
             hint="set `training.optimizer_args={}`",
         ) from error
     if name == "muon":
@@ -257,7 +256,7 @@ def check_optimizer(
 
 
 def check_resumed_state(training: Training, saved_args: dict[str, Any], directory: Path) -> None:
-    """Raise if the optimizer cannot continue from its saved state with changed arguments.
+    """Check that an optimizer with changed arguments can continue from its saved state.
 
     Args:
         training: Section `training` of the resumed run.
@@ -265,7 +264,7 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
         directory: Directory of the checkpoints.
 
     Raises:
-        CheckpointMismatch: HP702 with both sets of arguments.
+        CheckpointMismatch: HP702 naming the current and the saved arguments.
     """
     saved_training = training.model_copy(update={"optimizer_args": saved_args})
     failure = resumed_failure(
@@ -283,19 +282,19 @@ def check_resumed_state(training: Training, saved_args: dict[str, Any], director
 
 
 def recipe_values(optimizer: torch.optim.Optimizer, training: Training) -> tuple[str, ...]:
-    """Return the keys of parameter groups that the recipe sets; other keys are state that the optimizer updates."""
+    """Return the keys of `optimizer.param_groups` that the recipe sets; the optimizer updates all other keys."""
     parameters = inspect.signature(type(optimizer).__init__).parameters
     return ("weight_decay", *parameters, *training.optimizer_args)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
-    """Set the learning rate of every group for the next step."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 class _OnShards(TorchFunctionMode):
-    """Mode that passes local tensors to fused Adam kernels, which avoids DTensor's slow dispatch of tensor lists."""
+    """Mode that unwraps DTensors for fused Adam kernels, to avoid DTensor's slow dispatch of tensor lists."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -308,12 +307,12 @@ class _OnShards(TorchFunctionMode):
 def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     """Run the optimizer step unless `skip` is True.
 
-    Fused torch optimizers read `skip` on the device, as attribute `found_inf` (see `torch.amp.GradScaler`). For other
-    optimizers the host reads it before the step.
+    Fused torch optimizers read `skip` on the device, as their attribute `found_inf` (see `torch.amp.GradScaler`). For
+    other optimizers the host reads `skip` before the step.
 
     Args:
         optimizer: Optimizer to step.
-        skip: Scalar on the parameters' device; None: always update.
+        skip: Bool scalar on the parameters' device; None: always update.
     """
     if skip is None:
         with _OnShards():

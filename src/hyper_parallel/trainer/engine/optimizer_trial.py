@@ -30,17 +30,17 @@ def check_trial_step(
     sharded: bool,
     replicated: bool,
 ) -> None:
-    """Raise if a step of the optimizer fails on a small layer with parameters sharded or replicated like the run's.
+    """Check that the optimizer can update a small linear layer whose parameters are DTensors as in the run.
 
-    On a machine with an accelerator, an optimizer that also fails on a plain layer passes, as it may need the
-    accelerator.
+    The trial runs on a CPU. An optimizer that also fails on ordinary tensors may need an accelerator, so it is accepted
+    on machines that have an accelerator.
 
     Args:
-        build: Builds the optimizer for a module.
+        build: Function that returns the optimizer of a module.
         name: Name of the optimizer in the recipe.
         where: Origin of the name, for errors.
-        sharded: Whether the layout shards parameters.
-        replicated: Whether the layout replicates parameters.
+        sharded: Whether the run shards parameters (`dp_shard`).
+        replicated: Whether the run replicates parameters (`dp_replicate`).
 
     Raises:
         Contradiction: HP104 with the first line of the optimizer's error.
@@ -49,12 +49,14 @@ def check_trial_step(
     degrees = (_RANKS,) if not replicated else (_RANKS, _RANKS if sharded else 1)
 
     def trial(_: int) -> tuple[str | None, str | None]:
-        """Return the error lines (None: success) of a step on a plain layer and on a parallelized layer."""
-        plain = _failure(build, nn.Linear(_SIZE, _SIZE))
+        """Return the errors of a step on ordinary tensors and of a step on DTensors; None: no error."""
+        layer = nn.Linear(_SIZE, _SIZE)
+        plain = _step_failure(build(layer), layer)
         if plain is not None or not (sharded or replicated):
             return plain, None
         with World.fake(0, math.prod(degrees)):
-            return None, _failure(build, _parallelized_layer(degrees))
+            layer = _parallelized_layer(degrees)
+            return None, _step_failure(build(layer), layer)
 
     plain, failure = _in_child_process(trial)
     if plain is not None:
@@ -70,18 +72,18 @@ def resumed_failure(
     build_saved: Callable[[nn.Module], torch.optim.Optimizer],
     build_resumed: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> str | None:
-    """Return the error of an optimizer that continues from another one's state; None if it can continue.
+    """Return the error of an optimizer step that starts from the state of another optimizer; None if it succeeds.
 
     Args:
-        build_saved: Builds the optimizer whose state was saved.
-        build_resumed: Builds the optimizer that continues.
+        build_saved: Function that returns the optimizer whose state was saved, for a module.
+        build_resumed: Function that returns the optimizer that loads the state, for a module.
     """
 
     def trial(_: int) -> str | None:
         layer = nn.Linear(_SIZE, _SIZE)
         saved = build_saved(layer)
         if _step_failure(saved, layer) is not None:
-            return None  # it may need the accelerator of this machine
+            return None  # the saved optimizer may need an accelerator
         continued = build_resumed(layer)
         continued.state.update(saved.state)
         return _step_failure(continued, layer)
@@ -90,19 +92,15 @@ def resumed_failure(
 
 
 def _in_child_process(trial: Callable[[int], _Result]) -> _Result:
-    """Run a trial in a child process, as optimizers may initialise an accelerator driver, after which forks fail."""
+    """Run a trial in a child process: if an optimizer initialised the accelerator here, later forks would fail."""
     try:
         return launch(trial, 1, timeout_s=_TIMEOUT_S)[0]
-    except ForkUnsafe:  # in a rank with a process group, which does not fork later
+    except ForkUnsafe:  # a rank with a process group never forks later
         return trial(0)
 
 
-def _failure(build: Callable[[nn.Module], torch.optim.Optimizer], layer: nn.Module) -> str | None:
-    """Return the first line of the error of one optimizer step on a layer; None if the step succeeds."""
-    return _step_failure(build(layer), layer)
-
-
 def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | None:
+    """Return the first line of the error of an optimizer step; None if the step succeeds."""
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     try:
@@ -114,7 +112,7 @@ def _step_failure(optimizer: torch.optim.Optimizer, layer: nn.Module) -> str | N
 
 
 def _parallelized_layer(degrees: tuple[int, ...]) -> nn.Module:
-    """Return a layer with FSDP over the last of `degrees` and, if there are two, replicated over the first."""
+    """Return a linear layer sharded over the last mesh dimension and replicated over the first of two."""
     layer = nn.Linear(_SIZE, _SIZE)
     mesh = DeviceMesh("cpu", torch.arange(math.prod(degrees)).view(degrees))
     placements = [*[Replicate()] * (len(degrees) - 1), Shard(0)]

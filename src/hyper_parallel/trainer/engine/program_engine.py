@@ -1,7 +1,8 @@
 """Engine that runs captured step programs in another framework, with torch for checkpoints and exports.
 
-Batches, data order, learning rates, records, checkpoints and exports come from the torch engine. Between steps, weights
-and optimizer state live in the other framework. A save, an export or a resume copies them from or to torch.
+A step program is a graph of tensor operators, captured from the torch training step and compiled by the framework (see
+`step_programs`). Batches, data order, learning rates, records, checkpoints and exports come from the torch engine.
+Weights and optimizer state live in the framework. Saves, exports and resumes copy them from or to torch.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ from hyper_parallel.trainer.engine.torch_engine import TorchEngine
 
 
 class FrameworkState:
-    """Weights and optimizer state of one rank as values of another framework.
+    """Weights and optimizer state of one rank, stored as arrays of another framework.
 
     Args:
-        model: Torch model from which the initial values are read.
-        optimizer: Torch optimizer of the model.
+        model: Torch model with the initial weights.
+        optimizer: Torch optimizer with the initial state.
         runner: Interface to the framework.
-        shapes: Shapes of the framework's values by name; torch shards with fewer rows are padded.
+        shapes: Shapes of the framework's arrays by name. Smaller torch shards are padded with zeros.
+
+    Attributes:
+        step: Number of finished optimizer steps.
+        values: Arrays by name: `param.NAME`, and `STATE.NAME` for each state tensor of the optimizer.
     """
 
     def __init__(
@@ -69,16 +74,16 @@ class FrameworkState:
             name: runner.value(_padded(local(t.detach()).numpy(), shapes.get(name)))
             for name, t in self._tensors.items()
         }
-        # Checkpoints and exports ask for local tensors.
+        # Checkpoints and exports call `on_host` with local tensors.
         self._names = {id(local(tensor)): name for name, tensor in self._tensors.items()}
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Parameter values of the framework, by name `param.NAME`."""
+        """Arrays of the parameters, by name `param.NAME`."""
         return {k: v for k, v in self.values.items() if k.startswith("param.")}
 
     def adopt(self, values: dict[str, Any]) -> None:
-        """Replace values by those of an optimizer update, and count the step."""
+        """Replace arrays by the results of an optimizer update, and increment the step count."""
         self.values |= values
         self.step += 1
         for state in self._optimizer.state.values():
@@ -86,7 +91,7 @@ class FrameworkState:
                 state["step"].fill_(self.step)
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Copy the current value of a model or optimizer tensor from the framework into it, and return it."""
+        """Update a torch model or optimizer tensor from the framework's array, and return the tensor, detached."""
         name = self._names.get(id(local(tensor)))
         if name is not None:
             array = torch.from_numpy(self._runner.array(self.values[name]))
@@ -96,7 +101,6 @@ class FrameworkState:
 
 
 def _padded(array: NDArray[Any], shape: tuple[int, ...] | None) -> NDArray[Any]:
-    """Return an array padded with zeros up to a shape."""
     if shape is None or array.shape == shape:
         return array
     return np.pad(array, [(0, wanted - n) for wanted, n in zip(shape, array.shape, strict=True)])
@@ -108,11 +112,11 @@ class ProgramLoop(Loop):
 
     Attributes:
         runner: Interface to the framework.
-        reports: Whether this rank's loss counts; False on all but one of the tensor-parallel ranks, which compute the
-            same loss.
+        reports: Whether this rank adds its loss to the sum over ranks. Tensor-parallel ranks compute the same loss, so
+            only the first of them adds it.
         state: Weights and optimizer state in the framework.
         passes: Runner of forward and backward over the microbatches of a step.
-        programs: Compiled programs by name: loss, gradients, update.
+        programs: Compiled programs by name: `loss`, `gradients`, `update`.
     """
 
     runner: ProgramRunner = field(init=False)
@@ -125,7 +129,7 @@ class ProgramLoop(Loop):
     def connect(
         self, runner: ProgramRunner, programs: StepPrograms, compiled: dict[str, CompiledProgram]
     ) -> None:
-        """Copy weights and optimizer state from torch into the framework, and set up the compiled programs."""
+        """Copy weights and optimizer state from torch into the framework, and set all attributes of this loop."""
         self.runner, self.programs = runner, compiled
         plan, rank = handle(self.model).plan, handle(self.model).ranks.rank
         self.reports = plan.mesh.coordinate(rank)["tp_x"] == 0
@@ -144,9 +148,9 @@ class ProgramLoop(Loop):
         }
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Run the step's programs; return this rank's share of the loss, and the global gradient norm before clipping.
+        """Run the programs of a step; return this rank's share of the loss and the gradient norm before clipping.
 
-        The updated values are kept until `update` applies them.
+        The program `update` has already computed new weights and optimizer state; `Loop.update` applies them.
         """
         count = int(inputs.valid_tokens)
         batches = [self._batch(part, count) for part in inputs.microbatches]
@@ -165,21 +169,21 @@ class ProgramLoop(Loop):
         )
 
     def update(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
-        """Apply the updated values of the last `gradients` call unless `skip` is True."""
+        """Apply the new weights and optimizer state of the last `gradients` call unless `skip` is True."""
         if skip is None or not bool(skip):
             self.state.adopt(self._pending)
         self._pending = {}
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
-        """Return this rank's share of the mean loss over held-out microbatches."""
+        """Return this rank's share of the held-out loss: summed cross entropy divided by `count`."""
         batches = [self._batch(part, count) for part in parts]
         return torch.tensor(self.passes.evaluate(self.state.parameters, batches) * self.reports)
 
     def count_routing(self) -> None:
-        """Return None, as step programs do not count tokens per expert."""
+        """Return None: step programs do not count tokens per expert."""
 
     def _locate(self, inputs: StepInputs, step: int) -> None:
-        """Return None, as intermediate values of a compiled program cannot be read."""
+        """Return None: intermediate values of a compiled program cannot be read."""
 
     def _batch(self, part: dict[str, Tensor], valid_tokens: int) -> dict[str, Any]:
         ids = part["input_ids"]
@@ -199,7 +203,7 @@ class ProgramEngine(TorchEngine):
     """Engine of a back end that executes step programs."""
 
     _make_loop: Callable[..., Loop] = ProgramLoop
-    _executes_plans = False  # its step programs follow the memory plans
+    _executes_plans = False  # the step programs already contain the memory plan
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -250,7 +254,6 @@ class ProgramEngine(TorchEngine):
 
     @property
     def _programs(self) -> StepPrograms:
-        """Captured step programs of this rank."""
         programs = self._job.programs
         assert programs is not None
         return programs[self.rank % len(programs)]
@@ -270,7 +273,6 @@ class ProgramEngine(TorchEngine):
         return facts
 
     def _agree(self, text: str | None) -> str:
-        """Return rank 0's text on every rank."""
         texts = [text]
         dist.broadcast_object_list(texts)
         return str(texts[0])

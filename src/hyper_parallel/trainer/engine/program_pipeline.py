@@ -1,9 +1,10 @@
 """Execution of step programs on the microbatches of a step, in sequence or in the order of a pipeline schedule.
 
-A pipeline rank has one stage. Its program `loss` computes the activations `sent` to the next stage or, on the last
-stage, the loss. Its program `gradients` repeats this forward, so only the input of a stage is kept for backward. Stages
-before the last read the gradient of `sent` as `batch.gradient`. Stages after the first return the gradient of
-`batch.received`. Torch sends the messages through host memory.
+A step program is a graph of tensor operators that another framework compiles (see `step_programs`). Each pipeline rank
+has one stage with two programs. `loss` runs forward: it computes the activations `sent` to the next stage or, on the
+last stage, the loss. `gradients` repeats the forward and runs backward, so only the stage's input is kept in between.
+All stages but the last read the gradient of `sent` as `batch.gradient`. All stages but the first return the gradient of
+`batch.received`. Torch sends activations and gradients between ranks through host memory.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from hyper_parallel.ir import Schedule, Strategy
 from hyper_parallel.mpmd import forward_schedule, one_by_one, step_schedule
 
 Values = Mapping[str, Any]
-"""Values of the framework by name."""
+"""Arrays of the framework by name."""
 
 
 class SerialPasses:
-    """Execution of step programs on one microbatch after the other.
+    """Runner of step programs without pipeline: one microbatch after the other.
 
     Args:
         runner: Interface to the framework.
@@ -37,7 +38,16 @@ class SerialPasses:
     def train(
         self, parameters: Values, sums: Values, batches: Sequence[Values]
     ) -> tuple[float, Values]:
-        """Return the summed loss of all microbatches, and `sums` plus their gradients."""
+        """Run forward and backward of all microbatches.
+
+        Args:
+            parameters: Parameters, by name `param.NAME`.
+            sums: Gradient sums to which the gradients are added, by name `sum.NAME`.
+            batches: Input arrays of each microbatch, by name `batch.NAME`.
+
+        Returns:
+            Summed loss of the microbatches, and the new gradient sums.
+        """
         loss = 0.0
         for batch in batches:
             results = self._programs["gradients"]({**parameters, **sums, **batch})
@@ -46,18 +56,18 @@ class SerialPasses:
         return loss, sums
 
     def evaluate(self, parameters: Values, batches: Sequence[Values]) -> float:
-        """Return the summed loss of all microbatches without gradients."""
+        """Run forward of all microbatches; return their summed loss."""
         losses = (self._programs["loss"]({**parameters, **batch})["loss"] for batch in batches)
         return sum(float(self._runner.array(loss)) for loss in losses)
 
 
 class PipelinePasses(SerialPasses):
-    """Execution of one pipeline stage's step programs in the order of a schedule; only the last stage returns a loss.
+    """Runner of one pipeline stage's step programs in the order of a pipeline schedule.
 
     Args:
         runner: Interface to the framework.
         programs: Compiled programs `loss` and `gradients` of the stage.
-        strategy: Strategy with pp as its only axis, and one stage per rank.
+        strategy: Strategy with one stage per rank and no axis except pp.
         rank: Rank of this process, which is also its stage index.
         shape: Shape of the activations between stages.
     """
@@ -77,7 +87,7 @@ class PipelinePasses(SerialPasses):
     def train(
         self, parameters: Values, sums: Values, batches: Sequence[Values]
     ) -> tuple[float, Values]:
-        """Return the summed loss on the last stage (0.0 elsewhere), and `sums` plus the gradients of this stage."""
+        """Run this stage's part of a training step; see `SerialPasses.train`. The loss is 0.0 before the last stage."""
         schedule = one_by_one(step_schedule(self._strategy, len(batches)))
         inputs: dict[int, Values] = {}
         loss = 0.0
@@ -102,7 +112,7 @@ class PipelinePasses(SerialPasses):
         return loss, sums
 
     def evaluate(self, parameters: Values, batches: Sequence[Values]) -> float:
-        """Return the summed loss on the last stage, without gradients; 0 elsewhere."""
+        """Run this stage's part of a forward pass; the loss is 0 except on the last stage."""
         losses = []
 
         def forward(i: int, received: Any) -> Any:
@@ -116,13 +126,19 @@ class PipelinePasses(SerialPasses):
         return sum(losses)
 
     def _run(self, schedule: Schedule, compute: Mapping[str, Any]) -> None:
-        """Run this rank's actions of a schedule; each receive is waited for when its message is used."""
+        """Run this rank's actions of a schedule.
+
+        Args:
+            schedule: Pipeline schedule.
+            compute: Functions by action kind (F, B, I). Each takes a microbatch index and the received tensor or None,
+                and returns the tensor to send or None.
+        """
         arriving: dict[tuple[str, int], tuple[Tensor, Any]] = {}
         results: dict[tuple[str, int], Any] = {}
         sending: list[tuple[Tensor, Any]] = []
         for leaf in (leaf for a in schedule.ranks[self._rank] for leaf in a.leaves):
             kind, i = leaf.kind, leaf.microbatch
-            if i is None or kind == "W":  # the gradients of inputs and weights are one program
+            if i is None or kind == "W":  # action I has already computed the weight gradients
                 continue
             step = 1 if kind[-1] == "F" else -1
             if kind.startswith("RECV"):
@@ -140,7 +156,7 @@ class PipelinePasses(SerialPasses):
     def _take(
         self, arriving: dict[tuple[str, int], tuple[Tensor, Any]], key: tuple[str, int]
     ) -> Any:
-        """Wait for a message and return it as a value of the framework; None if the stage receives none."""
+        """Wait for a received tensor and return it as the framework's array; None if the stage receives none."""
         if key not in arriving:
             return None
         buffer, work = arriving.pop(key)

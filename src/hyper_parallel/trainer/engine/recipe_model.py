@@ -1,4 +1,4 @@
-"""Model of a recipe on the meta device (any Hugging Face model, with unmodified code) and its trained parameters."""
+"""Construction of a recipe's Hugging Face model on the meta device, and checks of the model against plan and data."""
 
 from __future__ import annotations
 
@@ -75,21 +75,22 @@ _DTYPES = {
 """Dtype of the parameters by compute dtype: 16-bit computation uses float32 parameters."""
 
 _FAR_TOO_LARGE: Final = 16
-"""Multiple of a rank's memory above which a plan is rejected, as even offload could not help."""
+"""Multiple of a rank's memory above which a plan is rejected even with offload."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""Glob patterns of readable weight files."""
 _WEIGHT_HINTS = ("*.index.json", "*.gguf", "consolidated*.pth")
-"""Patterns of readable weight files, and of files that indicate a model published with weights."""
+"""Glob patterns of files which indicate that a model was published with weights."""
 
 
 def build_model(recipe: Recipe) -> nn.Module:
-    """Build the recipe's language model on the meta device, in training mode, with adapters and frozen parameters.
+    """Build the recipe's model on the meta device, in training mode.
 
-    The model may also read images or audio. Dropout is disabled if the recipe says so.
+    `lora` adds adapters, `training.freeze` freezes parameters, and `training.disable_dropout` disables dropout.
 
     Raises:
-        ModelUnreadable: HP305 when transformers cannot build such a model of the config.
-        HyperParallelError: See `add_adapters` and `freeze`.
+        ModelUnreadable: HP305 when transformers cannot build the model from its config.
+        HyperParallelError: Errors of `add_adapters` and `freeze`.
     """
     model = model_from_config(
         read_config(recipe.model.path),
@@ -112,7 +113,7 @@ _NOT_MEASURED: Final = (
 
 
 def read_recipe_spec(loaded: LoadedRecipe) -> ModelSpec:
-    """Return the `ModelSpec` of a recipe's model for planning; errors are those of `read_spec`."""
+    """Return the `ModelSpec` of a recipe's model; see `read_spec` for the errors."""
     recipe = loaded.recipe
     return read_spec(
         recipe.model.path,
@@ -124,7 +125,13 @@ def read_recipe_spec(loaded: LoadedRecipe) -> ModelSpec:
 
 
 def refuse_submodels(loaded: LoadedRecipe, problem: str, *words: str) -> None:
-    """Raise Contradiction (HP104) if a recipe has sub-models; `words` name the command that does not support them."""
+    """Raise Contradiction (HP104) if the recipe sets `parallel.submodels`.
+
+    Args:
+        loaded: Recipe with the origins of its values.
+        problem: Sentence of the error.
+        words: Command or options that do not support sub-models, for the `got` line of the error.
+    """
     if loaded.recipe.parallel.submodels is not None:
         raise Contradiction(
             problem,
@@ -142,14 +149,16 @@ def read_spec(
     tried: bool = False,
     scores: bool = False,
 ) -> ModelSpec:
-    """Return a model's `ModelSpec`, from its config if the family is known, else from the transformers module.
+    """Return the `ModelSpec` of a model, with the measured sizes of the activations that it saves for backward.
+
+    The spec comes from the config if this package knows the model family, else from the transformers model.
 
     Args:
         path: Model directory, config file, preset or hub id; see `load_model`.
-        where: Origin of the value, for errors.
+        where: Origin of `path`, for errors.
         trusted: `model.trust_remote_code` of the recipe.
-        tried: Whether to test which parallel axes the model's forward supports, so that a search can exclude the
-            others.
+        tried: Whether to also set `ModelSpec.unsplit`: the axes, pp or cp, that the forward does not support according
+            to a test.
         scores: Read the model as a sequence classifier with one label.
 
     Raises:
@@ -157,7 +166,7 @@ def read_spec(
         HyperParallelError: Errors of `load_model`.
     """
     file = read_config(path, where=where)
-    # Readers take only the language part of a multimodal model, but the full model is trained.
+    # The config readers cover only the language part of a multimodal model, but training uses the full model.
     known = is_read(file.values) and "text_config" not in file.values
     if not scores and "model_type" not in file.values:
         return load_model(path, where=where)
@@ -180,20 +189,19 @@ def read_spec(
 
 @dataclass(frozen=True, slots=True)
 class _CachedMeasurement:
-    """Cache entry of the activations saved for backward; None: the model's forward cannot be measured."""
+    """Cache entry: activations saved for backward; None if the model's forward cannot be measured."""
 
     activations: KeptActivations | None
 
 
 def _measure(model: nn.Module, cached: Path) -> _CachedMeasurement:
-    """Measure the activations that a model saves for backward, and cache the result."""
     measurement = _CachedMeasurement(kept_activations.measure_kept(model))
     save_cached(cached, measurement)
     return measurement
 
 
 def _with_kept(spec: ModelSpec, measurement: _CachedMeasurement) -> ModelSpec:
-    """Return the spec with measured activations; its notes on their formulas are updated accordingly."""
+    """Return the spec with measured activations, and with a note if only formulas estimate them."""
     formulas = UNMEASURED_ACTIVATIONS.format(family=spec.family)
     notes = tuple(note for note in spec.notes if note != formulas)
     if measurement.activations is None:
@@ -202,9 +210,7 @@ def _with_kept(spec: ModelSpec, measurement: _CachedMeasurement) -> ModelSpec:
 
 
 def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
-    """Raise if the built model's parameters differ from the plan's `ModelSpec`, or cannot be sharded by its layout.
-
-    The spec of an unknown family is read as if it were Llama.
+    """Check that the model's parameters match the plan's `ModelSpec` and can be sharded by the plan's layouts.
 
     Args:
         model: Model as returned by `build_model`.
@@ -212,14 +218,16 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
         where: Origin of `model.path`, for errors.
 
     Raises:
-        ModelUnreadable: HP305 naming the family and the first differing parameter.
-        NotDivisible: HP203, RuleError: HP204, UnsupportedSharding: HP205 for unsupported layouts.
-        DoesNotFit: HP401 for a model that is far too large for this machine.
+        ModelUnreadable: HP305 naming the model family and the first differing parameter.
+        NotDivisible: HP203 for a dimension that a layout does not divide.
+        RuleError: HP204 for a sharding rule that matches no parameter.
+        UnsupportedSharding: HP205 for an unsupported layout.
+        DoesNotFit: HP401 for a plan that needs more than 16 times the memory of this machine.
     """
     most = _FAR_TOO_LARGE * plan.memory_capacity_bytes
     if plan.topology == "local" and 0 < most < plan.memory_bytes:
         raise DoesNotFit(
-            "the model is far too large for this machine",
+            f"the plan needs more than {_FAR_TOO_LARGE} times the memory that a rank has on this machine",
             where=where,
             got=f"{format_bytes(plan.memory_bytes)} on a rank, {plan.model.num_params:,} parameters",
             allowed=f"{format_bytes(plan.memory_capacity_bytes)}",
@@ -240,16 +248,16 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
 
 
 def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
-    """Raise for sequences longer than the position embeddings; warn beyond the trained range of rotary embeddings.
+    """Check `data.seq_len` against `max_position_embeddings` of the model; only warn about rotary embeddings.
 
     Raises:
-        BadValue: HP102 for sequences that are too long.
+        BadValue: HP102 for sequences longer than a learned table of position embeddings.
     """
     most = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(most, int) or seq_len <= most:
         return
     parts = [*model.named_parameters(), *model.named_buffers()]
-    # Some tables begin with unused rows.
+    # Some tables have up to two additional rows.
     tables = [
         n
         for n, t in parts
@@ -257,27 +265,27 @@ def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
     ]
     if tables:
         raise BadValue(
-            "sequences are longer than the model's table of positions",
+            f"sequences of {seq_len} tokens exceed the model's table of position embeddings",
             where=where,
             got=f"data.seq_len={seq_len}, {tables[0]} has {most} positions",
             allowed=f"at most {most}",
             hint=f"data.seq_len={most}",
         )
     logger.warning(
-        "data.seq_len=%d is above the model's max_position_embeddings=%d: it has not been trained that far",
+        "data.seq_len=%d exceeds the model's max_position_embeddings=%d: pretraining used shorter sequences",
         seq_len,
         most,
     )
 
 
 def routing_of(recipe: Recipe) -> Routing:
-    """Return the recipe's `moe` options as a `Routing`."""
+    """Convert section `moe` of the recipe to the `Routing` that `parallelize` takes."""
     choice = recipe.moe
     return Routing(choice.aux_loss_coef, choice.bias_update_rate, choice.capacity_factor)
 
 
 def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
-    """Return the strategy of each sub-model by name, the language model first.
+    """Return the strategy of each sub-model by name: `language` first, then the encoders of `parallel.submodels`.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
@@ -296,24 +304,24 @@ def submodel_layouts(recipe: Recipe, plan: Plan) -> dict[str, Strategy]:
 
 
 def joint_schedule(plan: Plan) -> Schedule | None:
-    """Return the joint schedule of encoder (tower) and pipeline stages of a plan; None if the plan has none."""
+    """Return the plan's joint schedule: order of the actions of encoder and pipeline stages. None without one."""
     if plan.submodels is None or not plan.submodels.schedule:
         return None
     return Schedule.from_csv(plan.submodels.schedule, name="plan")
 
 
 def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
-    """Return the directory of the pretrained weights, or None for random weights.
+    """Return the directory of the pretrained weights; None for random weights.
 
-    With `init: auto`, a preset's name or a config file means random weights. A hub id, or a directory with weights or a
-    tokenizer, means a pretrained model, whose weights must exist.
+    With `model.init: auto`, a preset or a config file gets random weights. A hub id, or a directory with a tokenizer or
+    an index of weight files, means a pretrained model, whose weight files must exist.
 
     Args:
         recipe: Recipe of the run.
         where: Origin of `model.path`, for errors.
 
     Raises:
-        WeightsUnreadable: HP703 when the required weights are missing.
+        WeightsUnreadable: HP703 when the weight files of a pretrained model are missing.
     """
     path, init = recipe.model.path, recipe.model.init
     directory = read_config(path).directory
@@ -323,7 +331,7 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
         return directory
     if directory is None:
         is_hub_id = "/" in path and not Path(path).expanduser().exists()
-        published = f"`{path}` is a hub id, which means a pretrained model" if is_hub_id else None
+        published = f"`{path}` is a hub id, so the model is pretrained" if is_hub_id else None
     else:
         indications = [f.name for glob in _WEIGHT_HINTS for f in sorted(directory.glob(glob))]
         indications += ["a tokenizer"] * has_tokenizer(directory)
@@ -337,17 +345,17 @@ def weights_directory(recipe: Recipe, where: str | None = None) -> Path | None:
     reason = "the recipe requires pretrained weights" if init == "pretrained" else published
     fetch = f"HF_HUB_OFFLINE=0 hf download {path}"
     raise WeightsUnreadable(
-        f"{reason}, but no readable weights were found",
+        f"{reason}, but no readable weight files were found",
         where=where or f"model.path={path}",
         got=path,
-        allowed="a directory with model.safetensors, pytorch_model.bin, or one's index and shards",
+        allowed="a directory with model.safetensors or pytorch_model.bin, in one file or as shards with an index",
         hint="model.init=random"
         + (f", or download the weights: {fetch}" if directory is None and published else ""),
     )
 
 
 def set_special_token_ids(model: nn.Module, tokenizer_dir: str | Path) -> None:
-    """Set `bos_token_id` and `eos_token_id` of a model's configs to those of the tokenizer."""
+    """Copy `bos_token_id` and `eos_token_id` from the tokenizer into config and generation config of a model."""
     tokenizer = load_tokenizer(tokenizer_dir)
     for config in (model.config, getattr(model, "generation_config", None)):
         if config is not None:
@@ -356,7 +364,10 @@ def set_special_token_ids(model: nn.Module, tokenizer_dir: str | Path) -> None:
 
 
 def set_pad_token_id(model: nn.Module, tokenizer_dir: str | Path) -> None:
-    """Set `pad_token_id` of a classifier, which reads its score at the last token that is not padding."""
+    """Copy `pad_token_id` (or `eos_token_id` if absent) from the tokenizer into the config of a classifier.
+
+    A transformers classifier takes its score from the last token that is not padding.
+    """
     tokenizer = load_tokenizer(tokenizer_dir)
     pad = tokenizer.pad_token_id
     for config in (model.config, model.config.get_text_config()):
@@ -366,15 +377,15 @@ def set_pad_token_id(model: nn.Module, tokenizer_dir: str | Path) -> None:
 def model_files(
     model: nn.Module, tokenizer_dir: str | Path, weights: Path | None
 ) -> dict[str, str]:
-    """Return dict from file name to text of the files that describe a model: config and generation config.
+    """Return the config files of a run's model, as a dict from file name to text.
 
-    If the pretrained files have tensors that the model does not use, a file that lists them for exports is included.
+    These are `config.json`, the generation config, and the list of tensors that the weight files contain but the model
+    does not use, which exports copy.
 
     Args:
-        model: Model as returned by `build_model`. The config of a randomly initialized model gets the tokenizer's
-            special tokens.
+        model: Model as returned by `build_model`. Special tokens of its config may be changed.
         tokenizer_dir: Directory of the run's tokenizer.
-        weights: Directory of the pretrained weights.
+        weights: Directory of the pretrained weights; None: random weights.
     """
     if weights is None:
         set_special_token_ids(model, tokenizer_dir)
@@ -393,7 +404,7 @@ def model_files(
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile every decoder layer with torch.compile in place; names, classes and hooks do not change."""
+    """Compile every decoder layer in place with `nn.Module.compile`; names, classes and hooks do not change."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in names:
@@ -414,9 +425,9 @@ def lora_config(recipe: Recipe) -> Any:
 
 
 def trained_of(model: nn.Module) -> tuple[float, str]:
-    """Return trained elements divided by the model's elements without adapters, and a description of both.
+    """Return the number of trained elements divided by the elements of the model without adapters, and a description.
 
-    The description is empty if all parameters are trained and the model has no adapters.
+    The result is (1.0, "") if all parameters are trained and the model has no adapters.
     """
     sizes = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     base = sum(p.numel() for _, p in base_parameters(model))
@@ -428,7 +439,7 @@ def trained_of(model: nn.Module) -> tuple[float, str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match one of the glob patterns.
+    """Freeze the parameters whose names match any of the glob patterns.
 
     Raises:
         BadValue: HP102 for a pattern that matches no parameter, and when no parameter is left to train.
@@ -458,7 +469,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Recipe) -> None:
-    """Raise if model or layout does not support the images or audio of the data.
+    """Check that model, layout and back end support the images or audio of the data.
 
     Args:
         model: Model of the recipe.
@@ -468,8 +479,8 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
 
     Raises:
         UnsupportedSharding: HP205 for cp, and for pp if the forward cannot run without the media.
-        Contradiction: HP104 for offload and for step programs, whose steps all have the same shapes.
-        ModelUnreadable: HP305 when the model's forward has no such inputs.
+        Contradiction: HP104 for offload and for back ends other than torch, which need fixed shapes.
+        ModelUnreadable: HP305 when the model's forward has no arguments for the media.
     """
     rows = media_rows(sequences)[:1]
     arrays = media_inputs(sequences, rows) if len(rows) else {}
@@ -484,7 +495,8 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
     for key, (applies, hint) in hints.items():
         if applies:
             raise Contradiction(
-                "offload needs fixed shapes, but images and recordings have different sizes",
+                f"{key if key == 'offload' else f'the back end {recipe.backend}'} needs fixed shapes, but images and "
+                "audio recordings differ in size",
                 where=key,
                 got=sorted(tensors),
                 hint=hint,
@@ -493,8 +505,8 @@ def check_media_inputs(model: nn.Module, plan: Plan, sequences: Any, recipe: Rec
     unread = [n for n, t in tensors.items() if t.is_floating_point() and n not in known]
     if unread:
         raise ModelUnreadable(
-            f"the forward of {type(model).__name__} does not read `{unread[0]}`, so the media would have no effect",
+            f"the forward of {type(model).__name__} has no argument `{unread[0]}`, so the media would have no effect",
             where="model.path",
             got=sorted(tensors),
-            allowed="a model of text and of these media",
+            allowed="a model whose forward takes these inputs",
         )

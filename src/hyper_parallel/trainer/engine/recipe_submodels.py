@@ -1,4 +1,7 @@
-"""Checks and predicted times of a recipe's sub-models (`parallel.submodels`) before ranks start."""
+"""Checks and predicted step times of sub-models (`parallel.submodels`), before ranks start.
+
+The sub-models of a multimodal model are its language model and its towers: vision and audio encoders on separate ranks.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,13 @@ run."""
 
 
 def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
-    """Raise if the model lacks a sub-model of the recipe, or the optimizer does not support a sub-model's layout.
+    """Check that the model has the recipe's sub-models, and that their layouts are supported.
 
     Raises:
         BadValue: HP102 for invalid values of `parallel.submodels`.
-        UnsupportedSharding: HP205 for a model that cannot be divided, or an unsupported layout.
-        BatchMismatch: HP308 for microbatches that do not fill the rounds of a sharded tower.
-        Contradiction: HP104 for an unsupported optimizer.
+        UnsupportedSharding: HP205 for a model that cannot be divided into sub-models, or an unsupported layout.
+        BatchMismatch: HP308 for a number of microbatches that the ranks of a sharded tower do not divide.
+        Contradiction: HP104 for an optimizer that does not support the layout of a sub-model.
     """
     layouts = submodel_layouts(loaded.recipe, plan)
     assert loaded.recipe.parallel.submodels is not None
@@ -51,7 +54,7 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
     count = plan.workload.accumulation_steps or 1
     if joint and lanes.padded(count) != count:
         raise BatchMismatch(
-            "the microbatches of a step do not fill the rounds of a sharded encoder on shared ranks",
+            "accumulation_steps is not a multiple of the ranks of a sharded encoder that shares ranks with stages",
             where=loaded.where("training.accumulation_steps"),
             got=f"{count} microbatches",
             allowed=f"a multiple of {lanes.width}",
@@ -64,16 +67,16 @@ def check_submodels(loaded: LoadedRecipe, plan: Plan, model: nn.Module) -> None:
 def divided_step(
     recipe: Recipe, plan: Plan, model: nn.Module, sequence_flops: Mapping[str, float]
 ) -> DividedStep:
-    """Predict the step of a model whose encoders (towers) and language model run on the ranks that the recipe assigns.
+    """Predict seconds and memory of the towers for a step, in addition to the plan of the language model.
 
-    Seconds and memory of a tower are predicted with the same machine card as the language model's. If the config does
-    not give the tower's sizes, its seconds follow from the language model's FLOP/s. Sending features costs no time.
+    Towers and language model are priced by the same machine model. If the config does not contain the sizes of a tower,
+    the FLOP/s of the language model are assumed, and no memory is predicted. Sending features is assumed to be free.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
         plan: Plan of the language model.
-        model: The model on the meta device, not changed.
-        sequence_flops: FLOPs of each tower's forward per sequence; see `sampled_tower_flops`.
+        model: Model on the meta device, not changed.
+        sequence_flops: FLOPs of each tower's forward per sequence, by name; see `sampled_tower_flops`.
     """
     assert recipe.parallel.submodels is not None
     strategies, members = submodel_layouts(recipe, plan), recipe.parallel.submodels.members
@@ -88,7 +91,7 @@ def divided_step(
     for name in recipe.parallel.submodels.towers:
         is_frozen = trained.isdisjoint(parts[name].parameters)
         frozen = frozen and is_frozen
-        # Ranks of a tower in rounds work together on the microbatches of all language ranks.
+        # Without a joint schedule, the tower ranks share the microbatches of all language ranks.
         share = 1.0 if joint else plan.strategy.dp / len(members[name])
         flops = sequence_flops[name] * (plan.workload.microbatch or 1) * share
         if name not in towers:
@@ -103,7 +106,7 @@ def divided_step(
 
 
 def _at_language_rate(plan: Plan, flops: float, frozen: bool) -> TowerPrice:
-    """Return the seconds of `flops` tower FLOPs at the FLOP/s that the plan predicts for the language model."""
+    """Return the predicted seconds of `flops` forward FLOPs of a tower, at the FLOP/s of the planned language model."""
     forward_s = sum(stage.cost.forward_s for stage in plan.stages)
     sequences_flops = plan.model.flops_per_token / 3 * plan.workload.seq_len
     sequences_flops *= plan.workload.microbatch or 1
@@ -112,7 +115,7 @@ def _at_language_rate(plan: Plan, flops: float, frozen: bool) -> TowerPrice:
 
 
 def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanRequest:
-    """Return a planner request with the language model's workload and ranks, to price other parts of the model."""
+    """Return a planner request for workload and ranks of the language model, which is needed to price towers."""
     spec = read_model(model, recipe.model.path)
     ranks = plan.strategy.world_size
     request = resolve(spec, recipe.topology, plan.workload, ranks)
@@ -120,14 +123,14 @@ def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanReques
 
 
 def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batches) -> Plan:
-    """Return the plan with the sub-models, their predicted times and the schedule of a step.
+    """Add the sub-models to the plan, with predicted times and the schedule of a step.
 
-    Times are not predicted for an encoder that does not run on meta tensors; a note names the cause.
+    If an encoder does not run on meta tensors, only a note that names the cause is added.
 
     Args:
         recipe: Recipe with `parallel.submodels`.
         plan: Plan of the language model.
-        model: The model on the meta device, not changed.
+        model: Model on the meta device, not changed.
         batches: Training batches.
     """
     try:
@@ -152,7 +155,7 @@ def plan_submodels(recipe: Recipe, plan: Plan, model: nn.Module, batches: Batche
 
 
 def sampled_tower_flops(plan: Plan, model: nn.Module, batches: Batches) -> dict[str, float]:
-    """Return the mean FLOPs of each tower's forward per sequence, over at most `_SAMPLED` microbatches of step 0.
+    """Return the mean FLOPs of each tower's forward per sequence, by name, over some microbatches of the first step.
 
     Raises:
         TowerNotTraced: An encoder does not run on meta tensors; see `tower_flops`.

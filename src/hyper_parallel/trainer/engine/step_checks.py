@@ -1,8 +1,8 @@
-"""Checks of a step's values over all ranks: equal results of equal inputs, and the first non-finite value.
+"""Two checks of a step over all ranks: comparison of data-parallel ranks, and search for the first non-finite value.
 
-For the first check, all data-parallel ranks run the same microbatches and compare checksums. A checksum covers the bits
-of every decoder layer's output and output gradient, before any reduction over ranks. Weight gradients are not compared,
-as FSDP reduces them during backward.
+For the comparison, all data-parallel ranks run the same microbatches and compare checksums. A checksum covers the bits
+of every decoder layer's output and output gradient. Weight gradients are left out, because FSDP reduces them during
+backward.
 """
 
 from __future__ import annotations
@@ -29,11 +29,18 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_ranks(
     model: nn.Module, plan: Plan, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int
 ) -> None:
-    """Check that all data-parallel ranks compute the same bits; every rank calls this with the same microbatches.
+    """Check that data-parallel ranks compute bitwise equal activations and gradients; collective over all ranks.
+
+    Args:
+        model: Parallelized model; its gradients are cleared.
+        plan: Plan of the model.
+        microbatches: Inputs, equal on all data-parallel ranks.
+        tokens: Number of valid tokens, by which the loss is divided.
+        step: Number of the step, for the random seed and the error.
 
     Raises:
-        RanksDisagree: HP625 on all ranks, naming the ranks in the minority. Without a majority it names ranks whose
-            repeated computation differs, or else all ranks.
+        RanksDisagree: HP625 on all ranks, naming the ranks that differ from the majority. Without a majority the error
+            names the ranks whose second run differs from their first, or else all ranks.
     """
     first = _checksums(model, microbatches, tokens, step)
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -51,20 +58,23 @@ def check_ranks(
     if tied:
         second = _checksums(model, microbatches, tokens, step)
         wrong += [rank for rank in tied if second[rank] != first[rank]] or tied
-        reason = "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority"
+        reason = (
+            "a repeat on the same rank differs" if set(wrong) < set(tied) else "no majority agrees"
+        )
     if wrong:
         names = ", ".join(map(str, sorted(wrong)))
         raise RanksDisagree(
-            f"rank {names} computed other bits than the other data-parallel ranks from the same microbatch; {reason}",
+            f"rank {names} computed a bitwise different result than its data-parallel peers from the same microbatch; "
+            f"{reason}",
             where=f"step {step}",
-            hint="leave out its device, and train again from a checkpoint before this step",
+            hint=f"exclude the device of rank {names}, and train again from a checkpoint before this step",
         )
 
 
 def _checksums(
     model: nn.Module, microbatches: Sequence[dict[str, Tensor]], tokens: int, step: int
 ) -> list[int]:
-    """Run forward and backward; return the checksum of activations and their gradients of every rank."""
+    """Run forward and backward; return the checksums of all ranks, by rank."""
     total = torch.zeros((), dtype=torch.int64, device=handle(model).device)
 
     def add(value: object) -> None:
@@ -89,7 +99,7 @@ def _checksums(
             hook.remove()
     model.zero_grad(set_to_none=True)
     attached = handle(model)
-    if attached.experts is not None:  # the counts of this check are not part of a step
+    if attached.experts is not None:  # discard the token counts of this check
         attached.experts.layers.update({name: LayerRouting() for name in attached.experts.layers})
     if attached.balance is not None:
         attached.balance.mean()
@@ -102,11 +112,11 @@ def _checksums(
 
 
 def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> str | None:
-    """Rerun a step to find its first tensor with NaN or infinity; collective, with the same result on all ranks.
+    """Rerun a step to find the first tensor with NaN or infinity; collective, with the same result on all ranks.
 
     Args:
         model: Model of this rank; its gradients are cleared.
-        rerun: Runs forward and backward of the step again with the same random numbers.
+        rerun: Function that repeats forward and backward of the step with the same random numbers.
         stage: Pipeline stage of this rank.
 
     Returns:
@@ -144,7 +154,7 @@ def first_not_finite(model: nn.Module, rerun: Callable[[], Any], stage: int) -> 
             note(3, f"the gradient of parameter `{name}`", parameter.grad)
     model.zero_grad(set_to_none=True)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    # Forward starts at the first stage, backward at the last.
+    # Forward starts at the first pipeline stage, backward at the last.
     own = [(order, -stage if order > 1 else stage, rank, what) for order, what in hits]
     first = min((one for each in gather_objects(own) for one in each), default=None)
     return None if first is None else f"{first[3]} (rank {first[2]})"

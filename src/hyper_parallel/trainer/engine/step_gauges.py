@@ -24,10 +24,10 @@ from hyper_parallel.ir import Counter, Flight, Span, Timeline, masking, merge_ti
 from hyper_parallel.runtime import HeartbeatWriter
 
 WINDOW: Final = range(2, 13)
-"""Recorded steps, few enough for small files: the second, whose bytes are counted, and ten after the warm-up."""
+"""Recorded steps: step 2, in which `MemoryGauge` counts bytes, and ten later steps, few enough for small files."""
 _MAX_RANKS: Final = 64
 _MAX_FLIGHTS: Final = 20_000
-"""Maximum number of a rank's collectives in a timeline; the statistics of a step include all of them."""
+"""Maximum number of a rank's collectives in a timeline; `overlap` includes all of them."""
 _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
 """Name of a pipeline action: stage, direction, microbatch."""
 
@@ -35,17 +35,18 @@ _ACTION: Final = re.compile(r"\d+([FBIW])\d+")
 class SpanRecorder:
     """Recorder of this rank's timeline spans in a window of training steps.
 
-    On an accelerator, start and end of a span are stream events that are read after the run, without synchronization.
+    On an accelerator, start and end of a span are stream events. They are read after the run, so recording does not
+    synchronize the device.
 
     Args:
-        rank: Rank of this process, which numbers its timeline lane.
+        rank: Rank of this process.
         device: Device of this rank.
-        first_step: First step of this process; the recorded window is relative to it.
+        first_step: First step of this process; `WINDOW` is shifted accordingly.
         pulse: Heartbeat that every span updates; None: no heartbeat.
-        role: Prefix of the timeline lane's name.
+        role: Prefix of the timeline lane's name, which is followed by the rank.
 
     Attributes:
-        origin_s: Creation time in seconds since the epoch, at which the timeline starts.
+        origin_s: Creation time in seconds since the epoch; time 0 of the timeline.
         over: Whether the window of recorded steps has passed.
     """
 
@@ -78,7 +79,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        """Record the context as a span if its step is in the window, or if it is an evaluation or a checkpoint."""
+        """Record the context as a span if the current step is in the window or None (evaluation, checkpoint)."""
         if self._pulse is not None:
             self._pulse.begin_phase(name)
         if self._step is not None and self._step not in self._window:
@@ -94,10 +95,10 @@ class SpanRecorder:
 
     @contextmanager
     def collectives(self) -> Iterator[None]:
-        """Record when collectives issued inside the context are in flight.
+        """Record start and end of the collectives issued inside the context, in steps of the window.
 
-        Recorded only on CPU ranks, in steps of the window, as the host does not wait for an accelerator's collectives.
-        FSDP's own collectives are not recorded.
+        Only on CPU ranks: on accelerators the host does not see when a collective ends. Collectives issued by FSDP are
+        not recorded.
         """
         self._flights = []
         if self._events or self._step not in self._window:
@@ -116,23 +117,23 @@ class SpanRecorder:
             self._spans.append((span, flight.start_s, flight.end_s))
 
     def overlap(self) -> dict[str, Any]:
-        """Return exposed seconds and masked share of the last step's communication; {} if none was recorded.
+        """Return exposed seconds and masked share of the last step's recorded collectives (see `ir.masking`).
 
-        See `ir.masking`. The duration of a collective without other work is its shortest one in the recorded steps so
-        far.
+        Return {} if no collective was recorded. The shortest duration so far of each kind of collective stands for its
+        duration without concurrent work.
         """
         return masking(self._flights, self._alone_s) if self._flights else {}
 
     def memory(self, samples: Iterable[tuple[str, float, int]]) -> None:
-        """Add the memory gauge's samples of a step in the window: tuples of name, host time in seconds and bytes."""
+        """Add samples of `MemoryGauge`, (name, host time in seconds, bytes), if the current step is in the window."""
         if self._step in self._window:
             self._samples += [(w, self._now() if self._events else t, n) for w, t, n in samples]
 
     def gather(self, num_ranks: int) -> Timeline | None:
-        """Gather the spans of at most the first 64 ranks; return the timeline on rank 0, None elsewhere.
+        """Gather the timelines of the first 64 ranks on rank 0; return None on other ranks.
 
-        Times are relative to the creation of each rank's `SpanRecorder`, right after a barrier, so clocks of different
-        machines need not agree.
+        Each rank's times are relative to the creation of its `SpanRecorder`. The engine creates the recorders right
+        after a barrier, so the clocks of different machines need not agree.
         """
         own = self.own() if self._rank < _MAX_RANKS else Timeline("measured", ())
         gathered = [own] * num_ranks
@@ -141,7 +142,7 @@ class SpanRecorder:
         return merge_timelines(gathered) if self._rank == 0 else None
 
     def own(self, origin_s: float | None = None) -> Timeline:
-        """Return this rank's timeline, relative to its own start or to `origin_s` in seconds since the epoch."""
+        """Return this rank's timeline, with time 0 at `origin_s` (seconds since the epoch; None: the creation time)."""
         if self._events:
             torch.accelerator.synchronize(self._device)
         offset = 0.0 if origin_s is None else self.origin_s - origin_s
@@ -174,10 +175,10 @@ class SpanRecorder:
 
 
 class PhaseSpans:
-    """Substitute for `SpanRecorder` that calls a function at the start of each span.
+    """Substitute for `SpanRecorder` that only calls a function at the start of each span.
 
     Args:
-        begin: Called with the name of the span, or with `forward` or `backward` for a pipeline action.
+        begin: Function of the span's name; names of pipeline actions become `forward` or `backward`.
     """
 
     def __init__(self, begin: Callable[[str], None]) -> None:
@@ -185,7 +186,7 @@ class PhaseSpans:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        """Report the start of a span."""
+        """Call `begin` at the start of the context."""
         if action := _ACTION.fullmatch(name):
             name = "forward" if action[1] == "F" else "backward"
         self._begin(name)
@@ -197,31 +198,31 @@ _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 _COUNTED_STEPS: Final = 2
 """Number of steps at the start of a run in which the bytes of all tensors are counted.
 
-Counting slows a step. The first step also creates the optimizer state, so the second represents all later steps.
+Counting slows a step. The first step also creates the optimizer state, so the second step represents all later steps.
 """
 _SAMPLE_INTERVAL_S: Final = 1e-3
-"""Minimum seconds between samples of the bytes in a counted step, except peaks."""
+"""Minimum seconds between two samples in a counted step; new peaks are always sampled."""
 
 
 class MemoryGauge:
     """Gauge of this rank's peak memory during a step; create it before the model.
 
-    On an accelerator it reads the allocator's peak. On a CPU it counts the bytes of all tensors in the first two steps,
-    as a plan predicts them. For later steps it reports the peak of the second step.
+    On an accelerator the gauge reads the allocator's peak. On a CPU it counts the bytes of all tensors in the first two
+    steps, the quantity that plans predict. For later steps it reports the peak of the second step.
 
-    If `state` is None, no tensors are counted. A CPU rank then reports its peak resident anonymous memory minus that at
-    construction, from `VmHWM` in /proc/self/status; writing 5 to /proc/self/clear_refs resets it (proc(5)). This
-    includes freed memory that the C library caches.
+    If `state` is None, a CPU rank counts no tensors. The gauge then reports peak resident anonymous memory minus its
+    value at construction. The peak comes from `VmHWM` in /proc/self/status, which writing 5 to /proc/self/clear_refs
+    resets (proc(5)). It includes freed memory that the C library caches.
 
     Args:
         device: Device of this rank.
 
     Attributes:
-        state: Returns the tensors that outlive a step; None: tensors are not counted.
-        kinds: Returns the current bytes of parameters, optimizer states and gradients by kind; an empty dict: not
-            separated.
-        samples: Tuples (name, host time, bytes) of the last step if its tensors were counted; name is `memory`, or
-            `peak` and a kind.
+        state: Function that returns the tensors that outlive a step; None: tensors are not counted.
+        kinds: Function that returns current bytes by kind: parameters, gradients, optimizer states. An empty dict means
+            that kinds are not separated.
+        samples: Tuples (name, host time in seconds, bytes) of the last step if its tensors were counted. The name is
+            `memory`, or `peak` followed by a kind.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -234,14 +235,14 @@ class MemoryGauge:
         self._steps = self._counted = 0
         self._watch: StorageWatch | None = None
         if device.type == "cpu" and sys.platform == "linux":
-            # Free memory of the inherited heap would be reused uncounted; return it to the system first.
+            # Return free heap memory inherited by fork to the system; its reuse would not be counted.
             with suppress(AttributeError):  # a C library other than glibc
                 ctypes.CDLL(None).malloc_trim(0)
         self._baseline = _resident()["RssAnon"] if device.type == "cpu" else 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the step inside the context, and drop earlier measurements."""
+        """Measure the step that runs inside the context, and discard earlier measurements."""
         self.samples = []
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
@@ -262,7 +263,7 @@ class MemoryGauge:
         yield
 
     def _sample(self, live_bytes: int, peak_bytes: int) -> None:
-        """Record the live bytes after an operator and, right after a new peak, the bytes by kind."""
+        """Record the live bytes after an operator and, at the end of a rise to a new peak, the bytes by kind."""
         now, rising = time.perf_counter(), live_bytes == peak_bytes
         if self._rising and not rising:
             self._highest = self.kinds()
@@ -271,7 +272,7 @@ class MemoryGauge:
         self._rising = rising
 
     def peak_bytes(self) -> int:
-        """Return the peak bytes of the running or last step; 0 on a system that does not report them."""
+        """Return the peak bytes of the running or last step; 0 if the operating system does not report memory use."""
         if self._device.type != "cpu":
             return torch.accelerator.max_memory_allocated(self._device)
         if self.state is not None:
@@ -282,14 +283,14 @@ class MemoryGauge:
 
 
 def _resident() -> dict[str, int]:
-    """Return the sizes of /proc/self/status in bytes by their names, such as `VmHWM`; absent names are 0."""
+    """Return the sizes listed in /proc/self/status, in bytes by name, such as `VmHWM`; 0 for absent names."""
     text = _STATUS.read_text() if _STATUS.exists() else ""
     sizes = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
     return defaultdict(int, {kind: int(size) * 1024 for kind, size in sizes})
 
 
 def device_name(device: torch.device) -> str:
-    """Return type and model name of a device; for a CPU type and architecture."""
+    """Return type and product name of a device, such as `cuda (NVIDIA H200)`; for a CPU its architecture."""
     module = torch.get_device_module(device)
     known = device.type != "cpu" and hasattr(module, "get_device_name")
     return f"{device.type} ({module.get_device_name(device) if known else platform.machine()})"
@@ -301,7 +302,7 @@ def write_profile(profiler: Any, path: Path, unwritten: Unwritten) -> None:
     Args:
         profiler: Finished `torch.profiler.profile`.
         path: Path of the file; its directory is created.
-        unwritten: Collects a write failure instead of raising it.
+        unwritten: Collector of write failures, which are not raised.
     """
     with unwritten.spare(path):
         path.parent.mkdir(parents=True, exist_ok=True)

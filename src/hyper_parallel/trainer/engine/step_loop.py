@@ -1,8 +1,8 @@
 """Training step, loss scale and evaluation, with the same code on every layout.
 
-The loss of a step is the sum over all tokens of all data-parallel ranks and microbatches, divided once by their number
-of valid tokens. Gradients are summed, never averaged, so the result does not depend on the layout or on the number and
-sizes of microbatches.
+The loss of a step is the sum over all tokens of all data-parallel ranks and microbatches, divided by their number of
+valid tokens. Gradients are summed, never averaged. The result therefore does not depend on the layout or on the number
+and sizes of microbatches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hyper_parallel.backends.torch.token_rows import TOKEN_MASK
 from hyper_parallel.errors import LossNotFinite
 from hyper_parallel.ir import Plan, Purpose
 from hyper_parallel.trainer.data import Batches
-from hyper_parallel.trainer.engine.cost_balance import TowerPlaces, cost_grid
+from hyper_parallel.trainer.engine.cost_balance import TowerMicrobatches, cost_grid
 from hyper_parallel.trainer.engine.optimizer import set_lr, step_unless
 from hyper_parallel.trainer.engine.step_checks import first_not_finite
 from hyper_parallel.trainer.engine.step_gauges import MemoryGauge, SpanRecorder
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
     from hyper_parallel.trainer.stages import LearningStage
 
 MAX_CONSECUTIVE_SKIPS: Final = 20
-"""Consecutive skipped steps that end the run; fewer overflows lower the loss scale of float16 from 65536 to 1."""
+"""Consecutive skipped steps that end the run; 16 overflows already lower float16's loss scale from 65536 to 1."""
 
 GROWTH_STEPS: Final = 2000
-"""Steps without overflow after which the scale doubles, as in torch.amp.GradScaler."""
+"""Steps without overflow after which the loss scale doubles, as in torch.amp.GradScaler."""
 
 Routing = tuple[Tensor, Tensor | None] | None
-"""Token counts of the experts in a step, see `count_routing`; None for a model without experts."""
+"""Result of `count_routing`, the tokens per expert in a step; None for a model without experts."""
 
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale: halved when gradients overflow, doubled after many steps without overflow; a power of two.
+    """Dynamic loss scale, a power of two: halved when gradients overflow, doubled after `GROWTH_STEPS` finite steps.
 
     Source: dynamic loss scaling, Micikevicius et al., arXiv:1710.03740; constants of torch.amp.GradScaler.
 
@@ -82,14 +82,20 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of one step: this rank's microbatches, number of valid tokens over all ranks, and learning rate."""
+    """Inputs of a training step on one rank.
+
+    Attributes:
+        microbatches: Model inputs by name, for each microbatch of this rank.
+        valid_tokens: Number of valid tokens in the step, over all ranks.
+        lr: Learning rate.
+    """
 
     microbatches: list[dict[str, Tensor]]
     valid_tokens: int | Tensor
     lr: float | Tensor = 0.0
 
     def as_tensors(self) -> StepInputs:
-        """Return a copy whose numbers are tensors, as all inputs of a captured step must be."""
+        """Return a copy with numbers as tensors, because a captured step takes only tensors as inputs."""
         return StepInputs(
             [{name: t.clone() for name, t in part.items()} for part in self.microbatches],
             torch.as_tensor(self.valid_tokens),
@@ -97,7 +103,7 @@ class StepInputs:
         )
 
     def named(self) -> dict[str, Any]:
-        """Return all inputs by name: `NAME.MICROBATCH` for tensors, `valid_tokens` and `lr`."""
+        """Return all inputs by name: `valid_tokens`, `lr`, and `NAME.INDEX` for the tensors of each microbatch."""
         parts = enumerate(self.microbatches)
         named: dict[str, Any] = {f"{name}.{i}": t for i, part in parts for name, t in part.items()}
         return {**named, "valid_tokens": self.valid_tokens, "lr": self.lr}
@@ -108,8 +114,8 @@ class SkipPolicy:
     """Rule for skipping steps; a skipped step changes neither parameters nor optimizer states.
 
     Attributes:
-        nonfinite: Skip steps whose loss or gradient is not finite; False: they end the run.
-        max_norm: Skip steps whose gradient norm exceeds this value; None: no limit.
+        nonfinite: Whether a non-finite loss or gradient norm skips the step; if False, it ends the run.
+        max_norm: Gradient norm above which a step is skipped; None: no limit.
         num_consecutive: Number of consecutive steps skipped until now.
     """
 
@@ -119,19 +125,23 @@ class SkipPolicy:
 
     @property
     def on(self) -> bool:
-        """True if the rule can skip any step."""
+        """True if the rule is enabled."""
         return self.nonfinite or self.max_norm is not None
 
     def skips(self, shared: Tensor) -> Tensor:
-        """Return a bool scalar on the device: whether to skip a step, given the result of `Loop.reduce_step_log`."""
+        """Return a bool scalar on the device: whether to skip the step.
+
+        Args:
+            shared: Result of `Loop.reduce_step_log` for the step.
+        """
         skip = ~torch.isfinite(shared[-2:]).all()
         return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
     def after(self, output: StepResult, step: int, rejected: bool = False) -> bool:
-        """Count a step; return whether it was skipped by this rule or `rejected` by its learning stage.
+        """Count a finished step; return whether this rule skipped it or the learning stage `rejected` it.
 
         Raises:
-            LossNotFinite: HP604 after too many consecutive skipped steps. Overflows of a loss scale do not count.
+            LossNotFinite: HP604 after `MAX_CONSECUTIVE_SKIPS` skipped steps in a row.
         """
         spike = self.max_norm is not None and output.grad_norm > self.max_norm
         skipped = spike or rejected or not output.finite
@@ -159,12 +169,13 @@ class Loop:
         world: Ranks of the process group, and this rank's device.
         recorder: Recorder of timeline spans.
         gauge: Gauge of peak memory.
-        max_grad_norm: Maximum norm for gradient clipping; None: the norm is only measured.
-        scale: Dynamic loss scale; None: fixed at 1, and non-finite gradients end the run.
-        wishes: Returns (stop, save): whether this rank requests them after the current step.
-        seed: Function that seeds the random generators for a step.
+        max_grad_norm: Maximum norm for gradient clipping; None: no clipping.
+        scale: Dynamic loss scale of float16; None: no loss scaling.
+        wishes: Function that returns (stop, save): whether this rank requests the end of the run or a checkpoint after
+            the current step.
+        seed: Function that seeds the random generators, given the step.
         policy: Rule for skipping steps.
-        stage: Learning stage; None: cross entropy on the data.
+        stage: Learning stage, such as DPO or GRPO; None: cross entropy on the data.
     """
 
     model: nn.Module
@@ -202,7 +213,7 @@ class Loop:
             loss_sum, grad_norm = self.gradients(inputs)
             with self.recorder.span("loss", "communication"):
                 shared = self.reduce_step_log(loss_sum, self.gauge.peak_bytes(), grad_norm)
-            # The device decides; the host reads once, during the update.
+            # `skip` stays on the device, so fused optimizers need no synchronization with the host.
             rejected = None if self.stage is None else self.stage.rejects()
             self.update(lr, skip=self.policy.skips(shared) | bool(rejected))
             result = self.read(
@@ -230,7 +241,7 @@ class Loop:
         return replace(result, skipped=int(skipped))
 
     def _locate(self, inputs: StepInputs, step: int) -> str | None:
-        """Rerun a step; return a description of its first non-finite value, or None."""
+        """Rerun a step; return a description of its first non-finite value, or None without one or with sub-models."""
         if handle(self.model).submodels is not None:
             return None
         self.seed(step)
@@ -238,10 +249,10 @@ class Loop:
         return first_not_finite(self.model, lambda: self.gradients(inputs), stage)
 
     def planned_step(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Routing]:
-        """Run a whole step without reading tensor values on the host, so that it can be recorded for a memory plan.
+        """Run a step without reading tensor values on the host, as the recording for a memory plan requires.
 
         Returns:
-            This rank's share of the loss, the gradient norm, and the token counts of the experts.
+            This rank's share of the loss, the gradient norm, and the tokens per expert.
         """
         loss_sum, grad_norm = self.gradients(inputs)
         self.update(inputs.lr)
@@ -249,7 +260,7 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Return the mean loss over the first step of `batches`, and the number of tokens it averages over."""
+        """Return the mean held-out loss over the first step of `batches`, with its number of tokens."""
         self.recorder.begin_step(None)
         self.model.eval()
         with self.recorder.span("evaluation", "evaluation"):
@@ -273,18 +284,34 @@ class Loop:
         )
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
-        """Return the summed cross entropy of this rank's microbatches divided by `count`."""
+        """Return this rank's share of the held-out loss: summed cross entropy divided by `count`.
+
+        Args:
+            parts: Microbatches of this rank.
+            count: Number of valid tokens over all ranks.
+        """
         return forward_loss(self.model, parts, count)
 
     def inputs(
         self, batches: Batches | StreamBatches, step: int, lr: float, share: int | None = None
     ) -> StepInputs:
-        """Return the inputs of step number `step`, counted from 1, for this rank or for data-parallel rank `share`."""
+        """Return the inputs of step number `step`, counted from 1.
+
+        Args:
+            batches: Training data.
+            step: Number of the step.
+            lr: Learning rate.
+            share: Data-parallel rank whose microbatches are returned; None: this rank.
+        """
         with self.recorder.span("data", "data"):
             return self._fetch(batches, step - 1, lr, share)
 
     def gradients(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Run forward and backward; return this rank's share of the loss and the global gradient norm, unclipped."""
+        """Run forward and backward, and clip the gradients.
+
+        Returns:
+            This rank's share of the loss, and the global gradient norm before clipping.
+        """
         span = self.recorder.span
         scale = 1.0 if self.scale is None else self.scale.value
         if self.stage is None:
@@ -299,7 +326,7 @@ class Loop:
                 objective=self.stage.objective,
                 scale=scale,
             )
-            # Every rank computes the full loss of the step.
+            # Every rank computes the full loss of the step; `reduce_step_log` sums over ranks.
             loss_sum = step_loss / self.world.world_size
         with span("gradient norm", "communication"):
             if self.scale is not None:
@@ -310,7 +337,7 @@ class Loop:
     def reduce_step_log(
         self, loss_sum: Tensor, memory_bytes: int, grad_norm: float | Tensor = 0.0
     ) -> Tensor:
-        """Combine memory peaks, stop and save requests and the loss of all ranks in one all-reduce.
+        """Combine memory peaks, stop and save requests, and the loss of all ranks in one all-reduce.
 
         Args:
             loss_sum: This rank's share of the loss.
@@ -318,8 +345,8 @@ class Loop:
             grad_norm: Gradient norm, already equal on every rank.
 
         Returns:
-            [ranks + 4] tensor on the device: peak of each rank, number of stop requests, of save requests, loss,
-            gradient norm.
+            [ranks + 4] tensor on the device: peak bytes of each rank, number of stop requests, number of save requests,
+            loss, gradient norm.
         """
         size = self.world.world_size
         values = torch.zeros(size + 4, dtype=torch.float64, device=self.world.device)
@@ -353,11 +380,17 @@ class Loop:
         outcome: str,
         locate: Callable[[], str | None] = lambda: None,
     ) -> StepResult:
-        """Read the result of `reduce_step_log` on the host; the caller adds tokens, seconds and other measurements.
+        """Copy the result of `reduce_step_log` to the host, as a `StepResult` without token count and seconds.
+
+        Args:
+            shared: Result of `reduce_step_log`.
+            step: Number of the step, for the error.
+            outcome: Consequence of a non-finite loss, for the error.
+            locate: Function that describes the first non-finite value for the error, or returns None.
 
         Raises:
-            LossNotFinite: HP604 for a non-finite loss or norm, with `outcome` and the result of `locate` in its
-                message. Not raised while the loss scale can be lowered, or if the policy skips such steps.
+            LossNotFinite: HP604 for a non-finite loss or norm, unless the policy skips non-finite steps or the loss
+                scale can be lowered.
         """
         with self.recorder.span("loss", "communication"):
             *peaks, stop, save, loss, norm = shared.tolist()
@@ -373,31 +406,33 @@ class Loop:
         return output
 
     def count_routing(self) -> Routing:
-        """Return the token counts of the experts in the step; None for a model without experts."""
+        """Return the tokens per expert in the step; None for a model without experts."""
         if not handle(self.model).routes:
             return None
         with self.recorder.span("routing", "communication"):
             return count_routing(self.model)
 
     def _rows(self, batches: Any, index: int) -> NDArray[np.int64]:
-        """Return the data indices of this rank's rows in step `index`, counted from 0; -1 is a padding row."""
+        """Return the dataset indices of this rank's sequences in step `index`, counted from 0; -1 for padding."""
         rows: NDArray[np.int64] = batches.step_batch(index)
         return rows.reshape(self.plan.strategy.dp, -1)[self._data_rank]
 
     def _grid(self, batches: Batches | StreamBatches) -> Grid | None:
-        """Return the grid of ranks and microbatches that balances sequences; None if they keep the data order."""
+        """Return the ranks and microbatches over which media work is balanced (`cost_grid`); None without balancing."""
         if not isinstance(batches, Batches) or batches.order.costs is None:
             return None
         if (size := batches.sequences_per_step) not in self._grids:
-            submodels, places = handle(self.model).submodels, None
+            submodels, tower = handle(self.model).submodels, None
             if submodels is not None:
                 joint = submodels.joint
-                places = TowerPlaces(submodels.owners, None if joint is None else joint.schedule)
-            self._grids[size] = cost_grid(self.plan, batches, places)
+                tower = TowerMicrobatches(
+                    submodels.owners, None if joint is None else joint.schedule
+                )
+            self._grids[size] = cost_grid(self.plan, batches, tower)
         return self._grids[size]
 
     def _balance(self, batches: Batches | StreamBatches, step: int) -> dict[str, Any] | None:
-        """Return the balance of step `step`, counted from 1, for its record; None if sequences keep the data order."""
+        """Return the media balance of step `step`, counted from 1, for its record; None without balancing."""
         grid = self._grid(batches)
         if grid is None or not isinstance(batches, Batches):
             return None
@@ -405,12 +440,11 @@ class Loop:
 
     @property
     def _data_rank(self) -> int:
-        """Data-parallel rank of this process."""
         coordinate = self.plan.mesh.coordinate(self.world.rank)
         return coordinate["dp_replicate"] * self.plan.strategy.dp_shard + coordinate["dp_shard"]
 
     def _on_device(self, array: NDArray[Any]) -> Tensor:
-        """Copy an array to the device; floating-point arrays such as pixel values get the parameters' dtype."""
+        """Copy an array to the device; floating-point arrays, such as pixel values, get the parameters' dtype."""
         tensor = torch.from_numpy(array)
         dtype = next(self.model.parameters()).dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(self.world.device, dtype, non_blocking=True)
@@ -442,11 +476,11 @@ class Loop:
         tensors = [
             part and {name: self._on_device(a) for name, a in part.items()} for part in arrays
         ]
-        # Every rank counts the whole step from the index, without communication.
+        # The data index contains the token counts of all ranks, so no communication is needed.
         return StepInputs(tensors, max(batches.num_valid(index), 1), lr)
 
 
 def statistics(routing: Routing) -> dict[str, Any] | None:
-    """Return the expert routing statistics of a step as a dict for its record; None without counts."""
+    """Convert the tokens per expert of a step to the statistics in its record; return None without counts."""
     counted = None if routing is None else routing_statistics(*routing)
     return None if counted is None else asdict(counted)

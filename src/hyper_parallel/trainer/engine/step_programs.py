@@ -1,4 +1,9 @@
-"""Capture of a training step as programs (loss, gradients, optimizer update) for back ends other than torch."""
+"""Capture of a training step as step programs, for back ends other than torch.
+
+A step program is a graph of tensor operators with static shapes (`StepProgram`), which another framework compiles. A
+step has three: loss, gradients and optimizer update. Ranks differ in their programs only inside a block: one pipeline,
+or one tensor- or expert-parallel group. All blocks run the same programs, so only the ranks of one block are captured.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +47,15 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.ir import Layout, Plan, Strategy
 from hyper_parallel.runtime import World, parallelize
-from hyper_parallel.trainer.engine.offload_machine import OffloadMachine
+from hyper_parallel.trainer.engine.offload_machine import OffloadMachine, budget_too_small
 from hyper_parallel.trainer.engine.optimizer import build_optimizer
 from hyper_parallel.trainer.engine.recipe_model import build_model, routing_of
 
 VALID_TOKENS: Final = "valid_tokens"
-"""Name of the value in the batch by which the loss is divided."""
+"""Name of the batch value by which the loss is divided."""
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "edp")
-"""Mesh axes by which a program's collectives name their group; collectives of a parallelized model name ranks of the
-block."""
+"""Mesh axes that name the process groups of a program's collectives; other group names list ranks of the block."""
 
 _FSDP: Final = ("dp_shard", "edp")
 """Axes that shard parameters between steps."""
@@ -60,20 +64,20 @@ _STATES: Final[dict[type, tuple[str, ...]]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
 }
-"""State tensors per parameter of each optimizer, by torch's names."""
+"""Names of the state tensors that each optimizer keeps per parameter, as in torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPrograms:
-    """Captured programs of a training step.
+    """Captured programs of a training step on one rank.
 
     Attributes:
-        loss: Program for the loss of one held-out microbatch; on pipeline stages before the last, for the activations
-            `sent` to the next stage.
+        loss: Program for the loss of one held-out microbatch. On all pipeline stages but the last it returns the
+            activations `sent` to the next stage instead.
         gradients: Program for loss and gradients of one microbatch; see `capture_gradients`.
         update: Program for clipping and optimizer step. Inputs: `param.NAME`, `grad.NAME`, `STATE.NAME`, and the
             scalars of `update_scalars`. Outputs: `grad_norm`, `param.NAME` and `STATE.NAME`.
-        memory: Memory plan of `gradients`; None without `offload`.
+        memory: Prediction of the memory plan that `gradients` contains; None without `offload`.
     """
 
     loss: StepProgram
@@ -82,7 +86,7 @@ class StepPrograms:
     memory: ProgramMemory | None = None
 
     def save(self, folder: Path) -> None:
-        """Write each program into its own subfolder of `folder`, with `gradients/memory.json` for a memory plan."""
+        """Write the programs to subfolders `loss`, `gradients` and `update`, and `memory` to gradients/memory.json."""
         for name in ("loss", "gradients", "update"):
             getattr(self, name).save(folder / name)
         if self.memory is not None:
@@ -93,20 +97,18 @@ class StepPrograms:
 def capture_programs(
     recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
 ) -> tuple[StepPrograms, ...]:
-    """Capture the step programs of a recipe; refuse features that they cannot express.
+    """Capture the step programs of a recipe, for each rank of one block (see `program_block`).
 
     Args:
         recipe: Recipe of the run.
         plan: Plan of the recipe.
-        router_loss: Description of the auxiliary loss of expert routers; None: no such loss.
-        where: Returns the origin of a recipe key, for errors.
-
-    Returns:
-        Programs of each rank in the block of ranks whose programs differ; see `program_block`.
+        router_loss: Description of the auxiliary loss of expert routers; None: no auxiliary loss.
+        where: Function from a recipe key to its origin, for errors.
 
     Raises:
-        MissingDependency: HP501 when the back end, or a package that operator fusion needs, is not installed.
-        Contradiction: HP104 for a recipe feature that programs cannot express, or operators that the back end lacks.
+        MissingDependency: HP501 when the back end, or a command that operator fusion needs, is not installed.
+        Contradiction: HP104 for a recipe feature that step programs do not support, or for operators that the back end
+            lacks.
         UnsupportedSharding: HP205 for a layout with an unsupported parallel axis.
     """
     backend = BACKENDS[recipe.backend]
@@ -141,7 +143,7 @@ def capture_programs(
         missing = unsupported_operators(recipe.backend, program) | missing
     if missing:
         raise Contradiction(
-            f"{type(model).__name__} uses operators that the back end does not have",
+            f"{type(model).__name__} uses operators that the back end {recipe.backend} does not support",
             where=where("backend"),
             got=", ".join(f"{op} ({module})" if module else op for op, module in missing.items()),
             hint="backend=torch",
@@ -156,11 +158,14 @@ def _capture(
     layouts: Mapping[str, Layout],
     where: Callable[[str], str],
 ) -> StepPrograms:
-    """Capture the programs of one rank, whose shards `model` has; `layouts` are the plan's layouts by parameter."""
+    """Capture the programs of one rank from a model that holds this rank's shards.
+
+    `layouts` are the plan's layouts by parameter name.
+    """
     if has_dropout(model):
         own = has_dropout(model, adapters=False)
         key = "training.disable_dropout" if own else "lora.lora_dropout"
-        raise _refused("dropout", where(key), "training.disable_dropout=true")
+        raise _refused(recipe.backend, "dropout", where(key), "training.disable_dropout=true")
     rows = plan.workload.microbatch or 1, recipe.data.seq_len
     ids = torch.zeros(rows, dtype=torch.int64)
     batch = {
@@ -194,13 +199,13 @@ def _capture(
 def _with_memory_plan(
     recipe: Recipe, plan: Plan, gradients: StepProgram, update: StepProgram
 ) -> tuple[StepProgram, ProgramMemory]:
-    """Return the program of loss and gradients by the memory plan of `offload`, and the prediction.
+    """Add the memory plan of `offload` to program `gradients`; return the new program and its predicted memory.
 
-    The optimizer's states stay on the device, and so do all values of the update.
+    Optimizer states, and all values of program `update`, stay on the device.
 
     Raises:
-        BudgetImpossible: HP402 when no plan fits, or the update does not.
-        TierFull: HP403 when only the host is too small.
+        BudgetImpossible: HP402 when no memory plan fits the budget, or `update` exceeds it.
+        TierFull: HP403 when only host memory is too small.
     """
     assumed = OffloadMachine.of(recipe, plan, torch.device("cpu"))
     states = sum(
@@ -210,7 +215,7 @@ def _with_memory_plan(
     )
     budget, least = assumed.budget_bytes, peak_bytes(update)
     if budget is not None and budget < least:
-        raise _too_small("the update of the optimizer does not fit the budget", budget, least)
+        raise budget_too_small("the optimizer update does not fit the device budget", budget, least)
     try:
         return plan_program(
             gradients,
@@ -223,22 +228,11 @@ def _with_memory_plan(
         )
     except BudgetImpossible as error:
         least = max(least, error.least_bytes + states)
-        raise _too_small("no memory plan fits the budget", budget or 0, least) from error
-
-
-def _too_small(text: str, budget_bytes: int, least_bytes: int) -> BudgetImpossible:
-    """Return the error for a budget that is too small, with a sufficient one."""
-    return BudgetImpossible(
-        text,
-        where="offload.budget",
-        got=f"{budget_bytes} bytes",
-        allowed=f"at least {least_bytes} bytes",
-        hint=f"offload.budget={least_bytes}",
-    )
+        text = "no memory plan fits the device budget"
+        raise budget_too_small(text, budget or 0, least) from error
 
 
 def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
-    """Return the module paths of this rank's layers that the strategy recomputes."""
     parallel = attached(model)
     pipeline = None if parallel is None else parallel.pipeline
     stages = [[*view_of(model).layers]] if pipeline is None else [*pipeline.stages.layers.values()]
@@ -249,9 +243,10 @@ def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
 
 
 def program_block(strategy: Strategy) -> Strategy:
-    """Return the strategy of one block of ranks whose programs differ: one pipeline, tensor or expert group.
+    """Return the strategy of one block: the ranks whose programs differ, while all blocks run the same programs.
 
-    All other blocks run the same programs. Recompute is dropped, because the programs apply it, not the traced model.
+    Recompute is disabled in the returned strategy, because it is applied to the captured programs, not to the traced
+    model.
     """
     return replace(
         strategy,
@@ -263,7 +258,7 @@ def program_block(strategy: Strategy) -> Strategy:
 
 
 def _block_plan(plan: Plan, block: Strategy) -> Plan:
-    """Return the plan of a block, in which parameters have no data-parallel shards."""
+    """Return the plan of a block, without sharding over data-parallel axes that have degree 1 in the block."""
     absent = [a for a in _FSDP if getattr(block, a, 1) == 1]
     layouts = {
         name: replace(
@@ -277,14 +272,13 @@ def _block_plan(plan: Plan, block: Strategy) -> Plan:
 def _traced_world(
     recipe: Recipe, block: Strategy, position: int
 ) -> AbstractContextManager[World | None]:
-    """Return a context that yields the fake world of a block's rank, or None if the rank runs no collectives."""
+    """Return a context with a fake world for one rank of a block, or with None if the rank runs no collectives."""
     if block.world_size == 1 and recipe.moe.capacity_factor is None:
         return nullcontext()
     return World.fake(position, block.world_size, TRACED)
 
 
 def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
-    """Return how data-parallel ranks shard each parameter under a strategy."""
     shards = {}
     for name, layout in layouts.items():
         dims = [(d, a) for d, axes in enumerate(layout.axes) for a in axes if a in _FSDP]
@@ -294,7 +288,7 @@ def _shards(strategy: Strategy, layouts: Mapping[str, Layout]) -> Shards:
 
 
 def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> dict[str, float]:
-    """Return the scalar inputs of the update program, by name, for step number `step`, counted from 1."""
+    """Return the scalar inputs of program `update` by name, for step number `step`, counted from 1."""
     if not isinstance(optimizer, torch.optim.AdamW):
         return {"lr": lr}
     first, second = optimizer.param_groups[0]["betas"]
@@ -302,14 +296,14 @@ def update_scalars(optimizer: torch.optim.Optimizer, step: int, lr: float) -> di
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the keys of the state tensors that the optimizer has for each parameter."""
+    """Return the names of the state tensors that the optimizer keeps per parameter."""
     if isinstance(optimizer, torch.optim.SGD) and not optimizer.param_groups[0]["momentum"]:
         return ()
     return _STATES[type(optimizer)]
 
 
 def _loss(model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor) -> Tensor:
-    """Return the summed cross entropy of one microbatch divided by `valid_tokens`, the tokens of the step."""
+    """Return the summed cross entropy of one microbatch divided by `valid_tokens` of the whole step."""
     logits = model(**inputs, use_cache=False).logits.float().flatten(0, 1)
     return F.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / valid_tokens
 
@@ -317,14 +311,13 @@ def _loss(model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs
 def _loss_of_model(
     model: nn.Module, shift_labels: Tensor, valid_tokens: Tensor, **inputs: Tensor
 ) -> Tensor:
-    """Return the loss as computed by the model itself, whose logits tensor-parallel ranks may share."""
+    """Return the loss that the model computes itself, also from logits that are sharded over tensor-parallel ranks."""
     labels = {"labels": shift_labels, "shift_labels": shift_labels}
     output = model(**inputs, **labels, num_items_in_batch=valid_tokens, use_cache=False)
     return output.loss
 
 
 def _use_static_forms(model: nn.Module) -> None:
-    """Select implementations of attention and experts with static shapes."""
     for name, form in (
         ("set_attn_implementation", "eager"),
         ("set_experts_implementation", "batched_mm"),
@@ -336,22 +329,21 @@ def _use_static_forms(model: nn.Module) -> None:
 def _check_recipe(
     recipe: Recipe, plan: Plan, router_loss: str | None, where: Callable[[str], str]
 ) -> None:
-    """Raise Contradiction (HP104) for the first recipe feature that step programs cannot express."""
     training = recipe.training
     refused = {
         "stage": (recipe.stage not in ("pt", "sft"), f"stage={recipe.stage}", "stage=sft"),
         "offload.flash_dir": (
-            recipe.offload.on and recipe.offload.flash_dir is not None, "files", "offload.flash_dir=null",
+            recipe.offload.on and recipe.offload.flash_dir is not None, "offload to files", "offload.flash_dir=null",
         ),
         "training.recompute": (
             plan.strategy.recompute == "selective", "recompute=selective", "training.recompute=full",
         ),
-        "training.dtype": (training.dtype != "float32", training.dtype, "training.dtype=float32"),
+        "training.dtype": (training.dtype != "float32", f"dtype={training.dtype}", "training.dtype=float32"),
         "training.neftune_noise_alpha": (
             training.neftune_noise_alpha is not None, "embedding noise", "training.neftune_noise_alpha=null",
         ),
         "training.optimizer": (
-            training.optimizer not in ("adamw", "sgd"), training.optimizer, "training.optimizer=adamw",
+            training.optimizer not in ("adamw", "sgd"), f"optimizer={training.optimizer}", "training.optimizer=adamw",
         ),
         "training.profile": (training.profile is not None, "torch.profiler", "training.profile=null"),
         "moe.bias_update_rate": (
@@ -359,21 +351,24 @@ def _check_recipe(
         ),
         "moe.capacity_factor": (
             recipe.moe.capacity_factor is None and plan.strategy.ep > 1,
-            "experts on several ranks without a capacity", "moe.capacity_factor=2",
+            "expert parallelism without `moe.capacity_factor`", "moe.capacity_factor=2",
         ),
         "moe.aux_loss_coef": (router_loss is not None, router_loss or "", "moe.aux_loss_coef=0"),
         "training.check_ranks_every": (
-            bool(training.check_ranks_every), "comparison of ranks", "training.check_ranks_every=0",
+            bool(training.check_ranks_every), "`training.check_ranks_every`", "training.check_ranks_every=0",
         ),
     }  # fmt: skip
     for key, (applies, text, hint) in refused.items():
         if applies:
-            raise _refused(text, where(key), hint)
+            raise _refused(recipe.backend, text, where(key), hint)
     _check_layout(recipe.backend, plan.strategy, where("parallel"))
 
 
 def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
-    """Raise UnsupportedSharding (HP205) for axes that programs do not support; the hint keeps the world size."""
+    """Raise UnsupportedSharding (HP205) for mesh axes that step programs do not support.
+
+    The hint proposes a supported layout with the same world size.
+    """
     if strategy.pp == strategy.world_size and strategy.stages > strategy.pp:
         raise UnsupportedSharding(
             f"the back end {backend} runs one pipeline stage per rank",
@@ -391,7 +386,7 @@ def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
     replicas = strategy.world_size // (strategy.dp_shard * strategy.tp_x)
     degrees = {"dp_replicate": replicas} | dict.fromkeys(axes, 1)
     raise UnsupportedSharding(
-        f"the back end {backend} runs pp alone, or the axes dp_replicate, dp_shard, and tp or ep",
+        f"the back end {backend} supports pp without other axes, or dp_replicate and dp_shard with either tp or ep",
         where=where,
         got=str(strategy),
         hint=" ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items()),
@@ -399,7 +394,7 @@ def _check_layout(backend: str, strategy: Strategy, where: str) -> None:
 
 
 def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
-    """Raise UnsupportedSharding (HP205) if pipeline stages share parameters and there are more than two stages."""
+    """Raise UnsupportedSharding (HP205) if more than two pipeline stages exist and some of them share parameters."""
     if stages.shared and strategy.pp > 2:
         raise UnsupportedSharding(
             "pipeline stages share parameters, such as tied embeddings, which is supported for two stages only",
@@ -409,25 +404,22 @@ def _check_shared(strategy: Strategy, stages: StageModules, where: str) -> None:
         )
 
 
-def _refused(text: str, where: str, hint: str) -> Contradiction:
+def _refused(backend: str, feature: str, where: str, hint: str) -> Contradiction:
     return Contradiction(
-        "this back end does not support this feature",
-        where=where,
-        got=text,
-        hint=hint,
+        f"the back end {backend} does not support {feature}", where=where, got=feature, hint=hint
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Clip:
-    """Gradient norm and clipping of one rank, as a function to capture.
+    """Traceable function for the gradient norm and clipping on one rank.
 
     Attributes:
-        strategy: Strategy of the block of ranks.
+        strategy: Strategy of all ranks.
         tp_group: Name of the rank's tensor-parallel group.
         max_norm: Maximum norm; None: no clipping.
-        copies: Number of ranks in a replica that have the same elements, by parameter name.
-        shared: Names of parameters that all pipeline ranks have.
+        copies: Number of ranks in a model replica that hold the same shard, by parameter name.
+        shared: Names of parameters that all pipeline stages hold.
     """
 
     strategy: Strategy
@@ -444,7 +436,7 @@ class _Clip:
         layouts: Mapping[str, Layout],
         max_norm: float | None,
     ) -> _Clip:
-        """Return the clipping of a model, plain or parallelized; `layouts` are the plan's layouts by parameter."""
+        """Create the function for a model, before or after `parallelize`; `layouts` are the plan's layouts by name."""
         parallel, tp = attached(model), strategy.tp
         first = 0 if parallel is None else parallel.ranks.rank // tp * tp
         pipeline = None if parallel is None else parallel.pipeline
@@ -458,7 +450,7 @@ class _Clip:
         return cls(strategy, group_name(range(first, first + tp)), max_norm, copies, shared)
 
     def __call__(self, grads: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum gradients over replicas; return their global norm and the clipped gradients."""
+        """Sum the gradients over replicas; return their global norm and the clipped gradients."""
         grads = dict(grads)
         grads |= {name: sum_over(grads[name], "pp") for name in self.shared if name in grads}
         if self.strategy.dp_replicate > 1:
@@ -512,7 +504,6 @@ def _update_program(
 def _adamw(
     own: Mapping[str, Tensor], grad: Tensor, values: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the new parameter and moments, by name, after a step equal to torch.optim.AdamW's."""
     first, second = group["betas"]
     param = own["param"] * (1 - values["lr"] * group["weight_decay"])
     mean = own["exp_avg"] + (grad - own["exp_avg"]) * (1 - first)
@@ -524,7 +515,6 @@ def _adamw(
 def _sgd(
     own: Mapping[str, Tensor], grad: Tensor, values: Mapping[str, Tensor], group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the new parameter and momentum, by name, after a step equal to torch.optim.SGD's without dampening."""
     grad = grad + group["weight_decay"] * own["param"]
     if "momentum_buffer" not in own:
         return {"param": own["param"] - values["lr"] * grad}

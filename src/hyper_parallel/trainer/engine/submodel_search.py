@@ -1,7 +1,7 @@
 """Search for ranks and degrees of the encoder and language model of a multimodal model (`parallel.submodels: auto`).
 
-Every candidate layout is planned and gets a lower bound of its step time. Candidates that the planner or the checks of
-sub-models refuse are dropped. The others are scheduled in the order of their bounds.
+Each candidate layout is planned, and its step time gets a lower bound. Candidates that the planner or the checks of
+sub-models reject are dropped. The schedules of the remaining candidates are simulated in the order of their bounds.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ def choose_submodels(
     plan_of: Callable[[LoadedRecipe], Plan],
     batches_of: Callable[[LoadedRecipe, Plan], Batches],
 ) -> tuple[LoadedRecipe, str, Certificate]:
-    """Choose the layout with the shortest predicted step per token; return its recipe, a note and the certificate.
+    """Choose the layout with the shortest predicted step per token, among layouts that fit in device memory.
 
-    The encoder's work is estimated from images or recordings at the start of the first step. Layouts that exceed device
-    memory are dropped.
+    The encoder's work is estimated from the first images or audio recordings of the first step.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
-        model: The model on the meta device, not changed.
+        model: Model on the meta device, not changed.
         ranks: Number of ranks, all of which are used.
-        plan_of: Returns the plan of the language model of a recipe with explicit sub-models.
-        batches_of: Returns the training batches of such a recipe, given its plan.
+        plan_of: Function from a recipe with explicit sub-models to the plan of its language model.
+        batches_of: Function from a recipe with explicit sub-models and its plan to the training batches.
+
+    Returns:
+        Recipe with the chosen layout, a note for the plan, and the certificate of the search.
 
     Raises:
-        UnsupportedSharding: HP205 for a model without an encoder or with several, or whose encoder's time cannot be
-            predicted.
-        DoesNotFit: HP401 if no layout fits in memory.
-        HyperParallelError: Error of the first layout, if no layout can run.
+        UnsupportedSharding: HP205 unless the model has exactly one encoder, and the encoder's time can be predicted.
+        DoesNotFit: HP401 if no layout fits in device memory.
+        HyperParallelError: Error of the first layout, if all layouts are rejected.
     """
     candidates: list[LoadedRecipe] = []
     steps: list[DividedStep] = []
@@ -95,7 +96,7 @@ def choose_submodels(
 
 
 def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> UnsupportedSharding:
-    """Return the error for an encoder whose time cannot be predicted, with a layout to paste as its hint."""
+    """Return the error for an encoder whose time cannot be predicted; its hint sets the layout `parts`."""
     hint = json.dumps(parts).replace('"', "")
     return UnsupportedSharding(
         "the time of the encoder cannot be predicted",
@@ -106,11 +107,11 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> Unsu
 
 
 def _only_kind(loaded: LoadedRecipe, model: nn.Module, ranks: int) -> str:
-    """Return the kind of a model's only encoder.
+    """Return the kind (`vision` or `audio`) of the single encoder in the model.
 
     Raises:
-        UnsupportedSharding: HP205 for several encoders, with a layout to paste as its hint: each encoder has a rank of
-            its own, or shares all ranks if there are too few.
+        UnsupportedSharding: HP205 for several encoders. The hint proposes one rank per encoder or, with too few ranks,
+            that all sub-models share all ranks.
     """
     kinds = divide(model).kinds
     if len(kinds) == 1:
@@ -130,7 +131,7 @@ def _only_kind(loaded: LoadedRecipe, model: nn.Module, ranks: int) -> str:
 
 
 def _no_memory(loaded: LoadedRecipe, least_bytes: int, capacity_bytes: int) -> DoesNotFit:
-    """Return the error for a model of which no layout fits in device memory."""
+    """Return the error for a model that fits in device memory with no layout."""
     return DoesNotFit(
         "no layout of the parts of the model fits in the memory of a device",
         where=loaded.where("parallel.submodels"),
@@ -141,7 +142,7 @@ def _no_memory(loaded: LoadedRecipe, least_bytes: int, capacity_bytes: int) -> D
 
 
 def _note(recipe: Recipe, proof: Certificate) -> str:
-    """Return a note on the search: chosen layout, number of layouts, predicted step time and its lower bound."""
+    """Return a note for the plan: chosen layout, number of layouts, predicted step time and its lower bound."""
     return (
         f"sub-models: {_text(recipe)} is the fastest of {proof.priced} layouts: {format_seconds(proof.value)}, "
         f"and none takes less than {format_seconds(proof.bound)} (gap {proof.gap:.1%})"
@@ -149,7 +150,7 @@ def _note(recipe: Recipe, proof: Certificate) -> str:
 
 
 def _text(recipe: Recipe) -> str:
-    """Return the layout of sub-models in words: `language pp=2 on ranks 0-1, vision dp_replicate=1 on rank 2`."""
+    """Describe the layouts of sub-models, for example `language pp=2 on ranks 0-1, vision dp_replicate=1 on rank 2`."""
     assert recipe.parallel.submodels is not None
     parts = {LANGUAGE: recipe.parallel.submodels.language, **recipe.parallel.submodels.towers}
     texts = []

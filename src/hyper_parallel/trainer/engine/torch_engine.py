@@ -70,18 +70,18 @@ if TYPE_CHECKING:
 
 
 class TorchEngine:
-    """`Engine` in torch: model, optimizer and checkpoints of one rank.
+    """Torch implementation of `Engine`: model, optimizer and checkpoints of one rank.
 
     Args:
         job: Prepared run.
         world: Ranks of the process group, and this rank's device.
         display: Terminal output.
         flash: Folder for offload files of all ranks; None: no flash tier.
-        snapshots: Folder for snapshots; None: no snapshots.
+        snapshots: Folder in host memory for snapshots, from which a restart recovers; None: no snapshots.
     """
 
     _make_loop: Callable[..., Loop] = Loop
-    _executes_plans = True  # memory plans of `offload`
+    _executes_plans = True  # whether this engine executes the memory plans of `offload`
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class TorchEngine:
         torch.manual_seed(derive_seed(training.seed, world.rank))
         self._assumed, self._spill = None, None
         if self._executes_plans and self._recipe.offload.on:
-            # Until there is a plan, model and optimizer share its budget and spill to host memory.
+            # Until a memory plan exists, model and optimizer are evicted to host memory within its budget.
             self._assumed = OffloadMachine.of(self._recipe, job.plan, world.device)
             budget = self._assumed.budget_bytes
             self._spill = spill_mode(world.device, budget, keep_offloaded=True)
@@ -115,12 +115,12 @@ class TorchEngine:
         alpha = training.neftune_noise_alpha
         self._noise = None if alpha is None else EmbeddingNoise.attach(self._model, alpha)
         self._optimizer = build_optimizer(self._model, training)
-        # During a step FSDP replaces the parameters of the model by full ones.
+        # During a step FSDP replaces the model's parameters by unsharded parameters.
         self._parameters = list(self._model.parameters())
-        # Offload counts its own bytes, and compiled code is invisible to the counter.
+        # Offload counts bytes itself, and the counter does not see the tensors of compiled code.
         if not (self._assumed is not None or training.compile):
             self._gauge.state = lambda: [t for kind in self._state().values() for t in kind]
-            # Keep the parameter bytes from before the first step, as that step may pad local shards.
+            # Count the parameters now, because the first step may pad local shards.
             parameters = {"parameters": self._bytes_by_kind()["parameters"]}
             self._gauge.kinds = lambda: self._bytes_by_kind() | parameters
         self._snapshots = (
@@ -140,7 +140,7 @@ class TorchEngine:
         self._stack.close()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint; return its step and extra values, or step 0 for a new run."""
+        """Load the newest intact checkpoint or snapshot; return its step and extra values, or (0, {}) without one."""
         if self._job.ignore_checkpoints:
             return 0, {}
         source, memory = self._checkpointer(self._job.resume_dir), self._snapshots
@@ -150,7 +150,7 @@ class TorchEngine:
         recipe_groups = [dict(group) for group in self._optimizer.param_groups]
         with self._spill or nullcontext():
             done, extra = load_newest(saved, self._model, self._optimizer)
-        # The recipe takes precedence over the values of the checkpoint.
+        # Values set by the recipe override the values of the checkpoint.
         keys = recipe_values(self._optimizer, self._recipe.training)
         for group, own in zip(self._optimizer.param_groups, recipe_groups, strict=True):
             group.update({key: own[key] for key in keys if key in own})
@@ -160,7 +160,7 @@ class TorchEngine:
         return done, extra
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
-        """Prepare for the steps after `done`: open the checkpoints and, with offload, plan the memory of a step."""
+        """Prepare for the steps after step `done`: open the checkpoints and, with offload, plan the memory."""
         job, training = self._job, self._recipe.training
         if self._base is not None:
             self._inputs.check(BASE, self._base.checksum, str(job.weights))
@@ -190,12 +190,15 @@ class TorchEngine:
                 self._loop.stage.begin(batches)
         self._seed(done + 1)
         if training.profile is not None and training.profile.start <= done:
-            self._display.line("nothing is profiled: the window begins before the checkpoint")
+            self._display.line(
+                f"no step is profiled: training.profile.start={training.profile.start} is not after the "
+                f"checkpoint of step {done}"
+            )
         if self._assumed is None or self._spill is None or done >= training.steps:
             return
         line, schedule = self._display.line, LrSchedule.of(training)
         planned = PlannedSteps(self._loop, self._assumed, self._flash, line, self._spill)
-        self._recorder.begin_step(0)  # not a step of the run, so no span is recorded
+        self._recorder.begin_step(0)  # outside the recorded window
         planned.prepare(
             *(
                 self._loop.inputs(batches, step, schedule.lr(min(step, training.steps)))
@@ -221,17 +224,17 @@ class TorchEngine:
             return (self._planned or self._loop).step(step, batches, lr)
 
     def evaluate(self, batches: Batches | StreamBatches) -> EvalResult:
-        """Return the mean loss over the first step of `batches`, and the number of tokens it averages over."""
+        """Return the mean held-out loss over the first step of `batches`, with its number of tokens."""
         streamed = self._spill if self._planned is None else self._planned.streamed()
         with streamed or nullcontext():
             return self._loop.evaluate(batches)
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Save a checkpoint after a step; may return before the files are written."""
+        """Save a checkpoint after a step; with `checkpoint.asynchronous`, return before the files are written."""
         self._save(self._saver, step, extra)
 
     def snapshot(self, step: int, extra: dict[str, Any]) -> None:
-        """Save the snapshot in /dev/shm from which lost ranks recover; it is complete on return."""
+        """Write the snapshot from which the run recovers after the loss of a rank; no effect without a folder."""
         if self._snapshots is not None:
             extra = extra | {"snapshot": str(self._snapshots.directory)}
             self._save(self._snapshots, step, extra)
@@ -253,7 +256,7 @@ class TorchEngine:
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
-        """Profile the context with torch.profiler if the recipe profiles this step."""
+        """Profile the context with torch.profiler if the window of `training.profile` includes the step."""
         window = self._recipe.training.profile
         if window is None or (self.rank and window.ranks == "first"):
             yield
@@ -268,9 +271,9 @@ class TorchEngine:
             self._profiles.close()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, and release the device of the memory plan."""
+        """Wait for the checkpoint in progress, and write the final plan with its timelines if memory is planned."""
         self._saver.finish()
-        self._profiles.close()  # a run may end inside the window
+        self._profiles.close()  # the run may end inside the profiled window
         if (planned := self._planned) is not None:
             planned.finish()
             # The plan may have changed after a step.
@@ -282,16 +285,16 @@ class TorchEngine:
                         write_timelines(planned.timelines, self._job.output_dir)
 
     def _resident(self, tensor: Tensor) -> Tensor:
-        """Return the current bytes of a model or optimizer tensor on the tier where it lives between steps."""
+        """Return a tensor with the current values of a model or optimizer tensor, on the tier where it lives."""
         owner = self._planned or self._spill
         return tensor.detach() if owner is None else owner.on_current_tier(tensor)
 
     def timeline(self) -> Timeline | None:
-        """Return the measured timeline of all ranks on rank 0; None on other ranks."""
+        """Gather the measured timelines of all ranks on rank 0; return None on other ranks."""
         return self._recorder.gather(self.world_size)
 
     def export(self) -> None:
-        """Export the model as a Hugging Face directory or, with adapters, the adapters in peft's format."""
+        """Write the export: a Hugging Face model directory or, with `lora`, the adapters in peft's format."""
         job = self._job
         if job.recipe.lora is not None:
             export_adapter(
@@ -318,7 +321,7 @@ class TorchEngine:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return device and package versions for run.json."""
+        """Return device name, package versions and the kind of memory measurement, for run.json."""
         import transformers
 
         device = self._world.device
@@ -379,7 +382,7 @@ class TorchEngine:
         np.random.seed(number % 2**32)  # noqa: NPY002  the generator used by third-party code
 
     def _state(self) -> dict[str, list[Tensor]]:
-        """Return the current tensors by kind: parameters with buffers, gradients, optimizer states."""
+        """Return the current tensors by kind: parameters (with buffers), gradients, optimizer states."""
         slots = [value for state in self._optimizer.state.values() for value in state.values()]
         return {
             "parameters": [*self._parameters, *self._model.buffers()],

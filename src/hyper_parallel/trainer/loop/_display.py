@@ -59,7 +59,7 @@ class Display:
         self._task = self.bar.add_task("step", total=steps, epochs="")
 
     def advance(self, step: int, epochs: float | None = None) -> None:
-        """Move the progress bar to a step; show `epochs`, the number of passes over the data so far."""
+        """Move the progress bar to a step; show `epochs`, the passes over the data so far (None: not shown)."""
         shown = "" if epochs is None else f"epoch {epochs:.2f}"
         self.bar.update(self._task, completed=step, epochs=shown)
         if epochs is None:
@@ -69,7 +69,7 @@ class Display:
             self._begun = f"epoch {self._epoch + 1} began after step {step}"
 
     def line(self, text: str) -> None:
-        """Print one line above the progress bar; if a new epoch has begun, print a line about it first."""
+        """Print a line above the progress bar, after a line about a new epoch if one began since the last call."""
         if self._enabled:
             if self._begun:
                 self._console.print(self._begun)
@@ -123,8 +123,8 @@ def _role_seconds(plan: Plan) -> str:
 
 
 def _calibration_advice(plan: Plan) -> str:
-    """Return words that advise to calibrate this machine, or "" if its device card is measured."""
+    """Return advice to calibrate this machine; "" for another topology or a calibrated machine."""
     measured = any(f"device card {LOCAL_CARD}:" in term.source for term in plan.cost)
     if plan.topology != "local" or measured:
         return ""
-    return "; `hyper-parallel calibrate` measures this machine for a better one"
+    return "; `hyper-parallel calibrate` measures this machine for better predictions"

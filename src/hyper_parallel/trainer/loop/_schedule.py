@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step, so that checkpoints store no schedule state."""
+"""Learning-rate schedules as pure functions of the step; checkpoints store no schedule state."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 class LrSchedule:
     """Learning-rate schedule of a run.
 
-    Four schedules are native: linear warm-up from `1 / warmup_steps` to 1, followed by one of four shapes. A shape is 1
-    in the step after warm-up and would reach `min_ratio` one step after the last step, so no step has rate 0.
+    Four schedules are native. Their learning rate, divided by the peak, rises linearly from `1 / warmup_steps` to 1.
+    Then the rate is 1 in the next step, and decays to `min_ratio` at the step after the last one. No step therefore has
+    rate 0. The decay is:
 
     * cosine: half a period of a cosine (Loshchilov and Hutter, SGDR, arXiv:1608.03983, one cycle).
     * linear: a straight line.
     * wsd: constant, then a straight line over the last `decay_steps` (Hu et al., MiniCPM, arXiv:2404.06395; linear
       decay as in Hagele et al., arXiv:2405.18392).
-    * constant.
+    * constant: no decay.
 
-    All other schedules have the names and values of transformers. Their warm-up begins at 0, one step later than the
-    native one.
+    All other schedules have the names and values of transformers. Their warm-up starts with rate 0 in step 1, and ends
+    one step later than a native warm-up.
     """
 
     kind: str
@@ -79,7 +80,7 @@ class LrSchedule:
 
 
 def _with_warmup(after: Callable[[LrSchedule, int], float]) -> Callable[[LrSchedule, int], float]:
-    """Return a schedule over steps counted from 0: linear warm-up from 0, then `after`."""
+    """Return a function of the step, counted from 0: linear warm-up from 0, then `after`."""
 
     def formula(s: LrSchedule, step: int) -> float:
         return step / s.warmup_steps if step < s.warmup_steps else after(s, step)
@@ -92,7 +93,7 @@ def _progress(s: LrSchedule, step: int) -> float:
 
 
 def _cosine_wave(s: LrSchedule, progress: float) -> float:
-    """Return the cosine from 1 with `num_cycles` periods, by default half a period, at `progress` in [0, 1]."""
+    """Return a cosine between 1 and 0 with `num_cycles` periods (default: half a period) at `progress` in [0, 1]."""
     return 0.5 * (1.0 + math.cos(2.0 * math.pi * s.args.get("num_cycles", 0.5) * progress))
 
 
@@ -121,9 +122,10 @@ def _inverse_sqrt(s: LrSchedule, step: int) -> float:
 
 
 def _min_lr_after_warmup(s: LrSchedule, step: int) -> float:
-    """Return the factor of a cosine decay to `min_lr`, evaluated one step ahead as in transformers.
+    """Return the rate of a warm-up followed by a cosine decay to `min_lr`.
 
-    Warm-up begins at `warmup_lr_rate`, by default `1 / warmup_steps`.
+    As in transformers, the decay is evaluated one step ahead. Warm-up starts at `warmup_lr_rate`, by default
+    `1 / warmup_steps`.
     """
     warmup, first = s.warmup_steps, s.args.get("warmup_lr_rate")
     if step < warmup and first is None:
@@ -139,7 +141,7 @@ _DECAY_SHAPES: Final[Mapping[str, Callable[[float], float]]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""Decay shapes: functions from progress, 0 to 1, to a factor from 1 to 0."""
+"""Decay shapes: functions from progress in [0, 1] to a rate that falls from 1 to 0."""
 
 
 def _warmup_stable_decay(s: LrSchedule, step: int) -> float:
@@ -171,4 +173,4 @@ _TRANSFORMERS: Final = MappingProxyType(
         "warmup_stable_decay": _warmup_stable_decay,
     }
 )
-"""Functions from the number of finished steps to the factor, by the transformers name of the schedule."""
+"""Functions from the number of finished steps to the rate divided by the peak, by transformers' schedule name."""

@@ -67,7 +67,7 @@ class StepResult:
     skipped: int | None = None
     rollout: dict[str, Any] | None = None  # rewards and lengths of completions
     preference: dict[str, Any] | None = None  # scores of pairs of answers
-    # Half-batches, and exposed communication; None without either
+    # Layers run on half-batches, exposed communication; None if neither is measured
     overlap: dict[str, Any] | None = None
     balance: dict[str, Any] | None = None  # imbalance of ranks by cost; None in data order
     stop: bool = False  # a rank requests the end of the run after this step
@@ -96,9 +96,9 @@ class Engine(Protocol):
     Attributes:
         rank: Rank of this process; rank 0 writes the records.
         world_size: Number of processes.
-        plan: Plan as executed by the ranks, known after `begin`.
-        wishes: Function set by the trainer that returns (stop, save): whether this rank requests them after the current
-            step. `step` calls it near its end and combines the requests of all ranks.
+        plan: Plan as executed by the ranks; with offload, complete after `begin`.
+        wishes: Function, set by the trainer, that returns (stop, save): whether this rank requests the end of the run
+            or a checkpoint after the current step. `step` combines the requests of all ranks.
         unwritten: Collector of write failures of optional outputs, set by the trainer.
     """
 
@@ -109,10 +109,10 @@ class Engine(Protocol):
     unwritten: Unwritten
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Load the newest intact checkpoint; return its step and extra values, or step 0 for a new run."""
+        """Load the newest intact checkpoint; return its step and extra values, or (0, {}) for a new run."""
 
     def begin(self, done: int, batches: Batches | StreamBatches) -> None:
-        """Prepare for the steps after step `done`."""
+        """Prepare for the steps after step `done`; called once, after `load`."""
 
     def step(self, step: int, batches: Batches | StreamBatches, lr: float) -> StepResult:
         """Run optimizer step number `step`, counted from 1.
@@ -122,13 +122,13 @@ class Engine(Protocol):
         """
 
     def evaluate(self, batches: Batches | StreamBatches) -> tuple[Any, ...]:
-        """Evaluate the first step of `batches`; return the fields of an `EvalResult` in order."""
+        """Evaluate the first step of `batches`; return an `EvalResult` or a tuple of its leading fields."""
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Save a checkpoint after a step; may return before the files are written."""
+        """Save a checkpoint after step `step`; may return before the files are written."""
 
     def snapshot(self, step: int, extra: dict[str, Any]) -> None:
-        """Save the in-memory snapshot from which lost ranks recover; called only with `checkpoint.snapshot_every`."""
+        """Save a snapshot in host memory, from which the run recovers after the loss of a rank."""
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is True on any rank; collective over all ranks."""
@@ -137,13 +137,13 @@ class Engine(Protocol):
         """Wait for pending writes and stop the services started by `begin`."""
 
     def timeline(self) -> Timeline | None:
-        """Return the measured timeline of all ranks on rank 0; None on other ranks."""
+        """Gather the measured timelines of all ranks on rank 0; return None on other ranks."""
 
     def export(self) -> None:
-        """Write the model in its published format."""
+        """Write the trained model in Hugging Face format, or its adapters in peft's format."""
 
     def facts(self) -> dict[str, Any]:
-        """Return device and package versions for run.json."""
+        """Return device, package versions and other facts about this rank, for run.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Summary:
 
 @dataclass
 class _RunState:
-    """Progress of a run on one rank, since the start of this process."""
+    """Progress of a run on one rank."""
 
     done: int  # last finished step
     first_step: int  # first step of this process
@@ -198,7 +198,7 @@ class Trainer:
         self._holdout = job.holdout_batches()
         self._log: MetricsLog | None = None
         self._asked, self._stop, self._saved_s = False, stop or StopRequest(), time.monotonic()
-        self._between = True  # whether a run resumed after the current step is identical to an uninterrupted one
+        self._between = True  # whether the run can resume exactly after the current step
         engine.wishes = self._wishes
         engine.unwritten = self._unwritten = Unwritten()
         self._callbacks: list[Callback] = []
@@ -209,7 +209,7 @@ class Trainer:
     def train(self) -> Summary | None:
         """Run all steps, evaluations and exports; return the summary on rank 0, None on other ranks."""
         try:
-            # Opened before loading: records and checkpoints must belong to one directory.
+            # Open the watch before loading: records and checkpoints must belong to the same directory.
             with closing(DirectoryWatch(self._job.output_dir)) as self._watch:
                 return self._train()
         except LossNotFinite as error:
@@ -225,7 +225,7 @@ class Trainer:
             engine.begin(run.done, self._batches)
             self._watch.check()
             if engine.rank == 0:
-                # Not before: a start that fails must not change an earlier run.
+                # Only now, because a start that fails must not change the files of an earlier run.
                 with self._check_directory_on_failure():
                     self._open_records(run, stack)
             for callback in self._callbacks:
@@ -245,14 +245,14 @@ class Trainer:
         if timeline is not None:
             with self._unwritten.spare(job.output_dir):
                 write_timeline(timeline, job.output_dir / "timeline.json")
-                run.part.keep()  # the plan may have changed since
+                run.part.keep()  # the memory plan may have changed since the start
         exports = job.recipe.checkpoint.export and not run.stopped
         if exports and not (run.complete and self._has_export()):
             engine.export()
         return self._write_summary(run, seconds) if engine.rank == 0 else None
 
     def _load(self) -> _RunState:
-        """Load the newest checkpoint, if any, and return the progress at the start of this process."""
+        """Load the newest checkpoint, if there is any; return the progress from which this process starts."""
         job, training = self._job, self._job.recipe.training
         done, extra = self._engine.load()
         facts = run_facts(job) | {"environment.device": self._engine.facts().get("device")}
@@ -271,7 +271,7 @@ class Trainer:
         return _RunState(done, done + 1, last_step, complete, stopping, part, facts, history)
 
     def _open_records(self, run: _RunState, stack: ExitStack) -> None:
-        """Write recipe and plan, and open the metric files, which `stack` closes; on rank 0 only."""
+        """Write recipe and plan, and open the metric files, which `stack` closes. Called on rank 0 only."""
         job, recipe = self._job, self._job.recipe
         with written(job.output_dir):
             mark_run_directory(job.output_dir)
@@ -291,7 +291,7 @@ class Trainer:
                 self._display.line(line)
 
     def _run_steps(self, run: _RunState) -> None:
-        """Run steps with their records, evaluations and checkpoints until the last step or a stop request."""
+        """Run steps, evaluations and checkpoints, and write their records, until the last step or a stop request."""
         recipe = self._job.recipe
         training, checkpoint = recipe.training, recipe.checkpoint
         schedule = LrSchedule.of(training)
@@ -332,7 +332,7 @@ class Trainer:
                 break
 
     def _write_summary(self, run: _RunState, seconds: float) -> Summary:
-        """Write run.json and return the summary; a run that was already complete keeps its run.json."""
+        """Write run.json, unless the run had already ended before this process, and return the summary."""
         losses = run.first_eval_loss, run.last_eval_loss, run.loss
         if run.complete:
             return Summary(run.done, *losses, seconds, run.complete)
@@ -357,7 +357,7 @@ class Trainer:
         )
 
     def _close_log(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Close the metric files; raise their errors only if no other `failure` is propagating."""
+        """Close the metric files; raise their write errors only if no other exception (`failure`) is propagating."""
         assert self._log is not None
         try:
             with written(self._job.output_dir / "metrics.jsonl"):
@@ -372,7 +372,7 @@ class Trainer:
 
     @contextmanager
     def _check_directory_on_failure(self) -> Iterator[None]:
-        """Raise RunDirectoryLost (HP721) instead of an error inside the context if the run directory was lost."""
+        """Replace a write error inside the context by RunDirectoryLost (HP721) if the run directory was lost."""
         try:
             yield
         except OutputNotWritable:
@@ -382,10 +382,10 @@ class Trainer:
     def _continue(
         self, done: int, extra: dict[str, Any], facts: dict[str, Any], stopping: EarlyStopping
     ) -> Changes:
-        """Restore the data position from a checkpoint; print and return the changes since then, {} for a new run.
+        """Restore the data position from a checkpoint; print and return the changes of facts, {} for a new run.
 
         Raises:
-            CheckpointMismatch: HP702 for a changed setting that must not change.
+            CheckpointMismatch: HP702 for a changed fact that must not change.
         """
         if not done:
             return {}
@@ -404,7 +404,7 @@ class Trainer:
         return changed
 
     def _is_complete(self, done: int) -> bool:
-        """Return whether run.json states that the run was completed at step `done`; equal on all ranks."""
+        """Return whether, according to run.json, the run was completed at step `done`; collective over all ranks."""
         job, ended = self._job, False
         if self._engine.rank == 0 and job.resume_dir == job.checkpoint_dir:
             with suppress(OSError, ValueError):
@@ -419,14 +419,17 @@ class Trainer:
         return self._engine.any(self._engine.rank == 0 and exists)
 
     def _write(self, part: RunPart) -> None:
-        """Write recipe and plan into the run directory, and a copy into the folder of this part of the run."""
+        """On rank 0, write recipe and plan into the run directory, and a copy into the folder of this run part."""
         if self._engine.rank == 0:
             with written(self._job.output_dir):
                 self._job.write(self._engine.plan)
                 part.keep()
 
     def _wishes(self) -> tuple[bool, bool]:
-        """Return (stop, save): whether this rank requests them after the current step; only rank 0 requests saves."""
+        """Return (stop, save): whether this rank requests the end of the run or a checkpoint after the current step.
+
+        Only rank 0 requests checkpoints, when `checkpoint.every_minutes` have passed.
+        """
         if not self._between:
             return False, False
         due_s = 60 * self._job.recipe.checkpoint.every_minutes
@@ -438,7 +441,10 @@ class Trainer:
         return bool(self._callbacks) and self._engine.any(self._asked)
 
     def _evaluate(self, step: int) -> float:
-        """Evaluate the held-out data, append the result to eval.jsonl, and return the loss; NaN without such data."""
+        """Evaluate the held-out data, append the result to eval.jsonl, and return the loss.
+
+        Return NaN if the run has no held-out data. Raise LossNotFinite (HP604) for a non-finite loss.
+        """
         if self._holdout is None:
             return math.nan
         start = time.perf_counter()
@@ -459,7 +465,7 @@ class Trainer:
                 self._log.evaluation(record)
             measured = {**(record.preference or {}), **(record.rollout or {}), **as_line(record)}
             scores_text = "".join(
-                # Round, so that rounding errors and -0 are not shown.
+                # Hide rounding errors and -0.
                 f", {name.replace('_', ' ')} {round(measured[name], 6) + 0.0:.4g}"
                 for name in ("accuracy", "margin", "reward", "token_accuracy", "answer_accuracy")
                 if name in measured
@@ -470,7 +476,7 @@ class Trainer:
         return loss
 
     def _held_out(self, tokens: int) -> str:
-        """Return the amount of held-out data in words: tokens or, by stage, pairs, answers or prompts."""
+        """Return the amount of held-out data for the log, in tokens or, by stage, in pairs, answers or prompts."""
         stage = self._job.recipe.stage
         if stage not in PREFERENCE_STAGES or self._holdout is None:
             return f"{tokens:,} tokens"
@@ -484,7 +490,7 @@ class Trainer:
         per_device = tokens / result.step_s / self._engine.world_size
         flops = per_device * plan.model.flops_per_token
         if self._job.recipe.stage == "kto":
-            # Every other row runs forward only, a third of the work of a trained row.
+            # Half of the sequences run forward only, which is a third of the work of a training sequence.
             flops *= 2 / 3
         record = StepRecord(
             step=step,

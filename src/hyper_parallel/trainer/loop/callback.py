@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of user callbacks; override the methods you need. Every rank has its own object and sees all events.
+    """Base class of user callbacks; override the methods you need. Every rank creates an object and calls it.
 
-    `metrics` has the keys of a line of metrics.jsonl or eval.jsonl. Return True from `on_step_end` or `on_evaluate` to
-    stop training after this step. If any rank does, all ranks evaluate, save and export as after the last step.
+    `metrics` has the keys of a line of metrics.jsonl or eval.jsonl. Return True from `on_step_end` or `on_evaluate` on
+    any rank to stop training after the current step. All ranks then evaluate, save and export, as after the last step.
 
     Attributes:
         rank: Rank of this process.
@@ -24,10 +24,10 @@ class Callback:
         """Handle the start, before the first evaluation and step."""
 
     def on_step_end(self, step: int, metrics: dict[str, Any]) -> bool | None:
-        """Handle the end of an optimizer step, counted from 1."""
+        """Handle the end of optimizer step `step`, counted from 1."""
 
     def on_evaluate(self, step: int, metrics: dict[str, Any]) -> bool | None:
-        """Handle the end of an evaluation; step 0 is before the first step."""
+        """Handle the end of an evaluation after step `step`; 0: before the first step."""
 
     def on_save(self, step: int) -> None:
         """Handle the start of a checkpoint save, which may continue in the background."""

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class EarlyStopping:
-    """Early-stopping counter of evaluations without improvement; its state is equal on every rank.
+    """Counter of evaluations without improvement, for early stopping; equal on every rank.
 
     Attributes:
         patience: Number of consecutive evaluations without improvement that ends the run; None: never.
@@ -25,19 +25,19 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """True if the run must end."""
+        """True if training must stop."""
         return self.patience is not None and self.waited >= self.patience
 
     @property
     def reason(self) -> str:
-        """Words that explain why the run ends."""
+        """Explanation of the stop, for the log."""
         return (
             f"{self.waited} evaluations in a row were no better than a held-out loss of {self.best}"
         )
 
     def update(self, loss: float) -> None:
         """Update the counter with the loss of an evaluation; a non-finite loss is no improvement."""
-        if self.patience is None:  # a run that is resumed with a patience starts to count then
+        if self.patience is None:  # a later resume with a patience starts with a new counter
             return
         best = self.best
         self.waited = 0 if best is None or best - loss > self.threshold else self.waited + 1
@@ -45,5 +45,5 @@ class EarlyStopping:
         self.best = loss if loss < best else best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that checkpoints store for a resumed run."""
+        """Return the counter's state for checkpoints."""
         return {"best": self.best, "waited": self.waited}

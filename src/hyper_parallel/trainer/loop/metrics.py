@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 LINE_WIDTH: Final = 80
 """Maximum columns of the log line of a step."""
 _MOST_DIGITS: Final = 2
-"""Maximum digits of the total number of steps shown in every line; the progress bar always shows it."""
+"""Log lines contain the total number of steps only if it has at most this many digits."""
 _RECORD: Final = Limits(MiB, num_elements=100_000)
 
 
@@ -85,13 +85,13 @@ class MetricsLog:
         resumed_step: Last finished step of the run; 0 for a new run. Later records are dropped.
         report_to: Names of trackers, as in `training.report_to`.
         recipe: Recipe values that the trackers show.
-        watch: Watch that began when the directory was checked; None: a new one begins now.
+        watch: Watch on the directory that is already open; None: open a new watch.
 
     Raises:
-        RunDirectoryLost: HP721 when another directory is now at this path; nothing is written to it.
+        RunDirectoryLost: HP721 when the directory was removed, moved or replaced. Nothing is written then.
 
     Attributes:
-        notes: Records dropped from the files of the previous run, one line each.
+        notes: Lines about records dropped from existing files.
         unwritten: Write failures of trackers (full disk, missing permission).
     """
 
@@ -122,12 +122,11 @@ class MetricsLog:
             raise
 
     def _open_lines(self, name: str, resumed_step: int) -> TextIO:
-        """Drop the records of a JSONL file after `resumed_step`, and open the file for appending."""
         path = self._directory / f"{name}.jsonl"
         self.check_directory()
         if line := _keep_until(path, resumed_step):
             self.notes.append(line)
-        self.check_directory()  # again, as dropping records takes time
+        self.check_directory()  # again, because dropping records takes time
         return self._open.enter_context(append_file(path))
 
     def step(self, record: StepRecord) -> None:
@@ -148,7 +147,7 @@ class MetricsLog:
         """Flush and close all files.
 
         Raises:
-            OSError: A file cannot be written; the others are closed nevertheless.
+            OSError: A file cannot be written. All files are closed nevertheless.
         """
         for tracker in self._trackers:
             self._try(tracker, tracker.close)
@@ -164,14 +163,14 @@ class MetricsLog:
         self._files[name].flush()
 
     def _draw(self, step: int, group: str, values: Mapping[str, float | None]) -> None:
-        """Send values to the trackers, except those that are None."""
+        """Log values to the trackers as `group/NAME`, without None; drop trackers that fail."""
         points = {f"{group}/{k}": float(v) for k, v in values.items() if v is not None}
         for tracker in tuple(self._trackers) if points else ():
             if not self._try(tracker, lambda tracker=tracker: tracker.log(step, points)):
                 self._trackers.remove(tracker)
 
     def _try(self, tracker: Tracker, action: Callable[[], Any]) -> bool:
-        """Run an action of a tracker and return whether it succeeded; a failure does not end the run."""
+        """Run an action of a tracker; return whether it succeeded, and only warn if it failed."""
         try:
             action()
         except Exception as error:  # every tracker has its own exception classes
@@ -192,7 +191,7 @@ def as_line(record: Any) -> dict[str, Any]:
 
 
 def _keep_until(path: Path, step: int) -> str | None:
-    """Drop damaged lines and records after `step` from a JSONL file; return a note on them, or None."""
+    """Drop damaged lines and records after `step` from a JSONL file; return a line about them, or None."""
     if not path.exists():
         return None
     records, later, damaged = [], 0, 0
@@ -212,7 +211,7 @@ def _keep_until(path: Path, step: int) -> str | None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a JSON line; None for a damaged line."""
+    """Return the step of a record, given as a line of JSON; None for a damaged line."""
     try:
         step = parse_json(line, _RECORD)["step"]
     except (ValueError, KeyError, TypeError):
@@ -221,7 +220,10 @@ def _step_of(line: bytes) -> int | None:
 
 
 def log_line(record: StepRecord, steps: int) -> str:
-    """Return the log line of a step, at most 80 columns wide, with its deviation from the predicted step time."""
+    """Return the log line of a step of a run with `steps` steps, at most `LINE_WIDTH` columns if possible.
+
+    A second line says why the step was skipped.
+    """
     digits, score = len(str(steps)), f"loss {record.loss:.4f}"
     total = f"/{steps}" if digits <= _MOST_DIGITS else ""
     numbers = [f"step {record.step:>{digits}}{total}", f"step {record.step}{total}"]
@@ -248,7 +250,7 @@ def log_line(record: StepRecord, steps: int) -> str:
 
 
 def _three_digits(text: str) -> str:
-    """Round the number at the start of a text to three significant digits, as in `139 GiB` and `12.3k`."""
+    """Round the number at the start of a text to three significant digits, for example `139 GiB` or `12.3k`."""
     number = re.match(r"[\d,.]+", text)
     if number is None:
         return text

@@ -1,4 +1,4 @@
-"""Checks that every rank gets whole pairs of sequences (preference stages) or whole groups of completions (GRPO)."""
+"""Checks that ranks get whole pairs of sequences (preference stages) or whole groups of completions (GRPO)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hyper_parallel.trainer.user_code import load_function
 
 
 def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
-    """Raise if a rank's sequences of a step are not whole pairs or groups, or if a reward is not a function.
+    """Check that every data-parallel rank gets whole pairs or groups in a step, and that rewards can be imported.
 
     Args:
         loaded: Recipe with the origins of its values.
         plan: Plan of the run.
 
     Raises:
-        Contradiction: HP104 for a number of sequences or ranks that does not divide evenly.
+        Contradiction: HP104 for a number of sequences or ranks that is not divisible as required.
         NotImportable: HP109 for a reward or environment that cannot be imported.
     """
     from hyper_parallel.trainer.stages.rewards import reward_functions
@@ -35,7 +35,7 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
     if rows % (size * dp):
         better = max(1, round(rows / (size * dp))) * size * dp * work.seq_len
         raise Contradiction(
-            f"the sequences of a step cannot be divided into whole {what} per data-parallel rank",
+            f"the {rows} sequences of a step do not form whole {what} on each of {dp} data-parallel ranks",
             where=loaded.where("training.tokens_per_step"),
             got=f"{rows} sequences per step, {dp} data-parallel ranks, {what} of {size} sequences",
             allowed=f"a multiple of {size * dp} sequences",
@@ -52,10 +52,10 @@ def check_rows(loaded: LoadedRecipe, plan: Plan) -> None:
 
 
 def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
-    """Raise if a reward needs a column that the data lacks, or another tokenizer than the run's.
+    """Check that the data has the columns that reward functions read, and that reward models use the run's tokenizer.
 
     Raises:
-        Contradiction: HP104 naming a function parameter that is no column. See also `ModelReward.check`.
+        Contradiction: HP104 naming a function parameter that is not a data column. See also `ModelReward.check`.
     """
     from hyper_parallel.trainer.stages.model_reward import ModelReward
     from hyper_parallel.trainer.stages.rewards import check_columns, reward_functions
@@ -73,7 +73,10 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
-    """Raise if sampling ranks do not form whole model replicas, or do not divide the sequences of a step evenly."""
+    """Raise HP104 if sampling ranks do not form whole model replicas that get equal numbers of sequences.
+
+    `rows` is the number of sequences of a step; `microbatch` is the number of sequences of a training microbatch.
+    """
     grpo = loaded.recipe.grpo
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:
@@ -87,13 +90,13 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
         raise Contradiction(
             "the sampling replicas do not divide the sequences of a step evenly",
             where=loaded.where("grpo.rollout_ranks"),
-            got=f"{shares} shares, {rows} sequences in a step",
+            got=f"{shares} data-parallel sampling ranks, {rows} sequences in a step",
             hint=f"grpo.rollout_ranks={grpo.copy_tp} grpo.rollout_dp_shard=1 grpo.rollout_ep=1",
         )
     if ranks and grpo.exact_logprobs and rows // shares % microbatch:
         raise Contradiction(
-            "every sampling replica must get whole microbatches of the training ranks",
+            "with `grpo.exact_logprobs`, the sequences of a sampling replica must form whole training microbatches",
             where=loaded.where("grpo.exact_logprobs"),
-            got=f"{rows // shares} sequences in a share, microbatch={microbatch}",
+            got=f"{rows // shares} sequences per data-parallel sampling rank, microbatch={microbatch}",
             changes={"training.microbatch": math.gcd(rows // shares, microbatch)},
         )

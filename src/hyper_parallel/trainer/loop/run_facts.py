@@ -1,6 +1,7 @@
 """Facts that determine the result of a run, by dotted key: recipe, model config, files, code and environment.
 
-A resumed run compares its own facts with the facts in the checkpoint.
+Checkpoints store the facts. A resumed run compares its facts with those in the checkpoint, logs changes, and refuses
+changes that would make the saved weights a different model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _VARIABLES: Final = (
 )  # fmt: skip
 """Environment variables that change results of kernels, reductions or user code."""
 _ABSENT_IN_CONFIG: Final = ("_name_or_path", "transformers_version")
-"""Keys of a model's config that do not affect computation, or that `environment` records."""
+"""Keys of a model's config that do not affect computation, or are already recorded under `environment`."""
 
 
 def run_facts(job: Job) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _section_leaves(
     section: Section, dumped: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each value in a recipe section; a dict that is not a section is one value."""
+    """Yield (dotted key, value) of each value in a recipe section; a dict-valued key is a single value."""
     for name, value in dumped.items():
         inner = getattr(section, name)
         if isinstance(inner, Section):
@@ -83,7 +84,7 @@ def _section_leaves(
 
 
 def _contents(job: Job) -> dict[str, str | None]:
-    """Return checksums, by name, of prepared data and of small files that the recipe names by path."""
+    """Return checksums by name: of prepared data, and of small files to which the recipe refers."""
     recipe, packed = job.recipe, job.packed
     topology, schedule = Path(recipe.topology).expanduser(), recipe.parallel.schedule_file
     return {
@@ -99,7 +100,7 @@ def _contents(job: Job) -> dict[str, str | None]:
 
 
 def _model_code(job: Job) -> str | None:
-    """Return the checksum of the Python files in the model directory; None if the recipe does not trust them."""
+    """Return the checksum of the Python files in the model directory; None without `model.trust_remote_code`."""
     directory = Path(job.recipe.model.path).expanduser()
     if not (job.recipe.model.trust_remote_code and directory.is_dir()):
         return None
@@ -107,7 +108,7 @@ def _model_code(job: Job) -> str | None:
 
 
 def _code_paths(job: Job) -> list[str]:
-    """Return the dotted paths of user-defined classes and functions in a recipe."""
+    """Return the dotted paths of user classes and functions that the recipe names."""
     training, grpo = job.recipe.training, job.recipe.grpo
     named = [training.optimizer, *training.callbacks, grpo.environment]
     named += [*grpo.reward_funcs] if job.recipe.stage == "grpo" else []
@@ -115,7 +116,7 @@ def _code_paths(job: Job) -> list[str]:
 
 
 def _source_checksum(path: str) -> str | None:
-    """Return the checksum of the file that defines a class or function; None if there is no such file."""
+    """Return the checksum of the file that defines a class or function; None if its module has no readable file."""
     module = path.rpartition(".")[0]
     try:
         imported = sys.modules.get(module) or importlib.import_module(module)
@@ -126,7 +127,7 @@ def _source_checksum(path: str) -> str | None:
 
 
 def _files_checksum(paths: list[Path]) -> str | None:
-    """Return one checksum over the contents of files in the given order; None if no file is readable."""
+    """Return a checksum over the contents of all files, in order; None if no file is readable."""
     digests = []
     for path in paths:
         try:
@@ -159,20 +160,20 @@ def _environment() -> dict[str, str | None]:
 _ADAPTER_SCALE: Final = tuple(
     f"lora.{key}" for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 )
-"""Keys that scale the output of an adapter: with a different scale, the same adapter weights are a different model."""
+"""Keys that scale the output of an adapter; with another scale the same adapter weights are a different model."""
 _FIXED: Final = (
     *_ADAPTER_SCALE, MODEL_CONFIG, "moe", "stage", "data.mask_documents", "training.dtype", "training.optimizer",
     "training.seed",
 )  # fmt: skip
-"""Keys and sections that determine the trained weights; the data has a separate fingerprint."""
+"""Keys and sections that must not change on resume; the data has a separate fingerprint."""
 _FIXED_IN_STAGES: Final = {f"{CONTENT}.validation": ("dpo", "kto")}
-"""Keys fixed in some stages, because the checkpoint has a reference score of each held-out answer."""
+"""Stages by key that must not change in them: checkpoints contain a reference score of each held-out answer."""
 _IGNORED_IN_CONFIG: Final = (
     "architectures", "dtype", "torch_dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 """Keys of a model's config that training ignores, or that recipe and tokenizer override."""
 _PATHS: Final = ("output_dir", "data.cache_dir", "checkpoint.resume", "checkpoint.from_dir")
-"""Keys that only name file locations."""
+"""Keys of file locations, whose changes are not logged."""
 _STATED_BY_ALL: Final = (CODE, CONTENT, ENVIRONMENT, PLAN)
 """Groups whose keys may be absent from checkpoints of other versions of this package."""
 _CONTENT_WORDS: Final = {
@@ -196,7 +197,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
-    """Return the changes of facts since a checkpoint was written; {} if the checkpoint has no facts.
+    """Compare the facts of a resumed run with the checkpoint; return the changes, {} if it contains no facts.
 
     Args:
         saved: Facts in the checkpoint.
@@ -204,7 +205,7 @@ def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
         run: Directory of the run that wrote the checkpoint.
 
     Raises:
-        CheckpointMismatch: HP702 naming the keys that must not change.
+        CheckpointMismatch: HP702 naming the changed keys that must not change.
     """
     if not isinstance(saved, dict) or not saved:
         return {}
@@ -216,7 +217,7 @@ def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
 
 
 def changes_line(changed: Changes) -> str:
-    """Return the changes as one line of text."""
+    """Return the changes as a line of text, for example `training.lr 0.0003 -> 0.0001`."""
     parts = []
     for key, (old, new) in changed.items():
         group, _, name = key.partition(".")
@@ -228,17 +229,17 @@ def changes_line(changed: Changes) -> str:
 
 
 def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> Changes:
-    """Return a dict from each changed key to its (saved, current) values.
+    """Return the changed keys with their (saved, current) values.
 
-    A change between a value and a section, such as `lora: null` to `lora.r: 8`, is one change. A key that the
-    checkpoint's version of this package did not know counts as its default.
+    A change between a value and a section, such as from `lora: null` to `lora.r: 8`, is a single change of the shorter
+    key. Keys that one of the two package versions does not record are not changes.
     """
     changed: Changes = {}
     for key in dict.fromkeys([*facts, *saved]):
         if key in saved and key in facts:
             pair = saved[key], facts[key]
         elif _has_parent(key, saved if key in facts else facts):
-            continue  # the parent's change includes this one
+            continue  # included in the change of the parent key
         else:
             sections = _section(saved, key), _section(facts, key)
             pair = saved.get(key, sections[0]), facts.get(key, sections[1])
@@ -250,13 +251,13 @@ def _differences(saved: Mapping[str, Any], facts: Mapping[str, Any]) -> Changes:
 
 
 def _is_unstated(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a key is missing on one side only because that version of this package did not record it."""
+    """Return whether a key is absent from `saved` or `facts` only because of another version of this package."""
     if key.partition(".")[0] in _STATED_BY_ALL:
         return True
     if key.startswith(f"{MODEL_CONFIG}."):
-        # Configs omit class defaults, which differ between versions of transformers.
+        # Configs omit class defaults, and these differ between versions of transformers.
         return _VERSION not in saved
-    # An imported adapter states only its own keys.
+    # The facts of an imported adapter contain only the keys of its config.
     return key in facts and ("stage" not in saved or facts[key] == _default(key))
 
 
@@ -266,13 +267,13 @@ def _has_parent(key: str, facts: Mapping[str, Any]) -> bool:
 
 
 def _section(facts: Mapping[str, Any], key: str) -> dict[str, Any] | None:
-    """Return the facts whose keys begin with `key.`, without this prefix; None if there are none."""
+    """Return the facts whose keys begin with `key.`, with this prefix removed; None if there are no such facts."""
     section = {k.removeprefix(f"{key}."): v for k, v in facts.items() if k.startswith(f"{key}.")}
     return section or None
 
 
 def _default(key: str) -> Any:
-    """Return the default of a recipe key as a JSON value; the class `Recipe` stands for no default."""
+    """Return the default of a recipe key as a JSON value; the class `Recipe` if the key has no default."""
     owner: Any = Recipe
     *parents, name = key.split(".")
     for parent in parents:
@@ -288,7 +289,7 @@ def _default(key: str) -> Any:
 
 
 def _is_fixed(key: str, saved: Mapping[str, Any], facts: Mapping[str, Any]) -> bool:
-    """Return whether a key, or one below it, determines the trained weights and so must not change on resume."""
+    """Return whether a key must not change on resume, because this key or a key below it is in `_FIXED`."""
     if key.startswith(f"{MODEL_CONFIG}."):
         both = key in saved and key in facts
         same_classes = saved.get(_VERSION) == facts.get(_VERSION)
@@ -313,7 +314,7 @@ def _refusal(
     if any(k.startswith(MODEL_CONFIG) for k in refused) and not _has_adapters(facts):
         overrides += [f"model.path={run / 'model'}", "model.init=random"]
     return CheckpointMismatch(
-        f"the checkpoint was saved by a run with another `{key}`",
+        f"`{key}` differs from the value with which the checkpoint was saved",
         where=str(run / "checkpoints"),
         got=_text(changed[key][1]),
         allowed=_text(changed[key][0]),
@@ -323,7 +324,7 @@ def _refusal(
 
 
 def _override(key: str, value: Any) -> str:
-    """Return the command-line override that sets a key, quoted if its value is a list or dict."""
+    """Return the command-line override that sets `key`, in quotes if `value` is a list or dict."""
     word = f"{key}={_text(value)}"
     return f"'{word}'" if isinstance(value, dict | list) else word
 

@@ -1,7 +1,6 @@
-"""Experiment trackers, such as TensorBoard, that show the metrics of a run; only rank 0 has them.
+"""Experiment trackers (TensorBoard, wandb, mlflow) that show the metrics of a run; used on rank 0 only.
 
-Their packages are imported at the start of a run. A resumed run continues the same tracker run, whose id is stored in
-`trackers.json`.
+A resumed run continues the run of each tracker. The ids of these runs are stored in `trackers.json`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import platform
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,10 +24,11 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.received import Limits
 from hyper_parallel.serde import DecodeError, create_file, read, write_text
+from hyper_parallel.trainer.loop.run_facts import flat
 from hyper_parallel.units import MiB
 
 _PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
-"""Package to install with pip, by tracker; the module has the name of the tracker."""
+"""Name of the pip package, by name of tracker and module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,6 @@ def check_trackers(names: Sequence[str], where: str) -> None:
 
 
 def _without(name: str, names: Sequence[str]) -> str:
-    """Return the recipe override that removes tracker `name`."""
     return shlex.quote(f"training.report_to=[{', '.join(n for n in names if n != name)}]")
 
 
@@ -71,7 +70,7 @@ def make_trackers(
         directory: Run directory, whose name the trackers show as the run name.
         resumed_step: Last finished step of the run; 0 for a new run.
         recipe: Recipe values that the trackers show.
-        check_directory: Raises when another directory is now at the run directory's path.
+        check_directory: Function that raises HP721 if the run directory was removed, moved or replaced.
 
     Raises:
         TrackerFailed: HP632 when a tracker cannot start a run.
@@ -92,7 +91,7 @@ def make_trackers(
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise  # as for other files of the run
             raise TrackerFailed(
-                f"the tracker {name} cannot begin a run",
+                f"the tracker {name} cannot start a run",
                 where="training.report_to",
                 got=" ".join(str(error).split())[:800] or type(error).__name__,
                 hint=_without(name, names),
@@ -103,7 +102,7 @@ def make_trackers(
 
 
 def _known_ids(path: Path) -> dict[str, str]:
-    """Return the tracker run ids, by tracker, that an earlier process of the run has stored; {} without such a file.
+    """Read the run ids by tracker that an earlier process of the run has stored; return {} if the file is absent.
 
     Raises:
         TrackerFailed: HP632 for a damaged file.
@@ -124,9 +123,9 @@ def _known_ids(path: Path) -> dict[str, str]:
 def _tensorboard(
     directory: Path, resumed_step: int, check_directory: Callable[[], None]
 ) -> Tracker:
-    """Return a TensorBoard tracker that appends records to one open event file.
+    """Return a TensorBoard tracker that appends to an open event file.
 
-    TensorBoard's own writer reopens the path for each record, in a thread that dies when the disk is full.
+    TensorBoard's own writer is not used: its thread reopens the path for each record, and dies when the disk is full.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -153,7 +152,7 @@ def _tensorboard(
             raise
 
     records.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
-    # TensorBoard drops the points of an earlier run from this step on.
+    # This event makes TensorBoard drop the points of an earlier process from this step on.
     start = SessionLog(status=SessionLog.START)
     first = Event(wall_time=now, step=resumed_step + 1, session_log=start)
     records.write(first.SerializeToString())
@@ -175,15 +174,7 @@ def _mlflow(directory: Path, ids: dict[str, str], recipe: Mapping[str, Any]) -> 
 
     run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=directory.name)
     if "mlflow" not in ids:
-        mlflow.log_params(dict(_flat(recipe)))
+        mlflow.log_params(dict(leaf for key, value in recipe.items() for leaf in flat(value, key)))
     ids["mlflow"] = run.info.run_id
     log = lambda step, values: mlflow.log_metrics(values, step=step)  # noqa: E731
     return Tracker("mlflow", log, mlflow.end_run)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -1,4 +1,8 @@
-"""Learning stages whose objective is not cross entropy on the data's tokens: preference stages and GRPO."""
+"""Learning stages with an objective other than next-token cross entropy: DPO and variants, KTO, reward models, GRPO.
+
+A learning stage (`stage` in the recipe) supplies the inputs and the loss of every optimizer step; the step loop runs
+the forward and backward passes. A row is one sequence of a batch.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Microbatches = list[dict[str, Tensor]]
-"""Inputs of this rank's microbatches: `input_ids` and `shift_labels` [B, S], and further values of the objective."""
+"""Microbatches of this rank: each has `input_ids` and `shift_labels` [B, S], and further inputs of the loss."""
 Rows = NDArray[np.int64]
-"""Index of each row of a step in the data; -1 is padding."""
+"""Index in the training data of each row of a step; -1 marks a padding row."""
 StageInputs = tuple[Microbatches, int | None]
-"""Inputs of the objective, and the number of tokens it counts in the whole step; None: as counted in the data."""
+"""Inputs of the loss, and the number of trained tokens of the step over all ranks; None: the data's own count."""
 
 
 class LearningStage:
-    """Interface of a learning stage: inputs and objective of a step. Every rank calls the same methods in order.
+    """Interface of a learning stage: inputs and loss of every optimizer step. All ranks call its methods in one order.
 
     Attributes:
         inputs_span: (name, category) of the timeline span of `inputs`.
@@ -27,24 +31,32 @@ class LearningStage:
     inputs_span: ClassVar[tuple[str, str]] = ("data", "data")
 
     def begin(self, batches: Any) -> None:
-        """Prepare before the first step of this process; the model has the weights of the last finished step."""
+        """Prepare for training on `batches`; called once per process, after the weights are loaded."""
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Return the objective's inputs for this rank's rows in optimizer step `step`, counted from 1."""
+        """Return the inputs of `objective` for this rank's rows in optimizer step `step`, counted from 1."""
         raise NotImplementedError
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return the objective's inputs for this rank's held-out rows; the first step of `batches` has all rows."""
+        """Return the inputs of `objective` for an evaluation on this rank's held-out rows.
+
+        `batches` is the held-out data; its first step contains the rows of all ranks.
+        """
         raise NotImplementedError
 
     def objective(self, first: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of a microbatch from [B, S] log-probabilities of its targets, or [B, S] token scores."""
+        """Return the scalar loss of a microbatch.
+
+        Args:
+            first: [B, S] log-probabilities of the target tokens or, from a reward model, [B, S] scores.
+            batch: Microbatch as returned by `inputs`.
+        """
         raise NotImplementedError
 
     def rejects(self) -> bool | None:
-        """Return whether to skip the step's update, equal on all ranks; None if the stage never skips.
+        """Return whether to skip the optimizer update, equal on all ranks; None if the stage never skips one.
 
-        Called after the objective of all microbatches.
+        The step loop calls this after the backward passes of all microbatches.
         """
         return None
 
@@ -52,5 +64,5 @@ class LearningStage:
         """Release resources after the last step of the process."""
 
     def record(self) -> dict[str, Any]:
-        """Return measurements of the step as a dict from `StepResult` field to value; equal on all ranks."""
+        """Return the metrics of the step as a dict from `StepResult` field to value; equal on all ranks."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Construction of the learning stage of a recipe on one rank."""
+"""Construction of the learning stage that `stage` in the recipe names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 def build_stage(
     job: Job, world: World, model: nn.Module, done: int, recorder: SpanRecorder, inputs: RunInputs
 ) -> LearningStage | None:
-    """Return the learning stage of a recipe; None for cross entropy on the data's tokens.
+    """Build the learning stage of a recipe; return None if the recipe trains with next-token cross entropy.
 
     Args:
         job: Prepared run.
         world: Ranks of the process group, and this rank's device.
         model: Parallelized model.
-        done: Number of steps finished before this process.
-        recorder: Timeline recorder, whose start time sampling ranks share.
+        done: Number of optimizer steps finished before this process.
+        recorder: Timeline recorder; the timelines of sampling ranks begin at its start time.
         inputs: Checksums of the run's input models.
     """
     recipe, (share, _) = job.recipe, data_share(model)

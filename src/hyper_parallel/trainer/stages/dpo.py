@@ -22,7 +22,7 @@ from hyper_parallel.trainer.stages.pair_scores import PairScores, PairStage, rou
 from hyper_parallel.trainer.stages.reference import Reference
 
 WITHOUT_REFERENCE: Final = ("orpo", "simpo")
-"""Losses without a reference."""
+"""Values of `loss_type` that need no reference model."""
 
 
 @dataclass
@@ -31,8 +31,8 @@ class DpoStage(PairStage):
 
     Attributes:
         settings: Section `dpo` of the recipe.
-        scores: Mean loss and recorded scores of the pairs.
-        reference: Log-probabilities of all answers under the reference model; None for losses without a reference.
+        scores: Mean loss and score statistics of the pairs.
+        reference: Log-probabilities of all answers under the reference model; None if the loss needs none.
     """
 
     settings: Dpo
@@ -40,12 +40,12 @@ class DpoStage(PairStage):
     reference: Reference | None = None
 
     def begin(self, batches: Any) -> None:
-        """Compute or load the reference log-probabilities; see `Reference.begin`."""
+        """Compute or load the reference log-probabilities, if the loss needs them; see `Reference.begin`."""
         if self.reference is not None:
             self.reference.begin(batches.sequences)
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return `reference`: [len(rows)] reference log-probability of each answer; {} without a reference."""
+        """Return {"reference": [len(rows)] log-probabilities under the reference model}; {} if the loss needs none."""
         reference = self.reference
         if reference is None:
             return {}
@@ -53,7 +53,10 @@ class DpoStage(PairStage):
         return {"reference": reference.of(rows)}
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of the pairs of a microbatch, divided by the pairs of the step."""
+        """Return the summed loss of a microbatch's pairs divided by the number of pairs in the step.
+
+        Rows 2i and 2i + 1 of [B, S] `logprobs` are the chosen and the rejected answer of pair i.
+        """
         settings, beta = self.settings, self.settings.beta
         lengths = (batch["shift_labels"] != IGNORE_INDEX).sum(-1)
         real, lengths = lengths[0::2] > 0, lengths.clamp(min=1)

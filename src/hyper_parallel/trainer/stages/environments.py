@@ -1,4 +1,4 @@
-"""User-defined environments that reply to completions, for conversations with several turns, tools and games.
+"""User-defined environments that reply to completions, for example in multi-turn conversations, tool use and games.
 
 The user's class has one instance per completion:
 
@@ -6,8 +6,8 @@ The user's class has one instance per completion:
     def __init__(self, prompt: str, answer: str, seed: int): ...
     def step(self, completion: str) -> tuple[str | None, float]: ...
 
-`step` receives the text of one model turn. It returns a reward, and a reply that becomes the next user turn, or None to
-end. The rewards of a completion are summed; the reward function `environment` returns this sum.
+`step` receives the text of one model turn. It returns the reply and a reward. The reply becomes the next user turn;
+None ends the conversation. The reward function `environment` returns the sum of the rewards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hyper_parallel.trainer.decoding import DecodingSequence
 
 WHERE = "grpo.environment"
 _WORDS, _REPLY = "XYZ", "UVW"
-"""Placeholders in a conversation that shows the template's text between turns."""
+"""Placeholder texts of turns in a conversation that is rendered to find the template's text between turns."""
 
 
 class Environments:
@@ -33,9 +33,9 @@ class Environments:
     Args:
         kind: User's environment class.
         tokenizer: Tokenizer of the run.
-        prompts: Prompts as text, as passed to reward functions.
-        answers: Reference answers as text.
-        seeds: Seed of each completion, independent of when and on which rank it is sampled.
+        prompts: Text of each prompt.
+        answers: Text of each reference answer.
+        seeds: Seed of each environment.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class Environments:
         self.rewards = [0.0] * len(self._environments)
 
     def answer(self, sequence: DecodingSequence) -> list[int]:
-        """Pass a finished turn to its environment; return the tokens up to the model's next turn, or [] at the end.
+        """Pass a finished model turn to its environment; return the tokens of the user turn with the reply.
+
+        The list ends where the model's next turn begins. It is empty if the environment ends the conversation.
 
         Raises:
             BadValue: HP102 when `step` does not return (text or None, finite number).
@@ -70,7 +72,7 @@ class Environments:
                 pass
             case _:
                 raise BadValue(
-                    "an environment's `step` must return its reply, or None at the end, and a finite reward",
+                    "an environment's `step` must return a reply (None at the end) and a finite reward",
                     where=WHERE,
                     got=repr(outcome),
                     allowed="(text or None, number)",
@@ -88,9 +90,9 @@ class Environments:
 
 
 def _between_turns(tokenizer: Any) -> str:
-    """Return the chat template's text between two assistant turns, with `_REPLY` as placeholder for the user's reply.
+    """Return the chat template's text between two assistant turns, with the placeholder `_REPLY` as user turn.
 
-    The assistant turn before it is not the last turn, because templates may treat the last one differently.
+    Chat templates may render the last assistant turn differently, so the rendered conversation ends with a user turn.
     """
     conversation: list[Message] = [
         {"role": "user", "content": _WORDS},

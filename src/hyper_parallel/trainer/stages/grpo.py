@@ -1,22 +1,24 @@
-"""Group relative policy optimisation (GRPO): completions of one prompt are rewarded and compared with each other.
+"""Group relative policy optimization (GRPO): completions of one prompt form a group, whose rewards are compared.
 
-Source: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300. Dividing the sum over all tokens of the step once is from
-DAPO, arXiv:2503.14476; omitting the division by the standard deviation is from Dr. GRPO, arXiv:2503.20783.
-`num_iterations` optimizer steps per batch of completions:
+A rollout samples and rewards completions of the prompts of one batch. `num_iterations` optimizer steps train on it:
 
-Per token, mu is its probability when it was sampled, p its probability at the first step on its batch (the proximal
-policy), q its current probability and logp the logarithm of q. The ratio is r = q / p, and the weight w = min(p / mu,
-cap), truncated importance sampling, corrects for stale weights:
+  sample    G completions of every prompt, from the trained model in place or on dedicated sampling ranks
+  reward    sum of reward functions; advantage = (reward - mean of its group) / standard deviation of its group
+  train     loss = mean over the completion tokens of
+              -w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage)
+              + beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the reference model
 
-  rollout   sample G completions of every prompt of the step, from the live model or on dedicated ranks
-  reward    functions of the texts; advantage = (reward - mean of its group) / standard deviation of its group
-  learn     -sum over completion tokens of w x min(r x advantage, clip(r, 1 - eps, 1 + eps_high) x advantage), over
-            the tokens of the step, and beta x (exp(ref - logp) - (ref - logp) - 1), the divergence from the model
-            before the first step
+The symbols are, per token: mu, the probability when it was sampled; p, the probability at the first optimizer step of
+the rollout (proximal policy); q, the current probability; logp = log q; ref, the log-probability under the reference
+model; r = q / p; and w = min(p / mu, cap), the weight of truncated importance sampling for completions that were
+sampled with stale weights.
 
-This is decoupled PPO: r is 1 in the first step on a batch, and w is 1 for texts sampled with the newest weights. With
-`mask` (masked importance sampling), tokens with p / mu above the cap or below its inverse are excluded from the sum and
-its divisor. That divisor must be known before the step, so `mask` needs one additional forward pass that computes p.
+This is decoupled PPO: r is 1 at the first optimizer step of a rollout, and w is 1 for tokens sampled with the newest
+weights. Masked importance sampling (`mask`) excludes tokens with p / mu above the cap or below its inverse from the
+mean. The number of remaining tokens must be known before the step, so `mask` costs one more forward pass for p.
+
+Sources: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; mean over all tokens of the step: DAPO, arXiv:2503.14476;
+no division by the standard deviation: Dr. GRPO, arXiv:2503.20783.
 """
 
 from __future__ import annotations
@@ -60,10 +62,10 @@ class GrpoStage(LearningStage):
 
     Attributes:
         sampler: Sampler of the trained model, with settings and tokenizer.
-        plan: Plan of the run.
+        plan: Parallel layout and batch sizes of the run.
         rank: Data-parallel rank.
-        publisher: Exchange with dedicated sampling ranks; None: this rank samples.
-        reference: Function that creates the reference weights, called by `begin`; None: no divergence term.
+        publisher: Exchange with dedicated sampling ranks; None: the training ranks sample.
+        reference: Function that creates the reference weights, called by `begin`; None: loss without divergence.
         run_inputs: Checksums of the run's input models.
     """
 
@@ -115,7 +117,7 @@ class GrpoStage(LearningStage):
             self.publisher.end()
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Sample and reward one completion per held-out prompt; the loss of the inputs is minus the mean reward.
+        """Sample and reward one completion per held-out prompt; return inputs whose loss is minus the mean reward.
 
         Every evaluation uses the same random numbers.
         """
@@ -144,11 +146,11 @@ class GrpoStage(LearningStage):
         return _split_batch(padded, size), int(tokens)
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Sample and reward completions for this rank's rows; return microbatches of them and their number of tokens.
+        """Sample and reward completions; return them as microbatches, and their number of tokens over all ranks.
 
-        Each prompt is repeated in `num_generations` consecutive rows, whose labels are the reference answer. Besides
-        the tokens, microbatches have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S]. From the second
-        iteration on a batch they also have `proximal_logprobs` [B, S].
+        In `microbatches`, each prompt fills `num_generations` consecutive rows, whose labels are the reference answer.
+        Returned microbatches also have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S]. Later
+        optimizer steps of a rollout return the same completions, with `proximal_logprobs` [B, S].
         """
         rollout, iteration = divmod(step - 1, self.settings.num_iterations)
         if iteration == 0 or self._cached_rollout is None:
@@ -157,7 +159,7 @@ class GrpoStage(LearningStage):
             if self.settings.num_iterations > 1:
                 self._cached_rollout, self._is_first_iteration = (parts, tokens, self._record), True
             return parts, tokens
-        self._begin()
+        self._clear_measurements()
         parts, tokens, self._record = self._cached_rollout
         return [
             {**part, "proximal_logprobs": logprobs}
@@ -167,7 +169,7 @@ class GrpoStage(LearningStage):
     def _rollout(
         self, microbatches: Microbatches, rows: Rows, step: int
     ) -> tuple[Microbatches, int]:
-        """Sample and reward rollout number `step`, counted from 1; return its microbatches and its number of tokens."""
+        """Sample and reward rollout `step`, counted from 1; return its microbatches and global number of tokens."""
         size = len(microbatches[0]["input_ids"])
         completions = self._sample(microbatches, step)
         rewards, sums = self._reward(completions, microbatches, self._batches.sequences, rows)
@@ -198,13 +200,9 @@ class GrpoStage(LearningStage):
     def _record_rollout(
         self, completions: Completions, groups: Tensor, sums: list[Tensor], step: int
     ) -> float:
-        """Record statistics of a rollout; return its number of sampled tokens over all ranks.
+        """Record statistics of rollout `step`; return its number of sampled tokens over all ranks.
 
-        Args:
-            completions: Completions of this rank.
-            groups: [prompts, G] weighted rewards.
-            sums: Sum of each reward function over this rank's completions.
-            step: Number of the rollout, counted from 1.
+        `groups` is [prompts, G] weighted rewards; `sums` has each reward function's sum over this rank's completions.
         """
         lengths = completions.sampled.sum(1).double()
         ages = (step - 1 - completions.versions).double() * completions.sampled
@@ -236,13 +234,10 @@ class GrpoStage(LearningStage):
     def _token_weights(
         self, batch: dict[str, Tensor], sampled: Tensor, tokens: float, size: int
     ) -> tuple[Tensor, float]:
-        """Return [N, S] weights of tokens in the loss, and the number of sampled tokens not excluded by `mask`.
+        """Return [N, S] weights of tokens in the loss, and the number of tokens on all ranks that `mask` keeps.
 
-        Args:
-            batch: Inputs of the objective.
-            sampled: [N, S + 1] mask of sampled tokens.
-            tokens: Number of sampled tokens over all ranks.
-            size: Number of rows of a forward pass.
+        `sampled` is the [N, S + 1] mask of sampled tokens, and `tokens` is their number on all ranks. A forward pass
+        takes `size` rows.
         """
         counted, count = sampled[:, 1:], len(sampled)
         lengths = sampled.sum(1).double()
@@ -258,15 +253,14 @@ class GrpoStage(LearningStage):
             per_token = 1 / (count * self.plan.strategy.dp * lengths)
         return torch.where(counted, per_token[:, None], 0.0), tokens
 
-    def _begin(self) -> None:
-        """Clear the previous step's measurements."""
+    def _clear_measurements(self) -> None:
         for measured in (self._logprob_errors, self._ratios, self._divergences, self._clipped):
             measured.clear()
         self._effective, self._is_first_iteration = None, False
 
     def _objective_inputs(self, completions: Completions, advantages: Tensor) -> dict[str, Tensor]:
         """Clear the previous step's measurements; return the objective's inputs [N, ...] without `weights`."""
-        self._begin()
+        self._clear_measurements()
         return {
             "input_ids": completions.tokens[:, :-1],
             "shift_labels": completions.labels,
@@ -276,20 +270,19 @@ class GrpoStage(LearningStage):
         }
 
     def _mean_rewards(self, sums: list[float], total: float) -> dict[str, float]:
-        """Return the mean of each reward function as a dict from `reward_NAME` to `sums / total`."""
+        """Return a dict from `reward_NAME` to the mean of each reward function, `sums / total`."""
         names = self.settings.reward_funcs
         return {f"reward_{short_name(n)}": x / total for n, x in zip(names, sums, strict=True)}
 
     def _logprobs(self, batch: dict[str, Tensor], size: int) -> Tensor:
-        """Return [N, S] log-probabilities of sampled tokens under the current weights."""
         return logprobs_of(self.sampler.model, batch["input_ids"], batch["shift_labels"], size)
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """Return the clipped policy loss of a microbatch from [B, S] log-probabilities of its sampled tokens."""
+        """Return the policy loss of a microbatch, from the [B, S] log-probabilities of its tokens."""
         settings, advantages = self.settings, batch["advantages"][:, None]
         proximal = batch.get("proximal_logprobs")
         if proximal is None:
-            # The ratio is 1, and its gradient is that of the log-probability.
+            # First optimizer step of the rollout: the value of the ratio is 1, with the gradient of `logprobs`.
             proximal = logprobs.detach()
             if self._is_first_iteration:
                 self._proximal_logprobs.append(proximal)
@@ -313,21 +306,21 @@ class GrpoStage(LearningStage):
         loss = -gain.sum()
         if "reference_logprobs" not in batch:
             return loss
-        # Schulman's one-sample estimate, never negative; weights without advantages sum to 1 over the step.
+        # Schulman's k3 estimator, which is never negative; `batch["weights"]` sum to 1 over the step.
         log_ratio_to_reference = (batch["reference_logprobs"] - logprobs) * counts
         divergence = log_ratio_to_reference.exp() - log_ratio_to_reference - 1
         self._divergences.append(torch.stack([divergence.detach().double().sum(), counts.sum()]))
         return loss + self.settings.beta * (divergence * batch["weights"].to(ratio.dtype)).sum()
 
     def rejects(self) -> bool | None:
-        """Return whether the effective sample size is below `min_effective_samples`; None without this limit."""
+        """Return whether the effective sample size is below `grpo.min_effective_samples`; None without this limit."""
         least = self.settings.min_effective_samples
         return None if least is None else self._effective_samples() < least
 
     def _effective_samples(self) -> float:
-        """Return the effective sample size (sum u)^2 / (n sum u^2), a fraction of the n tokens of the step.
+        """Return the effective sample size (sum u)^2 / (n sum u^2), as a fraction of the n tokens of the step.
 
-        u is the probability of a token at the first step on its batch divided by its probability when it was sampled.
+        u is the importance ratio p / mu of a token; see the module docstring.
         """
         if self._effective is None:
             total, squares, count = self._sum(list(torch.stack(self._ratios).sum(0)))
@@ -335,7 +328,7 @@ class GrpoStage(LearningStage):
         return self._effective
 
     def record(self) -> dict[str, Any]:
-        """Return the statistics of the rollout and of the loss under the key `rollout`."""
+        """Return the statistics of the rollout and of the loss as {"rollout": ...}."""
         error = all_reduce_max(torch.stack(self._logprob_errors).max())
         rollout = {**self._record, "logprob_error": error}
         if self._ratios:
@@ -355,14 +348,7 @@ class GrpoStage(LearningStage):
         sequences: Any,
         rows: Rows,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return [N] weighted rewards of this rank's completions, and the unweighted sum of each reward function.
-
-        Args:
-            completions: Completions to reward.
-            microbatches: Rows of the prompts, with the reference answers as labels.
-            sequences: Data with the columns that reward functions read.
-            rows: Index of each row in the data.
-        """
+        """Return [N] weighted sums of the reward functions, and each function's sum over this rank's completions."""
         text, starts = self.sampler.text, self.sampler.prompts(microbatches)[1]
         spans = [*zip(completions.tokens, starts.tolist(), completions.ends.tolist(), strict=True)]
         records = sequences.records(rows)
@@ -391,7 +377,7 @@ class GrpoStage(LearningStage):
         return weights @ values, list(values.sum(1))
 
     def _sum(self, values: list[Tensor]) -> list[float]:
-        """Return the sum of each scalar over data-parallel ranks; ranks with the same rows count once."""
+        """Return the sum of each scalar over data-parallel ranks; ranks that hold the same rows count once."""
         ranks = self.plan.strategy.world_size / self.plan.strategy.dp
         return [
             value / ranks for value in all_reduce_sum(torch.stack([v.double() for v in values]))
@@ -399,6 +385,5 @@ class GrpoStage(LearningStage):
 
 
 def _split_batch(batch: dict[str, Tensor], size: int) -> Microbatches:
-    """Split a batch into microbatches of `size` rows."""
     parts = zip(*(tensor.split(size) for tensor in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in parts]

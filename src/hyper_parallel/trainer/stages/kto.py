@@ -1,16 +1,16 @@
-"""KTO: learning from single answers that are labelled good or bad, instead of from pairs.
+"""KTO (Kahneman-Tversky optimization): learning from single answers that are labelled desirable or undesirable.
 
-Source: KTO, Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8.
+Source: Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8.
 
-r is the log-probability of an answer minus its reference log-probability. z is the divergence of the model from the
-reference on answers to other prompts. The losses are
+r is the log-probability of an answer minus its log-probability under the reference model. z estimates the KL
+divergence of the model from the reference model, on mismatched answers. The losses are
 
   desirable      w_desirable   (1 - sigmoid(beta (r - z)))
   undesirable    w_undesirable (1 - sigmoid(beta (z - r)))
 
-Rows come in pairs: a prompt with its answer, and the same prompt with the answer of the previous record. z is the mean
-of r over the second rows of the whole step, over all ranks and microbatches. It is at least 0 and has no gradient. It
-is computed before the first backward pass by one forward pass over the second rows; only the first rows are trained on.
+Rows come in pairs: a prompt with its own answer, and the same prompt with the answer of the previous record (the
+mismatched answer). z is the mean of r over all mismatched rows of the step, clamped to at least 0, without gradient.
+Forward passes over these rows compute z before the first backward pass. Only the first row of a pair is trained on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hyper_parallel.trainer.stages.sampling import all_reduce_sum
 
 @dataclass
 class KtoStage(LearningStage):
-    """KTO learning stage: raises the likelihood of good answers relative to the reference, and lowers that of bad ones.
+    """KTO learning stage: raises the likelihood of desirable answers and lowers that of undesirable answers.
 
     Attributes:
         settings: Section `kto` of the recipe.
@@ -53,13 +53,17 @@ class KtoStage(LearningStage):
         self.reference.begin(batches.sequences)
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Return each pair's first row with `reference`, label `desirable`, and the step's z as `divergence`."""
+        """Return the first row of each pair, and the step's number of trained tokens.
+
+        Each microbatch also has `reference` [B], the log-probabilities under the reference model, `desirable` [B], the
+        boolean labels, and `divergence`, the scalar z of the step.
+        """
         all_rows = self._batches.step_batch(step - 1)
         sequences = self._batches.sequences
         return self._microbatch_inputs(microbatches, rows, all_rows, sequences, self.reference)
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return the inputs of `inputs` for held-out rows, with z of the held-out answers."""
+        """Return the same inputs as `inputs`, for held-out rows; z is the mean over their mismatched answers."""
         all_rows, sequences = batches.step_batch(0), batches.sequences
         reference = self.reference.held_out(sequences)
         return self._microbatch_inputs(microbatches, rows, all_rows, sequences, reference)
@@ -72,7 +76,7 @@ class KtoStage(LearningStage):
         sequences: Any,
         reference: Reference,
     ) -> StageInputs:
-        """Return microbatches of this rank's `rows`, and the number of trained tokens in `all_rows` of all ranks."""
+        """Return the inputs for this rank's `rows`, and the number of trained tokens in `all_rows` of all ranks."""
         self._sums.clear()
         device = reference.device
         size, parts = len(microbatches[0]["input_ids"]), []
@@ -96,7 +100,7 @@ class KtoStage(LearningStage):
         )
 
     def objective(self, logprobs: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of the answers of a microbatch, divided by the answers of the step."""
+        """Return the summed loss of a microbatch's answers divided by the number of answers in the step."""
         settings, good = self.settings, batch["desirable"]
         real = (batch["shift_labels"] != IGNORE_INDEX).any(-1)
         ratio = logprobs.sum(-1) - batch["reference"]
@@ -112,7 +116,11 @@ class KtoStage(LearningStage):
         return torch.where(real, weighted, 0.0).sum() / self._answers
 
     def record(self) -> dict[str, Any]:
-        """Return z as `kl`, and the mean scores of good and bad answers if the step has any, under `preference`."""
+        """Return the metrics of the step as {"preference": {`kl`, `chosen`, `rejected`, `margin`}}.
+
+        `kl` is z. `chosen` and `rejected` are the mean scores, beta r, of desirable and undesirable answers, and
+        `margin` is their difference. A key is absent if the step has no answers to compute it from.
+        """
         zeros = torch.zeros(4, dtype=torch.float64, device=self.reference.device)
         chosen, rejected, good, bad = all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
         record = {"kl": self._divergence}

@@ -1,7 +1,7 @@
-"""Rewards from a reward model, whose directory (exported by `stage: rm`) a recipe names in `grpo.reward_funcs`.
+"""Rewards from a reward model that a run with `stage: rm` exported; `grpo.reward_funcs` names its directory.
 
-Every rank loads the full model and scores its own conversations without gradient. Before, it appends the chat
-template's text after an answer, as in the training data of the reward model.
+Every rank loads the full model and scores its own conversations without gradient. A conversation that ended with a
+stop token is completed with the chat template's text after an answer, as in the training data of the reward model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ModelReward:
 
     Attributes:
         directory: Directory with config.json, weights and tokenizer.
-        loaded: Called with the checksum of the model's parameters after loading.
+        loaded: Called after loading, with this object and the checksum of the model's parameters; None: no call.
     """
 
     directory: Path
@@ -35,11 +35,11 @@ class ModelReward:
     _model: Any = None
 
     def check(self, tokenizer_dir: str | Path, where: str) -> None:
-        """Raise if the directory is no reward model, or its tokenizer differs from the run's; needs no weights.
+        """Raise if the directory is no reward model, or its tokenizer differs from `tokenizer_dir`; read no weights.
 
         Raises:
             ModelUnreadable: HP305 for a directory that is not a sequence classifier.
-            Contradiction: HP104 for another vocabulary or chat template.
+            Contradiction: HP104 for a different vocabulary or chat template.
         """
         try:
             config = read_config(self.directory).values
@@ -51,7 +51,7 @@ class ModelReward:
                 "a directory in `grpo.reward_funcs` must contain a reward model, as `stage: rm` exports it",
                 where=f"{where}: {self.directory}",
                 got=kind,
-                allowed="a *ForSequenceClassification of one label",
+                allowed="architectures: a *ForSequenceClassification model with one label",
                 hint="hyper-parallel train RECIPE.yaml stage=rm",
             )
         reward_tokenizer, run_tokenizer = (
@@ -81,7 +81,7 @@ class ModelReward:
         """Return the score of each conversation.
 
         Args:
-            rows: Token ids of each conversation.
+            rows: Token ids of each conversation, up to the end of the last answer.
             stopped: Whether the last answer of each conversation ended with a stop token.
             microbatch: Number of conversations per forward pass.
             device: Device of the reward model.

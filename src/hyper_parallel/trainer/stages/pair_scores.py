@@ -1,4 +1,7 @@
-"""Base of learning stages on pairs of answers: inputs, mean loss, and recorded scores of a step or evaluation."""
+"""Base class and score statistics of learning stages that train on pairs of a chosen and a rejected answer.
+
+A pair takes two consecutive rows of a batch, first the chosen answer. The score of an answer is defined by each stage.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from hyper_parallel.ir import Plan
 from hyper_parallel.trainer.stages import LearningStage, Microbatches, Rows, StageInputs
 from hyper_parallel.trainer.stages.sampling import all_reduce_sum
 
-_ROUNDINGS: Final = 4
-"""Maximum error in units in the last place of a sum of some hundred numbers, observed in float32 runs."""
+_MAX_ERROR_ULPS: Final = 4
+"""Maximum rounding error of a sum of some hundred numbers in float32 runs, in units in the last place."""
 
 
 @dataclass
@@ -21,7 +24,7 @@ class PairScores:
     """Mean loss and score statistics of pairs, accumulated over the microbatches of a step or evaluation.
 
     Attributes:
-        plan: Plan of the run.
+        plan: Parallel layout and batch sizes of the run.
         device: Device of the model.
         pairs: Number of pairs of the step or evaluation over all ranks.
     """
@@ -35,7 +38,7 @@ class PairScores:
         self.begin()
 
     def begin(self, held_out: Any = None) -> None:
-        """Start a training step or, with batches `held_out`, an evaluation, whose padding rows are no pairs."""
+        """Reset for a training step or, with `held_out` batches, for an evaluation; padding rows are not counted."""
         self._sums.clear()
         work = self.plan.workload
         rows = (work.tokens_per_step or 0) // work.seq_len
@@ -44,14 +47,14 @@ class PairScores:
     def mean(
         self, losses: Tensor, chosen: Tensor, rejected: Tensor, real: Tensor, rounding: Tensor
     ) -> Tensor:
-        """Return a microbatch's summed losses divided by all pairs of the step, and add its scores to the statistics.
+        """Add the scores of a microbatch to the statistics; return its summed loss divided by the pairs of the step.
 
         Args:
             losses: [N] losses of the microbatch's pairs.
             chosen: [N] scores of the chosen answers.
             rejected: [N] scores of the rejected answers.
-            real: [N] whether a pair is real, not padding.
-            rounding: [N] maximum difference of the two scores due to rounding.
+            real: [N] mask of pairs that are not padding.
+            rounding: [N] score differences that rounding alone can cause; see `rounding_of`.
         """
         order = order_of(chosen, rejected, rounding)
         facts = [chosen, rejected, order, torch.ones_like(chosen)]
@@ -60,10 +63,10 @@ class PairScores:
         return torch.where(real, losses, 0.0).sum() / self.pairs
 
     def record(self) -> dict[str, Any]:
-        """Return means over the pairs of all ranks under `preference`: chosen and rejected score, margin, accuracy.
+        """Return {"preference": {`chosen`, `rejected`, `margin`, `accuracy`}}, means over the pairs of all ranks.
 
-        Accuracy is the share of pairs whose chosen score is higher. A pair whose scores differ only by rounding counts
-        one half.
+        Accuracy is the fraction of pairs whose chosen score is higher. A pair whose scores differ only by rounding
+        counts as one half.
         """
         zeros = torch.zeros(4, dtype=torch.float64, device=self.device)
         chosen, rejected, right, count = all_reduce_sum(torch.stack([zeros, *self._sums]).sum(0))
@@ -87,19 +90,18 @@ class PairStage(LearningStage):
     scores: PairScores
 
     def inputs(self, microbatches: Microbatches, rows: Rows, step: int) -> StageInputs:
-        """Return the microbatches with `row_values` added, and None, so that the data's token count is used."""
+        """Return the microbatches with `row_values` added; the token count is None, which selects the data's count."""
         self.scores.begin()
         return self._with_row_values(microbatches, rows, None), None
 
     def held_out(self, microbatches: Microbatches, rows: Rows, batches: Any) -> StageInputs:
-        """Return the inputs of `inputs` for held-out rows."""
+        """Return the same inputs as `inputs`, for held-out rows."""
         self.scores.begin(batches)
         return self._with_row_values(microbatches, rows, batches.sequences), None
 
     def _with_row_values(
         self, microbatches: Microbatches, rows: Rows, held_out: Any
     ) -> Microbatches:
-        """Return the microbatches with the `row_values` of their rows added."""
         values = self.row_values(rows, held_out)
         size = len(microbatches[0]["input_ids"])
         device = microbatches[0]["input_ids"].device
@@ -110,7 +112,10 @@ class PairStage(LearningStage):
         ]
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return additional inputs by name, [len(rows)] each, for rows of the training data or of `held_out`."""
+        """Return further inputs of the loss as a dict from name to [len(rows)] tensor.
+
+        `rows` are indices into the data `held_out` or, if it is None, into the training data.
+        """
         raise NotImplementedError
 
     def record(self) -> dict[str, Any]:
@@ -119,21 +124,20 @@ class PairStage(LearningStage):
 
 
 def order_of(chosen: Tensor, rejected: Tensor, rounding: Tensor) -> Tensor:
-    """Return [N]: 1 if a pair's chosen score is higher, 0 if it is lower, 1/2 if they differ at most by `rounding`."""
+    """Return [N] ranks of pairs: 1 if the chosen score is higher, 0 if lower, 1/2 if equal up to `rounding`."""
     margin = (chosen - rejected).detach()
     return torch.where(margin.abs() <= rounding, 0.5, (margin > 0).to(margin.dtype))
 
 
 def rounding_of(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [N] the largest difference of a pair's two scores that rounding can explain.
+    """Return, per pair [N], the largest score difference that floating-point rounding alone can cause.
 
-    A score is a difference of two sums over the tokens of an answer. Its rounding error is a few units in the last
-    place of these sums, however small the difference. For example, a model equal to its reference has scores of about
-    1e-7 with random sign.
+    A score is a difference of two sums over the tokens of an answer. Its rounding error is proportional to these sums,
+    not to the score. For example, a model equal to its reference model has scores of about 1e-7 with random sign.
 
     Args:
-        magnitudes: [2N] magnitudes of these sums for the chosen and rejected answer of each pair.
-        dtype: Dtype of the summands.
+        magnitudes: [2N] magnitudes of the sums, alternately of chosen and rejected answers.
+        dtype: Dtype in which the sums were computed.
     """
     sums = (magnitudes[0::2] + magnitudes[1::2]).detach()
-    return _ROUNDINGS * torch.finfo(dtype).eps * sums
+    return _MAX_ERROR_ULPS * torch.finfo(dtype).eps * sums

@@ -1,8 +1,8 @@
-"""Reference model of a run (the model before the first step), as log-probabilities (DPO, KTO) or weights (GRPO).
+"""Reference model of a run: the model before the first step.
 
-Log-probabilities of all answers are computed once before the first step. Resumed runs load them from `reference.npy`,
-or `reference_holdout.npy` for held-out answers. Reference weights are swapped into the trained model for a forward
-pass, so there is no second model.
+DPO and KTO need only its log-probabilities. They are computed once before the first step and saved as `reference.npy`,
+or `reference_holdout.npy` for held-out answers; resumed runs load these files. GRPO needs its weights, which are
+swapped into the trained model for a forward pass, so there is no second model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMES: Final = {
     REFERENCE: "reference log-probabilities",
     HELD_OUT: "held-out reference log-probabilities",
 }
-"""Names of the files in the input checksums of a run."""
+"""Names of these files in the run's record of input checksums."""
 
 
 @dataclass
@@ -45,14 +45,14 @@ class Reference:
 
     Attributes:
         model: Trained model.
-        plan: Plan of the run.
+        plan: Parallel layout and batch sizes of the run.
         rank: Data-parallel rank.
-        writes: Whether this process writes the reference file.
+        writes: Whether this process writes the file.
         directory: Directory of this run.
         source: Directory of the run that is resumed; None: a new run.
         device: Device of the model.
         inputs: Checksums of the run's input models.
-        file: Name of the reference file.
+        file: Name of the file of log-probabilities.
     """
 
     model: nn.Module
@@ -68,11 +68,10 @@ class Reference:
     _held_out: Reference | None = None
 
     def begin(self, sequences: Any) -> None:
-        """Compute the log-probabilities of all rows, or load them from the resumed run.
+        """Compute the log-probabilities of all answers in `sequences`, or load them from the resumed run.
 
         Raises:
-            CheckpointMismatch: HP702 when the resumed run has no reference file, or one for other data, or an altered
-                one.
+            CheckpointMismatch: HP702 when the resumed run's file is missing, was altered, or is for other data.
         """
         rows = len(sequences)
         if self.source is not None:
@@ -103,14 +102,14 @@ class Reference:
         self._values = torch.from_numpy(values).to(self.device)
 
     def held_out(self, sequences: Any) -> Reference:
-        """Return the reference of held-out rows; it is computed or loaded at the first call, before the first step."""
+        """Return the reference of the held-out answers; the first call, before the first step, computes or loads it."""
         if self._held_out is None:
             self._held_out = replace(self, file=HELD_OUT, _values=None)
             self._held_out.begin(sequences)
         return self._held_out
 
     def of(self, rows: NDArray[np.int64]) -> Tensor:
-        """Return [len(rows)] reference log-probabilities of the answers in these rows; 0 for a padding row (-1)."""
+        """Return [len(rows)] log-probabilities of the answers in `rows`; 0 for a padding row (-1)."""
         assert self._values is not None
         index = torch.from_numpy(rows).to(self.device)
         return torch.where(index < 0, 0.0, self._values[index])
@@ -125,13 +124,13 @@ class Reference:
         return logprobs.double().sum(-1)
 
     def sum_over_ranks(self, values: Tensor) -> NDArray[np.float64]:
-        """Return `values` summed over data-parallel ranks; ranks with the same rows count once."""
+        """Return `values` summed over data-parallel ranks; ranks that hold the same rows count once."""
         return np.array(all_reduce_sum(values)) / (
             self.plan.strategy.world_size // self.plan.strategy.dp
         )
 
     def _compute(self, sequences: Any, rows: int) -> NDArray[np.float64]:
-        """Compute [rows] log-probabilities of all answers; every rank runs the same number of forward passes."""
+        """Return [rows] log-probabilities of all answers; every rank runs the same number of forward passes."""
         size, dp = self.plan.workload.microbatch or 1, self.plan.strategy.dp
         values = torch.zeros(rows, dtype=torch.float64, device=self.device)
         for begin in range(0, rows, size * dp):
@@ -148,15 +147,15 @@ class Reference:
 
 
 FOLDER: Final = "reference"
-"""Folder of the run directory with the weights as a checkpoint, for resumed runs on any layout."""
+"""Folder in the run directory that holds the reference weights as a checkpoint, for resumed runs on any layout."""
 REFERENCE_MODEL: Final = "weights of the reference model"
-"""Name in the input checksums of a run."""
+"""Name of the reference weights in the run's record of input checksums."""
 
 
 class ReferenceWeights:
     """Copy of the trained parameters as they were before the first step.
 
-    Memory: this rank's shards of the trained parameters, which are small with adapters.
+    The copy takes the memory of this rank's shards of the trained parameters; of a LoRA run, these are the adapters.
 
     Args:
         model: Model passed through `parallelize`; in a new run it has the reference weights.
@@ -165,8 +164,8 @@ class ReferenceWeights:
         inputs: Checksums of the run's input models.
 
     Raises:
-        CheckpointMismatch: HP702 when the saved reference was exchanged since the checkpoint.
-        CheckpointCorrupt: HP701 when the resumed run has no saved reference, or a damaged one.
+        CheckpointMismatch: HP702 when the saved reference weights are not those that the checkpoint was trained with.
+        CheckpointCorrupt: HP701 when the resumed run's reference weights are missing or damaged.
     """
 
     @torch.no_grad()
@@ -195,7 +194,7 @@ class ReferenceWeights:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Swap in the reference weights inside the context; the trained weights are restored bit for bit."""
+        """Return a context in which the model has the reference weights; its exit restores the trained weights."""
         self._swap()
         try:
             yield
@@ -205,9 +204,9 @@ class ReferenceWeights:
     @torch.no_grad()
     def _swap(self) -> None:
         for module in handle(self._model).fsdp:
-            module.reshard()  # gathered parameters have the previous values
+            module.reshard()  # discard all-gathered parameters, which have the old values
         for param, value in zip(self._trained, self._values, strict=True):
-            # Looked up at each call: the first pass replaces the tensors of uneven shards.
+            # FSDP's first forward pass replaces the local tensors of uneven shards, so do not cache them.
             shard = local(param)
             current = shard.clone()
             shard.copy_(value)
@@ -215,6 +214,6 @@ class ReferenceWeights:
 
 
 def _checksum(run: Path) -> str:
-    """Return the checksum of a run's saved reference weights, taken over their checkpoint index."""
+    """Return the checksum of the checkpoint index of a run's reference weights; "none" without a checkpoint."""
     path = run / FOLDER / step_name(0) / INDEX
     return FileEntry.of(path).sha256[:32] if path.is_file() else "none"

@@ -41,14 +41,17 @@ class RewardModelStage(PairStage):
         self._batches = batches
 
     def row_values(self, rows: Rows, held_out: Any) -> dict[str, Tensor]:
-        """Return `margin`: [len(rows)] target margin of each row's pair; {} if the data has no margins."""
+        """Return {"margin": [len(rows)] target margin of each row's pair}, or {} if the data has no margins."""
         sequences = self._batches.sequences if held_out is None else held_out
         return (
             {"margin": torch.from_numpy(sequences.margins(rows))} if sequences.has_margins else {}
         )
 
     def objective(self, scores: Tensor, /, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of the pairs of a microbatch, divided by the pairs of the step."""
+        """Return the summed loss of a microbatch's pairs divided by the number of pairs in the step.
+
+        [B, S] `scores` are model outputs; an answer's reward is the output at its only target position.
+        """
         read = batch["shift_labels"] != IGNORE_INDEX
         rewards = torch.where(read, scores, 0.0).sum(-1)
         chosen, rejected = rewards[0::2], rewards[1::2]

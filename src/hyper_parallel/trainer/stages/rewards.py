@@ -23,14 +23,15 @@ Reward = Callable[..., Sequence[float]]
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Return, per completion, 1 if it equals the answer after stripping white space, else 0."""
+    """Return, per completion, 1 if it equals the answer up to surrounding white space, else 0."""
     return [float(c.strip() == str(a).strip()) for c, a in zip(completions, answer, strict=True)]
 
 
 def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """Return, per completion, the length of its common prefix with the answer divided by the longer length of both.
+    """Return, per completion, the length of its common prefix with the answer, divided by the longer of the two texts.
 
-    The reward is 1 for the answer itself. It also ranks wrong completions, for models that have no correct one yet.
+    An exact match gives 1. Unlike `exact_match`, wrong completions differ in reward, so GRPO can learn from groups
+    without a correct completion.
     """
 
     def share(completion: str, right: str) -> float:
@@ -45,7 +46,7 @@ def prefix_match(completions: Sequence[str], answer: Sequence[str], **_: Any) ->
 
 
 def environment_reward(environment_rewards: Sequence[float], **_: Any) -> list[float]:
-    """Return, per completion, the summed rewards of its environment."""
+    """Return, per completion, the sum of the rewards that its environment returned."""
     return [*environment_rewards]
 
 
@@ -61,14 +62,14 @@ REWARDS: Final[dict[str, Reward]] = {
 
 
 def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
-    """Return the reward functions that a recipe names.
+    """Load the reward functions that `grpo.reward_funcs` names.
 
     Args:
         names: Names of built-in functions, dotted paths, or directories of reward models.
-        where: Origin of the names, for errors.
+        where: Recipe key of the names, for error messages.
 
     Raises:
-        NotImportable: HP109 when there is no such function.
+        NotImportable: HP109 for a name of no function.
     """
     return [
         ModelReward(Path(name).expanduser())
@@ -79,7 +80,7 @@ def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
 
 
 def short_name(name: str) -> str:
-    """Return the last part of a reward's dotted path or directory, as records show it."""
+    """Return the last component of a reward function's dotted path or directory, for names of metrics."""
     return name.rstrip("/").rpartition("/")[2].rpartition(".")[2]
 
 
@@ -90,10 +91,10 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
         name: Name of the function.
         function: Function as returned by `reward_functions`.
         columns: Names of the columns of the data.
-        where: Origin of the name, for errors.
+        where: Recipe key of the name, for error messages.
 
     Raises:
-        Contradiction: HP104 naming the parameter.
+        Contradiction: HP104 naming the parameters.
     """
     known = {*_ROLLOUT_KEYWORDS, *columns, *(_INTERNAL_KEYWORDS if _is_built_in(function) else ())}
     missing = [p.name for p in _parameters(function) if _required(p) and p.name not in known]
@@ -103,14 +104,14 @@ def check_columns(name: str, function: Reward, columns: Sequence[str], where: st
             where=where,
             got=", ".join(missing),
             allowed=[*_ROLLOUT_KEYWORDS, *columns],
-            hint="give the records such a key, or the parameter a default",
+            hint=f"add the key `{missing[0]}` to every record, or a default value to the parameter",
         )
 
 
 def score(
     name: str, function: Reward, public: dict[str, Any], internal: dict[str, Any]
 ) -> list[float]:
-    """Call one reward function, check its result, and return one finite reward per completion.
+    """Call a reward function; return one finite reward per completion.
 
     Args:
         name: Name of the function.
@@ -134,7 +135,7 @@ def score(
         raise
     except Exception as error:  # a user function may raise any exception
         raise BadValue(
-            "a reward function failed",
+            "a reward function raised an exception",
             where=where,
             got=f"{type(error).__name__}: {error}",
             allowed="one number for every completion; completions are texts",
@@ -147,13 +148,12 @@ def score(
             where=where,
             got=f"{len(rewards)} values, {rewards[:3]}",
             allowed=f"{num_completions} numbers",
-            hint="return [reward_of(text) for text in completions]",
+            hint="return [float(len(text)) for text in completions]",
         )
     return [float(r) for r in rewards]
 
 
 def _is_built_in(function: Reward) -> bool:
-    """Return whether a reward function is built in; only such functions get the internal keywords."""
     return isinstance(function, ModelReward) or function in REWARDS.values()
 
 

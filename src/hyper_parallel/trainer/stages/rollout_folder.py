@@ -1,4 +1,4 @@
-"""Folder through which training ranks and sampling ranks of a run exchange weights and completions."""
+"""Folder through which training ranks and sampling ranks exchange weights and completions; see module `rollouts`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hyper_parallel.trainer.stages.sampling import Completions
 from hyper_parallel.units import MiB
 
 _POLL_S: Final = 0.005
-"""Seconds between polls, short compared with steps of the smallest models; listing a folder takes microseconds."""
-_SHARE: Final = re.compile(r"step_\d{8,}\.\d+\.safetensors")
+"""Seconds between polls: short compared with a step of a small model, long compared with listing a folder."""
+_FILE_NAME: Final = re.compile(r"step_\d{8,}\.\d+\.safetensors")
 _T = TypeVar("_T")
 
 
@@ -31,7 +31,7 @@ class RolloutFolder:
 
     Args:
         path: Path of the folder.
-        beat: Called with a phase name while this rank waits, so that it is not reported as hung.
+        beat: Heartbeat, called with a phase name while this rank waits, so that it is not reported as hung.
     """
 
     def __init__(self, path: Path, beat: Callable[[str], None] = lambda phase: None) -> None:
@@ -39,29 +39,30 @@ class RolloutFolder:
 
     @property
     def ended(self) -> bool:
-        """True if the training ranks have ended."""
+        """True after the training ranks have ended."""
         return (self.path / "end").exists()
 
     def reset(self) -> None:
-        """Remove the begin and end marks of an earlier start; call before any rank starts."""
+        """Remove `begin.json` and `end` of an earlier start of the run; call before any rank starts."""
         for name in ("begin.json", "end"):
             (self.path / name).unlink(missing_ok=True)
 
     def begin(self, begin: dict[str, Any], parts: int, *, exact: bool) -> None:
-        """Mark the start of training after step `done`, and remove files of a later step from an earlier start.
+        """Mark the start of training, and remove outdated weights and completions of an earlier start of the run.
 
-        With `exact`, later files stay, as repeated steps produce the same weights. Completions that were divided into
-        another number of parts are always removed.
+        Outdated files are those from weights later than step `done`, which training now computes again. With `exact`
+        they stay, because the repeated steps compute the same weights. Completions with a different number of parts
+        are always removed.
 
         Args:
-            begin: Dict with the step `done`, the data position `data`, and the timeline's start `origin_s` in seconds
-                since the epoch.
-            parts: Number of parts into which the completions of a step are divided.
-            exact: Whether completions are sampled with exactly the oldest allowed version of the weights.
+            begin: Dict with the last finished step `done`, the data position `data`, and the start of the timeline
+                `origin_s` in seconds since the epoch.
+            parts: Number of parts into which the prompts of a step are divided.
+            exact: Whether sampling ranks use exactly the oldest allowed version of the weights.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         done = begin["done"]
-        for path in self._shares():
+        for path in self._completion_files():
             metadata = _metadata(path)
             if metadata.get("parts") != str(parts) or (
                 not exact and int(metadata["version"]) > done
@@ -81,7 +82,7 @@ class RolloutFolder:
             (self.path / "end").touch()
 
     def begun(self) -> dict[str, Any] | None:
-        """Wait for the dict passed to `begin` by the training ranks and return it; None if they have ended."""
+        """Wait for the start of training; return the dict that was passed to `begin`, or None if training has ended."""
         path = self.path / "begin.json"
         return self.wait(lambda: read_json(path, Limits(MiB)) if path.exists() else None)
 
@@ -100,7 +101,7 @@ class RolloutFolder:
         return self.wait(newest)
 
     def wait(self, poll: Callable[[], _T | None]) -> _T | None:
-        """Poll until `poll` returns something other than None, and return that; None if training has ended."""
+        """Call `poll` until it returns a value other than None; return this value, or None if training has ended."""
         while (value := poll()) is None:
             if self.ended:
                 return None
@@ -109,7 +110,7 @@ class RolloutFolder:
         return value
 
     def file(self, step: int, part: int) -> Path:
-        """Return the path of the completions in part `part` of a step."""
+        """Return the path of the completions of one part of a step."""
         return self.path / f"step_{step:08d}.{part}.safetensors"
 
     def newest(self) -> int:
@@ -132,7 +133,7 @@ class RolloutFolder:
             part: Index of the part.
             parts: Number of parts of the step.
             completions: Completions of the part.
-            version: Newest version of the weights that sampled any of its tokens.
+            version: Newest version of the weights that sampled a token of the part.
             seconds: Sampling time.
         """
         path = self.file(step, part)
@@ -146,22 +147,21 @@ class RolloutFolder:
             partial.rename(path)
 
     def read(self, step: int, part: int) -> tuple[Completions, float]:
-        """Wait for one part of a step; return its completions and their sampling time in seconds."""
+        """Wait for one part of a step; return its completions and the sampling time in seconds."""
         path = self.file(step, part)
         self.wait(lambda: path if path.exists() else None)
         with safe_open(path, "pt") as file:
             tensors = {f.name: file.get_tensor(f.name) for f in fields(Completions)}
             return Completions(**tensors), float((file.metadata() or {}).get("seconds", 0.0))
 
-    def trim(self, before: int) -> None:
-        """Remove completions of steps up to and including `before`, which resumed runs do not need."""
-        for path in self._shares():
-            if int(path.name[5:13]) <= before:
+    def trim(self, last: int) -> None:
+        """Remove completions of all steps up to and including `last`, which resumed runs do not need."""
+        for path in self._completion_files():
+            if int(path.name[5:13]) <= last:
                 path.unlink()
 
-    def _shares(self) -> list[Path]:
-        """Return the paths of all completion files in the folder."""
-        return [p for p in self.path.glob("step_*.safetensors") if _SHARE.fullmatch(p.name)]
+    def _completion_files(self) -> list[Path]:
+        return [p for p in self.path.glob("step_*.safetensors") if _FILE_NAME.fullmatch(p.name)]
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -4,17 +4,17 @@ The exchange uses only files in a folder of the run, on a file system that all r
 runs therefore continue from these files:
 
   rollouts/policy/step_00000012          weights after 12 steps as a checkpoint, loadable on any layout
-  rollouts/step_00000013.0.safetensors   completions of step 13, first part, and the weight version of each token
+  rollouts/step_00000013.0.safetensors   completions of step 13, part 0, and the weight version of each token
   rollouts/begin.json                    step and data position at which training starts
-  rollouts/end                           mark that training has ended
-  rollouts/timeline.0.json               timeline of the ranks that sample the first part, in the recorded steps
+  rollouts/end                           empty file that exists after training has ended
+  rollouts/timeline.0.json               profiled steps of the ranks that sample part 0
 
-A step here is one rollout with its `num_iterations` optimizer steps. Version v of the weights exists after v steps.
-Completions of step t are sampled with a version v >= t - 1 - `max_staleness`. Samplers wait for such a version, so no
-completion is ever too stale.
+In these files, a step is one rollout with its `num_iterations` optimizer steps. The prompts of a step are divided into
+equal parts, one per data-parallel sampling rank. Version v of the weights exists after v steps. Completions of step t
+are sampled with a version of at least t - 1 - `max_staleness`. Sampling ranks wait until such a version exists.
 
-With `training.deterministic` samplers use exactly version t - 1 - `max_staleness`, else the newest one. With
-`partial_rollout`, unfinished completions continue under newer weights, and each token records its version.
+With `training.deterministic`, sampling ranks use exactly version t - 1 - `max_staleness`, else the newest version. With
+`partial_rollout`, unfinished completions continue under newer weights.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Sampler:
         tokenizer: Tokenizer of the run.
         settings: Section `grpo` of the recipe.
         seed: `training.seed`.
-        eos: Stop token ids of the model's generation config (`eos_token_id`).
+        eos: `eos_token_id` of the model's generation config.
     """
 
     model: nn.Module
@@ -81,16 +81,16 @@ class Sampler:
 
     @classmethod
     def of_job(cls, job: Job, model: nn.Module) -> Sampler:
-        """Return the sampler of a run, with the same stop tokens as `generate` on the run's export."""
+        """Return the sampler of a run; its stop tokens are those of the command `generate` on the exported model."""
         tokenizer, recipe = load_tokenizer(job.packed.tokenizer_dir), job.recipe
         eos = json.loads(job.model_files.get(GENERATION, "{}")).get("eos_token_id")
         return cls(model, tokenizer, recipe.grpo, recipe.training.seed, eos)
 
     def prompts(self, microbatches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return prompts [N, S + 1], right-padded, and their lengths [N]; in the rows, the labels are the answers."""
+        """Return the right-padded prompts [N, S + 1] and their lengths [N]; a prompt ends at the row's first label."""
         ids = torch.cat([part["input_ids"] for part in microbatches])
         labels = torch.cat([part["shift_labels"] for part in microbatches])
-        # The first label belongs to the token before the answer.
+        # Labels are shifted: the first one is at the last token of the prompt.
         starts = (labels != IGNORE_INDEX).int().argmax(1) + 1
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
@@ -115,7 +115,10 @@ class Sampler:
         microbatch: int,
         weights: Weights,
     ) -> Completions:
-        """Sample a completion of each row's prompt; row i has the random numbers of the step's sequence `first + i`."""
+        """Sample a completion of each row's prompt in step `step`; a forward pass takes `microbatch` rows.
+
+        The random numbers of row i depend on its index in the step, `first + i`.
+        """
         length = self.settings.max_completion_length
         prompts, starts = self.prompts(microbatches)
         draws = np.array(list(uniform(self.seed, step, first, len(prompts), length)))
@@ -151,6 +154,10 @@ class Publisher:
         model: Model of the training ranks.
         done: Number of rollouts finished before this process.
         origin_s: Start of the run's timeline, in seconds since the epoch.
+
+    Attributes:
+        waited_s: Seconds that the last `collect` waited.
+        sampled_s: Longest sampling time of the parts in the last `collect`, in seconds.
     """
 
     def __init__(
@@ -165,7 +172,7 @@ class Publisher:
         self.waited_s = self.sampled_s = 0.0
 
     def publish(self, version: int, data: dict[str, Any]) -> None:
-        """Publish the current weights as version `version`; the first call also marks the start of training."""
+        """Publish the current weights as `version`; the first call also marks the start at data position `data`."""
         first = self._world.rank == 0
         if self._checkpoints is None:
             if first:
@@ -187,7 +194,7 @@ class Publisher:
             self._folder.trim(saved[-1] // self._settings.num_iterations if saved else version)
 
     def collect(self, step: int, first: int, count: int, device: torch.device) -> Completions:
-        """Wait for sequences `first` to `first + count - 1` of a step, and return their completions."""
+        """Wait for the completions of sequences `first` to `first + count - 1` of a step; return them on `device`."""
         begin = time.perf_counter()
         parts = self._settings.shares
         work = self._job.plan.workload
@@ -206,7 +213,7 @@ class Publisher:
         )
 
     def end(self) -> None:
-        """Mark the end of training, and wait for weights that are still being written."""
+        """Mark the end of training, and close the checkpoint writer."""
         if self._world.rank == 0:
             self._folder.end()
         if self._checkpoints is not None:
@@ -215,7 +222,7 @@ class Publisher:
 
 
 def sample_rank(job: Job, replica: int) -> None:
-    """Sample one part of every step's completions with the published weights until training ends.
+    """Run a sampling rank: sample one part of every step with the published weights until training ends.
 
     Args:
         job: Prepared run.
@@ -235,11 +242,7 @@ def sample_rank(job: Job, replica: int) -> None:
 
 
 class _SamplingRank:
-    """Sampling side of the exchange with training ranks: samples the same part of every step.
-
-    Attributes:
-        folder: Folder shared with the training ranks.
-    """
+    """State of a sampling rank, which samples the same part of every step."""
 
     def __init__(self, job: Job, world: World, replica: int) -> None:
         self._job, self._world, self._grpo = job, world, job.recipe.grpo
@@ -258,7 +261,7 @@ class _SamplingRank:
         self._weights = Weights(-1)
 
     def run(self, begin: dict[str, Any]) -> None:
-        """Sample all steps without completions, from the training position `begin`, until training ends."""
+        """Sample every step that lacks this rank's part until training ends; `begin` is as in `RolloutFolder.begin`."""
         job, grpo, weights = self._job, self._grpo, self._weights
         batches, first = job.train_batches(), begin["done"] * grpo.num_iterations
         batches.load_state_dict(begin["data"])
@@ -287,14 +290,14 @@ class _SamplingRank:
             write_timeline(recorder.own(begin["origin_s"]), timeline)
 
     def _renew(self) -> int:
-        """Load the newest version of the weights that all ranks of the replica see, and return it."""
-        # Ranks of a replica poll at different times; the oldest version seen by any rank exists for all.
+        """Load the newest version of the weights that exists for all ranks of the replica; return the version."""
+        # Ranks poll at different times; the oldest version seen by any of them exists for all.
         newer = _min_over_ranks(self.folder.newest())
         self._published.load(self._model, None, newer)
         return newer
 
     def _load_weights(self, step: int, recorder: SpanRecorder) -> bool:
-        """Wait for and load weights that are new enough for a step; return False if training has ended."""
+        """Wait for weights that are new enough for a step and load them; return False if training has ended."""
         least = max(0, step - 1 - self._grpo.max_staleness)
         with recorder.span("wait for weights", "wait"):
             version = self.folder.version(least, exact=self._job.recipe.training.deterministic)
@@ -308,7 +311,6 @@ class _SamplingRank:
         return True
 
     def _inputs(self, batches: Any, step: int) -> list[dict[str, Tensor]]:
-        """Return the microbatches of prompts that this rank samples in a step."""
         parts = batches.microbatches(
             (step - 1) * self._grpo.num_iterations,
             self._part,
@@ -329,7 +331,7 @@ class _SamplingRank:
         recorder: SpanRecorder,
         reference: ReferenceWeights | None,
     ) -> None:
-        """Sample and publish this rank's completions of a step, with log-probabilities under `reference` if set."""
+        """Sample and publish this rank's part of a step, with log-probabilities under `reference` if it is set."""
         begin_s, microbatch = time.perf_counter(), self._microbatch
         with recorder.span("rollout", "compute"):
             completions = self._sampler.complete(
@@ -348,7 +350,7 @@ class _SamplingRank:
 
 
 def _build_replica(job: Job, world: World, microbatch: int) -> nn.Module:
-    """Build the model on the layout of the sampling ranks, with the run's initial weights."""
+    """Build the model with the layout of the sampling ranks, and initialize its weights from the run's seed."""
     recipe, work, grpo = job.recipe, job.plan.workload, job.recipe.grpo
     workload = Workload(
         work.seq_len,
@@ -366,7 +368,7 @@ def _build_replica(job: Job, world: World, microbatch: int) -> nn.Module:
 
 
 def _min_over_ranks(value: int) -> int:
-    """Return the minimum of `value` over the ranks of a model replica; collective over these ranks."""
+    """Return the minimum of `value` over the ranks of a sampling replica; collective over these ranks."""
     if not dist.is_initialized():
         return value
     minimum = torch.tensor(value)

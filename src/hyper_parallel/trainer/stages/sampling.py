@@ -28,7 +28,7 @@ from hyper_parallel.trainer.decoding import (
 from hyper_parallel.trainer.stages.environments import Environments
 
 NOT_SAMPLED: Final = -1
-"""Version of tokens that were not sampled; sampled tokens have versions from 0."""
+"""Value of `Completions.versions` for tokens that the model did not sample; versions of weights start at 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Completions:
         ends: [N] position after the last token of the completion.
         logprobs: [N, S + 1] log-probability of every sampled token under the weights that sampled it; 0 elsewhere.
         versions: [N, S + 1] version of the weights that sampled each token; `NOT_SAMPLED` for prompts, environment
-            replies, padding.
-        rewards: [N] summed rewards of the environment; 0 without one.
-        stopped: [N] whether a stop token, not the length limit, ended the completion.
-        reference_logprobs: [N, S] log-probability of each next token under the reference model if the sampling ranks
-            compute it; else [N, 0].
+            replies and padding.
+        rewards: [N] sum of the rewards that the environment returned; 0 without an environment.
+        stopped: [N] mask of completions that ended with a stop token; the others ended at the length limit.
+        reference_logprobs: [N, S] log-probability of each next token under the reference model; [N, 0] if the sampling
+            ranks do not compute it.
     """
 
     tokens: Tensor
@@ -62,7 +62,7 @@ class Completions:
 
     @property
     def real(self) -> Tensor:
-        """[N, S] mask of tokens that are followed by a token other than padding."""
+        """[N, S] mask of positions whose next token is not padding."""
         positions = torch.arange(self.tokens.shape[1] - 1, device=self.ends.device)
         return positions < self.ends[:, None] - 1
 
@@ -74,12 +74,12 @@ class Completions:
 
 @dataclass
 class Weights:
-    """Version of the sampling weights, and functions that refresh them.
+    """Version of the sampling weights, and functions that load newer ones.
 
     Attributes:
-        version: Version of the loaded weights.
-        due: Returns whether newer weights may be loaded, called before every forward pass; None: the weights are fixed.
-        renew: Loads newer weights on every rank of a replica, and returns their version.
+        version: Version of the loaded weights: the number of rollouts that they were trained on.
+        due: Returns whether newer weights are available, called before every forward pass; None: never.
+        renew: Loads newer weights on every rank of a model replica, and returns their version; None: weights are fixed.
     """
 
     version: int = 0
@@ -100,20 +100,21 @@ def sample(
     environments: Environments | None = None,
     exact: bool = False,
 ) -> Completions:
-    """Sample a completion of every prompt from the model's distribution.
+    """Sample a completion of every prompt, with temperature 1 and without truncation of the distribution.
 
     Args:
         model: Causal language model passed through `parallelize`, without pipeline stages or sharded sequences.
         tokens: [N, S + 1] right-padded prompts; padding is never attended to, as attention is causal.
-        starts: [N] number of tokens of each prompt.
+        starts: [N] number of tokens of each prompt, at most S + 1.
         stops: Token ids that end a completion.
         max_completion_length: Maximum number of tokens of a completion, including environment replies.
         draws: [N, max_completion_length] random numbers in [0, 1), one per token.
         microbatch: Number of rows of a forward pass.
-        weights: Version and refresh of the weights. After a refresh, unfinished completions are prefilled again and
-            continue.
+        weights: Version of the weights, and functions that load newer ones; None: fixed weights of version 0. After
+            newer weights are loaded, unfinished completions are prefilled again and continue.
         environments: Environments that reply to finished turns; None: a completion is one turn.
-        exact: Decode by full training forwards without a cache, and compute log-probabilities in one more pass.
+        exact: Decode without a key-value cache, by forward passes over full rows as in training, and compute the
+            log-probabilities in one more forward pass.
     """
     weights = weights or Weights()
     tokens, ends = tokens.clone(), starts.clone()
@@ -150,7 +151,7 @@ def sample(
 def _decoding_sequences(
     tokens: Tensor, starts: Tensor, limits: Sequence[int], draws: Tensor
 ) -> list[DecodingSequence]:
-    """Return a sequence to decode for each row whose limit permits another token."""
+    """Return the initial decoding state of each row whose limit is at least one token."""
     row_draws = draws.double().cpu().numpy()
     return [
         DecodingSequence(row, tokens[row, :start].tolist(), start, limit, row_draws[row])
@@ -167,7 +168,7 @@ def _decode_exact(
     stops: Collection[int],
     microbatch: int,
 ) -> Iterator[DecodingSequence]:
-    """Decode by full forward passes over whole microbatches; yield a sequence after each of its tokens."""
+    """Decode by forward passes over full rows of each microbatch; yield a sequence after each token sampled for it."""
     for first in range(0, len(tokens), microbatch):
         batch = [s for s in sequences if first <= s.number < first + microbatch]
         ids = tokens[first : first + microbatch, :-1]
@@ -180,7 +181,7 @@ def _decode_exact(
 def _decode_in_slots(
     decoder: Decoder, weights: Weights, environments: Environments | None
 ) -> Iterator[DecodingSequence]:
-    """Yield a sequence after each of its tokens; load newer weights when due, and insert environment replies."""
+    """Yield a sequence after each token sampled for it; load newer weights when due; append environment replies."""
     while True:
         for sequence in decoder.run():
             yield sequence
@@ -196,7 +197,7 @@ def _decode_in_slots(
 
 @torch.no_grad()
 def logprobs_of(model: nn.Module, input_ids: Tensor, labels: Tensor, microbatch: int) -> Tensor:
-    """Return [N, S] log-probabilities of labels under the current weights, computed for `microbatch` rows at a time."""
+    """Return [N, S] log-probabilities of `labels` under the current weights; a pass takes `microbatch` rows."""
     training = model.training
     model.eval()
     parts = zip(input_ids.split(microbatch), labels.split(microbatch), strict=True)
@@ -221,14 +222,14 @@ def all_reduce_sum(values: Tensor) -> list[float]:
 
 
 def uniform(seed: int, step: int, first: int, rows: int, length: int) -> Iterator[np.ndarray]:
-    """Yield [length] random numbers in [0, 1) for each of `rows` sequences of a step, starting at sequence `first`.
+    """Yield a [length] array of random numbers in [0, 1) for each of `rows` sequences of a step, from index `first`.
 
-    They depend only on seed, step and sequence index, so sampling is the same on every layout.
+    The numbers depend only on seed, step and sequence index, so sampling is the same on every layout.
     """
     for row in range(first, first + rows):
         yield numbers(seed, 5, step, row, length=length)
 
 
 def environment_seed(seed: int, step: int, number: int) -> int:
-    """Return the seed of a sequence's environment, which depends only on seed, step and sequence index."""
+    """Return the seed of the environment of sequence `number` of a step."""
     return int(numbers(seed, 6, step, number, length=1)[0] * 2**53)

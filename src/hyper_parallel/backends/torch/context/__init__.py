@@ -1,1 +1,1 @@
-"""Context parallelism: sequences sharded over ranks, with attention over entire sequences."""
+"""Context parallelism: sequences are sharded over ranks, and attention covers entire sequences."""

@@ -1,7 +1,7 @@
-"""Check by a forward on meta tensors, before any rank starts, that the tokens of a model can be sharded over ranks.
+"""Check by a forward on meta tensors, before any rank starts, that the sequences of a model can be sharded over ranks.
 
-Tokens may interact in the attention interface of transformers only, with a causal mask and an optional window passed to
-the interface. All other differences between tokens must come from the input ids and positions.
+Tokens may interact only in functions of transformers' attention interface, with a causal mask and an optional sliding
+window passed to the function. All other code must compute each token from its own id and position.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def probe_attention_calls(
     """Return how often each layer calls the attention interface in a forward pass.
 
     Raises:
-        UnsupportedSharding: HP205 with the computation that needs the tokens of other ranks.
+        UnsupportedSharding: HP205 with the operation for which a rank would need the tokens of other ranks.
     """
     register()
     _Probe(model, base, layers, TRIAL).run()
@@ -38,7 +38,7 @@ def probe_attention_calls(
 
 
 def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -> None:
-    """Make position embeddings that count the local tokens, as in BART, use `position_ids()` instead."""
+    """Make position embeddings use `position_ids()` if the model counts local tokens for them, as BART does."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         local = kwargs.get("position_ids")
@@ -55,7 +55,7 @@ def override_position_ids(base: nn.Module, position_ids: Callable[[], Tensor]) -
 
 
 class _Probe:
-    """Replacement of `ContextState` during the trial."""
+    """Trial forward with one attention function, and replacement of `ContextState` in it."""
 
     def __init__(
         self, model: nn.Module, base: nn.Module, layers: nn.ModuleList, interface: str
@@ -68,7 +68,7 @@ class _Probe:
         self._layer = {id(m): i for i, layer in enumerate(layers) for m in layer.modules()}
 
     def run(self) -> list[int]:
-        """Run the model once, raise for unsupported computations, and return the calls per layer."""
+        """Run the model once, raise for unsupported operations, and return the attention calls per layer."""
         model, tracer = self.model, self.tracer
         config = copy.deepcopy(self.config)
         config._attn_implementation = self.interface
@@ -93,7 +93,7 @@ class _Probe:
         if not any(self.calls):
             raise self._refusal("its attention does not go through the attention interface")
         if any(m & TOKEN_DEPENDENT for m in self.losses):
-            raise self._refusal("it counts positions by itself")
+            raise self._refusal("it computes positions itself")
         return self.calls
 
     def attend(
@@ -106,12 +106,12 @@ class _Probe:
         window: int | None,
         causal: bool,
     ) -> Tensor:
-        """Return a meta tensor with the shape of attention's output; raise for attention that ranks cannot compute."""
+        """Return a meta tensor of the shape of attention's output; raise for an unsupported kind of attention."""
         inputs = (query, key, value)
         if any(x.shape[2] != TOKENS for x in inputs):
-            raise self._refusal("attention has other keys than those of the tokens")
+            raise self._refusal("attention reads keys that do not belong to the tokens")
         if self.tracer.marks_of(inputs) & TOKEN_DEPENDENT:
-            raise self._refusal("it counts positions by itself")
+            raise self._refusal("it computes positions itself")
         if id(module) not in self._layer:
             raise self._refusal("attention is called outside of the layers")
         self.calls[self._layer[id(module)]] += 1
@@ -121,7 +121,7 @@ class _Probe:
         return self.tracer.meta_tensor(shape, query.dtype, self.tracer.marks_of(inputs))
 
     def _is_known(self, mask: Tensor | None, window: int | None, causal: bool) -> bool:
-        """Return whether a mask [1, 1, S, S], true for visible keys, agrees with the window and causal arguments."""
+        """Return whether a mask [1, 1, S, S], True for visible keys, is the one that `window` and `causal` describe."""
         if mask is None:
             return window is None or (causal and self.interface == INTERFACE)
         if self.interface == INTERFACE or mask.is_meta or mask.dtype != torch.bool:

@@ -1,12 +1,12 @@
-"""Context parallelism: ranks of a cp group receive complete sequences and shard them; attention covers all tokens.
+"""Context parallelism: cp ranks receive complete sequences, shard them, and compute attention over all tokens.
 
-    root            ids, labels and positions are padded and sharded (`ContextState.shard_inputs`); logits are gathered
-    decoder layers  run on [B, S / cp, D]; only attention uses the tokens of other ranks (`attention`)
-    loss            the sum over this rank's tokens; the ranks' sums add up to the loss of the sequences
+    root module     pads and shards ids, labels and positions (`ContextState.shard_inputs`), and gathers logits
+    decoder layers  run on [B, S / cp, D]; only attention uses the tokens of other ranks (see `attention`)
+    loss            the sum over this rank's tokens; the sums of all ranks add up to the loss of the sequences
 
-Attention is replaced through the attention interface of transformers: the model's config names one function, which
-reads the model's `ContextState` from the attention module. Model code is unchanged. The masks of the model (causal,
-packed documents, sliding window) are applied per block of queries and keys.
+Attention is replaced through the attention interface of transformers: the model's config names a function, which reads
+the `ContextState` from the attention module. Model code is unchanged. The masks of the model (causal, packed documents,
+sliding window) are applied per block of queries and keys.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 
 MASKS_IGNORE_POSITION_IDS = ("gpt_oss",)
-"""Families whose masks ignore `position_ids`."""
+"""Model types whose masks ignore `position_ids`."""
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _COUNTS = "create_position_ids_from_input_ids"
-"""Method of transformers modules that derive positions from ids."""
+"""Method by which modules of transformers derive positions from ids."""
 
 
 def apply_context_parallel(
@@ -51,7 +51,7 @@ def apply_context_parallel(
     calls: Sequence[int],
     running: RunningPass,
 ) -> ContextState | None:
-    """Shard the sequences of a model and make its attention cover all tokens; return None if cp is 1.
+    """Shard a model's sequences and make attention cover all tokens; return the state, or None if cp is 1.
 
     Args:
         model: The model; changed in place.
@@ -87,11 +87,11 @@ def apply_context_parallel(
 
 
 def count_attention_calls(model: nn.Module, strategy: Strategy) -> tuple[int, ...]:
-    """Return how often each layer calls the attention interface; needs no ranks.
+    """Return how often each layer calls the attention interface, by a trial forward in one process; () if cp is 1.
 
     Raises:
-        UnsupportedSharding: HP205 for attention that is not causal, or not computed through the interface. A sliding
-            window is allowed.
+        UnsupportedSharding: HP205 for attention that does not use the interface, or that is neither causal nor causal
+            with a sliding window.
     """
     if strategy.cp == 1:
         return ()
@@ -114,9 +114,9 @@ def _wrap_root(
     Args:
         context: State of context parallelism.
         model: The model; changed in place.
-        num_calls: Function that returns the expected number of attention calls of a pass.
+        num_calls: Function that returns the expected number of attention calls in a pass.
         gathers_outputs: Whether outputs are gathered over the ranks.
-        tables: Position embeddings that derive positions from ids if the batch has none.
+        tables: Position embeddings that derive positions from ids for batches without positions.
     """
     names = list(inspect.signature(model.forward).parameters)
 
@@ -162,7 +162,7 @@ def _wrap_root(
 
 
 def join_sequences(context: ContextState, local: Tensor) -> Tensor:
-    """Return complete sequences [B, S, ...] gathered over cp ranks; all ranks must use the result in the same way."""
+    """Gather complete sequences [B, S, ...] over cp ranks; all ranks must compute the same values from the result."""
     cut, group = context.view.cut, context.group
     positions = [p for rank in range(group.size()) for p in cut.positions(rank)]
     # Index of each position in the concatenated tokens of all ranks.
@@ -171,7 +171,7 @@ def join_sequences(context: ContextState, local: Tensor) -> Tensor:
 
 
 def _refuse(config: Any) -> None:
-    """Raise HP205 for a config whose attention is neither full causal nor sliding-window attention, or has dropout."""
+    """Raise HP205 for a config with other attention than causal and sliding-window attention, or with dropout."""
     kinds = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_KINDS)
     for unsupported, feature in (
         (kinds, f"layers of kind {', '.join(sorted(kinds))}"),
@@ -190,7 +190,7 @@ def _refuse(config: Any) -> None:
 
 
 def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise HP205 for arguments of the forward that have no meaning for a shard of the tokens."""
+    """Raise HP205 for arguments of the forward that cannot be used with sharded sequences."""
     config = module.config
     for name, why in (
         ("attention_mask", "mark documents by `position_ids` that restart, padding by labels"),
@@ -212,14 +212,14 @@ def _refuse_call(module: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def mask_documents(base: nn.Module, dtype: torch.dtype) -> None:
-    """Make the masks of a model separate packed documents if its family's own masks do not.
+    """Make attention masks separate packed documents in models of `MASKS_IGNORE_POSITION_IDS`.
 
-    Other models of transformers derive documents from `position_ids` that restart when they build masks. GPT-OSS builds
-    its masks without positions, but accepts prebuilt masks. A hook builds these with public functions of transformers.
-    Context parallelism does not need this, because it has masks of its own.
+    Other models of transformers recognise documents by `position_ids` that restart at 0 when they build masks. GPT-OSS
+    builds its masks without positions, but accepts masks as arguments. A hook builds them with public functions of
+    transformers. Context parallelism does not need the hook, because it builds its own masks.
 
     Args:
-        base: Decoder without its head.
+        base: Decoder without its head; changed in place.
         dtype: Dtype of activations, for additive masks.
     """
     if base.config.model_type not in MASKS_IGNORE_POSITION_IDS:

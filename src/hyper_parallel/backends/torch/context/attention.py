@@ -1,13 +1,14 @@
 """Attention over context-parallel ranks: ring exchange of keys and values, Ulysses, or one all-gather.
 
-Ring. A ring position is a group of `ulysses` ranks. In round d, every position sends its keys and values d positions
-ahead and receives those from d positions behind, while it computes on the blocks of the previous round. Keys go
-directly to the position that needs them, not from neighbour to neighbour. The bytes per round are the same, and rounds
-outside of a sliding window are skipped. Backward exchanges keys and values again. The gradients of a block are sent
-directly to its owner, which accumulates them in float32 or wider, so no gradient is rounded more than once.
+Ring. A ring position is a group of `ulysses` ranks. In round d, every position sends its keys and values to the
+position d steps ahead and receives those of the position d steps behind, while it computes on the blocks of the
+previous round. Unlike in a ring of neighbours, rounds outside of a sliding window can be skipped; the bytes per round
+are the same. Backward exchanges keys and values again. The gradients of a block are sent directly to its owner, which
+accumulates them in float32 or wider, so no gradient is rounded more than once.
 
-Ulysses. One all-to-all exchanges tokens for heads before attention, another one reverses this after it. With fewer key
-heads than ranks, key heads are repeated. The hybrid uses Ulysses inside a ring position and the ring between positions.
+Ulysses. One all-to-all before attention moves the sharding from tokens to heads, and one after attention moves it back.
+With fewer key heads than ranks, key heads are repeated. The hybrid uses Ulysses inside a ring position and the ring
+between positions.
 
 Sources: Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention (balance); Jacobs et al. 2023,
 DeepSpeed Ulysses; Fang and Zhao 2024, USP (hybrid); Llama 3 report, section 3.3.2 (gathered keys and values).
@@ -40,15 +41,15 @@ from hyper_parallel.ir import Interval, Purpose, sees_all, sees_some
 INTERFACE = "hyper_parallel"
 """Name of `context_attention` in the attention interface of transformers."""
 TRIAL = "hyper_parallel_trial"
-"""Name of `context_attention` in a trial, where models build their masks."""
+"""Name of `context_attention` in a trial forward, for which transformers builds masks."""
 ATTRIBUTE = "_hyper_parallel_context"
 """Attribute of attention modules with the `ContextState` of their model."""
 KeyValueBlocks = Iterator[tuple[int, Tensor, Tensor]]
-"""Ring positions with their keys and values (or the gradients of these), this rank's position first."""
+"""Tuples (ring position, keys, values), or with the gradients of both; the position of this rank comes first."""
 
 
 def register() -> None:
-    """Register `context_attention` in the attention interface of transformers; idempotent."""
+    """Register `context_attention` in the attention interface of transformers; may be called repeatedly."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -77,26 +78,26 @@ def context_attention(
     is_causal: bool | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of this rank's tokens; implements the attention interface of transformers.
+    """Compute attention of this rank's tokens over all tokens; implements the attention interface of transformers.
 
-    The mask is computed from the position ids.
+    The mask is computed from the positions of the tokens, not from `attention_mask`.
 
     Args:
         module: The attention module.
-        query: [B, H, local tokens, D].
-        key: [B, G, local tokens, D].
-        value: [B, G, local tokens, Dv].
+        query: Queries of this rank's tokens, [B, H, S / cp, D].
+        key: Keys of this rank's tokens, [B, G, S / cp, D].
+        value: Values of this rank's tokens, [B, G, S / cp, Dv].
         attention_mask: Must be None, except in the trial forward on meta tensors.
         dropout: Must be 0.
         scaling: Factor of the scores; None: 1 / sqrt(D).
         sliding_window: Number of visible tokens per query; None: no window.
         softcap: Cap of the scores, as in Gemma 2.
         s_aux: Logits of attention sinks [H], as in GPT-OSS.
-        is_causal: Whether attention is causal; None: as the module says.
-        unused: Arguments of models that no attention function uses.
+        is_causal: Whether attention is causal; None: use the attribute `is_causal` of the module.
+        unused: Further arguments that models pass and attention functions ignore.
 
     Returns:
-        Output [B, local tokens, H, Dv], and None for the weights.
+        Output [B, S / cp, H, Dv], and None in place of attention weights.
     """
     context = getattr(module, ATTRIBUTE)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -125,7 +126,7 @@ def context_attention(
 def _exchange_tokens_for_heads(
     context: ContextState, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
-    """Move the sharding of query, key and value from tokens to heads, among the ranks of a ring position."""
+    """Move the sharding of query, key and value from tokens to heads, by an all-to-all in each ring position."""
     ulysses = context.ulysses
     if query.shape[1] % ulysses:
         raise UnsupportedSharding(
@@ -159,7 +160,11 @@ def _refuse_attention(module: nn.Module, context: Any, options: dict[str, Any]) 
 
 @dataclass(frozen=True, slots=True)
 class RingAttention:
-    """Attention of the queries of one ring position over the keys of any position, in blocks of spans."""
+    """Attention of the queries of one ring position over the keys of all positions.
+
+    The tokens of a ring position are in one or more spans, intervals of consecutive tokens. Attention is computed in
+    blocks of one query span and one key span.
+    """
 
     view: SequenceView
     rules: AttentionRules
@@ -168,7 +173,8 @@ class RingAttention:
     def blocks(self, source: int) -> Iterator[tuple[slice, slice, AttentionBlock]]:
         """Yield (slice of the local queries, slice of the keys, block) for visible keys of ring position `source`.
 
-        For each span of queries the diagonal block comes first, so that every row has a visible key from then on.
+        For each query span, the block with the keys of the same span comes first, because `merge` needs a visible key
+        in every row.
         """
         query_spans, key_spans = (
             list(_slices(self.view.cut.spans[p])) for p in (self.position, source)
@@ -183,7 +189,7 @@ class RingAttention:
                     yield rows, columns, AttentionBlock(queries, keys, self.rules, every)
 
     def _visibility(self, queries: Interval, keys: Interval) -> tuple[bool, bool]:
-        """Return whether some query sees some key, and whether every query sees all keys."""
+        """Return whether any key is visible to any query, and whether all keys are visible to all queries."""
         if not self.rules.causal:
             return keys[0] < keys[1], True
         window, bounds = self.rules.window, self.view.bounds
@@ -195,7 +201,7 @@ class RingAttention:
         return some, every
 
     def forward(self, q: Tensor, width: int, blocks: KeyValueBlocks) -> tuple[Tensor, Tensor]:
-        """Return output and lse over the keys of all positions, in `score_dtype`; `width`: features of the values."""
+        """Return output and log-sum-exp over the keys in `blocks`, in `score_dtype`; values have `width` features."""
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=score_dtype(q.dtype))
         out = lse.new_zeros(*lse.shape, width)
         for source, k, v in blocks:
@@ -210,14 +216,14 @@ class RingAttention:
     def backward(
         self, grad: Tensor, q: Tensor, saved: tuple[Tensor, ...], dq: Tensor, blocks: KeyValueBlocks
     ) -> KeyValueBlocks:
-        """Accumulate the gradient of the queries in `dq`; yield the gradients of keys and values per ring position.
+        """Add the gradient of the queries to `dq`; yield the gradients of keys and values of each ring position.
 
         Args:
             grad: Gradient of the output.
             q: Local queries.
-            saved: (out, lse, delta), as in `AttentionBlock.backward`.
-            dq: Accumulator of the gradient of `q`.
-            blocks: Keys and values per ring position.
+            saved: (out, lse, delta), see `AttentionBlock.backward`.
+            dq: Tensor to which the gradient of `q` is added.
+            blocks: Keys and values of each ring position.
         """
         for source, k, v in blocks:
             dk, dv = torch.zeros_like(k, dtype=dq.dtype), torch.zeros_like(v, dtype=dq.dtype)
@@ -320,10 +326,7 @@ def _unpack(flat: Tensor, *like: Tensor) -> Iterator[Tensor]:
 def _key_value_blocks(
     context: ContextState, ring: RingAttention, k: Tensor, v: Tensor
 ) -> KeyValueBlocks:
-    """Yield (ring position, keys, values), first the local ones, then received ones.
-
-    The next exchange is in flight while the caller uses them.
-    """
+    """Yield (ring position, keys, values), those of this rank first; the next ones are in flight meanwhile."""
     name, ring_size = Purpose.KEYS_AND_VALUES, context.ring_size
     if context.gather_keys:
         rows = gather_rows(_pack(k, v), context.group, name)
@@ -347,10 +350,10 @@ def _key_value_blocks(
 def _exchange(
     context: ContextState, flat: Tensor, distance: int, name: Purpose
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send `flat` to the ring position `distance` ahead of this one, and receive from the position `distance` behind.
+    """Send `flat` to the ring position `distance` steps ahead, and receive from the position `distance` steps behind.
 
     Returns:
-        Received tensor, and a function that waits for the exchange.
+        The received tensor, and a function that waits until both transfers are complete.
     """
     ulysses = context.ulysses
     to, source = (

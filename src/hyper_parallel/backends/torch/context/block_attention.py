@@ -1,8 +1,8 @@
 """Attention of one block of queries over one block of keys, and the merge of blocks.
 
-A block returns its output and the logarithm of its softmax denominator ("lse") per query and head. `merge` combines the
-outputs of several key blocks. The backward of a block uses the lse of the complete row: its probabilities are those of
-the complete softmax, and blocks are independent.
+Each block returns its output and the log-sum-exp of its scores (`lse`) per query and head. `merge` combines the results
+for several key blocks. The backward of a block uses the lse over all key blocks. Its probabilities are then those of
+the complete softmax, and the backward passes of blocks are independent.
 
 A block runs on torch's flash attention kernels for CPU and CUDA if they support it, otherwise on matrix products.
 
@@ -24,12 +24,12 @@ from torch import Tensor
 from hyper_parallel.ir import Interval
 
 _SCORES = 1 << 24
-"""Maximum of scores per tile, which bounds the temporaries of the unfused kernel."""
+"""Maximum number of scores computed at a time without a fused kernel, to bound temporaries."""
 _FORMATS = {
     "cuda": (torch.bfloat16, torch.float16),
     "cpu": (torch.bfloat16, torch.float16, torch.float32),
 }
-"""Dtypes supported by the fused kernel of a device."""
+"""Dtypes that the flash attention kernel of a device type supports."""
 _LARGEST_HEAD = 256  # features of a head; limit of FlashAttention-2 kernels
 
 
@@ -45,10 +45,10 @@ class AttentionRules:
     documents: Tensor | None = None
     """Document index of every position, [B, S]; None: one document per sequence."""
     causal: bool = True
-    """False: every token sees its entire sequence, without a window."""
+    """False: every key of the sequence is visible to every query."""
 
     def hidden(self, queries: Interval, keys: Interval, device: torch.device) -> Tensor:
-        """Return the mask of invisible keys, [B or 1, Q, N], True for a hidden key."""
+        """Return a mask [B or 1, Q, N] over the keys of a block, True where a key is not visible to a query."""
         q = torch.arange(*queries, device=device).unsqueeze(1)
         k = torch.arange(*keys, device=device)
         mask = k > q
@@ -62,7 +62,7 @@ class AttentionRules:
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of scores and sums: float32 or wider."""
+    """Return the dtype of scores and accumulators for inputs of `dtype`: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -76,13 +76,13 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Block of queries and keys, by their positions in the sequence."""
+    """Block of attention: an interval of query positions and an interval of key positions."""
 
     queries: Interval
     keys: Interval
     rules: AttentionRules
     all_seen: bool
-    """True if every query sees every key, so that no mask is needed."""
+    """True if all keys are visible to all queries, so that no mask is needed."""
 
     def fused(self, q: Tensor, v: Tensor) -> bool:
         """Return whether the fused kernel computes this block."""
@@ -130,8 +130,8 @@ class AttentionBlock:
             q: Queries [B, H, Q, K].
             k: Keys [B, G, N, K].
             v: Values [B, G, N, V].
-            out: Output of the complete row, merged over all key blocks.
-            lse: Lse of the complete row.
+            out: Attention output [B, H, Q, V], merged over all key blocks.
+            lse: Log-sum-exp [B, H, Q] of the scores of all key blocks.
             delta: Sum of grad * out over V, [B, H, Q].
         """
         if self.fused(q, v):
@@ -153,7 +153,7 @@ class AttentionBlock:
         return dq, dk, dv
 
     def _tiles(self, q: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield (slice of queries, slice of the keys that any of them sees) for each tile of the block."""
+        """Yield (slice of queries, slice of the keys visible to any of these queries), each with a bounded size."""
         (first_query, last_query), (first_key, last_key) = self.queries, self.keys
         count = last_query - first_query
         per_row = q.shape[0] * q.shape[1] * (last_key - first_key)
@@ -173,7 +173,10 @@ class AttentionBlock:
     def _scores(
         self, q: Tensor, k: Tensor, rows: slice, cols: slice
     ) -> tuple[Tensor, Tensor | None]:
-        """Return scores [B, G, (H / G) rows, cols], minus infinity if masked, and the derivative of the cap, if any."""
+        """Return the scores of a tile, minus infinity if masked, and the derivative of the softcap, None without one.
+
+        Both have the shape [B, G, (H / G) rows, cols].
+        """
         exact, slope, softcap = score_dtype(q.dtype), None, self.rules.softcap
         grouped = _group(q[:, :, rows], k.shape[1]).to(exact)
         scores = (grouped @ k[:, :, cols].to(exact).transpose(-1, -2)).mul_(self.rules.scale)
@@ -225,12 +228,12 @@ class AttentionBlock:
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
-    """Reshape [B, H, Q, K] to [B, G, (H / G) Q, K]: the queries of one key head form one matrix."""
+    """Reshape [B, H, Q, K] to [B, G, (H / G) Q, K], so that all queries of one key head form one matrix."""
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def _ungroup(x: Tensor, heads: int) -> Tensor:
-    """Invert `_group`."""
+    """Reshape [B, G, (H / G) Q, K] to [B, H, Q, K]; inverse of `_group`."""
     return x.unflatten(2, (heads // x.shape[1], -1)).flatten(1, 2)
 
 

@@ -26,10 +26,10 @@ class ContextState:
 
     Attributes:
         group: Context-parallel process group.
-        gather_keys: True if one all-gather of keys and values replaces the ring steps.
-        ulysses: Ulysses degree: number of ranks that exchange tokens for heads by all-to-all.
-        running: The running forward pass; its view has the document lengths and boundaries.
-        calls: Number of attention calls so far in this pass.
+        gather_keys: True if keys and values are all-gathered; False: they are exchanged in a ring.
+        ulysses: Ulysses degree: number of ranks that exchange tokens for heads by an all-to-all.
+        running: The running forward pass; `view` of its context has the document lengths and boundaries.
+        calls: Number of attention calls in the running pass so far.
     """
 
     group: dist.ProcessGroup
@@ -59,36 +59,39 @@ class ContextState:
 
     @property
     def view(self) -> SequenceView:
-        """Mask data of the running pass."""
+        """Document lengths and boundaries of the sequences in the running pass."""
         view = self.running.context.view
         assert view is not None, "outside of a forward pass of the model"
         return view
 
     def cut(self, seq_len: int) -> SequenceCut:
-        """Return the partition of sequences of `seq_len` tokens over the ranks."""
+        """Return the sharding of sequences of `seq_len` tokens over the ranks."""
         return self._cuts.setdefault(seq_len, SequenceCut(seq_len, self.ring_size, self.ulysses))
 
     def local_tokens(self, whole: Tensor, fill: int) -> Tensor:
-        """Return this rank's tokens of [B, S] or [B, S, D]; S is the sequence length of the running pass."""
+        """Return this rank's tokens of `whole`, [B, S] or [B, S, D]; padding is filled with `fill`.
+
+        S must be the sequence length of a batch that `shard_inputs` has sharded.
+        """
         cut = self.cut(whole.shape[1])
         return _select_tokens(whole, self._positions[whole.shape[1], whole.device], cut, fill)
 
     def local_lengths(self, _: Tensor) -> Tensor:
-        """Return, for each of this rank's tokens in the running pass, the length of its document."""
+        """Return the document length of each of this rank's tokens in the running pass, for `rotate_by_document`."""
         return self.view.lengths
 
     def position_ids(self) -> Tensor:
-        """Return the positions of this rank's tokens in the running pass; padding has the last position."""
+        """Return the positions of this rank's tokens in their sequences; padding has the last position, S - 1."""
         view = self.view
         length, device = view.cut.seq_len, view.lengths.device
         return self._positions[length, device].clamp(max=length - 1)
 
     def shard_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's tokens of a microbatch, [B, padded length / cp], and set the state of its pass.
+        """Return this rank's tokens of a microbatch, [B, padded length / cp], and set `view` for its forward pass.
 
-        The result always has `position_ids`. If the batch has labels, both `labels` and `shift_labels` are the shifted
-        ones. Every pipeline stage calls this on the same microbatch: the first uses the ids, the last the labels, all
-        use the positions and the state.
+        The result always has `position_ids`. If the batch has labels, both `labels` and `shift_labels` of the result
+        are shifted. Every pipeline stage calls this method for a microbatch, because all stages need positions and
+        `view`.
 
         Args:
             batch: Arguments of the model's forward; `position_ids` restart at each document.
@@ -128,7 +131,7 @@ class ContextState:
 
 
 def _select_tokens(whole: Tensor, index: Tensor, cut: SequenceCut, fill: int) -> Tensor:
-    """Pad [B, S] or [B, S, D] with `fill` to the padded length and select tokens by index."""
+    """Pad [B, S] or [B, S, D] with `fill` to the padded length, and select the tokens `index`."""
     missing = cut.padded - cut.seq_len
     if missing:
         whole = F.pad(whole, (0, 0) * (whole.dim() - 2) + (0, missing), value=fill)
@@ -136,9 +139,10 @@ def _select_tokens(whole: Tensor, index: Tensor, cut: SequenceCut, fill: int) ->
 
 
 def sequence_view(cut: SequenceCut, positions: Tensor, lengths: Tensor) -> SequenceView:
-    """Return the mask data of sequences.
+    """Return the document lengths and boundaries of the sequences with these positions, [B, padded length].
 
-    As in transformers, a document starts where a position is not the previous position plus one.
+    As in transformers, a document starts where a position is not the previous position plus one. `lengths` are the
+    document lengths of this rank's tokens.
     """
     steps = positions.diff(dim=1, prepend=positions[:, :1] - 1)
     documents = (steps != 1).cumsum(dim=1)

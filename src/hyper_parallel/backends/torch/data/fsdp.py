@@ -1,4 +1,4 @@
-"""FSDP of the layers of a model, and of its experts over the ranks with the same experts."""
+"""FSDP of the layers of a model, and of its experts over the ranks that hold the same experts."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def shard_data_parallel(
     expert_mesh: DeviceMesh | None,
     average: bool,
 ) -> tuple[nn.Module, ...]:
-    """Wrap experts, layers and the root with FSDP.
+    """Wrap experts, layers and the root module with FSDP.
 
-    Without mixed precision, modules with parameters on a single data- and context-parallel rank stay unwrapped.
+    Modules stay unwrapped if FSDP would shard them over one rank and parameters are not cast for computation.
 
     Args:
         model: The model; changed in place.
         layers: Layers on this rank.
-        experts: Names of the modules of experts on this rank.
+        experts: Names of the modules with routed experts on this rank.
         layouts: Dict from parameter name to layout.
         plan: The plan.
         mesh: Device mesh; None for one rank.
@@ -48,7 +48,7 @@ def shard_data_parallel(
         average: Whether gradients are averaged over the data-parallel ranks instead of summed.
 
     Returns:
-        Modules managed by FSDP, root last.
+        Modules that FSDP manages, the root last.
     """
     strategy, workload = plan.strategy, plan.workload
     mixed = workload.compute_dtype != workload.param_dtype
@@ -79,7 +79,7 @@ def shard_data_parallel(
 def _sharded_dims(
     model: nn.Module, layouts: dict[str, Layout], strategy: Strategy
 ) -> dict[int, int]:
-    """Return a dict from the id of each parameter to the dim that FSDP shards, as its layout says; 0 if unsharded."""
+    """Return the dim over which FSDP shards each parameter, by parameter id; 0 if the layout shards no dim."""
     axes = {*strategy.fsdp_axes, "edp"}
     return {
         id(param): next((d for d, dim in enumerate(layouts[name].axes) if axes & {*dim}), 0)
@@ -88,11 +88,11 @@ def _sharded_dims(
 
 
 class _Wrapper:
-    """FSDP wrapper of the modules of one model.
+    """Caller of `fully_shard` for the modules of one model.
 
     Args:
-        dims: Dict from parameter id to the dim to shard.
-        divisor: Divisor of the gradients; None: gradients are summed.
+        dims: Dim to shard by parameter id.
+        divisor: Number by which summed gradients are divided; None: they are not divided.
     """
 
     def __init__(self, dims: dict[int, int], divisor: int | None) -> None:
@@ -106,7 +106,7 @@ class _Wrapper:
         frees_gathered: bool,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        """Wrap a module with FSDP over a mesh; `frees_gathered`: reshard parameters after forward."""
+        """Wrap a module with FSDP over a mesh; with `frees_gathered`, parameters are resharded after forward."""
         dims, divisor = self._dims, self._divisor
         fully_shard(
             module,
@@ -127,7 +127,7 @@ class _Wrapper:
 def _layers_without_shared_parameters(
     layers: Sequence[nn.Module], model: nn.Module
 ) -> Iterator[nn.Module]:
-    """Yield the layers without parameters shared with other modules, because FSDP would duplicate these per group."""
+    """Yield the layers that share no parameter with other modules; FSDP would copy a shared one per wrapped module."""
 
     def uses(module: nn.Module) -> Counter[int]:
         return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
@@ -139,7 +139,7 @@ def _layers_without_shared_parameters(
 
 
 def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
-    """Return FSDP's mesh: replicas on the outer axis, sharding ranks on the inner one, dp_shard x cp flattened."""
+    """Return the mesh of FSDP: dp_shard and cp flattened into one axis, after the axis dp_replicate if it exists."""
     if strategy.cp == 1:
         return mesh[("dp_replicate", "dp_shard") if strategy.dp_replicate > 1 else ("dp_shard",)]
     inner = mesh["dp_shard", "cp"]._flatten(FLAT)  # returns the mesh that all ranks have created
@@ -149,7 +149,7 @@ def fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
 
 
 def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
-    """Raise HP205 for outputs inside an opaque object, where FSDP cannot add the hooks that detect backward."""
+    """Raise HP205 if a model returns its tensors in an object in which FSDP cannot add hooks for backward."""
     leaves = tree_leaves(output)
     if not torch.is_grad_enabled() or any(
         isinstance(x, Tensor) and x.requires_grad for x in leaves
@@ -158,7 +158,7 @@ def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
     hidden = [x for x in leaves if not isinstance(x, (Tensor, int, float, str, type(None)))]
     if hidden and any(p.requires_grad for p in model.parameters()):
         raise UnsupportedSharding(
-            "the model returns its tensors inside an object that FSDP cannot traverse",
+            f"the model returns its tensors inside a `{type(hidden[0]).__name__}`, which FSDP cannot traverse",
             where=type(model).__name__,
             got=type(hidden[0]).__name__,
             allowed="tensors, and tuples, named tuples, lists, dicts and Hugging Face outputs of them",
@@ -166,17 +166,17 @@ def _refuse_hidden_outputs(model: nn.Module, _: Any, output: Any) -> None:
 
 
 def _free_gathered(modules: Sequence[FSDPModule]) -> None:
-    """Reshard parameters after a pass without gradients, because optimizers and `zero_grad` use the shards."""
+    """Reshard parameters after a forward pass without gradients, which no backward follows that would do so."""
     if not torch.is_grad_enabled():
         for module in modules:
             module.reshard()
 
 
 def set_last_backward(modules: Sequence[nn.Module], strategy: Strategy, last: bool) -> None:
-    """Set whether the next backward is the last of its step, to which some reductions are deferred.
+    """Set whether the next backward is the last one of its step, in which deferred reductions run.
 
-    Gradients of each microbatch are reduce-scattered and stay sharded. The all-reduce over replicas runs once per step.
-    If only optimizer states are sharded (zero=1), the reduce-scatter is deferred too and parameters stay gathered.
+    The all-reduce over dp_replicate is deferred. The reduce-scatter over dp_shard runs for each microbatch, unless only
+    optimizer states are sharded (ZeRO-1): then the reduce-scatter is deferred too, and parameters stay gathered.
     """
     if strategy.zero_stage == 1:
         for module in modules:
@@ -192,12 +192,12 @@ def defer_reductions(
     keeps_gathered: bool,
     root: nn.Module,
 ) -> None:
-    """Defer gradient reductions until `reduce_now`.
+    """Defer the gradient reductions of all modules until `reduce_now` is called for each.
 
     Args:
-        modules: Modules managed by FSDP.
+        modules: Modules that FSDP manages.
         previous: Dict from the id of a layer to the preceding layer.
-        keeps_gathered: Whether gathered parameters are kept until then.
+        keeps_gathered: Whether parameters stay gathered until `reduce_now`; those of the root always do.
         root: The root module.
     """
     for module in modules:
@@ -210,7 +210,7 @@ def defer_reductions(
 
 
 def reduce_now(module: nn.Module) -> None:
-    """Run FSDP's reduction outside of backward and free the gathered parameters."""
+    """Reduce the deferred gradients of a module outside of backward, and free its gathered parameters."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(True, recurse=False)
     module.set_reshard_after_backward(True, recurse=False)
@@ -219,11 +219,11 @@ def reduce_now(module: nn.Module) -> None:
 
 
 def complete_gradients(root: nn.Module, names: Set[str]) -> None:
-    """Add zero gradients to parameters that other data-parallel ranks have used since the last reduction.
+    """Give parameters without a gradient a zero gradient if another data-parallel rank has a gradient for them.
 
     Args:
-        root: The root module, before its reduction.
-        names: Parameters of the root that some ranks may not use, equal on all ranks.
+        root: The root module, before its gradients are reduced.
+        names: Names of parameters of the root that some ranks may not use; equal on all ranks.
     """
     for group in groups_of(fully_shard.state(root)):
         params = [
@@ -248,7 +248,7 @@ def complete_gradients(root: nn.Module, names: Set[str]) -> None:
 
 
 def gathered_parameters(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Yield the tensors of gathered parameters, whose storages FSDP frees and refills in place."""
+    """Yield FSDP's all-gather output tensors, whose storages FSDP frees and refills in place."""
     for module in modules:
         for group in groups_of(fully_shard.state(module)):
             for parameter in group.fsdp_params:
@@ -256,7 +256,7 @@ def gathered_parameters(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def end_backward(modules: Sequence[nn.Module]) -> None:
-    """Run the root's final backward callback: wait for reductions and clear prefetched parameters."""
+    """Run FSDP's callback at the end of backward: wait for reductions and free prefetched parameters."""
     for module in modules:
         state = fully_shard.state(module)
         if state._is_root:

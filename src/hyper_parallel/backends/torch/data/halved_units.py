@@ -1,15 +1,16 @@
-"""FSDP of layers that half-batches run through: one gather and one reduction for both halves.
+"""FSDP of layers that run on two half-batches: one all-gather and one reduction for both, see `half_batch`.
 
-FSDP's own hooks would end a layer's forward, and gather its parameters for backward, around a call that returns before
-its second half is done. `HalvedUnit` replaces them:
+With half-batches, the call of a layer returns before the second half-batch is done. FSDP's own hooks on the call would
+therefore reshard the parameters too early. `HalvedUnit` replaces them:
 
-    forward     gather before the first half enters     reshard when the second half leaves
-    backward    gather before the first half enters     reduce and reshard when the second half leaves
+    forward     gather before the first half-batch enters the layer, reshard when the second one leaves it
+    backward    gather before the first half-batch enters, reduce gradients and reshard when the second one leaves
 
-While the halves are in two layers, the parameters of both are gathered, and backward prefetches those of a third one.
+While the half-batches are in two different layers, the parameters of both layers are gathered, and backward prefetches
+those of a third layer.
 
-In backward a layer is gathered before the next layer is reduced, also if passes run whole. So the order of collectives
-is the same on ranks whose batches can be halved and on ranks whose batches cannot.
+In backward, the parameters of a layer are gathered before the gradients of the layer after it are reduced. Whole
+batches use the same order, because other ranks may run half-batches at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hyper_parallel.backends.torch.data.unit_order import groups_of
 
 
 class HalvedUnit:
-    """FSDP unit of one layer, without FSDP's hooks on calls of the layer."""
+    """FSDP parameters of one layer, without FSDP's hooks on calls of the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         """Remove FSDP's hooks from a layer that FSDP manages."""
@@ -35,26 +36,26 @@ class HalvedUnit:
         self.state._post_forward_hook_handle.remove()
 
     def begin(self, parts: int, previous: UnitPass | None) -> UnitPass:
-        """Gather the parameters for a forward pass in parts, after the pass of the previous layer has begun."""
+        """Gather the parameters for a forward pass through the layer; arguments as in `UnitPass`."""
         # Passing no arguments keeps FSDP from reducing gradients after the backward of the first part.
         self.state._pre_forward(self.layer, (), {})
         return UnitPass(self, parts, previous)
 
 
 class UnitPass:
-    """Forward pass through a unit, and its backward.
+    """Forward pass through one layer, and the backward pass that belongs to it.
 
     Attributes:
-        is_trained: Whether an output requires gradients.
+        is_trained: Whether an output of the layer requires gradients.
     """
 
     def __init__(self, unit: HalvedUnit, parts: int, previous: UnitPass | None) -> None:
         """Create a pass.
 
         Args:
-            unit: The unit.
-            parts: Number of calls of `run`, in any order.
-            previous: Pass of the previous layer, or None.
+            unit: FSDP parameters of the layer.
+            parts: Number of calls of `run`: 2 for half-batches, 1 for a whole batch.
+            previous: Pass through the previous layer; None for the first layer.
         """
         self.is_trained = False
         self._unit, self._parts, self._previous = unit, parts, previous
@@ -62,7 +63,7 @@ class UnitPass:
         self._num_entered = self._num_left_backward = 0
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the forward of the layer with the arguments of a part."""
+        """Call the forward of the layer with the arguments of one half-batch or of the whole batch."""
         state = self._unit.state
         args, kwargs = self._watch_inputs(*state._cast_forward_inputs(args, kwargs))
         output = forward(*args, **kwargs)
@@ -80,7 +81,7 @@ class UnitPass:
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with a hook on their gradients, which runs when a part's backward has left the layer."""
+        """Return the arguments with a hook on their gradients, which runs when backward leaves the layer."""
         leaves, structure = tree_flatten((args, kwargs))
         trained = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
@@ -95,7 +96,7 @@ class UnitPass:
         return result
 
     def _end_backward(self) -> None:
-        """Reduce the gradients when the backward of all parts has left the layer."""
+        """Reduce the gradients of the layer when the backward of all calls of `run` has left it."""
         self._num_left_backward = (self._num_left_backward + 1) % self._num_entered
         if self._num_left_backward:
             return
@@ -106,7 +107,7 @@ class UnitPass:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Identity that calls a function in backward, after the gradients of all its results are complete."""
+    """Identity function that calls `call` in backward, when the gradients of all results are complete."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:

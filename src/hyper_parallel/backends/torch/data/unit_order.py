@@ -1,15 +1,15 @@
 """Common order of FSDP's collectives on all ranks, independent of the submodules that each rank runs.
 
-FSDP gathers a unit (a module with its own parameter group) before its forward and reduces its gradients after its
-backward. If a rank skipped a unit, or ran units in another order, collectives of different units would be matched.
-Therefore every gather and every reduction is an event, and all ranks run the same sequence of events:
+A unit is a module with an FSDP parameter group of its own. FSDP gathers a unit before its forward and reduces its
+gradients after its backward. If a rank skipped a unit, or ran units in another order, collectives of different units
+would be matched. Therefore every gather and every reduction is an event, and all ranks run the same sequence of events:
 
-* The first pass is negotiated. Before an event, each rank announces its next event and all ranks run the lowest one.
-  Ranks that do not need it take part with their shard and with zero gradients.
-* A negotiated pass with equal announcements on all ranks is learned. Later passes need no negotiation: a rank takes
-  part in the learned events that it skips, and an event outside of the sequence raises HP622 before its collective.
+* The first pass is negotiated. Before an event, each rank announces the number of its next event, and all ranks run the
+  event with the lowest number. Ranks that do not need this event contribute their shard or zero gradients.
+* If all ranks announced the same events, the sequence is learned. Later passes need no negotiation: a rank takes part
+  in learned events of units that it skips. An event that is not in the sequence raises HP622 before its collective.
 
-Sequences that are not reliable (a unit that no rank ran, ranks that differ) stay negotiated.
+If ranks announced different events, or if no rank ran some unit, the sequence is negotiated in every pass.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from hyper_parallel.ir import Purpose
 _UNANIMOUS_PASSES: Final = 3
 """Number of equal passes before learning a sequence that runs a unit several times, or some units in forward only.
 
-A trade-off: a later pass that differs raises HP622. A larger number makes that rarer but delays learning."""
+A larger number delays learning. A smaller one makes errors more frequent: a pass that differs from a learned sequence
+raises HP622."""
 
 
 class HostExchange:
-    """Small all-reduces of host values, hidden from recorders of a step."""
+    """Collective minimum of a few host integers, invisible to dispatch modes that record a step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -55,8 +56,8 @@ class EventSequence:
     Args:
         exchange: All-reduce of host values.
         number: Index of the sequence, equal on all ranks.
-        covers: Function of the events of a pass. True: learn them now. False: learn them after several equal passes.
-            None: never learn them.
+        covers: Function of the events of a pass that decides about learning. True: learn them at once. False: learn
+            them after several equal passes. None: do not learn them.
     """
 
     DONE: Final = 1 << 40
@@ -73,15 +74,16 @@ class EventSequence:
         self.conditional: set[int] = set()
 
     def begin(self) -> None:
-        """Begin a pass."""
+        """Begin a pass from the first event of the sequence."""
         self._next, self._unanimous = 0, True
         if not self.learned:
             self._events = []
 
     def reach(self, event: int, fill: Callable[[int], None]) -> bool:
-        """Take part in events of other ranks until `event` is next on all ranks.
+        """Take part in events of other ranks until `event` is the next one on all ranks.
 
-        Return whether the sequence contains `event`. `fill` takes part in one event that this rank skips.
+        Return whether the rest of the sequence contains `event`, which is always the case during negotiation. `fill`
+        runs this rank's part of one event that the rank itself does not need.
         """
         if not self.learned:
             while (agreed := self._agree(event)) != event:
@@ -96,11 +98,11 @@ class EventSequence:
         return True
 
     def rest(self) -> list[int]:
-        """Return the remaining events of a learned sequence."""
+        """Return the remaining events of a learned sequence; an empty list during negotiation."""
         return self._events[self._next :] if self.learned else []
 
     def finish(self, fill: Callable[[int], None]) -> None:
-        """End a pass: take part in the remaining events of other ranks by `fill`."""
+        """End a pass: take part in the remaining events of other ranks by calling `fill` for each."""
         if self.learned:
             self._fill_until(len(self._events), fill)
             return
@@ -140,13 +142,13 @@ _IDLE: Final = "IDLE"
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """FSDP parameter group.
+    """Module with an FSDP parameter group of its own.
 
     Attributes:
         number: Index of the unit, 0 for the root.
         group: Parameter group of FSDP.
-        methods: Original methods of the group, by name.
-        running: True if this rank is inside of the unit's forward or backward.
+        methods: Original methods of the group that `UnitOrder` wraps, by name.
+        running: True while this rank runs the unit's forward or backward.
         partial: Parameters with gradients accumulated over microbatches but not yet reduced over replicas.
     """
 
@@ -165,24 +167,24 @@ class _Unit:
         return str(self.group._training_state.name)
 
     def trained(self) -> list[Any]:
-        """Return the parameters that receive gradients in backward."""
+        """Return the gathered parameters that require gradients."""
         initialized = [p for p in self.group.fsdp_params if hasattr(p, "_unsharded_param")]
         return [p for p in initialized if p.unsharded_param.requires_grad]
 
 
 class UnitOrder:
-    """Wrapper of FSDP's units (parameter groups) that runs their collectives in the same order on all ranks.
+    """Wrapper of FSDP's parameter groups that runs their collectives in the same order on all ranks.
 
-    A forward pass is one call of the root module; a backward pass ends in FSDP's final callback. Event numbers increase
-    in the usual order: ascending unit index in forward, descending in backward, gather before reduction. The last
-    events of backward are the reductions of units whose inputs need no gradients.
+    A forward pass is one call of the root module; a backward pass ends in FSDP's final callback. Events are numbered in
+    the usual order: ascending unit index in forward, descending in backward, gather before reduction. The last events
+    of backward are the reductions of units whose inputs need no gradients.
 
     Args:
         model: The root module.
-        modules: Modules managed by FSDP, the root last.
+        modules: Modules that FSDP manages, the root last.
         group: All ranks of the model.
-        unskippable: Modules with other collectives inside, which a single rank cannot skip.
-        learns: Whether sequences common to all ranks are learned; False: negotiate every pass.
+        unskippable: Modules that run other collectives, so that no rank can skip them alone.
+        learns: Whether sequences are learned; False: negotiate every pass.
     """
 
     def __init__(
@@ -238,12 +240,12 @@ class UnitOrder:
             self._forward = None
             self._passes += torch.is_grad_enabled()
         if unit.state == _IDLE:
-            # The first half has left before this one. FSDP would free parameters that are kept until backward.
+            # The other half-batch has ended forward already: FSDP would free parameters that are kept until backward.
             return output
         return unit.methods["post_forward"](module, inputs, output)
 
     def _fill_forward(self, number: int) -> None:
-        """Take part in the gather of a unit that this rank does not run."""
+        """Take part in the all-gather of unit `number`, which this rank does not run."""
         unit = self._units[number]
         if unit.group.is_unsharded:  # equal on all ranks
             return
@@ -269,7 +271,7 @@ class UnitOrder:
         self._unshard(unit, self._backward)
 
     def _unshard(self, unit: _Unit, sequence: EventSequence) -> None:
-        """Gather a unit for its backward, and prefetch the next one if the sequence is learned."""
+        """Gather a unit for its backward, and prefetch the next unit if the sequence is learned."""
         unit.methods["pre_backward"](False)
         bound = 2 * len(self._units)
         following = next((e for e in sequence.rest() if e < bound and e % 2 == 0), None)
@@ -313,7 +315,7 @@ class UnitOrder:
         return 3 * len(self._units) - 1 - unit.number
 
     def _fill_backward(self, event: int) -> None:
-        """Take part in a gather or a reduction of a unit that this rank does not run."""
+        """Take part in an all-gather or a reduction of a unit whose backward this rank does not run."""
         count = len(self._units)
         if event >= 2 * count:
             self._reduce(self._units[3 * count - 1 - event])
@@ -342,10 +344,10 @@ class UnitOrder:
         return len({*gathers}) == len(gathers) == len(self._units)
 
     def _complete(self, unit: _Unit) -> None:
-        """Add a zero gradient to each parameter that has a gradient on another rank but not on this one.
+        """Give each parameter without a gradient on this rank a gradient of -0.0, if another rank has a gradient.
 
-        A learned pass does not ask the other ranks. It adds -0.0, so that the sum is -0.0 only if no rank had a
-        gradient.
+        In a learned pass, every parameter without a gradient gets -0.0, because other ranks are not asked. The reduced
+        gradient is then -0.0 everywhere only if no rank had one, see `_drop_unused`.
         """
         if not unit.group.reduce_grads or self._backward is None:
             return
@@ -371,7 +373,7 @@ class UnitOrder:
         unit.partial = [] if unit.group.all_reduce_grads or not unit.group._is_hsdp else used
 
     def _drop_unused(self) -> None:
-        """Delete the gradients of parameters without a gradient on any rank."""
+        """Set gradients to None that are -0.0 everywhere, because no rank had a gradient; see `_complete`."""
         filled, self._filled = [p for p in self._filled if p.sharded_param.grad is not None], []
         if not filled:
             return
@@ -381,7 +383,7 @@ class UnitOrder:
         names = [p._param_fqn for p, _ in nonempty]
         unused = dict(zip(names, torch.stack(marks).tolist(), strict=True)) if nonempty else {}
         for p in filled:
-            # A rank without elements of a parameter uses the result of the nearest parameter in the module tree.
+            # A rank without elements of a parameter decides by the parameter whose name has the longest common prefix.
             name = p._param_fqn
             nearest = name if name in unused else max(unused, key=_common_with(name), default=None)
             if nearest is not None and unused[nearest]:
@@ -427,9 +429,14 @@ def order_units(
     unskippable: Sequence[str],
     one_order: bool,
 ) -> None:
-    """Make all ranks run FSDP's collectives in the same order, by a `UnitOrder`; `one_order` is passed as `learns`.
+    """Make all ranks run FSDP's collectives in the same order; no effect on one rank or without FSDP.
 
-    `unskippable` has the names of the modules.
+    Args:
+        model: The root module.
+        modules: Modules that FSDP manages, the root last.
+        group: All ranks of the model; None for one rank.
+        unskippable: Names of the modules that no rank can skip alone, see `UnitOrder`.
+        one_order: Whether the order of collectives is learned; False: negotiate every pass.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):
@@ -439,7 +446,7 @@ def order_units(
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups in FSDP's state of a module."""
+    """Return the parameter groups in `state`, FSDP's state of a module."""
     # torch 2.11 has at most one group per module
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -447,7 +454,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def _widen_partial(unit: _Unit, used: list[Any]) -> None:
-    """Extend a unit's buffer of gradients that are not yet reduced over replicas to the parameters `used`."""
+    """Extend a unit's buffer of gradients not yet reduced over replicas, so that it covers the parameters `used`."""
     partial: Tensor | None = unit.group._partial_reduce_output
     if partial is None or unit.partial == used:
         return
@@ -470,7 +477,7 @@ def _gradient(param: Any) -> Tensor | None:
 
 
 def _common_with(name: str) -> Callable[[str], int]:
-    """Return a function from a dotted name to the number of leading parts that it has in common with `name`."""
+    """Return a function from a dotted name to the number of leading components that it shares with `name`."""
     parts = name.split(".")
     return lambda other: next(
         (i for i, (a, b) in enumerate(zip(parts, other.split("."), strict=False)) if a != b),

@@ -45,7 +45,7 @@ class _Calls:
 
     def __call__(self, expert: int, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-            raise self.refusal("is not called with exactly one tensor of rows")
+            raise self.refusal("is not called with exactly one tensor")
         (rows,) = args
         if self.results is None:
             self.experts.append(expert)
@@ -56,14 +56,16 @@ class _Calls:
             self.experts[call],
             self.rows[call].shape,
         ):
-            raise self.refusal("is called with other rows when its block runs again")
+            raise self.refusal(
+                "is called with other shapes or in another order when its block is run again"
+            )
         return self.results[call]
 
     def refusal(self, reason: str) -> UnsupportedSharding:
         return UnsupportedSharding(
-            f"an expert in a list of modules {reason}, so ep cannot send its rows to another rank",
+            f"an expert in a list of modules {reason}, so ep cannot send its tokens to another rank",
             where=self.name,
-            allowed="experts[i](rows) with rows and result of shape [..., hidden], called alike in every pass",
+            allowed="calls experts[i](x), with x and result of shape [..., hidden], in the same order in every run",
             hint="parallel.ep=1",
         )
 
@@ -78,7 +80,7 @@ class _ExpertSlot:
         return self._calls(self._expert, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        raise self._calls.refusal(f"is not only called: its block reads the attribute `{name}`")
+        raise self._calls.refusal(f"is used other than by a call: its block reads `{name}` of it")
 
 
 class ExpertList(SlotList):
@@ -180,7 +182,7 @@ class ListBlock:
         def work(rows: Tensor, expert: Tensor) -> Tensor:
             out = self.experts(rows, expert)
             if out.shape != rows.shape:
-                raise calls.refusal(f"returns rows of another shape, {tuple(out.shape)}")
+                raise calls.refusal(f"returns shape {tuple(out.shape)} for {tuple(rows.shape)}")
             return out
 
         layer, count = self.state.layers[self.name], len(self.experts)

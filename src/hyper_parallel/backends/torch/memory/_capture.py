@@ -246,7 +246,7 @@ class StepCapture:
         except DataDependentOutputException as error:
             raise CaptureUnsupported(
                 f"the step reads a tensor's value at `{func}`, and fake tensors have no values",
-                hint="record on real tensors: the value becomes a guard of the program",
+                hint="capture with real tensors: later steps then check that the value has not changed",
             ) from error
         if func.namespace == "c10d" and not message:
             out = without_work(out)

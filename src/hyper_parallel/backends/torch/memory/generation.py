@@ -198,7 +198,7 @@ class PlannedSlots(FixedPasses):
             )
         if full := [e.enough_bytes["dram"] for e in errors if isinstance(e, TierFull)]:
             raise TierFull(
-                "the bytes beyond the device budget exceed DRAM and flash",
+                "the tensors that exceed the device budget do not fit in DRAM and flash",
                 got=f"device {limits.device_bytes} bytes, dram {limits.machine.dram_bytes} bytes, "
                 f"flash {'none' if limits.flash is None else 'unlimited'}",
                 hint=f"--dram {max(full)}",

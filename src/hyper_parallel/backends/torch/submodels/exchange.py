@@ -452,7 +452,7 @@ class Reader:
         received = self._message(number)
         found, output = received.popleft() if received else ("no further features", None)
         if found != label:
-            raise mismatch(f"the model calls `{label}`, the tower sent {found}")
+            raise mismatch(f"the model calls `{label}`, but the encoder sent {found}")
         return output
 
     def _tower_rank(self, number: int, index: int) -> int:
@@ -480,7 +480,7 @@ class Reader:
         numbers = range(len(self.borders))
         for number in numbers:
             if rest := self._message(number):
-                raise mismatch(f"the tower sent `{rest[0][0]}`, which the model does not call")
+                raise mismatch(f"the encoder sent `{rest[0][0]}`, which the model does not call")
         assert self._index is not None
         index, leaves = self._index, [leaf for n in numbers for leaf in self._leaves[n]]
         self._counts[index] = [len(self._leaves[n]) for n in numbers]
@@ -643,7 +643,7 @@ def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
 def mismatch(got: str) -> CollectiveMismatch:
     """Return the error for ranks of tower and language part that run different microbatches."""
     return CollectiveMismatch(
-        "the ranks of the tower and of the language part run different microbatches",
+        "the ranks of the encoder and of the language part run different microbatches",
         where=f"rank {dist.get_rank()}",
         got=got,
         hint="pass the microbatches of `hp.microbatch_sources` to `hp.forward_backward` on every rank",

@@ -109,7 +109,7 @@ class Joint:
         part = self._tower[0]
         self._trains = train and is_trained(part)
         if self._trains and self._joint.frozen:
-            raise mismatch("a tower that was frozen when the model was parallelized is trained")
+            raise mismatch("an encoder that was frozen when the model was parallelized is trained")
         if self._trains and self._joint.copies is not None:
             share_gradients(part, self._joint.copies.size())
 

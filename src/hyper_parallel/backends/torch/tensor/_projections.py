@@ -1,5 +1,9 @@
 """Attention and MLP blocks of a decoder under tensor parallelism, and the forwards of their linear modules.
 
+A region is one attention or MLP module: it gathers its input tokens, and scatters its output tokens. T tokens have D
+features; q and F are the widths of attention and MLP. P = x y ranks lie on the axes tp_x and tp_y. Weights are
+[out, in], as in `nn.Linear`.
+
     1d                   [T, D] @ [F/P, D] -> [T, F/P] @ [D, F/P] -> scatter tokens over all P ranks
     2d, attention        gather tokens over x -> [T, D/y] @ [q/x, D/y] -> scatter heads over y -> attention on q/P heads
                          -> gather heads over y -> [T, D/x] @ [D/y, D/x] -> scatter tokens over x
@@ -7,9 +11,10 @@
                          [T/y, F/x] -> gather tokens over y -> [T, F/x] @ [D/y, F/x] -> scatter tokens over x
     weight               the 1d block of the x ranks on T/y tokens; each weight is gathered over y where it is used
 
-The boundary table (`shard.block_program`) selects the collectives of a block and their ranks; this module runs them.
-A packed projection whose parts are sharded separately needs no communication. Otherwise its weight is sharded into
-equal slices of all rows, and one all-to-all exchanges the output columns. Backward mirrors every collective.
+`shard.block_program` selects the collectives of a block and their ranks, called its program; this module runs them.
+A packed projection (q, k and v, or gate and up, in one weight) whose parts are sharded separately needs no further
+communication. Otherwise its rows are sharded into equal slices, and one all-to-all exchanges the output columns.
+Backward runs the transpose of every collective.
 
 Sources: Xu et al. 2021 (GSPMD), section 3.2; Pope et al. 2022, section 3.2.
 """
@@ -52,14 +57,14 @@ class RegionPass:
     """Values of a region during one forward of its module, separate for each half-batch.
 
     Attributes:
-        scope: Scope of the tensors to gather again in backward.
-        gathered: Gathered tokens that projections use in place of their input; None: their input.
-        block_input: With replicated activations: the input of the column-parallel projections.
-        block_input_summed_grad: The same tensor; its gradient is summed over the ranks.
-        padded_rows: Rows of the gathered tokens, padding included.
-        executor: Executor of the collectives and products of this forward; None: they run serially.
-        column_products: With an executor: products of column-parallel projections, prepared before this forward.
-        row_products: With an executor: prepared products of row-parallel projections.
+        scope: Scope in which gathered tensors are gathered again in backward; None: they are saved.
+        gathered: Gathered tokens that projections use in place of their input; None: use the input.
+        block_input: Input of the column-parallel projections; set only with replicated activations.
+        block_input_summed_grad: Tensor equal to `block_input` whose gradient is summed over the ranks.
+        padded_rows: Number of gathered tokens, padding included.
+        executor: Executor that overlaps collectives and products of this forward; None: they run serially.
+        column_products: Products of column-parallel projections prepared for the executor, before this forward.
+        row_products: Products of row-parallel projections prepared for the executor.
     """
 
     scope: RegatherScope | None = None
@@ -74,11 +79,11 @@ class RegionPass:
 
 @dataclass(slots=True)
 class PreparedProducts:
-    """Results of `TokenExecutor.product`, created while collectives of the pass are in flight; see `ChunkedWeight`.
+    """Results of `TokenExecutor.product`, created while a collective is in flight; see `ChunkedWeight` for the reason.
 
     Attributes:
-        shape: Shape of the pass in which they were created.
-        with_grad: True if autograd was enabled.
+        shape: Shape of the forward pass in which the products were created.
+        with_grad: Whether autograd was enabled.
         products: Product of each projection.
     """
 
@@ -93,18 +98,18 @@ class Region:
 
     Attributes:
         state: State of tensor parallelism.
-        name: Name of the module.
-        program: Collectives of its forward; empty if activations between modules are replicated.
-        key_program: Collectives of key and value projections.
-        kv_heads: Number of key heads of the model; 0 for a module that accepts tokens in any order.
-        spans: Attention on one span of every sequence, or None.
-        last_column: Last column-parallel projection, after which the other half-batch may run (`offer_turn`).
-        column_products: For every column-parallel projection, a function that reads the weight for a pass and returns
-            `TokenExecutor.product` of it.
-        row_products: The same for row-parallel projections.
-        following: Region that runs after this one in the same layer. The gradients of its weights are computed while
-            those of this region's output are gathered.
-        passes: Values of the running forward, per half-batch.
+        name: Path of the module.
+        program: Collectives of the module's forward; empty if activations are replicated.
+        key_program: Collectives of the key and value projections.
+        kv_heads: Number of key heads of the model; 0 for an MLP, which accepts tokens in any order.
+        spans: Attention with queries from one span of every sequence; None for other modules.
+        last_column: Last column-parallel projection, after which `offer_turn` is called.
+        column_products: For each column-parallel projection, a function that reads its weight and returns
+            `TokenExecutor.product` for one pass.
+        row_products: The same functions for row-parallel projections.
+        following: Next region in the same layer, whose weights are read while this region's scatter is in flight. In
+            backward, their gradients are then computed while the gradient of this region's output is gathered.
+        passes: Values of the running forward, for each half-batch.
     """
 
     state: TpState
@@ -123,15 +128,15 @@ class Region:
 
     @property
     def current(self) -> RegionPass:
-        """Values of the running forward, those of the half-batch that computes now."""
+        """Values of the running forward, for the half-batch that is running."""
         return self.passes[half_index()]
 
     def group(self, purpose: Purpose) -> ProcessGroup:
-        """Return the process group of the collective that `program` has for this purpose."""
+        """Return the process group of the collective in `program` that has this purpose."""
         return self.state.groups[self.program[purpose].axes]
 
     def forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward `inner` on gathered tokens and return its output."""
+        """Gather the tokens in the arguments, run the module's forward `inner` on them, and return its output."""
         by_keyword, state = "hidden_states" in kwargs, self.state
         if not by_keyword and not (args and isinstance(args[0], Tensor)):
             raise UnsupportedSharding(
@@ -175,11 +180,11 @@ class Region:
 
     @property
     def input_scope(self) -> RegatherScope | None:
-        """Scope in which backward gathers inputs again; None: gathered inputs are saved for backward."""
+        """Scope in which gathered inputs are gathered again in backward; None: they are saved for backward."""
         return self.current.scope if self.state.regathers else None
 
     def _executor(self, part: Tensor) -> TokenExecutor | None:
-        """Return the executor of a block on this rank's tokens [1, n, D]; None if the block runs serially."""
+        """Return the executor for this rank's tokens [1, n, D]; None if collectives and products run serially."""
         executor = self.state.executor
         if executor is None:
             return None
@@ -188,18 +193,18 @@ class Region:
         return executor if fits else None
 
     def _prepare(self, products: dict[nn.Module, Callable[[], Any]]) -> PreparedProducts:
-        """Read the weights of projections for the running pass."""
+        """Read the weights of projections for the running pass, and return their products."""
         functions = {module: make() for module, make in products.items()}
         return PreparedProducts(self.state.shape, torch.is_grad_enabled(), functions)
 
     def prepare_following(self) -> None:
-        """Read the weights of the next region's column-parallel projections."""
+        """Prepare the products of the column-parallel projections of `following`."""
         if self.following is not None and self.following.state.executor is not None:
             region = self.following
             region.current.column_products = region._prepare(region.column_products)
 
     def _pop_column_products(self) -> dict[nn.Module, Callable[[], Any]]:
-        """Return the products that were prepared for this pass, else `column_products`; discard the prepared ones."""
+        """Return functions that return the products prepared for this pass, else `column_products`."""
         prepared, self.current.column_products = self.current.column_products, None
         is_current = (
             prepared is not None
@@ -211,12 +216,11 @@ class Region:
         return {m: partial(prepared.products.__getitem__, m) for m in self.column_products}
 
     def product_of(self, module: nn.Module, tokens: OverlappedTokens) -> Tensor:
-        """Return the product of a column-parallel projection with the module's input.
+        """Return the product of the tokens with the weight of a column-parallel projection.
 
-        The first projection that is called also multiplies the tokens for the others, so that more computation hides
-        the gather. It excludes projections of another input width and those with hooks, which must run in the call of
-        their module. If the model calls another projection with a different input, its product from the first call is
-        unused.
+        The call of the first projection also computes the products of the other projections, so that more computation
+        hides the gather. Projections with another input width or with hooks are computed in their own call. If the
+        model calls a projection with a different input, its product from the first call is not used.
         """
         if module not in tokens.products:
             width = tokens.shape[-1]
@@ -230,7 +234,7 @@ class Region:
         return tokens.products.pop(module)
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Gather tokens as sequences or spans [B, S, .]; for an MLP on two axes, as one unordered list [1, T, .]."""
+        """Gather tokens to [B, S, .], or to [B, span, .] for span attention; for a 2d MLP, to a list [1, T, .]."""
         tokens = gather(part, 1, self.group(Purpose.SEQUENCE_GATHER), Purpose.SEQUENCE_GATHER)
         self.current.padded_rows = tokens.shape[1]
         if not self.kv_heads and Y in self.state.groups:
@@ -240,10 +244,10 @@ class Region:
         return grid.without_padding(tokens, (grid.batch[0], length))
 
     def _placeholder_input(self, tokens: Tensor) -> Tensor:
-        """Return the module's input: `tokens`, or for 2d attention on spans a NaN placeholder [B, span, .].
+        """Return the module's input: `tokens`, or for 2d attention on spans a placeholder [B, span, .] of NaN.
 
-        Projections of 2d attention read all tokens from `RegionPass.gathered`, but return only those of a span, so the
-        module needs an input with the shape of the span.
+        With spans, projections read all tokens from `RegionPass.gathered` but return only those of one span. The module
+        therefore needs an input with the shape of the span.
         """
         if self.spans is None or Purpose.HEAD_SCATTER not in self.program:
             return tokens
@@ -255,13 +259,13 @@ class Region:
         """Reduce-scatter the output over the ranks and return this rank's tokens."""
         tokens = padded(out.reshape(1, -1, out.shape[-1]), self.current.padded_rows)
         group = self.group(Purpose.SEQUENCE_SCATTER)
-        # The next collective starts soon: only a norm precedes the next block's gather.
+        # Only a norm is computed before the next region's gather starts.
         return scatter(tokens, 1, group, Purpose.SEQUENCE_SCATTER, leads_to_start=True)
 
     def with_weight(self, module: nn.Module, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `use(weight)`; if the program gathers weights, the weight is gathered over y first.
+        """Return `use(weight)` for the module's local weight; if the program gathers weights, gather it over y first.
 
-        A gathered weight is not saved for backward but gathered again.
+        Backward gathers a gathered weight again, so it is not saved.
         """
         weight = self.state.local(module.weight)
         if Purpose.WEIGHT_GATHER not in self.program:
@@ -274,20 +278,20 @@ class Region:
     def adapter(
         self, module: nn.Module, x: Tensor, rows: slice | None = None, *, is_part: bool = False
     ) -> Tensor:
-        """Return this rank's part of the product of `x` and an adapter.
+        """Return the output of a projection's LoRA adapter for this rank's output features.
 
         Args:
             module: Projection with the adapter.
             x: Input of the projection.
-            rows: Rows of the adapter's output factor to use; None: all local rows.
-            is_part: Whether `x` is this rank's slice of the input width.
+            rows: Rows of the adapter's local B matrix to use; None: all rows.
+            is_part: Whether `x` has only this rank's slice of the input features.
         """
         state, b = self.state, self.state.local(module.lora_B, rows)
         part = (state.rank, state.degree) if is_part and state.same_random else (0, 1)
         return delta(module, x, state.local(module.lora_A), b, part)
 
     def gather_over_y(self, x: Tensor) -> Tensor:
-        """Gather the heads, spans or tokens of a 2d block over the y ranks."""
+        """Gather the input of a 2d block's row-parallel projection over y: its heads, or for an MLP its tokens."""
         purpose = Purpose.HEAD_GATHER if self.kv_heads else Purpose.WIDTH_GATHER
         y = self.group(purpose)
         if self.kv_heads and self.spans is None:
@@ -298,9 +302,10 @@ class Region:
     def sum_heads(
         self, out: Tensor, bias: Tensor | None, rows: slice | None, boundary: Boundary
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the output of a 2d attention projection over y, and return this rank's part of it with its bias.
+        """Sum the output of a 2d attention projection over y; return this rank's slice of the output and of the bias.
 
-        The part is complete heads or, with span attention, the tokens of a span.
+        The slice has complete heads or, with span attention, all local heads for the tokens of a span. `rows` is that
+        of `colwise`, and `boundary` is the collective with the purpose `HEAD_SCATTER`. The bias is not added.
         """
         y = self.state.groups[boundary.axes]
         if self.spans is not None:
@@ -323,13 +328,14 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = None) -> None:
-    """Make a column-parallel projection compute this rank's output features.
+    """Replace the forward of a column-parallel projection: it computes this rank's output features.
 
     Args:
         module: The projection.
         name: Module path of the projection.
-        region: Region of its parent module.
-        rows: Rows of the heads that this rank's queries use, if the weight is replicated over x; None: all local rows.
+        region: Region of the attention or MLP module that contains the projection.
+        rows: Rows of the weight for the key heads that this rank's queries use, if the weight is replicated; None: all
+            local rows.
     """
     state, keys = region.state, name.rpartition(".")[2] in ("k_proj", "v_proj")
     program = region.key_program if keys else region.program
@@ -371,9 +377,9 @@ def colwise(module: nn.Module, name: str, region: Region, rows: slice | None = N
 
 
 def rowwise(module: nn.Module, name: str, region: Region) -> None:
-    """Make a row-parallel projection reduce its partial output over ranks, then add the bias once.
+    """Replace the forward of a row-parallel projection: it reduces its partial output over ranks and adds the bias.
 
-    The region's program decides between all-reduce and reduce-scatter.
+    The output is reduce-scattered if the program of the region has a sequence scatter, else all-reduced.
     """
     state, program = region.state, region.program
     gathers_over_y = Purpose.HEAD_GATHER in program or Purpose.WIDTH_GATHER in program
@@ -423,7 +429,7 @@ def rowwise(module: nn.Module, name: str, region: Region) -> None:
 
 
 class LocalHeads:
-    """Proxy of a model config with the head counts of one rank; all other attributes are unchanged."""
+    """Proxy of a model config that returns the head counts of one rank, and all other attributes unchanged."""
 
     def __init__(self, config: Any, num_heads: int, num_kv_heads: int) -> None:
         self.__dict__.update(
@@ -437,9 +443,12 @@ class LocalHeads:
 
 
 def set_local_head_counts(attention: nn.Module, config: Any, degree: int) -> None:
-    """Replace the head counts in an attention module's attributes and config by the counts of one rank.
+    """Divide the head counts in the attributes and the config of an attention module by the number of ranks.
 
-    If the config has values per layer, the module's own config has those of its layer.
+    Args:
+        attention: The attention module; changed in place.
+        config: Text config of the model. If it has values per layer, the config of the module is used instead.
+        degree: Number of tensor-parallel ranks.
     """
     config = attention.config if getattr(config, "is_heterogeneous", False) else config
     heads = config.num_attention_heads
@@ -463,14 +472,12 @@ def set_local_head_counts(attention: nn.Module, config: Any, degree: int) -> Non
 def exchange_packed(
     module: nn.Module, parent: nn.Module, style: str, config: Any, state: TpState
 ) -> None:
-    """Wrap a packed projection so that it returns the output columns this rank uses.
-
-    The projection's forward already uses local parameters.
+    """Make a packed projection return the output columns that this rank uses, by an all-to-all if needed.
 
     Args:
-        module: The packed projection.
+        module: The packed projection, whose forward already uses local parameters.
         parent: Module that splits the projection's output.
-        style: qkv or gate_up.
+        style: Kind of packing: qkv or gate_up.
         config: Text config of the model.
         state: State of tensor parallelism.
     """
@@ -492,9 +499,12 @@ def exchange_packed(
 
 
 def exchange_columns(out: Tensor, parts: tuple[Part, ...], group: dist.ProcessGroup) -> Tensor:
-    """Return the columns that this rank uses of a packed projection's output.
+    """Return the columns of a packed projection's output that this rank uses; differentiable.
 
-    `out` [..., columns / ranks] is this rank's slice of the output.
+    Args:
+        out: Slice of the output that this rank has computed, [..., columns / ranks].
+        parts: Packed parts of the weight's rows, such as q, k and v.
+        group: Tensor-parallel process group.
     """
     degree, rank, width = group.size(), group.rank(), out.shape[-1]
     send_sizes = [exchanged_rows(parts, degree, rank, t) for t in range(degree)]

@@ -34,10 +34,10 @@ from hyper_parallel.ir import Purpose
 def call_with_summed_input_grad(
     group: ProcessGroup, region: Region | None, inner: Callable[..., Any], x: Tensor
 ) -> Any:
-    """Return `inner(x)` of a column-parallel projection; backward sums the gradient of `x` over the ranks.
+    """Return `inner(x)`, where `inner` is a column-parallel projection; backward sums the gradient of `x` over ranks.
 
-    Projections of one region share their input, whose gradient is all-reduced once. If `region` is None, only `inner`
-    reads `x`.
+    Projections of one attention or MLP module share their input: its gradient is all-reduced once per `region`. If
+    `region` is None, only this projection reads `x`.
     """
     if region is None:
         return inner(sum_backward(x, group, Purpose.ACTIVATIONS))
@@ -56,12 +56,12 @@ def share_random_numbers(group: ProcessGroup, device: torch.device) -> None:
 
 
 def tied_heads(modules: Mapping[str, nn.Module], split: Mapping[str, str]) -> list[str]:
-    """Return the names of the linear modules that share the weight of a sharded embedding.
+    """Return the names of the linear modules that share their weight with a sharded embedding.
 
     Args:
-        modules: All modules by name.
-        split: Style of each sharded module by name. The linear modules to find are not among them, because a shared
-            parameter is listed under one name only.
+        modules: All modules of the model by name.
+        split: Sharding style of each sharded module by name. It lacks the linear modules that this function finds,
+            because a shared parameter is listed under one name only.
     """
     weights = [modules[name].weight for name, style in split.items() if style == "vocab"]
     return [
@@ -87,7 +87,7 @@ class _GatheredParameters(dict[str, Any]):
 def gather_embedding_when_read(
     model: nn.Module, embedding: nn.Module, gradients: TpGradients, group: ProcessGroup
 ) -> None:
-    """Make a sharded embedding's weight gather itself when the model's forward reads it directly, as in Gemma 4."""
+    """Make a sharded embedding's weight all-gather itself when the model's forward reads it, as Gemma 4 does."""
 
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params = embedding._parameters
@@ -103,9 +103,10 @@ def gather_embedding_when_read(
 def use_local_replicated_parameters(
     model: nn.Module, split: Mapping[str, str], gradients: TpGradients
 ) -> None:
-    """Replace the parameters of unsharded modules by their local tensors during forwards.
+    """Replace the parameters of modules without sharded parameters by their local tensors during forward.
 
-    The replacement is active during the forward of the module's layer, or of the model for modules outside of layers.
+    The replacement is active during the forward of the layer that contains the module. For modules outside of layers,
+    it is active during the forward of the model.
     """
     wrapped = {model.get_submodule(name) for name in split}
     for unit in (*view_of(model).layers, model):

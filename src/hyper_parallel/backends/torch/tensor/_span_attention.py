@@ -1,8 +1,8 @@
-"""Attention with the queries of one span of every sequence; keys and values are gathered over the y ranks.
+"""Attention in which each tp_y rank has the queries of one span: an interval of positions of every sequence.
 
 The attention module runs unmodified on [B, span, ...], with the positions and mask rows of its span. The attention
-interface of transformers calls `_attend`, which gathers keys and values over y and calls the attention implementation
-of the model.
+interface of transformers calls `_attend`, which gathers keys and values over tp_y and calls the attention
+implementation of the model.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ATTRIBUTE = "_hyper_parallel_spans"
 
 @dataclass(slots=True)
 class SpanAttention:
-    """Attention of one module whose queries are the span of this y rank.
+    """Attention of one module with the queries of this rank's span.
 
     Attributes:
         state: State of tensor parallelism.
-        inner: Name of the model's attention implementation.
+        inner: Name of the model's attention implementation in transformers.
     """
 
     state: TpState
@@ -38,7 +38,7 @@ class SpanAttention:
 
     @classmethod
     def attach(cls, attention: nn.Module, state: TpState, name: str) -> SpanAttention:
-        """Make one attention module use span attention.
+        """Make an attention module use span attention; `name` is its path, for errors.
 
         Raises:
             UnsupportedSharding: HP205 for an attention implementation other than sdpa and eager.
@@ -65,7 +65,7 @@ class SpanAttention:
         return spans
 
     def cut(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-        """Return the arguments of an attention module with the positions and mask rows of this span only."""
+        """Return the keyword arguments of an attention module with positions and mask rows reduced to this span."""
         if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
             raise UnsupportedSharding(
                 "attention with tokens sharded over tp_y cannot cache keys and values for generation",
@@ -94,7 +94,7 @@ class SpanAttention:
         return out
 
     def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather keys and values of whole sequences, [B, H, S, K], from all spans."""
+        """Gather the keys and values of all spans; return those of full sequences, [B, H, S, K]."""
         widths = (key.shape[-1], value.shape[-1])
         joined = torch.cat((key, value), dim=-1).transpose(1, 2)  # B, span, H, K
         batch, span, heads, _ = joined.shape
@@ -108,7 +108,7 @@ class SpanAttention:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Any:
-    """Gather keys and values, then run the model's attention; registered in the attention interface."""
+    """Gather keys and values, then run the model's attention; registered in transformers' attention interface."""
     from transformers import AttentionInterface
 
     spans: SpanAttention = getattr(module, _ATTRIBUTE)

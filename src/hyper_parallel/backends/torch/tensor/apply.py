@@ -1,13 +1,14 @@
 """Tensor and sequence parallelism on one or two mesh axes, by wrapping unmodified modules.
 
     embedding (rows sharded)    partial sums of [B, S, D]
-    first decoder layer         reduce-scatter to this rank's part of the stream, for norms and residuals
-      region (attention, MLP)   gather tokens -> projections (see `_projections`) -> scatter tokens
+    first decoder layer         reduce-scatter to this rank's part of the residual stream
+      attention or MLP          gather tokens -> projections (see `_projections`) -> scatter tokens
     final norm                  on this rank's part, then gather tokens: the base model's output is unchanged
-    head (rows sharded)         logits of this rank's vocabulary for all tokens, consumed by the loss in this form
+    head (rows sharded)         logits of all tokens for this rank's part of the vocabulary, which the loss accepts
 
-Only the instance attribute `forward` of a module changes; classes, parameter names and the model's source do not. All
-arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints.
+Only the attribute `forward` of module instances changes; classes, parameter names and the model's source do not. All
+arithmetic runs on local tensors; parameters stay DTensors for FSDP, optimizers and checkpoints. An attention or MLP
+module with these collectives is called a region.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def apply_tensor_parallel(
     Args:
         model: The model; changed in place.
         view: Parts of the model.
-        styles: Dict from module or parameter name to style.
-        state: State of its tensor parallelism.
+        styles: Sharding style, such as colwise, by name of a module or parameter.
+        state: State of tensor parallelism.
         strategy: The strategy of the plan.
         trial: Result of `try_forward` if activations are replicated, else None.
     """
@@ -138,13 +139,13 @@ def watch_gradients(
 ) -> None:
     """Register the replicated parameters whose gradients are summed over tensor-parallel ranks.
 
-    Call this after FSDP has wrapped the model.
+    Call this function after FSDP has wrapped the model.
 
     Args:
         model: Model wrapped by `apply_tensor_parallel`.
-        layouts: Dict from parameter name to layout.
-        state: State of its tensor parallelism.
-        trial: Result of `try_forward`. None if activations are sharded: then the gradients of all replicated
+        layouts: Layout of each parameter, by name.
+        state: State of tensor parallelism.
+        trial: Result of `try_forward`; None if activations are sharded, in which case the gradients of all replicated
             parameters are partial and must be summed.
     """
     axes = TP if Y in state.groups else X
@@ -203,11 +204,10 @@ class TensorParallel:
         return region
 
     def _region_of(self, name: str) -> Region:
-        """Return the region of a projection; with replicated activations, a region without collectives."""
         return self.regions.setdefault(module_of(name), Region(self.state))
 
     def _key_value_rows(self, module: nn.Module) -> slice:
-        """Return the weight rows of the key head that this rank's queries use, for fewer key heads than ranks."""
+        """Return the weight rows of the one key head that this rank's queries use, for fewer key heads than ranks."""
         heads = self.config.num_key_value_heads
         width = module.weight.shape[0] // heads
         row = self.state.rank // (self.state.degree // heads) * width
@@ -256,7 +256,7 @@ class TensorParallel:
                 inside[0].following = inside[1]
 
     def apply_to_modules(self, splits_logits: bool) -> None:
-        """Wrap the sharded modules of any model; activations between blocks are replicated."""
+        """Wrap the sharded modules of any model, with replicated activations; `splits_logits` shards the logits."""
         state, config = self.state, self.config
         split = {n: s for n, s in self.styles.items() if s in SPLIT_STYLES}
         split |= dict.fromkeys(tied_heads(self.modules, split), "head")
@@ -285,7 +285,7 @@ class TensorParallel:
             self._guard()
 
     def _column_module(self, module: nn.Module, name: str, style: str, splits_logits: bool) -> None:
-        """Wrap a column-parallel projection, or a head, on replicated activations."""
+        """Wrap a column-parallel projection, or the head, of a model with replicated activations."""
         state, region = self.state, self._region_of(name)
         rows = self._key_value_rows(module) if style == "kv_replicate" else None
         colwise(module, name, region, rows)
@@ -302,7 +302,6 @@ class TensorParallel:
             wrap(module, lambda inner, x: join(inner(x), -1, state.group))
 
     def _norm_over_heads(self, module: nn.Module, name: str, rows: slice | None) -> None:
-        """Make a norm compute its statistics over the heads of all ranks."""
         inside = partial(ShardedNorm, self.state.group, name, Purpose.NORMS_OVER_HEADS)
         use_local_parameters(module, self.state.gradients, inside, rows)
 
@@ -311,9 +310,9 @@ class TensorParallel:
         return cast("Tensor", inner(x))
 
     def _embedding(self, module: nn.Module, reduce: Callable[..., Tensor] | None) -> None:
-        """Make an embedding look up this rank's rows, with zeros for other tokens, and reduce the result.
+        """Make an embedding look up this rank's rows, with zeros for other tokens, and sum the result over ranks.
 
-        `reduce` is the sum over ranks; None: the first layer reduces.
+        `reduce` computes the sum; None: return partial sums, which the first layer reduces.
         """
         state = self.state
         rows = module.num_embeddings // state.degree
@@ -347,9 +346,9 @@ class TensorParallel:
         module.forward = forward
 
     def _head(self, module: nn.Module, name: str) -> None:
-        """Make the head compute logits of the local vocabulary for all tokens if its weight is sharded.
+        """Make the head compute the logits of all tokens for the local part of the vocabulary.
 
-        Otherwise it computes logits of the full vocabulary for this rank's tokens.
+        If the head's weight is not sharded, it computes the logits of this rank's tokens for the full vocabulary.
         """
         state = self.state
         # Decide by the weight, because a head tied to the embedding has no parameter name and no style.
@@ -365,17 +364,18 @@ class TensorParallel:
         module.forward = forward
 
     def _replicated(self, module: nn.Module, name: str) -> None:
-        """Make a module without collectives use its local parameters in its forward.
+        """Make the forward of a module without sharded weights use local parameters.
 
-        A norm on a residual stream sharded over y computes its statistics over all features.
+        A norm whose features are sharded over y computes its statistics over all features.
         """
         params = list(module.parameters(recurse=False))
         styles = {s for n, s in self.own_parameters.items() if module_of(n) == name}
         if len(styles) > 1:
             raise UnsupportedSharding(
-                "the parameters of one module have different sharding styles",
+                "the sharding rules give different styles to the parameters of one module",
                 where=name,
                 got=sorted(styles),
+                hint=f"give all parameters of `{name}` the same style in `parallel.rules`",
             )
         if not params:
             return
@@ -386,7 +386,7 @@ class TensorParallel:
         use_local_parameters(module, self.state.gradients, inside)
 
     def _enter(self, inner: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the first layer on this rank's part of the residual stream, and set the shape of the pass."""
+        """Set the shape of the pass, and run the first layer on this rank's part of the residual stream."""
         state = self.state
         batch, parts = tuple(hidden_states.shape[:-1]), 1
         if state.halves is not None:

@@ -1,4 +1,4 @@
-"""Choice of the executor of blocks, and models whose blocks it cannot run."""
+"""Choice of the executor that overlaps collectives with matrix products in attention and MLP blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyper_parallel.ir import Overlap, Strategy
 
 
 def token_executor(overlap: Overlap) -> TokenExecutor | None:
-    """Return the executor of blocks; None: they run serially."""
+    """Return the executor that overlaps collectives with products; None if the plan runs them serially."""
     executors: dict[str, TokenExecutor] = {
         "chunks": ChunkExecutor(overlap.tp_chunks),
         "symmetric": SymmetricExecutor(),
@@ -21,9 +21,10 @@ def token_executor(overlap: Overlap) -> TokenExecutor | None:
 
 
 def check_token_overlap(model: nn.Module, strategy: Strategy) -> None:
-    """Refuse adapters whose products cannot be computed with those of their projection (HP205).
+    """Raise HP205 for adapters that the executor cannot compute together with their projections.
 
-    Chunks of tokens would draw other dropout masks. Operators over symmetric memory multiply by weights alone.
+    With dropout, chunks of tokens would draw other masks than all tokens at once. Operators over symmetric memory do
+    not support adapters.
     """
     overlap = strategy.overlap
     adapters = [a for m in model.modules() if (a := vars(m).get("adapter")) is not None]

@@ -1,10 +1,10 @@
-"""Chunks of tokens: the products of a block run on one chunk while the collectives of other chunks are in flight.
+"""Products of an attention or MLP block on one chunk of tokens while collectives of other chunks are in flight.
 
     column-parallel   start all gathers | wait for chunk 0, products of it | wait for chunk 1, products of it | ...
     row-parallel      product of chunk 0, start its scatter | product of chunk 1, start its scatter | ... | wait for all
 
-Every rank divides its n tokens into C equal chunks; chunk c of a block is chunk c of all ranks. Backward mirrors this,
-because it runs in the reverse order of forward (see `in_flight`). The gradient of a weight is computed once, from
+Every rank divides its n tokens into C equal chunks; gathered chunk c has the tokens of chunk c on all ranks. Backward
+overlaps the transposed collectives in the same way (see `in_flight`). The gradient of a weight is computed once, from
 all chunks, while later collectives are in flight (see `ChunkedWeight`).
 
 Sources: Wang et al. 2023, "Overlap communication with dependent computation via decomposition"; torchtitan's
@@ -38,7 +38,7 @@ Product = Callable[[Tensor], Tensor]
 
 
 class _Weight(torch.autograd.Function):
-    """Identity on a weight. Backward computes the gradient from the inputs and output gradients of all chunks."""
+    """Identity of a weight; backward computes its gradient from the inputs and output gradients of all chunks."""
 
     @staticmethod
     def forward(ctx: Any, chunks: list[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class _Weight(torch.autograd.Function):
 
 
 class _ChunkProduct(torch.autograd.Function):
-    """Linear map of a chunk. Backward appends its input and the gradient of its output to `chunks` for `_Weight`."""
+    """Product of a chunk with a weight; backward appends chunk and output gradient to `chunks`, for `_Weight`."""
 
     @staticmethod
     def forward(
@@ -84,10 +84,11 @@ class _ChunkProduct(torch.autograd.Function):
 
 
 class ChunkedWeight:
-    """Weight of a linear projection that multiplies chunks of tokens in one pass.
+    """Weight of a linear projection in one forward pass, which is multiplied with all chunks of tokens.
 
-    Autograd runs nodes in the reverse order of creation. An object created between start and finish of a collective
-    therefore computes its gradient, from all chunks at once, while the transposed collective is in flight.
+    Backward computes the gradient of the weight once, from all chunks. Autograd runs nodes in the reverse order of
+    creation. If the object is created between start and finish of a collective, the gradient is therefore computed
+    while the transposed collective is in flight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -102,7 +103,7 @@ class ChunkedWeight:
 
 
 class ChunkedTokens(OverlappedTokens):
-    """Tokens [B, S, D] of a block, whose gathers are in flight chunk by chunk; see `TokenExecutor.gather`."""
+    """Placeholder for the tokens [B, S, D] of a block, which are gathered in chunks; see `TokenExecutor.gather`."""
 
     _pending: list[PendingCollective]
     _chunks: list[Tensor]
@@ -119,7 +120,7 @@ class ChunkedTokens(OverlappedTokens):
             part: Tokens of this rank; `num_chunks` divides n.
             num_chunks: Number of chunks.
             group: Process group of the ranks.
-            batch: Sequences and their length, (B, S); tokens behind B * S are padding.
+            batch: Number of sequences and their length, (B, S); tokens after the first B * S are padding.
         """
         x = ChunkedTokens.like(part, (*batch, part.shape[2]))
         pair = gather_pair(1, group, Purpose.SEQUENCE_GATHER)
@@ -129,7 +130,7 @@ class ChunkedTokens(OverlappedTokens):
         return x
 
     def multiply(self, products: Mapping[nn.Module, Product]) -> None:
-        """Compute the products of projections, chunk by chunk in the order of arrival."""
+        """Compute the products of projections chunk by chunk: wait for a chunk, multiply it, wait for the next one."""
         self.is_multiplied = True
         results: dict[nn.Module, list[Tensor]] = {module: [] for module in products}
         for index in range(len(self._pending)):
@@ -139,19 +140,19 @@ class ChunkedTokens(OverlappedTokens):
         self.products.update({module: self._joined(parts) for module, parts in results.items()})
 
     def whole(self) -> Tensor:
-        """Wait for all chunks and return the tokens; always the same tensor."""
+        """Wait for all chunks and return the tokens; repeated calls return the same tensor."""
         if self._whole is None:
             self._whole = self._joined([self._chunk(n) for n in range(len(self._pending))])
         return self._whole
 
     def _chunk(self, index: int) -> Tensor:
-        """Return a chunk [1, P n / C, D] of the tokens of all ranks."""
+        """Wait for a chunk and return it, [1, P n / C, D] for P ranks and C chunks."""
         if index == len(self._chunks):
             self._chunks.append(self._pending[index].finish())
         return self._chunks[index]
 
     def _joined(self, chunks: list[Tensor]) -> Tensor:
-        """Return [B, S, F] from chunks [1, P n / C, F], without padding."""
+        """Join chunks [1, P n / C, F] to [B, S, F], without padding."""
         by_rank = [chunk.view(self._ranks, -1, chunk.shape[-1]) for chunk in chunks]
         tokens = torch.cat(by_rank, 1).view(-1, chunks[0].shape[-1])
         batch = self.shape[:2]
@@ -160,7 +161,7 @@ class ChunkedTokens(OverlappedTokens):
 
 @dataclass(frozen=True, slots=True)
 class ChunkExecutor:
-    """Executor of chunks of tokens; methods as in `TokenExecutor`.
+    """`TokenExecutor` that runs products and collectives on chunks of tokens.
 
     Attributes:
         num_chunks: Number of chunks.
@@ -169,11 +170,11 @@ class ChunkExecutor:
     num_chunks: int
 
     def fits(self, num_tokens: int) -> bool:
-        """Return whether the tokens of a rank can be divided into chunks."""
+        """Return whether the number of tokens per rank is divisible by the number of chunks."""
         return num_tokens % self.num_chunks == 0
 
     def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Product:
-        """Return the product of a chunk with a weight, a bias and an adapter."""
+        """Return a function that multiplies a chunk by a weight, and adds a bias and the output of an adapter."""
         product = ChunkedWeight(weight, bias).product
         return product if adapter is None else lambda chunk: product(chunk) + adapter(chunk)
 
@@ -189,7 +190,7 @@ class ChunkExecutor:
         rows: int,
         before_wait: Callable[[], None],
     ) -> Tensor:
-        """Multiply and scatter tokens [..., F] chunk by chunk; call `before_wait` while all scatters are in flight."""
+        """Multiply and reduce-scatter tokens [..., F] in chunks; call `before_wait` while scatters are in flight."""
         width, ranks = x.shape[-1], group.size()
         tokens = padded(x.reshape(1, -1, width), rows).view(ranks, self.num_chunks, -1, width)
         pair = scatter_pair(1, group, Purpose.SEQUENCE_SCATTER)

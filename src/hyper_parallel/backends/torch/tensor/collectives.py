@@ -1,11 +1,11 @@
 """Differentiable collectives of tensor parallelism on local tensors, along one dim.
 
-    gather   all-gather, for different computations on the ranks     backward: scatter
+    gather   all-gather; ranks then compute different values         backward: scatter
     scatter  reduce-scatter                                          backward: gather
-    join     all-gather, for the same computation on all ranks       backward: this rank's slice
-    reshard  all-to-all: slices of one dim to slices of another      backward: the inverse all-to-all
+    join     all-gather; all ranks then compute the same values      backward: this rank's slice
+    reshard  all-to-all from slices of one dim to slices of another  backward: the inverse all-to-all
 
-Slices are equal: tokens are padded before they are sharded, see `TokenGrid`.
+The slices of all ranks have equal sizes, because tokens are padded before they are sharded, see `TokenGrid`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from hyper_parallel.ir import Purpose
 
 
 def piece_size(num_tokens: int, degree: int) -> int:
-    """Return the number of tokens of one rank's piece: ceil(num_tokens / degree)."""
+    """Return the number of tokens per rank, padding included: ceil(num_tokens / degree)."""
     return -(-num_tokens // degree)
 
 
 def padded(tokens: Tensor, rows: int) -> Tensor:
-    """Return [..., T, C] padded with zeros to [..., rows, C]; the input itself if T equals `rows`."""
+    """Pad tokens [..., T, C] with zeros to [..., rows, C]; return the input itself if T equals `rows`."""
     missing = rows - tokens.shape[-2]
     return F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup, name: Purpose) -> Tensor:
-    """Gather slices of a dim; backward is a reduce-scatter, because ranks compute differently on the result."""
+    """Gather slices along a dim from all ranks; backward is a reduce-scatter, as ranks use the result differently."""
     return collective(*gather_pair(dim, group, name), x)  # type: ignore[no-any-return]
 
 
 def gather_pair(
     dim: int, group: ProcessGroup, name: Purpose
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of the collective of `gather` and of its transpose."""
+    """Return launchers of the all-gather of `gather` and of its transpose, for `in_flight.start`."""
     back = partial(_launch_scatter, dim=dim, group=group, name=name.backward)
     return partial(_launch_gather, dim=dim, group=group, name=name), back
 
@@ -55,20 +55,20 @@ def gather_pair(
 def scatter(
     x: Tensor, dim: int, group: ProcessGroup, name: Purpose, *, leads_to_start: bool = False
 ) -> Tensor:
-    """Reduce-scatter along a dim; backward is an all-gather; `leads_to_start` as in `PendingCollective.finish`."""
+    """Reduce-scatter along a dim; backward is an all-gather. See `PendingCollective.finish` for `leads_to_start`."""
     return collective(*scatter_pair(dim, group, name), x, leads_to_start=leads_to_start)  # type: ignore[no-any-return]
 
 
 def scatter_pair(
     dim: int, group: ProcessGroup, name: Purpose
 ) -> tuple[CollectiveLauncher, CollectiveLauncher]:
-    """Return launchers of the collective of `scatter` and of its transpose."""
+    """Return launchers of the reduce-scatter of `scatter` and of its transpose, for `in_flight.start`."""
     back = partial(_launch_gather, dim=dim, group=group, name=name.backward)
     return partial(_launch_scatter, dim=dim, group=group, name=name), back
 
 
 def join(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Gather slices of a dim; backward selects this rank's slice, because all ranks compute the same on the result."""
+    """Gather slices along a dim from all ranks; backward selects this rank's slice, as ranks use the result equally."""
 
     def select_slice(grad: Tensor) -> Tensor:
         return grad.chunk(group.size(), dim)[group.rank()].contiguous()
@@ -96,7 +96,7 @@ def reshard(
         gather_dim: Dim that is gathered.
         group: Process group.
         name: Purpose of the collective.
-        neighbours: Number of consecutive ranks that exchange with each other; None: the entire group.
+        neighbours: Size of the subgroups of consecutive ranks that exchange with each other; None: the entire group.
     """
     ranks = group.size() if neighbours is None else neighbours
 

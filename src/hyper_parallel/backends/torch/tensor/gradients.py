@@ -1,9 +1,9 @@
 """Local tensors of parameters, and gradient reduction of parameters replicated over tensor-parallel ranks.
 
-On each rank, a replicated parameter (a norm, a bias after a reduction) acts only on the rank's own tokens or heads.
-Each rank of the tensor-parallel group then computes a partial gradient. One all-reduce at the end of backward sums the
-gradients of all such parameters. It follows FSDP's reduction over the data-parallel ranks, so only 1 / dp_shard of each
-gradient is sent.
+On each rank, a replicated parameter (a norm, a bias after a reduction) may act only on the rank's own tokens or heads.
+Each tensor-parallel rank then computes a partial gradient. One all-reduce at the end of backward sums the gradients of
+all such parameters. It runs after FSDP's reduction over the data-parallel ranks, so only 1 / dp_shard of each gradient
+is sent.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PartialParameter = tuple[nn.Parameter, dist.ProcessGroup]
 
 
 def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -> Any:
-    """Return the local tensor of a parameter, or rows of it; its gradient flows to the parameter.
+    """Return the local tensor of a parameter, or rows of it; differentiable with respect to the parameter.
 
     Args:
         param: The parameter; None (no bias) is returned unchanged.
-        owner: Reducer of the gradients of replicated parameters; None: no reduction.
+        owner: Reducer of the gradients of replicated parameters; None: gradients are not reduced.
         rows: Rows to select; None: all local rows.
     """
     if rows is not None and param is not None:
@@ -61,11 +61,16 @@ def to_local(param: Any, owner: TpGradients | None, rows: slice | None = None) -
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Return whether another tensor has the same storage."""
+    """Return whether another tensor may have the same storage, or the storage is larger than the tensor."""
     if type(tensor) is not Tensor:  # a fake tensor
         return False
     storage = tensor.untyped_storage()  # this Python object counts as one use
-    return torch._C._storage_Use_Count(storage._cdata) > 2
+    if storage.nbytes() > tensor.nbytes:
+        return True
+    uses = torch._C._storage_Use_Count(storage._cdata) - 2
+    # A view keeps its base alive. If nothing else does, the base counts two uses: by the view and by this variable.
+    base = tensor._base
+    return uses > 0 if base is None else uses > 1 or base._use_count() > 2
 
 
 def use_local_parameters(
@@ -80,9 +85,9 @@ def use_local_parameters(
     Args:
         module: The module to wrap.
         owner: Reducer of gradients, see `to_local`.
-        inside: Factory of a context for the forward.
+        inside: Function that returns a context in which the forward runs.
         rows: Rows to select, see `to_local`.
-        modules: Modules whose parameters are replaced; None: only `module`.
+        modules: Modules whose parameters are replaced during the forward; None: only `module`.
     """
     originals: list[dict[str, Any]] = []
     # Number of running calls: the second half-batch begins while the first one is suspended, and ends after it.
@@ -110,20 +115,20 @@ def use_local_parameters(
 
 
 class TpGradients:
-    """Reducer that sums partial gradients over the tensor-parallel axes that replicate their parameters."""
+    """Reducer that sums the partial gradients of replicated parameters over tensor-parallel ranks."""
 
     def __init__(self) -> None:
         self.enabled = True
-        """True if the next backward ends with the sum; False between microbatches of one step."""
+        """True if the next backward ends with the all-reduce; False for all microbatches of a step except the last."""
         self._list_params: Callable[[], Iterable[PartialParameter]] = tuple
         self._params: list[PartialParameter] = []
         self._summed: set[int] = set()
         self._queued = False
 
     def watch(self, list_params: Callable[[], Iterable[PartialParameter]]) -> None:
-        """Register the parameters with partial gradients; call this after FSDP has replaced parameters.
+        """Register the parameters with partial gradients, after FSDP has replaced the parameters of the model.
 
-        `list_params` is called again if these parameters were on the meta device and have been replaced since.
+        `list_params` is called again if the parameters were on the meta device and have been replaced since.
         """
         self._list_params = list_params
         self._params = [(p, group) for p, group in list_params() if p.requires_grad]
@@ -133,19 +138,19 @@ class TpGradients:
         return tuple(self._list_params())
 
     def begin_forward(self) -> None:
-        """Reset the state of a backward that ended with an error."""
+        """Reset the state, in case the last backward ended with an error."""
         self._queued = False
 
     def end_forward(self, output: Any) -> None:
-        """Register hooks on the model's outputs that call `begin_backward`, because compiled layers cannot."""
+        """Register hooks on the model's outputs that call `begin_backward`; hooks in compiled layers would not run."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: self.begin_backward())
 
     def begin_backward(self) -> None:
-        """Queue the sum of gradients for the end of backward; only the first call in a backward has an effect.
+        """Queue the all-reduce of gradients for the end of backward; only the first call in a backward has an effect.
 
-        It is called when backward starts and when a replicated parameter receives its gradient.
+        Hooks call this method when backward starts and when a replicated parameter receives its gradient.
         """
         if self._queued:
             return
@@ -155,12 +160,12 @@ class TpGradients:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def defer(self) -> None:
-        """Defer the sum of gradients of the following backward passes until `reduce_deferred`."""
+        """Defer the all-reduce of gradients in the following backward passes until `reduce_deferred`."""
         self._rescale_accumulated()
         self.enabled = False
 
     def reduce_deferred(self) -> None:
-        """Sum the gradients of the backward passes since `defer`."""
+        """Sum the gradients of the backward passes since `defer` over ranks, by one all-reduce."""
         self.enabled = True
         self._end_backward()
 

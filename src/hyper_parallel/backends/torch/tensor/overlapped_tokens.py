@@ -1,11 +1,12 @@
-"""Interface of the executors that overlap the collectives of a block with its products.
+"""Interface of executors that overlap the collectives of an attention or MLP block with its matrix products.
 
     serial      no executor: gather, products, scatter
     chunks      `chunked_tokens`: the products of one chunk run while other chunks are in flight
-    symmetric   `symmetric_tokens`: one operator of torch runs a collective and its products
+    symmetric   `symmetric_tokens`: an operator of torch runs a collective together with its products
 
-A region passes its input to `gather` and calls the module with the result, an `OverlappedTokens`. Column-parallel
-projections read their products from this object, row-parallel projections call `scatter`.
+The wrapper of the module (`Region`) passes its input to `gather`, and calls the module with the resulting
+`OverlappedTokens`. Column-parallel projections read their products from this object; row-parallel projections call
+`scatter`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch.distributed import ProcessGroup
 from hyper_parallel.backends.torch.stand_in import StandIn
 
 Adapter = Callable[[Tensor], Tensor]
-"""Function that returns the product of an adapter with tokens."""
+"""Function from tokens to the output of a LoRA adapter."""
 
 
 class OverlappedTokens(StandIn):
-    """Tokens [B, S, D] of a block that are still being gathered; any use except a product waits for all of them.
+    """Tokens [B, S, D] that are still being gathered; any use except a projection waits for the gather.
 
     Attributes:
-        products: Complete products of projections that have not been called yet, [B, S, F].
+        products: Outputs [B, S, F] of projections that are computed before the projections are called.
         is_multiplied: True after the first call of `multiply`.
     """
 
@@ -35,19 +36,19 @@ class OverlappedTokens(StandIn):
     is_multiplied: bool
 
     def multiply(self, products: Mapping[nn.Module, Any]) -> None:
-        """Compute the products of projections, given `TokenExecutor.product` of each, and store them in `products`."""
+        """Compute the outputs of projections and store them; `products` has the `TokenExecutor.product` of each."""
         raise NotImplementedError
 
 
 class TokenExecutor(Protocol):
-    """Executor of the collectives and the products of a block, on one tensor-parallel axis."""
+    """Executor of the collectives and matrix products of a block, on one tensor-parallel axis of P ranks."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Return whether the executor can run a block with this number of tokens per rank; else it runs serially."""
+        """Return whether the executor supports this number of tokens per rank; otherwise the block runs serially."""
         ...
 
     def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Any:
-        """Return the product with a weight [F, C], a bias [F] and an adapter, for `multiply` or `scatter`."""
+        """Return an object for `multiply` or `scatter` that represents a weight [F, C], a bias [F] and an adapter."""
         ...
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> OverlappedTokens:
@@ -56,7 +57,7 @@ class TokenExecutor(Protocol):
         Args:
             part: Tokens of this rank.
             group: Process group of the ranks.
-            batch: Sequences and their length, (B, S); tokens behind B * S are padding.
+            batch: Number of sequences and their length, (B, S); tokens after the first B * S are padding.
         """
         ...
 
@@ -68,14 +69,14 @@ class TokenExecutor(Protocol):
         rows: int,
         before_wait: Callable[[], None],
     ) -> Tensor:
-        """Reduce-scatter the product of tokens; return this rank's part [1, n, D].
+        """Multiply tokens by a weight and reduce-scatter the result; return this rank's tokens [1, n, D].
 
         Args:
             x: Tokens [..., F].
             product: Result of `product`.
-            group: Process group of P ranks.
-            rows: Tokens of all ranks with padding, P * n.
-            before_wait: May be called while collectives are in flight.
+            group: Process group of the ranks.
+            rows: Number of tokens of all ranks, padding included: P * n.
+            before_wait: Function that the executor may call while collectives are in flight.
         """
         ...
 
@@ -83,11 +84,11 @@ class TokenExecutor(Protocol):
 def is_needed(ctx: Any, number: int) -> bool:
     """Return whether the running backward needs the gradient of a tensor argument of an autograd function.
 
-    A split backward runs a node twice: for the input, later for the weight.
+    Pipeline schedules may run a backward node twice: first for the gradient of the input, later for that of the weight.
 
     Args:
         ctx: Context of the function.
-        number: Position of the tensor among the tensor arguments; it must not be a leaf.
+        number: Position of the tensor among the tensor arguments; the tensor must not be a leaf.
     """
     node = ctx.next_functions[number][0]
     return node is not None and torch._C._will_engine_execute_node(node)

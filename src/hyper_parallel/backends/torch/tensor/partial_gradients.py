@@ -1,8 +1,8 @@
 """Find replicated parameters with partial gradients, by one forward on meta tensors before any rank starts.
 
 With replicated activations, the gradient of a replicated parameter is complete on each rank, unless the parameter acts
-on a sharded activation: the heads or features of one rank. Then each rank computes a partial gradient. The trial traces
-both kinds of values through the forward, as the type system of `shard_map` in JAX tracks values that vary over an axis:
+on a sharded activation: the heads or features of one rank. Then each rank computes a partial gradient. A trial forward
+traces which values are sharded, similar to the tracking of values that vary over an axis in JAX's `shard_map`:
 
     result of a column-parallel projection                         sharded
     result of a row-parallel projection, an embedding or a head    replicated
@@ -10,8 +10,8 @@ both kinds of values through the forward, as the type system of `shard_map` in J
 
 A parameter has a partial gradient if it, or a value computed from it, is combined with a sharded value.
 
-The same run decides whether the logits may stay sharded over the vocabulary: every operator on them outside of
-`loss_function` must treat all columns alike.
+The trial also decides whether the logits may stay sharded over the vocabulary. This requires that every operator on the
+logits outside of `loss_function` treats all columns alike.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hyper_parallel.ir import Layout, Strategy
 from hyper_parallel.shard import module_of
 
 COLUMN_STYLES: Final = ("colwise", "kv_replicate", "qkv", "gate_up")
-"""Styles of column-parallel projections; their parent modules are regions."""
+"""Sharding styles of column-parallel projections."""
 _WHOLE_RESULT_STYLES: Final = ("rowwise", "vocab", "head")
 """Styles of modules with a replicated result."""
 SPLIT_STYLES: Final = (*COLUMN_STYLES, *_WHOLE_RESULT_STYLES, "norm_heads")
@@ -57,7 +57,7 @@ class TensorTrial:
 
     Attributes:
         summands: Names of the replicated parameters with partial gradients.
-        splits_logits: True if the model's loss accepts logits sharded over the vocabulary.
+        splits_logits: True if the logits may stay sharded over the vocabulary until the loss.
     """
 
     summands: frozenset[str]
@@ -67,12 +67,14 @@ class TensorTrial:
 def summand_owners(
     layouts: Mapping[str, Layout], styles: Mapping[str, str], axes: Sequence[str]
 ) -> frozenset[str]:
-    """Return the names of modules that act on sharded activations, judged by their sharded parameters or styles.
+    """Return the names of the modules that act on sharded activations.
+
+    These modules have a sharded parameter, or a style whose parameters are replicated inside of a sharded block.
 
     Args:
-        layouts: Dict from parameter name to layout.
-        styles: Dict from module name to style.
-        axes: Axes of tensor parallelism.
+        layouts: Layout of each parameter, by name.
+        styles: Sharding style of each module, by name.
+        axes: Mesh axes of tensor parallelism.
     """
     sharded = {
         module_of(n)
@@ -87,19 +89,19 @@ def summand_owners(
 def try_forward(
     model: nn.Module, layouts: Mapping[str, Layout], styles: Mapping[str, str], strategy: Strategy
 ) -> TensorTrial:
-    """Run an unwrapped model once on meta tensors and trace the values that tensor parallelism would shard.
+    """Run a model once on meta tensors and trace the values that tensor parallelism would shard.
 
     Activations between sharded modules are replicated.
 
     Args:
-        model: Model with parameters on a real or the meta device; unchanged.
-        layouts: Dict from parameter name to layout.
-        styles: Dict from module name to style.
+        model: Model before it is wrapped, on any device; not changed.
+        layouts: Layout of each parameter, by name.
+        styles: Sharding style of each module, by name.
         strategy: The strategy of the plan.
 
     Raises:
-        UnsupportedSharding: HP205 for a parameter that acts on replicated and on sharded activations, and for custom
-            rules in the strategy if the forward fails on meta tensors.
+        UnsupportedSharding: HP205 for a parameter that acts on both replicated and sharded activations. Also if the
+            strategy has rules of the user and the forward fails on meta tensors.
     """
     axes = ("tp_x", "tp_y")
     replicated = [n for n, layout in layouts.items() if set(axes).isdisjoint(layout.sharding_axes)]
@@ -124,10 +126,11 @@ class _Parts(FlowTracer):
     """Tracer whose marks tell which values are sharded, and from which parameters replicated values were computed.
 
     Attributes:
-        summands: Bits of the parameters that were combined with a sharded value.
-        complete: Bits of the parameters in the input of a sharded module, which sums the gradients of its input.
+        summands: Bits of the parameters with partial gradients, because they were combined with a sharded value.
+        complete: Bits of the parameters with complete gradients, because the input of a sharded module, whose gradient
+            is summed over ranks, was computed from them.
         vocabulary: Number of columns of the logits.
-        tells_columns: True if an operator treats columns of the logits differently.
+        tells_columns: True if an operator treats some columns of the logits differently from others.
     """
 
     def __init__(self) -> None:
@@ -163,7 +166,7 @@ class _Parts(FlowTracer):
 
 
 class _SummandTrial:
-    """Trial forward of a model on meta tensors."""
+    """Trial forward of a model on meta tensors; `names` are the replicated parameters to trace."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, str], names: Sequence[str]) -> None:
         split = {n: style for n, style in styles.items() if style in SPLIT_STYLES}
@@ -173,7 +176,6 @@ class _SummandTrial:
         self.loss_taken = False
 
     def run(self) -> TensorTrial:
-        """Run the model once and return the result."""
         model, tracer = self.model, self.tracer
         for i, name in enumerate(self.names):
             tracer.mark(model.get_parameter(name), 1 << _BITS + i)
@@ -190,9 +192,9 @@ class _SummandTrial:
         if both := tracer.summands & tracer.complete:
             name = self.names[both.bit_length() - 1]
             raise UnsupportedSharding(
-                f"`{name}` acts on replicated and on sharded activations",
+                f"tensor parallelism cannot sum the gradient of `{name}`",
                 where=type(model).__name__,
-                got="tensor parallelism with replicated modules",
+                got="a parameter that acts on replicated and on sharded activations",
                 hint="parallel.tp=1",
             )
         summands = frozenset(n for i, n in enumerate(self.names) if tracer.summands >> i & 1)

@@ -1,8 +1,9 @@
 """Norms over features or heads that are sharded over ranks: an unmodified module with global statistics.
 
-During the norm's forward, a mean over the last dim is averaged over the ranks: one all-reduce of one number per token,
-in float32 or wider. The fused norms of torch are computed from such means. Any other reduction is rejected, because it
-would cover one rank's slice only. A key head shared by several ranks is counted once per rank, equally for all heads.
+During the norm's forward, a mean over the last dim is averaged over the ranks by one all-reduce of one number per
+token, in float32 or wider. The fused norms of torch are computed from such means. Any other reduction is refused,
+because it would cover one rank's slice only. Key heads held by several ranks do not change the average, because all
+heads are held by equally many ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _OTHERS = frozenset(
 
 
 class ShardedNorm(TorchFunctionMode):
-    """Context for the forward of one norm; `group` contains the ranks over which the features are sharded."""
+    """Context for the forward of one norm; its features are sharded over the ranks of `group`."""
 
     def __init__(
         self, group: dist.ProcessGroup, name: str, purpose: Purpose = Purpose.NORM_STATISTICS
@@ -39,7 +40,7 @@ class ShardedNorm(TorchFunctionMode):
         super().__init__()
         self.group, self.name, self.purpose = group, name, purpose
         self.seen = False
-        """True if a statistic was computed over all ranks."""
+        """True after a mean has been computed over all ranks."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -2,12 +2,12 @@
 
 With replicated activations, tensor-parallel ranks draw random numbers from two streams:
 
-    replicated activations               one common stream on all ranks, hence equal dropout masks
-    between column- and row-parallel     one stream per rank: every slice of heads or of a width has its own mask
+    replicated activations                           one common stream on all ranks, hence equal dropout masks
+    between column- and row-parallel projections     one stream per rank, hence a different mask for every slice
 
 After a column-parallel projection, the rank switches to its own stream, seeded from the common stream. After the
-row-parallel projection, it resumes the common stream behind that seed. Both streams are functions of the common one, so
-a layer recomputed under the random state of its forward draws the same masks.
+row-parallel projection, it resumes the common stream after that seed. The random state of a layer's forward therefore
+determines all masks, and a recomputed layer draws the same ones.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), appendix B.1.
 
@@ -19,12 +19,12 @@ copy around a collective and no divisibility. On two axes, with P = x y ranks, r
     piece i y + j with all features, [1, n, D], or
     the y pieces i y ... i y + y - 1 with features j, [1, y n, D / y], if the stream is sharded over y.
 
-With `shard_sequences_over_y`, attention keeps one span of every sequence per y rank. Sequences are first cut into y
-spans of ceil(S / y) positions. The ranks (., j) then hold span j of all sequences, [1, n, D] each.
+With `shard_sequences_over_y`, every sequence is first cut into y spans of ceil(S / y) positions. The ranks (., j) hold
+span j of all sequences, [1, n, D] each, and compute its attention.
 
-Gathered activations and weights may be gathered a second time in backward instead of saved.
-In a scope, a tensor that autograd would save and that shares the storage of a gathered tensor is replaced by a handle.
-All handles of one gathered tensor share one copy: the first unpacked handle gathers it, the last one frees it.
+Gathered activations and weights may be gathered again in backward instead of being saved, see `RegatherScope`. In a
+scope, autograd saves a handle in place of a tensor that shares the storage of a gathered tensor. Unpacking the first
+handle in backward gathers the tensor again; unpacking the last one frees it.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from hyper_parallel.shard import padded_sizes
 
 @dataclass(slots=True)
 class _Gathered:
-    """Gathered tensor: function that gathers it again, and number of handles that backward has not unpacked yet."""
+    """Gathered tensor: function that gathers it again, number of handles not yet unpacked in backward, and copy."""
 
     regather: Callable[[], Tensor]
     unread: int = 0
     copy: Tensor | None = None
 
     def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """Unpack a handle: return a view of the gathered copy, which the first handle makes and the last one frees."""
+        """Unpack a handle: return a view of the tensor gathered again, which is freed with the last handle."""
         if self.copy is None:
             with torch.no_grad():
                 self.copy = self.regather()
@@ -72,7 +72,7 @@ class _Gathered:
 
 @dataclass(slots=True)
 class RegatherScope:
-    """Scope of forward code in which gathered tensors are not saved for backward; the innermost scope applies."""
+    """Scope of forward code in which gathered tensors are not saved but gathered again in backward."""
 
     _sources: dict[int, _Gathered] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class RegatherScope:
     ) -> Iterator[None]:
         """Prevent autograd from saving `gathered` and its views in this context; backward calls `regather` instead.
 
-        Nothing may write to `gathered`. Backward calls `regather` without gradients, in the same order on every rank.
+        No code may write to `gathered`. Backward calls `regather` in no-grad mode, in the same order on every rank.
         """
         key = gathered.untyped_storage()._cdata
         self._sources[key] = _Gathered(regather)
@@ -116,7 +116,11 @@ def regather_in_backward(
 
 @dataclass(frozen=True, slots=True)
 class TokenGrid:
-    """Sharding of a batch of (B, S) tokens over x * y ranks; y = 1 for one axis."""
+    """Sharding of the residual stream of (B, S) tokens over x * y tensor-parallel ranks; see the module docstring.
+
+    y is 1 for one axis. A piece is a list of n tokens. A part is what one rank holds: one piece, or with
+    `shard_hidden_over_y` y pieces with 1 / y of the features.
+    """
 
     batch: tuple[int, ...]
     x: int
@@ -126,16 +130,16 @@ class TokenGrid:
 
     @property
     def span(self) -> int:
-        """Number of positions of a sequence on one y rank."""
+        """Number of positions in a span: all S positions, or ceil(S / y) with `shard_sequences_over_y`."""
         return padded_sizes(*self.batch, self.x, self.y, self.shard_sequences_over_y)[0]
 
     @property
     def rows(self) -> int:
-        """Number n of tokens in one piece, including padding."""
+        """Number n of tokens in one piece, padding included."""
         return padded_sizes(*self.batch, self.x, self.y, self.shard_sequences_over_y)[1]
 
     def part_shape(self, width: int) -> tuple[int, int, int]:
-        """Return the shape of a rank's part of a stream with `width` features."""
+        """Return the shape of a rank's part of a residual stream with `width` features."""
         return (
             (1, self.y * self.rows, width // self.y)
             if self.shard_hidden_over_y
@@ -153,7 +157,7 @@ class TokenGrid:
         return pieces
 
     def whole(self, parts: Tensor) -> Tensor:
-        """Invert `parts`: rearrange the concatenated parts of all ranks into [B, S, D]."""
+        """Rearrange the concatenated parts of all ranks into [B, S, D]; inverse of `parts`."""
         x, y, n = self.x, self.y, self.rows
         if self.shard_hidden_over_y:
             parts = parts.view(x, y, y * n, -1).transpose(1, 2).reshape(1, x * y * n, -1)
@@ -164,14 +168,14 @@ class TokenGrid:
         return self.from_spans(spans.reshape(1, -1, spans.shape[-1]))
 
     def without_padding(self, tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Reshape [1, T, C] to [*shape, C], dropping the padding at the end."""
+        """Drop the padding at the end of [1, T, C] and reshape to [*shape, C]."""
         num_tokens = math.prod(shape)
         if tokens.shape[1] != num_tokens:
             tokens = tokens[:, :num_tokens]
         return tokens.view(*shape, tokens.shape[-1])
 
     def token_indices(self, rank: int) -> Tensor:
-        """Return, for each row of a rank's piece, the index of its token in the list of B*S tokens; -1 for padding."""
+        """Return the index in the list of B * S tokens for each row of a rank's piece; -1 for padding."""
         indices = torch.arange(1, math.prod(self.batch) + 1).view(*self.batch, 1)
         return self._pieces(indices).view(self.x * self.y, -1)[rank] - 1
 
@@ -182,7 +186,7 @@ class TokenGrid:
         return spans.transpose(0, 1).reshape(1, y * batch * span, -1)
 
     def from_spans(self, spans: Tensor) -> Tensor:
-        """Invert `spans`: rearrange [1, y B span, C] into [B, S, C]."""
+        """Rearrange concatenated spans [1, y B span, C] into [B, S, C]; inverse of `spans`."""
         batch, length = self.batch
         out = spans.view(self.y, batch, self.span, -1).transpose(0, 1).flatten(1, 2)
         # Copy here: a copy made by code that reads the view would not be recognised as gathered by the regather scope.
@@ -206,7 +210,7 @@ _CUDA_STEP: Final = 4
 
 @dataclass
 class RandomStreams:
-    """Selector of a random stream: the one common to all tensor-parallel ranks, or that of this rank alone.
+    """Switch between the random stream common to all tensor-parallel ranks and the stream of this rank.
 
     Attributes:
         rank: Position of this rank in the tensor-parallel group.
@@ -217,7 +221,7 @@ class RandomStreams:
     _common: Tensor | None = None
 
     def run_column_projection(self, module: nn.Module, inner: Callable[..., Any], x: Tensor) -> Any:
-        """Run a column-parallel projection; draw from the rank's own stream afterwards."""
+        """Run a column-parallel projection, then switch to this rank's own stream (in training mode)."""
         self.join()
         out = inner(x)
         if module.training:
@@ -225,13 +229,13 @@ class RandomStreams:
         return out
 
     def run_row_projection(self, inner: Callable[..., Any], x: Tensor) -> Any:
-        """Run a row-parallel projection; draw from the common stream afterwards."""
+        """Run a row-parallel projection, then switch back to the common stream."""
         out = inner(x)
         self.join()
         return out
 
     def split(self, like: Tensor) -> None:
-        """Switch to this rank's own stream, on the device of a tensor."""
+        """Switch to this rank's own stream on the device of `like`."""
         if isinstance(like, FakeTensor):
             return
         self._generator = generator = _generator_of(like.device)
@@ -246,7 +250,7 @@ class RandomStreams:
         self.forget()
 
     def forget(self) -> None:
-        """Treat the current stream as the common one; resets the state after a pass that ended with an error."""
+        """Treat the current stream as the common one, in case the last pass ended with an error."""
         self._generator = self._common = None
 
 
@@ -260,7 +264,7 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 def _advance(generator: torch.Generator) -> int:
-    """Return a number derived from the generator's state and advance the state, without a device synchronization."""
+    """Derive a number from the state of a generator and advance the state, without a device synchronization."""
     if generator.device.type == "cpu":
         return int(torch.randint(1 << 62, (), generator=generator))
     offset = generator.get_offset()
@@ -269,10 +273,7 @@ def _advance(generator: torch.Generator) -> int:
 
 
 def _hash64(x: int) -> int:
-    """Return 63 bits of the SplitMix64 hash.
-
-    Source: Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators.
-    """
+    """Return 63 bits of the SplitMix64 hash (Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Generators)."""
     x = (x + 1) * 0x9E3779B97F4A7C15 & _WORD
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
@@ -300,19 +301,19 @@ class TpState:
     """Tensor-parallel state of one model.
 
     Attributes:
-        groups: Process groups of this rank by their mesh axes; on one axis there are none with tp_y.
-        shard_hidden_over_y: True if features of the residual stream are sharded over tp_y.
-        shard_sequences_over_y: True if sequences are sharded over tp_y before their tokens are sharded over tp_x.
+        groups: Process groups of this rank by their mesh axes; without a second axis, no key contains tp_y.
+        shard_hidden_over_y: True if the features of the residual stream are sharded over tp_y.
+        shard_sequences_over_y: True if sequences are cut into spans over tp_y before tokens are sharded over tp_x.
         replicated_activations: True if every rank holds the residual stream of all tokens.
         regather: True if gathered inputs are gathered again in backward instead of being saved.
         gradients: Reducer of the gradients of replicated parameters.
-        halves: Executor of half-batches; None: passes run whole.
+        halves: Executor of half-batches; None: passes run on whole batches.
         running: The running forward pass.
-        same_random: True if the ranks draw equal random numbers, as training with replicated activations requires.
-        executor: Executor of the collectives and products of blocks; None: they run serially.
-        chunked_blocks: Blocks that the executor has run since the last `take_counts`.
-        whole_blocks: Blocks that did not fit the executor since the last `take_counts`.
-        streams: Random streams for dropout with replicated activations; None: every rank draws its own numbers.
+        same_random: True after all ranks have set equal random seeds, as replicated activations require in training.
+        executor: Executor that overlaps collectives with products in blocks; None: they run serially.
+        chunked_blocks: Number of blocks that the executor has run since the last `take_counts`.
+        whole_blocks: Number of blocks that ran serially since then, because the executor does not support their size.
+        streams: Random streams for dropout with replicated activations; None if the model has no such dropout.
     """
 
     groups: Mapping[tuple[str, ...], dist.ProcessGroup]
@@ -330,12 +331,15 @@ class TpState:
     streams: RandomStreams | None = None
 
     def count_block(self, fits: bool) -> None:
-        """Count a block that the executor runs, or one that runs whole because it does not fit."""
+        """Count a block in `chunked_blocks` if the executor supports its size, else in `whole_blocks`."""
         self.chunked_blocks += fits
         self.whole_blocks += not fits
 
     def take_counts(self) -> dict[str, int]:
-        """Return `chunked_blocks` and `whole_blocks` by name and reset them; recomputed blocks count again."""
+        """Return `chunked_blocks` and `whole_blocks` by name and reset them; {} without an executor.
+
+        A recomputed block counts twice.
+        """
         counts = {"chunked_blocks": self.chunked_blocks, "whole_blocks": self.whole_blocks}
         self.chunked_blocks = self.whole_blocks = 0
         return {} if self.executor is None else counts
@@ -347,7 +351,7 @@ class TpState:
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """Number of sequences and their length (B, S) in the running pass, or in each of its halves."""
+        """Number of sequences and their length (B, S) in the running pass; with half-batches, in one half-batch."""
         return self.running.context.shape.batch
 
     @property
@@ -357,7 +361,7 @@ class TpState:
 
     @property
     def recomputed(self) -> bool:
-        """True if the running layer is recomputed in backward."""
+        """True if the activations of the running layer are recomputed in backward."""
         return self.running.context.recomputed
 
     @property
@@ -372,12 +376,12 @@ class TpState:
 
     @property
     def rank(self) -> int:
-        """This rank's position in the group."""
+        """Position of this rank in `group`."""
         return self.group.rank()
 
     @property
     def regathers(self) -> bool:
-        """True if the running layer gathers its inputs again in backward."""
+        """True if gathered inputs of the running layer are gathered again in backward; recomputation does so anyway."""
         return self.regather and not self.running.context.recomputed
 
     def grid_of(self, batch: tuple[int, ...]) -> TokenGrid:
@@ -393,11 +397,14 @@ class TpState:
         return self.grid_of(self.running.context.shape.batch)
 
     def list_of(self, batch: tuple[int, ...]) -> TokenGrid:
-        """Return the sharding of (B, S) tokens as one list, even if the residual stream is sharded otherwise."""
+        """Return the sharding of (B, S) tokens as one list over all ranks, independent of the residual stream's."""
         return TokenGrid(batch, self.degree, 1, False, False)
 
     def enter(self, full: Tensor) -> Tensor:
-        """Return this rank's part of the stream [B, S, D], after reducing the embedding's partial sums, if any."""
+        """Return this rank's part of the residual stream `full` [B, S, D].
+
+        Partial sums of the embedding are reduce-scattered. With half-batches, the result is a `HalvedTensor`.
+        """
         context = self.running.context
         chunks = full.chunk(context.shape.parts)
         calls = [partial(self._enter, x, context.partial_embedding) for x in chunks]
@@ -419,7 +426,7 @@ class TpState:
         return parts.chunk(self.degree, dim=1)[self.rank].clone()
 
     def leave(self, norm: Callable[[Tensor], Tensor], part: Tensor) -> Tensor:
-        """Apply the final norm to this rank's part and gather the stream [B, S, D] on every rank."""
+        """Apply the final norm to this rank's part, and gather the residual stream [B, S, D] on every rank."""
 
         def gathered(piece: Tensor) -> Tensor:
             tokens = gather(norm(piece), 1, self.group, Purpose.SEQUENCE_GATHER)
@@ -441,7 +448,7 @@ class TpState:
         use: Callable[[Tensor], Any],
         scope: RegatherScope | None,
     ) -> Any:
-        """Return `use(gather(piece))`; with a scope, backward gathers again instead of saving the gathered tensor."""
+        """Return `use(gather(piece))`; with a scope, the gathered tensor is gathered again in backward, not saved."""
         running = self.running
         whole, saved, context = gather(piece), piece.detach(), running.context
 

@@ -24,11 +24,13 @@ from hyper_parallel.ir import Purpose
 
 @dataclass(frozen=True, slots=True)
 class FusedOperators:
-    """Operators that fuse a collective with matmuls, for one type of device; arguments as in torch.
+    """Operators of torch that fuse a collective with matmuls, for one type of device.
 
     Attributes:
-        all_gather_matmul: (shard, matrices, gather dim, group name) to the gathered tensor and its products.
-        matmul_reduce_scatter: (tensor, matrix, reduction, scatter dim, group name) to this rank's slice of the sum.
+        all_gather_matmul: Function of (shard, matrices, gather dim, group name) that returns the gathered tensor and
+            its products with the matrices.
+        matmul_reduce_scatter: Function of (tensor, matrix, reduction, scatter dim, group name) that returns this rank's
+            slice of the reduced product.
     """
 
     all_gather_matmul: Callable[..., tuple[Tensor, list[Tensor]]]
@@ -47,7 +49,7 @@ OPERATORS: Final[dict[str, FusedOperators]] = {
 def gather_and_multiply(
     part: Tensor, matrices: Sequence[Tensor], group: ProcessGroup, name: Purpose
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the rows of all ranks and their products; not differentiable.
+    """Gather the rows of all ranks and multiply them by matrices; not differentiable.
 
     Args:
         part: Rows of this rank, [n, D].
@@ -78,9 +80,9 @@ def multiply_and_scatter(x: Tensor, matrix: Tensor, group: ProcessGroup, name: P
 
 
 def check_symmetric_memory(group: ProcessGroup, device: torch.device) -> None:
-    """Raise HP205 if the devices of a group cannot share symmetric memory; every rank of the group calls this.
+    """Raise HP205 if the devices of a group cannot use symmetric memory; every rank of the group must call this.
 
-    The check allocates the workspace that the operators enlarge later.
+    The check allocates a workspace of one byte, which the operators enlarge.
     """
 
     def refusal(problem: str, got: str) -> UnsupportedSharding:

@@ -1,10 +1,10 @@
-"""Tokens over symmetric memory: one operator gathers and multiplies the tokens of a block, one multiplies and scatters.
+"""Attention and MLP blocks by fused operators over symmetric memory: gather + products, and product + scatter.
 
     forward     gather and column-parallel products         row-parallel product and scatter
     backward    products with the weights and scatter       gather and product with the weight
 
-The gradients of weights are products of gathered tokens: the input is kept from forward, the gradient of the output is
-a result of the gather in backward.
+Gradients of weights are computed from gathered tokens: forward keeps the gathered input of column-parallel products,
+and backward gathers the output gradient of the row-parallel product.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Projection(NamedTuple):
 
 
 class _GatherAndMultiply(torch.autograd.Function):
-    """Gathered tokens [P n, D] and their products with weights [F, D], from the tokens [n, D] of each rank."""
+    """Gather of the tokens [n, D] of P ranks to [P n, D], and products of the result with weights [F, D]."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,10 @@ class _GatherAndMultiply(torch.autograd.Function):
 def _scattered_gradient(
     tokens_grad: Tensor | None, pairs: list[tuple[Tensor, Tensor]], group: ProcessGroup
 ) -> Tensor | None:
-    """Return the gradient of this rank's tokens, given that of gathered tokens and (output gradient, weight) pairs."""
+    """Return the gradient [n, D] of this rank's tokens.
+
+    `tokens_grad` is the direct gradient of the gathered tokens, and `pairs` are (output gradient, weight) of products.
+    """
     name = Purpose.SEQUENCE_GATHER.backward
     if not pairs and tokens_grad is None:
         return None
@@ -92,7 +95,7 @@ def _scattered_gradient(
 
 
 class _MultiplyAndScatter(torch.autograd.Function):
-    """This rank's tokens [n, D] of the sum over ranks of tokens [P n, F] times a weight [D, F]."""
+    """Product of tokens [P n, F] and a weight [D, F], summed over ranks and scattered to [n, D]."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, x: Tensor, weight: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ class _MultiplyAndScatter(torch.autograd.Function):
 
 
 class SymmetricTokens(OverlappedTokens):
-    """Tokens [B, S, D] of a block, which the operator of the first products gathers."""
+    """Placeholder for the tokens [B, S, D] of a block, which are gathered together with the first products."""
 
     _part: Tensor
     _group: ProcessGroup
@@ -127,7 +130,7 @@ class SymmetricTokens(OverlappedTokens):
 
     @staticmethod
     def gather(part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:
-        """Return the tokens of all ranks, given those of this rank, [1, n, D]; arguments as in `TokenExecutor`."""
+        """Return a placeholder for the tokens of all ranks; arguments as in `TokenExecutor.gather`."""
         x = SymmetricTokens.like(part, (*batch, part.shape[2]))
         x._part, x._group, x._whole = part, group, None
         x.products, x.is_multiplied = {}, False
@@ -146,34 +149,34 @@ class SymmetricTokens(OverlappedTokens):
             self.products[module] = out if projection.bias is None else out + projection.bias
 
     def whole(self) -> Tensor:
-        """Return the tokens; always the same tensor."""
+        """Return the gathered tokens; repeated calls return the same tensor."""
         if self._whole is None:
             tokens = gather(self._part, 1, self._group, Purpose.SEQUENCE_GATHER)
             self._whole = self._of_batch(tokens[0])
         return self._whole
 
     def _of_batch(self, tokens: Tensor) -> Tensor:
-        """Return [B, S, F] from tokens [P n, F], without padding."""
+        """Reshape tokens [P n, F] to [B, S, F], without padding."""
         batch = self.shape[:2]
         return tokens[: math.prod(batch)].view(*batch, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class SymmetricExecutor:
-    """Executor of the operators over symmetric memory; methods as in `TokenExecutor`."""
+    """`TokenExecutor` that uses fused operators over symmetric memory."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Return True: the operators accept every number of tokens."""
+        """Return True: the operators support every number of tokens."""
         return True
 
     def product(self, weight: Tensor, bias: Tensor | None, adapter: Adapter | None) -> Projection:
-        """Return the weight and the bias."""
+        """Return the weight and the bias; adapters are not supported."""
         assert adapter is None, "refused by `check_token_overlap`"
         # A view, because `is_needed` cannot answer for leaves.
         return Projection(weight.view_as(weight), bias)
 
     def gather(self, part: Tensor, group: ProcessGroup, batch: tuple[int, int]) -> SymmetricTokens:
-        """Return the tokens of all ranks; they are gathered at their first use."""
+        """Return a placeholder for the tokens of all ranks, which are gathered at their first use."""
         return SymmetricTokens.gather(part, group, batch)
 
     def scatter(
@@ -184,7 +187,7 @@ class SymmetricExecutor:
         rows: int,
         before_wait: Callable[[], None],
     ) -> Tensor:
-        """Multiply and scatter tokens [..., F]; nothing runs before the wait."""
+        """Multiply and reduce-scatter tokens [..., F]; `before_wait` is not called."""
         tokens = padded(x.reshape(1, -1, x.shape[-1]), rows)[0]
         out: Tensor = _MultiplyAndScatter.apply(group, tokens, product.weight)
         return out.unsqueeze(0)
