@@ -53,7 +53,9 @@ _TARGETS = ("labels", "shift_labels")
 
 @dataclass(frozen=True, slots=True)
 class StepActions:
-    """Actions and callbacks of a pipeline rank in a step that also runs other parts of the model, such as a tower.
+    """Actions and callbacks of a pipeline rank in a step that also runs other parts of the model.
+
+    Another part is, for example, an image encoder.
 
     Attributes:
         actions: Actions of this rank for the pipeline and for other parts; None: those of the pipeline's schedule.
@@ -178,7 +180,7 @@ class Pipeline:
         return tp.grid_of(tokens).part_shape(*self.stages.tail)
 
     def begin_pass(self, batch: Microbatch) -> None:
-        """Set the shape of a pass in the pass context; the first layer, which also sets it, may be on another stage."""
+        """Set the batch shape of a pass for tensor parallelism, because the first layer may be on another stage."""
         if self.tp is not None:
             self.tp.running.update(shape=PassShape(self.tokens(batch)))
 
@@ -190,8 +192,9 @@ class Pipeline:
     def splits(self, model: nn.Module) -> bool:
         """Return whether backward runs in two parts, input gradients (I) and weight gradients (W).
 
-        It does not with recompute or re-gathering, which both parts would repeat, or with compiled layers, which
-        compute both kinds of gradients at once. I then computes all gradients, and W does nothing.
+        Recompute and re-gathering prevent a split, because both parts would repeat them. Compiled layers prevent it
+        too, because they compute both kinds of gradients at once. Without a split, I computes all gradients and W does
+        nothing.
         """
         s = self._strategy
         repeats = s.recompute == "full" or (s.tp > 1 and s.gathered_inputs == "re-gather")
@@ -258,7 +261,7 @@ class Pipeline:
 
 
 class _PipelinePass:
-    """Pass over the microbatches of a step, with the tensors in flight."""
+    """Execution of the actions of one step over its microbatches, with the tensors in flight."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class MediaTrace(TorchDispatchMode):
         return torch.zeros_like(hidden)
 
     def check(self, model: nn.Module) -> None:
-        """Raise HP205 if a recorded layer of another stage depends on media other than through the activations."""
+        """Raise HP205 if `record_arguments` has recorded a layer."""
         if self._layers:
             why = f"features of media enter layer {self._layers[0]}, after the first stage"
             raise flow_error(model, why, "pp")
@@ -251,7 +251,7 @@ class StageModules:
         return self.running.ranges[self.running.stage]
 
     def install(self, model: nn.Module) -> None:
-        """Restrict embedding, final norm and head to their stages; call this after tensor parallelism has wrapped them.
+        """Restrict embedding, final norm and head to their stages, after tensor parallelism has wrapped them.
 
         Afterwards, calls of the model outside of a stage raise HP205, because one rank cannot run it alone.
         """
@@ -281,7 +281,7 @@ def split_model(
 ) -> StageModules | None:
     """Split a model into pipeline stages and return those of this rank; None for a plan without pipeline.
 
-    If the plan does not have the layers of each stage, costs are balanced.
+    If the plan does not state the layers of each stage, the stages get about equal costs.
 
     Args:
         model: The complete model; changed in place.
@@ -302,7 +302,7 @@ def split_model(
 
 
 def trace_stages(model: nn.Module, plan: Plan) -> LayerFlow:
-    """Return the flow between the layers of a plan with a pipeline; needs no ranks.
+    """Return the data flow between the layers of a model for a plan with a pipeline; process groups are not needed.
 
     Raises:
         UnsupportedSharding: HP205 for a model without a list of layers, or with layers that pass more than one tensor.

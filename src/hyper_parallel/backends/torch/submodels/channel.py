@@ -1,4 +1,7 @@
-"""Messages between ranks: nested values with any number of tensors of any shape, keyed by edge and microbatch."""
+"""Messages between ranks: nested values with any number of tensors of any shape, keyed by edge and microbatch.
+
+An edge is a pair of stages: sender and receiver.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class Channel:
         self._arrived: dict[tuple[int, Key], tuple[bytes, list[tuple[Tensor, bool]]]] = {}
 
     def send(self, key: Key, structure: bytes, tensors: Sequence[Tensor], target: int) -> None:
-        """Start sending the result of `pack` to a rank of the world."""
+        """Start sending the result of `pack` to the global rank `target`."""
         if target == dist.get_rank():
             self._arrived[target, key] = structure, [(t.detach(), t.requires_grad) for t in tensors]
             return
@@ -76,7 +79,7 @@ class Channel:
                 self._pending.append((dist.isend(part, target, group=self._group), part))
 
     def receive(self, key: Key, source: int) -> Any:
-        """Wait for the message `key` from a rank of the world and return its value.
+        """Wait for the message `key` from the global rank `source` and return its value.
 
         Tensors of the value that require gradients are leaves.
 

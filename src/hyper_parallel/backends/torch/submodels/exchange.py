@@ -3,17 +3,20 @@
     tower      features of microbatches, in rounds    send ->    backward with the gradients received
     language   forward with the features received     <- send    gradients of the features
 
+A tower is an encoder of images, videos or audio. A share is a data-parallel rank of the language part. In a round, each
+rank of a tower computes the features of one microbatch.
+
 Every microbatch of the language part has one message of features from each tower, empty without media, and one message
 of gradients to each tower whose features require them. A rank may have several parts of the model. All ranks derive the
-same order of all passes of a step, and each rank runs its own passes in this order: before each microbatch of the
-language part, those of the first tower, then those of the next one. Every pass follows those whose results it needs, so
-ranks cannot deadlock.
+same order of all passes of a step, and each rank runs its own passes in this order. Before each microbatch of the
+language part come the passes of the first tower, then those of the next tower. Every pass follows the passes whose
+results it needs, so ranks cannot deadlock.
 
-Alternatively, a tower and a pipeline of the language part run under one schedule, with one list of actions per rank.
-Stage 0 of the schedule is the tower. Its copies on several ranks use no collectives during the step and sum their
-gradients at its end. The ranks of a sharded tower have collectives, in the one order of the schedule. Messages between
-tower and language part have the key (edge, microbatch). A rank sends each result as soon as it is computed, and waits
-for a message only when an action needs it. `verify` proves that ranks cannot deadlock.
+Alternatively, a tower and a pipeline of the language part run under one joint schedule. It has one list of actions,
+called a lane, per rank. Stage 0 of the schedule is the tower. Its copies on several ranks use no collectives during the
+step and sum their gradients at its end. The ranks of a sharded tower have collectives, in the one order of the
+schedule. Messages between tower and language part have the key (edge, microbatch). A rank sends each result as soon as
+it is computed, and waits for a message only when an action needs it. `verify` proves that ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ Source = tuple[int, int] | None
 class JointSteps:
     """Joint schedules of a tower and the pipeline of the language part, for one rank.
 
-    A share is a data-parallel rank of the language part. All shares run the same schedule, each with its microbatches.
+    A share is a data-parallel rank of the language part. All shares run the same schedule, each with its own
+    microbatches. A schedule of a sharded tower covers whole rounds: one microbatch per tower rank. If a step has fewer
+    microbatches, the tower passes of missing ones are empty and their other actions are omitted.
 
     Attributes:
         layout: Lanes of the schedule, and the tower's ranks of each share.
@@ -63,9 +68,6 @@ class JointSteps:
         frozen: Whether the tower is frozen.
         planned: Schedule of the plan, used for steps with its number of microbatches. Other schedules are computed,
             assuming equal costs.
-
-    Schedules of a sharded tower have the microbatches of whole rounds. Without its last microbatches, a step has a
-    shorter list of actions in the same order: their tower passes are empty, their other actions are left out.
     """
 
     layout: JointLayout
@@ -101,11 +103,11 @@ class JointSteps:
         return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return (share, index) for each microbatch whose features a tower rank computes, None for others."""
+        """Return, by index, (share, index) of each microbatch whose features a tower rank computes; None for others."""
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:
-        """Return the actions of this rank; the tower is stage -1, the stages of the language part count from 0."""
+        """Return the actions of this rank. The tower is stage -1, the stages of the language part count from 0."""
         if (count, train) not in self._actions:
             schedule, (share, lane) = self.schedule(count), self.place
             owners = self.layout.owners(schedule, share)
@@ -133,14 +135,14 @@ def _crosses(action: Action) -> bool:
 
 
 def share_gradients(model: nn.Module, copies: int) -> None:
-    """Divide the gradients that earlier steps have summed over the copies by their number, before the next sum."""
+    """Divide accumulated gradients by the number of copies, so that the next sum over the copies counts them once."""
     for p in model.parameters():
         if p.grad is not None:
             local(p.grad).div_(copies)
 
 
 def sum_gradients(model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Sum the gradients of a model's copies over a group; a parameter that no copy has used gets no gradient."""
+    """Sum the gradients of a model's copies over a group. A parameter that no copy has used keeps no gradient."""
     params = [p for p in model.parameters() if p.requires_grad]
     if not params:
         return
@@ -168,16 +170,16 @@ Pass = Literal["forward", "language", "backward"]
 class Border:
     """Ranks on both sides of the border between a tower and the language part, and the order of their passes.
 
-    A share is a data-parallel rank of the language part. The tower computes features in rounds, one microbatch per
-    tower rank.
+    A share is a data-parallel rank of the language part. In a round, each tower rank computes the features of one
+    microbatch.
 
     Attributes:
         tower: World rank of each data-parallel rank of the tower.
         readers: For each share, the world ranks of each pipeline stage that reads features. The first rank of a stage
             sends the gradients.
         ahead: Number of microbatches of each share by which the tower's forward passes run ahead.
-        edge: Edge of the features: from the number of the tower to the number of towers, which is the first language
-            stage.
+        edge: Edge of the features: (number of the tower, number of towers). Language stages are numbered after the
+            towers.
     """
 
     tower: tuple[int, ...]
@@ -191,7 +193,7 @@ class Border:
         return self.edge[1], self.edge[0]
 
     def owner(self, share: int, index: int) -> int:
-        """Return the world rank of the tower rank that computes the features of a microbatch of a share."""
+        """Return the world rank that computes the features of microbatch `index` of a share."""
         return self.tower[(index * len(self.readers) + share) % len(self.tower)]
 
     def source(self, tower_rank: int, number: int) -> tuple[int, int]:
@@ -200,7 +202,10 @@ class Border:
         return share, index
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return the microbatch of a tower rank in each round of a step with `count` microbatches per share."""
+        """Return the microbatch of a tower rank in each round of a step with `count` microbatches per share.
+
+        The entry of a round without a microbatch for the rank is None.
+        """
         rounds = range(-(-count * len(self.readers) // len(self.tower)))
         sources = [self.source(tower_rank, number) for number in rounds]
         return [source if source[1] < count else None for source in sources]
@@ -208,7 +213,7 @@ class Border:
     def owners(
         self, count: int, sources: Callable[[int, int], list[Source]] | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the numbers of the microbatches of each tower rank, see `Submodels.owners`.
+        """Return, for each tower rank, the numbers of its microbatches, counted as in `Submodels.owners`.
 
         Args:
             count: Number of microbatches of each share.
@@ -269,8 +274,8 @@ class Tower:
     ) -> Iterator[int]:
         """Compute the features of the microbatches of a step, and the gradients of the tower if `train`.
 
-        For a rank that has both parts, yield the index of each microbatch of the language part when its turn comes in
-        the order of `Border.passes`.
+        Yield the index of each microbatch of the language part when its turn comes in the order of `Border.passes`. A
+        rank with both parts then runs it.
 
         Args:
             model: `TowerModel` that passed through `parallelize`.
@@ -304,9 +309,18 @@ class Tower:
         span: Span,
         trained: bool,
     ) -> None:
-        """Run a tower's action of a joint schedule; B or W runs the whole backward, as inputs need no gradient.
+        """Run one tower action of a joint schedule.
 
-        `share` is the data-parallel rank of the microbatches. Actions after the last microbatch are empty.
+        The tower's inputs need no gradients, so B and W both run its whole backward. Actions after the last microbatch
+        run without input.
+
+        Args:
+            action: Action of stage -1.
+            share: Data-parallel rank of the microbatches.
+            model: `TowerModel` that passed through `parallelize`.
+            microbatches: Microbatches of the tower, by index.
+            span: See `forward_backward`.
+            trained: Whether backward follows.
         """
         assert action.microbatch is not None
         i = action.microbatch
@@ -422,7 +436,7 @@ class Reader:
 
     @contextmanager
     def step(self, owner: Callable[[int, int], int] | None = None) -> Iterator[None]:
-        """Allow forward passes in this context; `begin` selects the microbatch of each.
+        """Allow forward passes in this context; `begin` selects the microbatch of each pass.
 
         Args:
             owner: Function from share and index to the world rank that computes the features; None: `Border.owner`.
@@ -568,7 +582,7 @@ class Submodels:
 
     @property
     def borders(self) -> tuple[Border, ...]:
-        """Borders to the towers that this rank knows: to all of them if it has the language part, else to its own."""
+        """Borders to all towers, on a rank with the language part; on other ranks, borders to this rank's towers."""
         if self.language is not None:
             return self.language[1].borders
         return tuple(tower.border for _, tower in self.towers)
@@ -630,7 +644,7 @@ class Submodels:
 
 
 def rounds_of(services: Iterable[Iterator[int]]) -> Iterator[None]:
-    """Yield once per microbatch of the language part, when every tower has run the passes that precede it.
+    """Yield once per microbatch of the language part, after every tower has run the passes that precede it.
 
     `services` are the results of `Tower.serve`, one per tower.
     """

@@ -1,9 +1,10 @@
 """Division of a multimodal model into its language part and its towers (encoders with projectors), in place.
 
-A pass of text alone on meta tensors measures the parameters of the language part; all other parameters belong to the
-towers, by their names if there are several. The model's code does not change: a rank drops the parameters of other
-parts, and calls that cross a border are replaced on the instance. These calls are the model's own `get_image_features`,
-`get_video_features` and `get_audio_features`, else the calls of a tower's modules.
+A forward pass with text only, on meta tensors, finds the parameters of the language part. All other parameters belong
+to the towers, by their names if there are several. The model's code does not change. A rank drops the parameters of
+other parts. A call crosses the border to a tower if the language part reads its result: the model's own
+`get_image_features`, `get_video_features` and `get_audio_features`, else the calls of a tower's modules. Such calls are
+replaced on the instance.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _check_modules(model: nn.Module, towers: Sequence[TowerPart]) -> None:
 
 
 def _media_of(model: nn.Module, kind: str) -> frozenset[str]:
-    """Return the arguments of a model's forward that its feature methods of a kind read as images, videos or audio.
+    """Return the forward arguments that the model's feature methods of one kind read: images, videos or audio.
 
     Raises:
         UnsupportedSharding: HP205 for a model without such methods, or whose forward has no such argument.
@@ -252,7 +253,7 @@ def _crossings(model: nn.Module, tower: TowerPart) -> Iterator[tuple[nn.Module, 
 
 
 def keep_language(model: nn.Module, division: Division, reader: Reader) -> nn.Module:
-    """Drop the parameters of all towers and make calls that cross their borders return received results.
+    """Drop the parameters of all towers, and make calls that cross a border to them return received results.
 
     Return the same model, changed in place.
     """
@@ -289,7 +290,7 @@ def _answer_for(module: nn.Module, model: nn.Module) -> None:
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its parameters and buffers, for a rank with several parts."""
+    """Return a copy of a model with the same parameter and buffer tensors, for a rank with several parts."""
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
@@ -389,7 +390,7 @@ class TowerModel(nn.Module):
         return bool(self._crossed)
 
     def _record_results(self, label: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `inner` with its results recorded under a label, except in calls inside of another such call."""
+        """Wrap `inner` to record its results under a label, except in calls inside of another recorded call."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._running:

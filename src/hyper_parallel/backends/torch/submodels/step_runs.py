@@ -1,4 +1,7 @@
-"""Execution of the towers of one rank in one step: in rounds, or under a joint schedule with the language part."""
+"""Execution of the towers of one rank in one step: in rounds, or under a joint schedule with the language part.
+
+A tower is an encoder of images, videos or audio. In a round, each of its ranks computes the features of one microbatch.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ class Joint:
             share_gradients(part, self._joint.copies.size())
 
     def owner(self, _: int, index: int) -> int:
-        """Return the world rank that computes the features of a microbatch of this rank's share."""
+        """Return the world rank that computes the features of microbatch `index` of this rank's share."""
         return self._owners[index]
 
     def begin(self, index: int) -> None:
