@@ -283,7 +283,7 @@ def submodel_strategies(
     world_size: int,
     ranks: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Strategy]:
-    """Parse and check the layouts of sub-models without other ranks; see `parallelize_submodels`.
+    """Parse and check the layouts of sub-models without communication; see `parallelize_submodels`.
 
     Args:
         model: Multimodal model, not changed.

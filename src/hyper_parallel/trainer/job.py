@@ -216,7 +216,7 @@ class Job:
         )
 
     def write(self, plan: Plan) -> None:
-        """Write the files of the run's start: recipe, plan, simulated step, data record, model config, tokenizer.
+        """Write the files that describe the run: recipe, plan, simulated step, data record, model config, tokenizer.
 
         Args:
             plan: Plan as executed by the ranks.

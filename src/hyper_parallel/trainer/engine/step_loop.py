@@ -72,7 +72,7 @@ class LossScale:
     good_steps: int = 0
 
     def after(self, finite: bool) -> None:
-        """Update the scale after a step; `finite` tells whether its loss and gradients were finite."""
+        """Update the scale after a step; `finite` tells whether loss and gradients of the step were finite."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
