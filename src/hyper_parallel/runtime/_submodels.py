@@ -283,16 +283,9 @@ def submodel_strategies(
     world_size: int,
     ranks: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Strategy]:
-    """Parse and check the layouts of sub-models without other ranks; see `parallelize_submodels`.
+    """Return the checked strategy of each sub-model, in the order of `layouts`, without communication.
 
-    Args:
-        model: Multimodal model, not changed.
-        layouts: Strategy of each sub-model.
-        world_size: Number of ranks of all sub-models.
-        ranks: Ranks of each sub-model; None: consecutive ranks.
-
-    Returns:
-        Strategy of each sub-model, in the order of `layouts`.
+    Arguments as in `parallelize_submodels`; the model is not changed.
 
     Raises:
         BadValue: HP102 for unknown or missing names of sub-models, and for ranks that contradict the degrees.

@@ -399,7 +399,7 @@ def _ignore() -> None:
 
 
 def forget_meshes() -> None:
-    """Clear torch's caches that are keyed by device mesh, which frees the process groups of closed worlds.
+    """Free the process groups of closed worlds by clearing torch's caches that are keyed by device mesh.
 
     Otherwise an entry of a closed world could match an equal mesh of a later world, whose groups differ. Ranks forked
     later would inherit the cached groups without their threads, and would hang when freeing a group.

@@ -78,11 +78,7 @@ def torchrun_words(recipe: Recipe, ranks: int, words: Sequence[str]) -> list[str
 def sbatch_script(recipe: Recipe, ranks: int, words: Sequence[str], output_dir: Path) -> str:
     """Return a Slurm script that runs torchrun on every machine, with rendezvous on the first machine.
 
-    Args:
-        recipe: Recipe of the run.
-        ranks: Number of ranks on all machines.
-        words: Arguments of `hyper-parallel` on every rank.
-        output_dir: Directory of the run.
+    Arguments as in `torchrun_words`; `output_dir` is the directory of the run.
 
     Raises:
         BadValue: HP102 for a control character in `launch.sbatch` or `output_dir`.

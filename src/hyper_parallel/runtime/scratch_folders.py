@@ -103,7 +103,7 @@ def _remove_dead(parent: Path) -> None:
 
 
 def _mark(folder: Path) -> bytes:
-    """Return the content of a lock file: boot id of the kernel, because locks end with a reboot, and folder name."""
+    """Return the content of a lock file: boot id of the kernel (locks do not survive a reboot) and folder name."""
     try:
         return _BOOT.read_bytes() + os.fsencode(folder.name)
     except OSError:  # not Linux

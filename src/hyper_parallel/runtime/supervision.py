@@ -334,7 +334,7 @@ class Hang:
     def error(
         self, where: str | None = None, stack: str = "", restart: str = "training.max_restarts=3"
     ) -> RankHung:
-        """Return the error to raise.
+        """Return the RankHung error (HP620) of this hang.
 
         Args:
             where: Log file of the first culprit; None: no log file.

@@ -84,13 +84,7 @@ class DirectoryWatch:
 
 
 def _lost_error(place: Path, now: Path | None, what: str) -> RunDirectoryLost:
-    """Return the error for a lost directory or file.
-
-    Args:
-        place: Original path of the directory.
-        now: Current path of the directory; None if it was removed.
-        what: Name of the lost object, for the message.
-    """
+    """Return the error for a lost file or directory; `now` is the directory's current path, None if it was removed."""
     moved = now is not None and now != place
     saved = max(checkpoints.steps(now / "checkpoints"), default=0) if now is not None else 0
     hint = f"start the run again; it begins at step 1 (ls -la {shlex.quote(str(place))})"

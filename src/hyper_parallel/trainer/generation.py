@@ -255,15 +255,7 @@ def decode_tokens(
     stops: Collection[int] = (),
     passes: Passes | None = None,
 ) -> Iterator[int]:
-    """Continue an encoded prompt; yield each new token id, except a final token of `stops`.
-
-    Args:
-        model: Model in evaluation mode.
-        prompt_ids: Token ids of the prompt.
-        sampling: Sampling parameters.
-        stops: Token ids that end the generation.
-        passes: Forward passes of the model with an empty cache; None: created here.
-    """
+    """Continue an encoded prompt; yield each new token id, except a final stop token (token ids `stops`)."""
     draws = draws_of(sampling, 0)
     sequence = DecodingSequence(0, [*prompt_ids], len(prompt_ids), sampling.max_new_tokens, draws)
     passes = passes or _passes_of_one(model, sequence)

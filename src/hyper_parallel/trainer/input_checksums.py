@@ -36,12 +36,7 @@ class RunInputs:
         return {**self.saved, **self.checksums}
 
     def check(self, name: str, checksum: str, place: str | Path) -> None:
-        """Record the checksum of an input model, and compare it with the checksum in the checkpoint.
-
-        Args:
-            name: Name of the model, for example `base weights`.
-            checksum: Checksum of the model as read by this process.
-            place: Path of the model, for the error.
+        """Record the checksum of the input model `name` at path `place`, and compare it with the checkpoint's.
 
         Raises:
             CheckpointMismatch: HP702 when the checksums differ.

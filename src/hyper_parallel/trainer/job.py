@@ -216,7 +216,7 @@ class Job:
         )
 
     def write(self, plan: Plan) -> None:
-        """Write the files of the run's start: recipe, plan, simulated step, data record, model config, tokenizer.
+        """Write the files that describe the run: recipe, plan, simulated step, data record, model config, tokenizer.
 
         Args:
             plan: Plan as executed by the ranks.
@@ -454,13 +454,7 @@ def _with_media_costs(job: Job, model: Any) -> Job:
 
 
 def _with_notes(job: Job, model: Any, proof: Certificate | None = None) -> Job:
-    """Add to the plan of a job: its sub-models, their certificate, and a note on the balancing of images and audio.
-
-    Args:
-        job: Job to extend.
-        model: Model of the job.
-        proof: Certificate of the search for the layouts of sub-models; None: no search.
-    """
+    """Add to the plan of a job: sub-models, their certificate `proof`, and a note on the balancing of media."""
     plan = with_proof(_with_submodels(job, model), proof)
     job, batches = replace(job, plan=plan), job.train_batches()
     if len(job.recipe.parallel.towers) > 1 and job.recipe.data.balance != "none":

@@ -107,17 +107,10 @@ class TextCodec:
     def begin(
         self, source: Prompt | Generation, number: int, sampling: Sampling, *, chat: bool = False
     ) -> DecodingSequence:
-        """Create a sequence for decoding, from a prompt or from an interrupted continuation.
-
-        Args:
-            source: Prompt, or the interrupted continuation.
-            number: Index of a prompt in its batch; a continuation keeps its number.
-            sampling: Sampling parameters.
-            chat: Whether a text is a user turn.
+        """Create a sequence for decoding from prompt `number` of a batch, or from an interrupted continuation.
 
         Raises:
-            BadValue: HP102 when prompt and continuation exceed the context of the model, or a token exceeds its
-                vocabulary.
+            BadValue: HP102 when prompt and continuation exceed the model's context, or a token its vocabulary.
         """
         previous = source if isinstance(source, Generation) else None
         prompt: Any = source if previous is None else previous.prompt

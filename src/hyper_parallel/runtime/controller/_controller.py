@@ -60,7 +60,7 @@ class Controller:
     ) -> None:
         if engine not in _ENGINES:
             raise BadValue(
-                "unknown engine",
+                f"unknown engine `{engine}`",
                 got=engine,
                 allowed=list(_ENGINES),
                 hint='Controller(engine="processes")',

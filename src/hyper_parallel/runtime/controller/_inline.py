@@ -65,7 +65,7 @@ class RoleRanks(Protocol):
 
 
 class RoleHost:
-    """Holder of a role's object on a rank, which runs the calls."""
+    """Runner of calls on a rank, which holds the object of the role."""
 
     def __init__(self, spec: RoleSpec, rank: int) -> None:
         self._spec, self._rank = spec, rank

@@ -78,7 +78,7 @@ class RoleCall:
 
 
 class Role:
-    """Ranks that run methods of a class; all ranks run the same call at a time. Created by `Controller.start`.
+    """Ranks that run methods of a class, the same call on all ranks at the same time; see `Controller.start`.
 
     Attributes:
         controller: Controller of the role.

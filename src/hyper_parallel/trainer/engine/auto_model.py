@@ -118,7 +118,7 @@ def _runs_own_code(file: ConfigFile, trusted: bool) -> bool:
 
 
 def _auto_class(file: ConfigFile, *, trusted: bool, scores: bool) -> Any:
-    """Return the transformers class, or for `trusted` code the auto class, whose `from_config` builds the model."""
+    """Return the class that builds the model: an auto class for classifiers and custom code, else the model class."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     if scores:

@@ -47,7 +47,7 @@ def load_base(
     Args:
         model: Model, before or after `parallelize`.
         directory: Directory of the weight files.
-        frozen: Whether only adapters are trained. Collective over all ranks if True.
+        frozen: Whether only adapters are trained. All ranks must then call this function.
         options: Further arguments of `load_pretrained`.
     """
     report = load_pretrained(model, directory, checksums=frozen, **options)

@@ -220,7 +220,10 @@ def balance_note(recipe: Recipe, plan: Plan, batches: Batches) -> str:
 
 
 def mean_imbalance(steps: list[Balance]) -> tuple[float, float]:
-    """Return the imbalance (in data order, after balancing), averaged over steps with their media tokens as weights."""
+    """Return the mean imbalance over `steps`, weighted by media tokens: (in data order, after balancing).
+
+    Imbalance is the media work of the slowest rank divided by the mean over ranks. Without media it is 1.
+    """
     total = sum(step.media_tokens for step in steps)
     if not total:
         return 1.0, 1.0

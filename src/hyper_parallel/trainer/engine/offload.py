@@ -396,7 +396,7 @@ class PlannedSteps:
         self._device.state.materialize_on_use(self._spill)
 
     def close(self) -> None:
-        """Release all resources."""
+        """Free the memory of the planned device."""
         self._device.state.end()
 
 

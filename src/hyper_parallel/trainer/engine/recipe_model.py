@@ -125,12 +125,9 @@ def read_recipe_spec(loaded: LoadedRecipe) -> ModelSpec:
 
 
 def refuse_submodels(loaded: LoadedRecipe, problem: str, *words: str) -> None:
-    """Raise Contradiction (HP104) if the recipe sets `parallel.submodels`.
+    """Raise Contradiction (HP104) with the sentence `problem` if the recipe sets `parallel.submodels`.
 
-    Args:
-        loaded: Recipe with the origins of its values.
-        problem: Sentence of the error.
-        words: Command or options that do not support sub-models, for the `got` line of the error.
+    `words` are the options that do not support sub-models.
     """
     if loaded.recipe.parallel.submodels is not None:
         raise Contradiction(
@@ -451,7 +448,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not matches:
             near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
             raise BadValue(
-                "the pattern matches no parameter name",
+                f"`training.freeze` pattern `{pattern}` matches no parameter name",
                 where=where,
                 got=pattern,
                 allowed="globs such as model.embed_tokens.* over the names of parameters",
@@ -461,7 +458,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             model.get_parameter(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise BadValue(
-            "all parameters are frozen, and nothing is left to train",
+            "`training.freeze` freezes all parameters, so nothing is left to train",
             where=where,
             got=list(patterns),
             hint="training.freeze=[]",

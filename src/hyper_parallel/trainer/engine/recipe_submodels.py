@@ -115,7 +115,7 @@ def _at_language_rate(plan: Plan, flops: float, frozen: bool) -> TowerPrice:
 
 
 def planning_request(recipe: Recipe, model: nn.Module, plan: Plan) -> PlanRequest:
-    """Return a planner request for workload and ranks of the language model, which is needed to price towers."""
+    """Return the planner request of the language model's workload and ranks, from which towers are priced."""
     spec = read_model(model, recipe.model.path)
     ranks = plan.strategy.world_size
     request = resolve(spec, recipe.topology, plan.workload, ranks)

@@ -72,7 +72,7 @@ class LossScale:
     good_steps: int = 0
 
     def after(self, finite: bool) -> None:
-        """Update the scale after a step; `finite` tells whether its loss and gradients were finite."""
+        """Update the scale after a step; `finite` tells whether loss and gradients of the step were finite."""
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
@@ -129,11 +129,7 @@ class SkipPolicy:
         return self.nonfinite or self.max_norm is not None
 
     def skips(self, shared: Tensor) -> Tensor:
-        """Return a bool scalar on the device: whether to skip the step.
-
-        Args:
-            shared: Result of `Loop.reduce_step_log` for the step.
-        """
+        """Return a bool scalar on the device: whether to skip the step with this result of `Loop.reduce_step_log`."""
         skip = ~torch.isfinite(shared[-2:]).all()
         return skip if self.max_norm is None else skip | (shared[-1] > self.max_norm)
 
@@ -284,12 +280,7 @@ class Loop:
         )
 
     def held_out_loss(self, parts: list[dict[str, Tensor]], count: int) -> Tensor:
-        """Return this rank's share of the held-out loss: summed cross entropy divided by `count`.
-
-        Args:
-            parts: Microbatches of this rank.
-            count: Number of valid tokens over all ranks.
-        """
+        """Return the summed cross entropy of this rank's microbatches divided by `count`, the tokens of all ranks."""
         return forward_loss(self.model, parts, count)
 
     def inputs(

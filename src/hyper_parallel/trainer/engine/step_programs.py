@@ -243,7 +243,7 @@ def _recomputed_layers(model: nn.Module, strategy: Strategy) -> list[str]:
 
 
 def program_block(strategy: Strategy) -> Strategy:
-    """Return the strategy of one block: the ranks whose programs differ, while all blocks run the same programs.
+    """Return the strategy of a single block of ranks, as defined in the module docstring.
 
     Recompute is disabled in the returned strategy, because it is applied to the captured programs, not to the traced
     model.
@@ -436,7 +436,7 @@ class _Clip:
         layouts: Mapping[str, Layout],
         max_norm: float | None,
     ) -> _Clip:
-        """Create the function for a model, before or after `parallelize`; `layouts` are the plan's layouts by name."""
+        """Create the clipping function of a model, before or after `parallelize`; `layouts` is keyed by parameter."""
         parallel, tp = attached(model), strategy.tp
         first = 0 if parallel is None else parallel.ranks.rank // tp * tp
         pipeline = None if parallel is None else parallel.pipeline

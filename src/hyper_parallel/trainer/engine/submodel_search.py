@@ -131,7 +131,7 @@ def _only_kind(loaded: LoadedRecipe, model: nn.Module, ranks: int) -> str:
 
 
 def _no_memory(loaded: LoadedRecipe, least_bytes: int, capacity_bytes: int) -> DoesNotFit:
-    """Return the error for a model that fits in device memory with no layout."""
+    """Return the error for a model whose layouts all exceed device memory."""
     return DoesNotFit(
         "no layout of the parts of the model fits in the memory of a device",
         where=loaded.where("parallel.submodels"),

@@ -73,10 +73,7 @@ def check_rewards(loaded: LoadedRecipe, packed: PackedData) -> None:
 
 
 def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> None:
-    """Raise HP104 if sampling ranks do not form whole model replicas that get equal numbers of sequences.
-
-    `rows` is the number of sequences of a step; `microbatch` is the number of sequences of a training microbatch.
-    """
+    """Raise HP104 if sampling ranks do not form whole replicas with equal shares of the `rows` sequences of a step."""
     grpo = loaded.recipe.grpo
     ranks, shares = grpo.sampling_ranks, grpo.shares
     if ranks % grpo.copy_ranks:

@@ -197,7 +197,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def check_resume(saved: object, facts: Mapping[str, Any], run: Path) -> Changes:
-    """Compare the facts of a resumed run with the checkpoint; return the changes, {} if it contains no facts.
+    """Return the changes of facts since a checkpoint was saved; {} if the checkpoint contains no facts.
 
     Args:
         saved: Facts in the checkpoint.
