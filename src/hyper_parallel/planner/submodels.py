@@ -361,7 +361,7 @@ def joint_layout(
     members: Mapping[str, Sequence[int]],
     layers: Collection[int] = (),
 ) -> JointLayout | None:
-    """Return the lanes of a joint schedule; None if the parts cannot have one.
+    """Return the lanes and the order of the tower's ranks in a joint schedule; None if the parts cannot have one.
 
     A rank that runs only the tower is a lane. Such ranks are divided among the data-parallel ranks of the language
     part. There is no joint schedule in any of these cases:
