@@ -321,7 +321,7 @@ class _Step:
         return tuple(Collective(*key, count, sent) for key, (count, sent) in total.items())
 
     def axes(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the main mesh's axes that a group spans, without axes of degree 1; see `Strategy.spanning_axes`."""
+        """Return the axes of the main mesh, without those of degree 1, that span the same ranks as the axes `names`."""
         if {"ep", "edp"} & {*names}:
             return self.strategy.spanning_axes(names)
         return tuple(a for a in names if getattr(self.strategy, a) > 1)

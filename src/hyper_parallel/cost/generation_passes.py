@@ -1,8 +1,8 @@
 """Seconds and bytes of generation: passes over prompts (prefill), and over one token of every sequence (decode).
 
-A kernel takes the longer of its arithmetic and its memory reads, and kernels run sequentially. A pass reads the cache
-and the weights once; of the experts, only those that its tokens choose. Pipeline stages run one after the other, so a
-pass takes the seconds of all layers. Imported only by code that plans generation.
+The time of a kernel is that of its arithmetic or of its memory reads, whichever is longer; kernels run one after the
+other. A pass reads the KV cache and the weights once, and only the experts that its tokens choose. Pipeline stages run
+one after the other, so a pass takes the seconds of all layers. Imported only by code that plans generation.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hyper_parallel.shard import Boundary, embedding_boundaries, head_boundaries
 from hyper_parallel.units import DTYPE_BYTES
 
 CHOICE_BYTES: Final = 48.0
-"""Bytes per logit that the choice of the most likely token reads and writes, in addition to two reads of the logit.
+"""Bytes per logit that the choice of the next token reads and writes, in addition to two reads of the logit.
 
 A logit is cast to float64 (8 written). The logarithmic softmax reads it three times and writes it (32), and a gather
 reads it (8).
 """
 
 PassSeconds = dict[str, Array]
-"""Dict from cause to seconds."""
+"""Dict from cause, such as `tp communication`, to seconds."""
 LayerKind = tuple[int, ModelNumbers, tuple[int, ...] | None]
 """(number of layers of one kind, numbers of a model with only that kind, shape of MLA's latent projection or None).
 
@@ -46,16 +46,16 @@ The latent projection is the weight that projects MLA's latent to keys and value
 
 
 def cache_bytes(attention: AttentionSpec, ranks: int, work: GenerateWorkload, dtype: str) -> int:
-    """Return KV cache bytes of one layer and sequence on a rank, as a slot of `generate` allocates them.
+    """Return the KV cache bytes of one layer and sequence on one of `ranks` tensor-parallel ranks.
 
-    A slot has every position, even in layers with a sliding window. With fewer key-value heads than ranks, a rank has
-    one head. Every rank has the whole latent of MLA.
+    The cache has every position, even in layers with a sliding window. With fewer key-value heads than ranks, a rank
+    has one head. MLA's latent is replicated.
     """
     return int(_cached_elements(attention, ranks)) * work.columns * DTYPE_BYTES[dtype]
 
 
 def _cached_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
-    """Return KV cache elements per token and layer on a rank."""
+    """Return the KV cache elements per token and layer on a rank."""
     if a.kind == "mla":
         return a.kv_cache_width
     elements: Array | float = a.kv_cache_width / np.minimum(ranks, a.num_kv_heads)
@@ -63,7 +63,7 @@ def _cached_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
 
 
 def _attention_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
-    """Return elements per cached token that attention computes from the cache, writes and reads.
+    """Return the elements per cached token that attention computes from the cache, writes and reads again.
 
     With attention masks, transformers repeats keys and values for all query heads. MLA projects its latent to keys and
     values, and copies the keys once more.
@@ -80,7 +80,9 @@ def _attention_elements(a: AttentionSpec, ranks: Array | int) -> Array | float:
 def pass_seconds(
     s: PricingCase, kinds: Sequence[LayerKind], work: GenerateWorkload
 ) -> tuple[PassSeconds, PassSeconds]:
-    """Return seconds by cause of the prefill of all sequences in the slots, and of one decode pass at the mean length.
+    """Return (seconds of a prefill, seconds of a decode pass) by cause, for all sequences that a rank has at a time.
+
+    The prefill covers whole prompts. The decode pass has one token per sequence, at the mean length of a sequence.
 
     Args:
         s: Pricing case; its microbatch is the number of sequences at a time on a data-parallel rank.
@@ -112,7 +114,6 @@ def pass_seconds(
 
 
 def _of_length(s: PricingCase, tokens: int) -> PricingCase:
-    """Return the case with sequences of `tokens` tokens."""
     return replace(s, workload=replace(s.workload, seq_len=tokens))
 
 
@@ -125,13 +126,10 @@ def _add(total: PassSeconds, times: int, terms: PassSeconds) -> None:
 def _layer(
     s: PricingCase, length: float, attention_s: Array, latent: tuple[int, ...] | None
 ) -> PassSeconds:
-    """Return seconds by cause of one layer in a pass.
+    """Return the seconds by cause of one layer in a pass over the tokens of `s`.
 
-    Args:
-        s: Pricing case of the tokens of the pass.
-        length: Cached tokens per sequence.
-        attention_s: Seconds of the attention products.
-        latent: Shape of MLA's latent projection; None without MLA.
+    `length` is the number of cached tokens per sequence, `attention_s` the time of the attention matmuls, and `latent`
+    the shape of MLA's latent projection, None without MLA.
     """
     n, c, machine, rate = s.n, s.c, s.machine, s.machine.stream_bytes_s
     work, read, visited = layer_compute(s), s.dense(), None
@@ -167,10 +165,10 @@ def _layer(
 
 
 def _ends(s: PricingCase) -> PassSeconds:
-    """Return seconds by cause of the work once per pass.
+    """Return the seconds by cause of the work once per pass.
 
-    This is the head and choice of one token per sequence, messages between pipeline stages, and the agreement of ranks
-    on whether any has work left.
+    This work is the head and the choice of one token per sequence, sends between pipeline stages, and an all-reduce by
+    which ranks agree whether any rank has work left.
     """
     n, c, machine, rows = s.n, s.c, s.machine, s.c.microbatch
     vocab = n.vocab / c.tp
@@ -197,11 +195,11 @@ def _ends(s: PricingCase) -> PassSeconds:
 
 
 def pass_bytes(s: PricingCase, work: GenerateWorkload) -> tuple[Array, Array]:
-    """Return bytes on a rank other than weights and cache: (independent of the number of sequences, per sequence).
+    """Return the bytes on a rank other than weights and KV cache, as (fixed bytes, bytes per sequence).
 
-    The first has gathered parameters of two layers, embedding and head. The second has the activations of one layer in
-    a pass over prompts, counted as for backward; its keys and values for all query heads; and logits with two float64
-    copies.
+    Fixed are the device context and the gathered parameters of two layers, embedding and head. A sequence has the
+    activations of one layer in a prefill, counted as for backward, keys and values repeated for all query heads, and
+    logits with two float64 copies.
     """
     n, c, card, width = s.n, s.c, s.machine.card, s.machine.width
     single = _of_length(

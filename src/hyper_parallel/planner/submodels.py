@@ -1,7 +1,11 @@
-"""Multimodal models: predicted time and memory of encoders, and of the step of encoders and language part.
+"""Multimodal models: predicted time and memory of their encoders, and of a training step with them.
 
-A tower is an encoder of images or audio. It is priced like any other model, with the constants of the same machine: its
-layers, exposed collectives and memory follow from its `Tower.spec`.
+The parts of a multimodal model are the language part and the towers; a tower is an encoder of images or audio. The time
+and memory of a tower are predicted like those of any other model, from its `Tower.spec`.
+
+A lane is a group of ranks that work together: a pipeline stage of the language part, or ranks that run a tower. A joint
+schedule orders the microbatches of all parts. Without one, a tower computes in rounds, in each of which every tower
+rank encodes one microbatch.
 """
 
 from __future__ import annotations
@@ -49,9 +53,9 @@ from hyper_parallel.units import DTYPE_BYTES, divisors, format_bytes, format_sec
 
 LANGUAGE: Final = "language"
 MEDIA: Final = 4
-"""Images or recordings per sequence that a plan without data assumes; their tokens are about half of 8,192."""
+"""Images or recordings per sequence that a plan without data assumes: about half of 8,192 tokens."""
 _COLUMNS: Final = 40
-"""Width of the lanes in a plan, in characters: with their names they fit a terminal of 80."""
+"""Width of the chart of a step in characters; with the names of the lanes it fits a terminal of 80."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class TowerPrice:
     """Predicted time and memory of a tower on one of its ranks.
 
     Attributes:
-        cost: Cost of one microbatch. The backward takes twice the forward and is all weight gradient (W).
+        cost: Cost of one microbatch. Backward takes twice as long as forward, and all of it counts as W.
         memory: Terms of parameters, gradients, optimizer states, and the activations of one microbatch.
     """
 
@@ -114,18 +118,18 @@ def price_tower(
 
 @dataclass(frozen=True)
 class DividedStep:
-    """Predicted training step of a multimodal model, whose parts (language part, towers) have ranks assigned.
+    """Predicted training step of a multimodal model for one assignment of ranks to its parts.
 
     Attributes:
         plan: Plan of the language part.
-        strategies: Strategy of every part, the language part first.
-        members: Ranks of every part.
-        lanes: Lanes of the step's schedule; all towers share their lanes.
-        joint: Whether one schedule orders the microbatches of all parts; else towers compute in rounds.
-        towers: Price of each tower per microbatch of a lane.
+        strategies: Dict from part to its strategy, the language part first.
+        members: Dict from part to its ranks.
+        lanes: Lanes of the schedule; all towers share their lanes.
+        joint: Whether the step has a joint schedule; else towers compute in rounds.
+        towers: Dict from tower to its predicted time and memory per microbatch of a lane.
         frozen: Whether the towers are frozen.
-        language_memory: Memory of a rank of the language part without towers.
-        inline: Whether ranks of the first pipeline stage run the towers as part of its forward and backward.
+        language_memory: Memory terms of a rank of the language part without towers; (): not predicted.
+        inline: Whether the ranks of the first pipeline stage run the towers within its forwards and backwards.
     """
 
     plan: Plan
@@ -144,7 +148,7 @@ class DividedStep:
 
     @cached_property
     def costs(self) -> list[StageCost]:
-        """Costs of one microbatch: of the towers on their busiest rank, then of each pipeline rank of `language`."""
+        """Costs of one microbatch: towers on their busiest rank, then each pipeline rank of the language part."""
         ranks = {rank for name in self.towers for rank in self.members[name]}
         by_rank = [
             [tower.cost for name, tower in self.towers.items() if rank in self.members[name]]
@@ -158,7 +162,7 @@ class DividedStep:
 
     @cached_property
     def _alone_s(self) -> float:
-        """Seconds of the forwards and backwards of the language part under 1F1B."""
+        """Seconds of all forwards and backwards of the language part alone, under 1F1B."""
         lanes, costs = (
             TowerLanes(self.lanes.stages, (0,)),
             [StageCost(0.0, 0.0, 0.0), *self.costs[1:]],
@@ -194,7 +198,7 @@ class DividedStep:
 
     @cached_property
     def _tower_memory(self) -> dict[str, tuple[MemoryTerm, ...]]:
-        """Memory of every tower, with the activations of all microbatches in flight."""
+        """Dict from tower to its memory terms, with the activations of all microbatches in flight."""
         limits = self.lanes.limits() if self.joint else self.lanes.limits(0 if self.inline else 1)
         flight = max(limits[lane] for lane in self.lanes.towers)
         # Interleaved schedules start up to p microbatches more on the first stage.
@@ -209,7 +213,7 @@ class DividedStep:
         }
 
     def planned(self) -> Plan:
-        """Return the plan with section `submodels`: the parts, their predicted times, and the schedule of a step."""
+        """Return the plan with `Plan.submodels`: the parts, their predicted times, and the schedule of a step."""
         if self.inline:
             schedule = inline_schedule(self.lanes, self.count, frozen=self.frozen)
         else:
@@ -237,7 +241,7 @@ class DividedStep:
         )
 
     def _step(self, parts: Sequence[PartPlan], schedule: Schedule) -> SubmodelsPlan:
-        """Return section `submodels` of the plan, with the seconds, idle fraction and bound of a simulated schedule."""
+        """Return `Plan.submodels` for a schedule: simulated seconds of the step, idle fraction and lower bound."""
         timeline = simulate(schedule_tasks(schedule, self.costs))
         step_s = timeline.end_s
         # Seconds of ranks: all ranks of a lane work together.
@@ -274,7 +278,7 @@ def _bytes(terms: Sequence[MemoryTerm]) -> int:
 
 
 def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
-    """Return the sum of the stage costs of a pipeline rank; without `sends_back`, gradients are not sent."""
+    """Return the cost of all stages of a pipeline rank; without `sends_back`, the rank sends no gradients."""
     last = costs[-1]
     if len(costs) == 1:
         return replace(last, send_backward_s=last.send_backward_s * sends_back)
@@ -292,7 +296,7 @@ def _sum(costs: Sequence[StageCost], sends_back: bool) -> StageCost:
 def language_memory(
     request: PlanRequest, plan: Plan, towers: Collection[str]
 ) -> tuple[MemoryTerm, ...]:
-    """Return the memory of a rank of the language part of a plan, without the parameters of the given towers."""
+    """Return the memory terms of a rank of the language part, without the parameters of the given towers."""
     own = replace(request, model=language_of(request.model, towers))
     priced = price(own, plan.strategy, plan.workload)
     return with_stage_memory(own, priced).memory
@@ -301,12 +305,12 @@ def language_memory(
 def choose_step(
     steps: Sequence[DividedStep], capacity_bytes: int | None = None
 ) -> tuple[int, Plan] | None:
-    """Return the index and the plan of the step with the fewest seconds per token; None if none fits in memory.
+    """Return (index, plan) of the step with the fewest seconds per token; None if no step fits in memory.
 
-    The certificate of `plan.submodels` states the lower bound over all steps.
+    The certificate in `Plan.submodels` has the lower bound over all steps.
 
     Args:
-        steps: Predicted steps of layouts that can run.
+        steps: Predicted steps, one per assignment of ranks to parts.
         capacity_bytes: Memory of a device; None: no limit.
     """
     fitting = [
@@ -342,11 +346,11 @@ def choose_step(
 
 
 def feature_stages(language: Strategy, layers: Collection[int]) -> tuple[int, ...]:
-    """Return the pipeline stages that read features: the first one, and those of later layers that read features.
+    """Return the pipeline stages that receive features from a tower: the first stage, and the stages of `layers`.
 
     Args:
-        language: Strategy with `stage_layers`, if there are such layers and pipeline stages.
-        layers: Decoder layers after the first one to which features are added.
+        language: Strategy of the language part; `stage_layers` must be set if `layers` is not empty.
+        layers: Decoder layers, other than the first one, whose input includes features.
     """
     ends = [*accumulate(language.stage_layers)][:-1]
     return tuple(sorted({0} | {bisect_right(ends, layer) for layer in layers}))
@@ -357,10 +361,10 @@ def joint_layout(
     members: Mapping[str, Sequence[int]],
     layers: Collection[int] = (),
 ) -> JointLayout | None:
-    """Return the ranks of joint schedules, which order the tower's microbatches and the stages of the language part.
+    """Return the lanes and the order of the tower's ranks in a joint schedule; None if the parts cannot have one.
 
-    A lane is a pipeline stage of the language part, or a rank that runs the tower alone. Such ranks are divided among
-    the data-parallel ranks of the language part. None if the parts have no joint schedule:
+    A rank that runs only the tower is a lane. Such ranks are divided among the data-parallel ranks of the language
+    part. There is no joint schedule in any of these cases:
 
     * The language part has no pipeline stages, or a schedule other than 1F1B.
     * The model has several towers.
@@ -369,7 +373,7 @@ def joint_layout(
 
     Args:
         strategies: Strategies of `submodel_strategies`.
-        members: Ranks of each part.
+        members: Dict from part to its ranks.
         layers: As for `feature_stages`.
     """
     language = strategies[LANGUAGE]
@@ -406,14 +410,14 @@ def submodel_lanes(
     members: Mapping[str, Sequence[int]],
     layers: Collection[int] = (),
 ) -> tuple[TowerLanes, bool]:
-    """Return the lanes of a step, and whether one schedule orders both parts.
+    """Return (lanes of a step, whether it has a joint schedule).
 
-    Without a joint schedule all ranks of the tower compute together, in rounds. The tower then has one lane of its own.
-    If it shares the ranks of a language part without pipeline stages, both have one lane.
+    Without a joint schedule, all ranks of the tower are one lane. If the tower shares the ranks of a language part
+    without pipeline stages, the two parts are one lane.
 
     Args:
         strategies: Strategies of `submodel_strategies`.
-        members: Ranks of each part.
+        members: Dict from part to its ranks.
         layers: As for `feature_stages`.
     """
     joint = joint_layout(strategies, members, layers)
@@ -427,7 +431,7 @@ def submodel_lanes(
 
 
 def places_of_ranks(language: Strategy, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return (data-parallel rank, pipeline stage) of each rank of the language part."""
+    """Return a dict from rank of the language part to its (data-parallel rank, pipeline stage)."""
     mesh, places = language.mesh(), dict[int, tuple[int, int]]()
     for position, rank in enumerate(ranks):
         coordinate = mesh.coordinate(position)
@@ -472,19 +476,20 @@ def layouts(kind: str, ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
 def plan_with_towers(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
 ) -> Plan:
-    """Return the best plan of a multimodal model that leaves room for its towers, with their times and memory.
+    """Return the best plan of a multimodal model whose towers fit in memory, with their predicted times and memory.
 
-    The towers run on the ranks of the language part's first stage, as `train` runs them without `parallel.submodels`.
-    Layouts with other ranks are priced too: the certificate covers all of them, and a note names a faster layout.
+    The towers run on the ranks of the first pipeline stage, as in `train` without `parallel.submodels`. Other
+    assignments of ranks are priced too: the certificate covers all of them, and a note names a faster one.
 
     Args:
         request: The model with its towers, machine, workload and choices.
         towers: Towers of the model.
         media: Images or recordings per sequence, for every tower.
-        find: Function that returns the best plan of a request.
+        find: Function that returns the best plan of a request for the language part.
 
     Raises:
-        DoesNotFit: HP401 if no plan leaves enough memory. Other errors as of `find`.
+        DoesNotFit: HP401 if no plan leaves enough memory for the towers.
+        HyperParallelError: As raised by `find`.
     """
     inline, changes = _fitting_step(request, towers, media, find)
     plan = inline.planned()
@@ -516,14 +521,16 @@ def plan_with_towers(
 def _fitting_step(
     request: PlanRequest, towers: Sequence[Tower], media: int, find: Callable[[PlanRequest], Plan]
 ) -> tuple[DividedStep, list[str]]:
-    """Return the step of the best plan that leaves memory for the towers, and notes; see `plan_with_towers`.
+    """Return (step of the best plan that leaves memory for the towers, notes); see `plan_with_towers`.
 
-    The first of p stages holds the towers' activations for p microbatches, so fewer stages are tried first, then less
-    memory for the language part.
+    The first of p pipeline stages keeps the activations of the towers for p microbatches. If the towers do not fit,
+    fewer stages are tried first, then less memory for the language part.
     """
     capacity = limit = int(request.machine.memory_bytes)
     pins, notes, needed = dict(request.pins), list[str](), 0
-    first_limit = 0  # memory with which the first plan would leave room
+    first_limit = (
+        0  # memory limit with which the first plan would leave enough memory for the towers
+    )
     while limit > 0:
         try:
             plan = find(replace(request, capacity_bytes=limit, headroom=0.0, pins=pins))
@@ -563,7 +570,7 @@ def _fitting_step(
 def _inline_step(
     request: PlanRequest, plan: Plan, towers: Sequence[Tower], media: int
 ) -> DividedStep:
-    """Return the predicted step in which ranks of the first pipeline stage run the towers within its passes."""
+    """Return the predicted step if the ranks of the first pipeline stage run the towers; see `DividedStep.inline`."""
     s = plan.strategy
     own = Strategy(dp_replicate=s.dp_replicate, dp_shard=s.dp_shard * s.cp)
     ranks = tuple(range(s.world_size))
@@ -584,13 +591,9 @@ def _inline_step(
 def _steps_apart(
     request: PlanRequest, towers: Sequence[Tower], media: int, longest_s: float
 ) -> Iterator[DividedStep]:
-    """Yield predicted steps of executable layouts with `parallel.submodels` that may be shorter than `longest_s`.
+    """Yield predicted steps of executable results of `layouts` that may be shorter than `longest_s` seconds.
 
-    Args:
-        request: As for `plan_with_towers`.
-        towers: As for `plan_with_towers`.
-        media: As for `plan_with_towers`.
-        longest_s: Seconds; a layout is omitted if its language part takes longer at the peak rate of its devices.
+    A layout is omitted if its language part takes longer than `longest_s` at the peak FLOP/s of its devices.
     """
     if len(tower_kinds(request.model)) != 1 or request.pins:
         return
@@ -629,7 +632,7 @@ def _step_apart(
     tower: Tower,
     media: int,
 ) -> DividedStep:
-    """Return the predicted step of one layout of `layouts`; `plan` is the plan of its language part."""
+    """Return the predicted step of one result of `layouts`; `plan` is the plan of its language part."""
     size = plan.strategy.world_size
     axes = {k: v for k, v in parts[tower.name].items() if k != "ranks"}
     own = Strategy(**axes)
