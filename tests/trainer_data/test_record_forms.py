@@ -224,7 +224,7 @@ def test_keys_without_influence_are_counted_and_placeholders_are_never_letters(t
     assert source.counts.notes == ["ignored keys: id (2), score (1)"]
     assert source.counts.losses == []
     record = {"messages": [{"role": "user", "content": "<image>q"}, A], "images": ["x.png"]}
-    with pytest.raises(NoData, match="`<image>` refers to") as caught:
+    with pytest.raises(NoData, match="the placeholder `<image>` refers to") as caught:
         read(tmp_path, record, ignore_keys=["images"])
     assert caught.value.hint is None
     assert len(read(tmp_path, {**record, "images": []})[0]) == 1

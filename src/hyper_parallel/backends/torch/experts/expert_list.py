@@ -80,7 +80,9 @@ class _ExpertSlot:
         return self._calls(self._expert, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        raise self._calls.refusal(f"is used other than by a call: its block reads `{name}` of it")
+        raise self._calls.refusal(
+            f"is used other than by a call: its block reads the attribute `{name}`"
+        )
 
 
 class ExpertList(SlotList):
