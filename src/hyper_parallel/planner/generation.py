@@ -125,9 +125,9 @@ def _ranked(
     fits = (most >= (needed if all_at_once else 1)) | keep_all
     if not fits.any():
         raise _memory_error(pricer, layouts, all_at_once)
-    slots, selected = needed if all_at_once else np.clip(most, 1, needed), np.flatnonzero(fits)
-    fitting = [layouts[i] for i in selected]
-    prices = pricer.price(fitting, slots[selected])
+    slots = needed if all_at_once else np.clip(most, 1, needed)
+    fitting = [x for x, fit in zip(layouts, fits, strict=True) if fit]
+    prices = pricer.price(fitting, slots[fits])
 
     def sort_key(k: int) -> tuple[float, ...]:
         s, value = fitting[k].strategy, prices[k].total_s if all_at_once else -prices[k].tokens_s
