@@ -32,7 +32,6 @@ from hyper_parallel.cost.candidates import (
     Array,
     Candidates,
     in_flight,
-    in_flight_of,
     shape_of,
     split_layers_closed_form,
 )
@@ -320,7 +319,7 @@ def _rank_phases(s: PricingCase, stages: Sequence[RankStages]) -> list[Parts]:
         rank_case = replace(s, n=stage.numbers)
         outside = n.embedding_weights * stage.first
         outside += (n.head_params if stage.first else n.head_weights) * stage.last
-        num_in_flight = in_flight_of(s.c, rank)
+        num_in_flight = in_flight(s.c, rank)
         logits = rank_case.logits if stage.last else np.zeros(1)
         layers = np.full(1, float(stage.numbers.layers))
         elements = np.full(1, float(outside))

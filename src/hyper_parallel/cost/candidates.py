@@ -58,6 +58,16 @@ The two data-parallel axes stay adjacent, so that experts fold over ranks of one
 """
 
 
+_DEFAULTS: Final = {
+    **dict.fromkeys(
+        ("recompute", "order", "offload", "regather", "attention_tokens", "cp_gather"), 0.0
+    ),
+    **dict.fromkeys(("attention_shape", "mlp_shape"), float(SHAPES.index("2d"))),
+    "zero": 3.0,
+}
+"""Default of a column of `Candidates` by name, if it is not 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """Strategies with their batch numbers; every field is a column of float64.
@@ -121,19 +131,12 @@ class Candidates:
                 shared[value] = np.broadcast_to(array, length)
             return shared[value]
 
-        degrees = ("pp", "vpp", "dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp_x", "tp_y")
-        row = {name: column(name, 1.0) for name in (*degrees, "ep", "microbatch", "accumulation")}
+        derived = ("schedule", "etp")
+        names = (name for name in cls.__slots__ if name not in derived)
+        row = {name: column(name, _DEFAULTS.get(name, 1.0)) for name in names}
         interleaved = np.where(row["vpp"] > 1, SCHEDULES.index("interleaved"), 1.0)
         row["schedule"] = column("schedule", interleaved)
         row["etp"] = column("etp", np.where(row["ep"] > 1, 1.0, row["tp_x"] * row["tp_y"]))
-        collapse = ("recompute", "order", "offload", "regather", "attention_tokens", "cp_gather")
-        for name in collapse:
-            row[name] = column(name, 0.0)
-        for name in ("halves", "ep_chunks", "tp_chunks"):
-            row[name] = column(name, 1.0)
-        for name in ("attention_shape", "mlp_shape"):
-            row[name] = column(name, SHAPES.index("2d"))
-        row["zero"] = column("zero", 3.0)
         return cls(**row)
 
     @classmethod
@@ -362,43 +365,26 @@ def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
     return result
 
 
-def in_flight(c: Candidates) -> Array:
-    """Return the largest number of microbatches in flight on the first pipeline rank.
+def in_flight(c: Candidates, rank: int = 0) -> Array:
+    """Return the microbatches in flight on a pipeline rank, in units of all its layers.
 
-    A microbatch counts as 1 if all layers of the rank hold its activations, as 1 / v if one of v virtual stages does.
-    The number is p for 1F1B, ZB-H1 and ZBV, and m for GPipe. It is p + (p - 1) / v for interleaved schedules, and
-    p + 1/2 for DualPipeV.
+    On the first rank: 1F1B and ZB-H1 p, GPipe m; interleaved p + (p - 1) / v; ZBV p and DualPipeV p + 1/2 spread over
+    their two chunks. A rank starts its first backward one microbatch later than the next rank, in interleaved schedules
+    two chunks. GPipe and the V-shaped schedules have equal numbers on all ranks.
+
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
     """
-    return np.where(c.pp > 1, np.minimum(c.accumulation, _uncapped(c)), 1.0)
-
-
-def in_flight_of(c: Candidates, rank: int) -> Array:
-    """Return the largest number of microbatches in flight on pipeline rank `rank`, counted as in `in_flight`.
-
-    In 1F1B and ZB-H1, every rank has one microbatch fewer than the previous rank; in interleaved schedules, 2 / v
-    fewer. In GPipe and the V-shaped schedules, all ranks have equal numbers.
-    """
-    differences: dict[str, Array] = {
-        "1f1b": np.full(1, 1.0 * rank),
-        "zb-h1": np.full(1, 1.0 * rank),
-        "interleaved": 2.0 * rank / c.vpp,
-    }
-    result = _uncapped(c)
-    for name, difference in differences.items():
-        result = np.where(c.schedule == SCHEDULES.index(name), result - difference, result)
-    return np.where(c.pp > 1, np.minimum(c.accumulation, np.maximum(result, 1.0)), 1.0)
-
-
-def _uncapped(c: Candidates) -> Array:
-    """Return the result of `in_flight` without its limit, the number of microbatches of a step."""
     p = c.pp
-    num_in_flight = {
+    counts: dict[str, Array] = {
         "gpipe": c.accumulation,
         "interleaved": p + (p - 1.0) / np.maximum(c.vpp, 1.0),
         "dualpipev": p + 0.5,
     }
+    if rank:
+        counts |= dict.fromkeys(("1f1b", "zb-h1"), p - rank)
+        counts["interleaved"] = counts["interleaved"] - 2.0 * rank / c.vpp
     result: Array = p * 1.0
-    for name, value in num_in_flight.items():
+    for name, value in counts.items():
         result = np.where(c.schedule == SCHEDULES.index(name), value, result)
-    return result
+    result = np.maximum(result, 1.0) if rank else result
+    return np.where(p > 1, np.minimum(c.accumulation, result), 1.0)

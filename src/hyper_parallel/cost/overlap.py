@@ -324,8 +324,8 @@ def _split(exposed: Array, tp: Array, ep: Array) -> tuple[Array, Array]:
 
 
 def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
-    """Return the exposed seconds of expert all-to-alls if only experts split their tokens into chunks."""
-    redone = 1.0 + _repeats_forward(s)
+    """Return the exposed seconds of expert all-to-alls with the tokens in chunks; other blocks do not overlap."""
+    redone = 1.0 + s.full
     total: Array = np.zeros(1)
     for seconds, whole, times in zip(
         _passes(s, 1, chunks), _passes(s, 1, 1), (redone, np.ones(1)), strict=True
@@ -345,8 +345,8 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
 
 
 def _exposed_stream(s: PricingCase, chunks: int) -> Array:
-    """Return the exposed seconds of tensor-parallel collectives if attention and MLP split their tokens into chunks."""
-    redone = 1.0 + _repeats_forward(s)
+    """Return the exposed seconds of tensor-parallel collectives with the tokens of a block in chunks."""
+    redone = 1.0 + s.full
     parts = s.with_columns(microbatch=s.c.microbatch / chunks)
     # Seconds of a chunk's products with the weights of a block: (column-parallel, row-parallel).
     names = ("attention", "mlp")
@@ -385,7 +385,7 @@ def _exposed_halves(
 ) -> tuple[Array, Array]:
     """Return the exposed seconds of (tensor-parallel, expert) collectives with half-batches."""
     demand, layers = s.machine.card.collective_share, float(s.n.layers)
-    flows, repeats = np.zeros(1), _repeats_forward(s)
+    flows, repeats = np.zeros(1), s.full
     forward, backward = _passes(s, halves, chunks)
     ranks = _ranks(s)
     span = pass_span(forward, halves, chunks, flows, demand, layers, ranks)
@@ -411,17 +411,13 @@ def _ranks(s: PricingCase) -> Ranks:
     return Ranks(size, card.jitter, card.collective_spread, s.machine.counts_late)
 
 
-def _repeats_forward(s: PricingCase) -> Array:
-    return np.where(s.c.recompute > 1, 1.0, 0.0)
-
-
 def _passes(s: PricingCase, halves: int, chunks: int) -> tuple[PassSeconds, PassSeconds]:
     """Return the seconds of one part of a microbatch in one layer, as (forward, backward)."""
     half = s.with_columns(microbatch=s.c.microbatch / halves)
     chunk = half.with_columns(microbatch=half.c.microbatch / chunks)
     blocks, experts = _block_seconds(half), _block_seconds(chunk)
     tp, tp_forward = tensor_seconds(half), tensor_seconds(half, 0.0)
-    traffic = tp_forward, np.maximum(tp - (1.0 + _repeats_forward(s)) * tp_forward, 0.0)
+    traffic = tp_forward, np.maximum(tp - (1.0 + s.full) * tp_forward, 0.0)
     mlp = 1.0 - np.where((s.c.ep > 1) | s.whole_experts, s.n.moe_share, 0.0)
     exchange = expert_seconds(chunk, 0.0) / 2.0
     # Half of backward's products are weight gradients.
@@ -448,7 +444,7 @@ def _block_seconds(s: PricingCase) -> list[tuple[Array, Array, Array]]:
     Element-wise work, casts and launches are divided in proportion to the matmuls. Selective recomputation is part of
     backward.
     """
-    work, redone = layer_compute(s), _repeats_forward(s)
+    work, redone = layer_compute(s), np.asarray(s.full)
     launch = work.launch / (3.0 + redone)
     selective = np.where(redone > 0.0, 0.0, work.recompute)
     totals = work.forward + launch, work.backward + selective + 2.0 * launch

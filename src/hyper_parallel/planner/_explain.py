@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hyper_parallel.cost import COPIES, LOCAL_CARD, UNFITTED_HALF_WIDTH, OffloadDemand, stack_card
-from hyper_parallel.ir import Certificate, CostTerm, Plan, Sensitivity, Strategy
+from hyper_parallel.ir import Certificate, CostTerm, Plan, Sensitivity
 from hyper_parallel.planner.pricing import PricedStrategy
-from hyper_parallel.planner.request import unimplemented
 from hyper_parallel.units import format_bytes, format_seconds
 
 MAX_FACTOR: Final = 2.0
@@ -46,67 +45,17 @@ def half_width(plan: Plan) -> float | None:
     return stack_card("megatron").interval[f"{kind}_unknown_stack"]
 
 
-def slower_reason(
-    cheapest: Sequence[CostTerm], best_s: float, loser: Sequence[CostTerm], loser_s: float
-) -> str:
-    """Return the reason why a strategy that fits was rejected: its slowdown, and the cost term that grew most.
-
-    Args:
-        cheapest: Cost terms of the chosen strategy.
-        best_s: Seconds per step of the chosen strategy.
-        loser: Cost terms of the rejected strategy.
-        loser_s: Seconds of the rejected strategy for as many tokens as a step of the chosen one has.
-    """
-    share = loser_s / best_s - 1.0
+def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
+    """Return why a strategy that fits lost, as text: its slowdown and the cost term that grew most."""
+    share = best.step_s * (loser.per_token_s / best.per_token_s) / best.step_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:
         return "equally fast, but neither simpler (smaller tp, cp, pp, ep) nor smaller in memory"
-    winner = {t.name: t.seconds for t in cheapest}
-    term = max(loser, key=lambda t: t.seconds - winner.get(t.name, 0.0))
+    winner = {t.name: t.seconds for t in best.cost}
+    term = max(loser.cost, key=lambda t: t.seconds - winner.get(t.name, 0.0))
     winner_s = winner.get(term.name, 0.0)
     return f"{how_much}: {term.name} {format_seconds(term.seconds)}" + (
         f" against {format_seconds(winner_s)}" if winner_s else ""
-    )
-
-
-def memory_reason(
-    memory_bytes: int,
-    least_bytes: int,
-    capacity_bytes: int,
-    microbatch: int,
-    fitting: int | None = None,
-) -> str:
-    """Return the reason why a strategy does not fit in device memory, as text.
-
-    Args:
-        memory_bytes: Peak of the strategy without recomputation.
-        least_bytes: Least peak of the strategy over all allowed kinds of sharding, recomputation and offload.
-        capacity_bytes: Memory of a device.
-        microbatch: Sequences of a microbatch.
-        fitting: Smaller microbatch at which the same degrees fit; None: none, or not tried.
-    """
-    least = f" (at least {format_bytes(least_bytes)})" if least_bytes < memory_bytes else ""
-    reason = (
-        f"does not fit at microbatch {microbatch}: {format_bytes(memory_bytes)}{least} of "
-        f"{format_bytes(capacity_bytes)}"
-    )
-    return reason if fitting is None else f"{reason}; fits at microbatch {fitting}"
-
-
-def barred_strategy_note(barred: PricedStrategy, cheapest: PricedStrategy, reason: str) -> str:
-    """Return the note about a strategy that is faster than the chosen one but that this version cannot run."""
-    share = 1.0 - barred.per_token_s / cheapest.per_token_s
-    return f"a step would be {share:.1%} shorter with {barred.strategy}, which this version cannot run: {reason}"
-
-
-def not_executable_note(strategy: Strategy) -> str | None:
-    """Return the note that this version cannot run a strategy; None if it can."""
-    choices = unimplemented(strategy)
-    if not choices:
-        return None
-    return (
-        f"this version cannot run this plan yet ({', '.join(choices)} not implemented): it is a prediction, and the "
-        "layouts are left out"
     )
 
 

@@ -1,10 +1,10 @@
 """Roles of `stage: grpo`: seconds of a step that samples and learns, and the split of devices among both.
 
-A step samples completions (priced by `cost.generation_passes`) and learns from them (priced as training, plus one
-forward per additional pass). With separate ranks, a task graph of several steps is simulated, with one lane per role;
-splits are compared by its steady seconds per step. The space is small and priced in full: every number of ranks that
-only sample, every tensor-parallel degree of a sampler replica, and every learner layout that the search returns, one
-per combination of degrees. Imported only by code that plans `stage: grpo`.
+A step samples completions (priced as generation) and learns from them (priced as training, plus one forward per
+additional pass). With separate ranks, a task graph of several steps is simulated, with one lane per role; splits are
+compared by its steady seconds per step. The search covers every number of ranks that only sample, every tensor-parallel
+degree of a sampler replica, and every learner layout that the search returns, one per combination of degrees. Imported
+only by code that plans `stage: grpo`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from hyper_parallel.config import Recipe
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, UnsupportedSharding, overrides
 from hyper_parallel.ir import Plan
-from hyper_parallel.planner._role_prices import Learner, Roles, Split, rows_of
+from hyper_parallel.mpmd import search_by_bound
+from hyper_parallel.planner._role_prices import Roles, Split, roles_plan
 from hyper_parallel.planner.plan_builder import require_fit, search, to_plan
-from hyper_parallel.planner.pricing import PricedStrategy
 from hyper_parallel.planner.refinement import Outcome, find_best
 from hyper_parallel.planner.refusals import check_legal
 from hyper_parallel.planner.request import PlanRequest
 from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import divisors, format_bytes, format_seconds
+
+MAX_LAYOUTS: Final = 1024
+"""Maximum number of learner layouts that a search returns if all ranks both sample and learn.
+
+It exceeds the number of combinations of degrees, so all of them are priced.
+"""
 
 
 def with_roles(
@@ -45,19 +52,20 @@ def with_roles(
     roles = Roles(recipe, request, plan.strategy.world_size + ranks)
     if ranks:
         _check_copy(roles, tp, where)
-    learner = Learner(plan.strategy, plan.workload, plan.step_s, plan.stages, plan.memory)
-    split = roles.split(ranks, tp, learner)
+    split = roles.split(ranks, tp, plan)
     if isinstance(split, str):
         return replace(
             plan, notes=(*plan.notes, f"the predicted step covers learning only: {split}")
         )
-    if ranks and not split.fits(roles.capacity_bytes):
-        raise _memory_error(roles, split, learner, where)
+    memory, capacity = split.memory_bytes, roles.capacity_bytes
+    if ranks and memory > capacity:
+        raise _memory_error(roles, split, where)
     notes = [*plan.notes, *roles.notes(split)]
-    if not split.fits(roles.capacity_bytes):
-        memory, capacity = format_bytes(split.memory_bytes), format_bytes(int(roles.capacity_bytes))
-        notes.append(f"{memory} while ranks sample exceed the device's {capacity}")
-    return replace(plan, roles=roles.plan_of(split, [split]), notes=tuple(notes))
+    if memory > capacity:
+        notes.append(
+            f"{format_bytes(memory)} while ranks sample exceed the device's {format_bytes(capacity)}"
+        )
+    return replace(plan, roles=roles_plan(split, [split]), notes=tuple(notes))
 
 
 def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], str]) -> Plan:
@@ -80,28 +88,28 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
     prices = _price_splits(roles, splits)
     if not prices.fitting:
         return _plan_without_split(roles, splits, prices, where)
-    best, outcome, priced = min(prices.fitting, key=lambda f: f[0].sort_key)
+    best, outcome = min(prices.fitting, key=lambda f: f[0].sort_key)
+    priced = next(p for p in outcome.ranked if p is best.learner)
     slower = [p for p in outcome.ranked if p.per_token_s >= priced.per_token_s and p is not priced]
     request = outcome.search.space.request
     plan = to_plan(request, replace(outcome, ranked=(priced, *slower)), "step-time")
     notes = [*roles.notes(best)]
-    fastest = min(
-        (o.ranked[0] for o in roles.learners(request.num_devices)), key=lambda p: p.per_token_s
-    )
+    learners = (o.ranked[0] for o in prices.learners[request.num_devices])
+    fastest = min(learners, key=lambda p: p.per_token_s)
     if fastest.per_token_s < priced.per_token_s:
         notes.append(
             f"{fastest.strategy} with {fastest.workload.microbatch} sequences at a time learns faster, in "
             f"{format_seconds(fastest.step_s)}, but the step is not shorter"
         )
     if len(splits) > 1:
-        fit = len({(s.ranks, s.tp) for s, *_ in prices.fitting})
+        fit = len({(s.ranks, s.tp) for s, _ in prices.fitting})
         notes.append(
             f"{roles.devices} devices for both roles: of {len(splits)} ways to split them {fit} are legal and fit, and "
             "were priced"
         )
     return replace(
         plan,
-        roles=roles.plan_of(best, [split for split, *_ in prices.fitting]),
+        roles=roles_plan(best, [split for split, _ in prices.fitting]),
         notes=(*plan.notes, *notes),
     )
 
@@ -110,40 +118,57 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
 class _SplitPrices:
     """Priced splits: those that fit, those that exceed memory, and why the last split without a price has none."""
 
-    fitting: list[tuple[Split, Outcome, PricedStrategy]] = field(default_factory=list)
-    oversized: list[tuple[Split, PricedStrategy]] = field(default_factory=list)
+    # Search results of learners by number of devices, one per microbatch size that fits
+    learners: dict[int, list[Outcome]]
+    fitting: list[tuple[Split, Outcome]] = field(default_factory=list)
+    oversized: list[Split] = field(default_factory=list)
     reason: str = "no split is legal"
 
-    def add(self, roles: Roles, ranks: int, tp: int, outcome: Outcome) -> None:
-        """Price a split with the learner layouts of a search result, and record it."""
+    def add(self, roles: Roles, ranks: int, tp: int, outcome: Outcome) -> float | None:
+        """Price a split with the learner layouts of a search result, and record it.
+
+        Returns:
+            The least seconds per token; None if no layout fits.
+        """
+        values = []
         # Ranks that only sample do not depend on the learners' layout, so the fastest learner suffices.
-        for priced in outcome.ranked[:1] if ranks else outcome.ranked:
-            split = roles.split(ranks, tp, Learner.of(priced))
+        for learner in outcome.ranked[:1] if ranks else outcome.ranked:
+            split = roles.split(ranks, tp, learner)
             if isinstance(split, str):
                 self.reason = split
-            elif split.fits(roles.capacity_bytes):
-                self.fitting.append((split, outcome, priced))
+            elif split.memory_bytes <= roles.capacity_bytes:
+                self.fitting.append((split, outcome))
+                values.append(split.per_token_s)
             else:
-                self.oversized.append((split, priced))
-
-    def least_s_per_token(self) -> float:
-        """Return the seconds per token of the best split that fits; infinity without one."""
-        return min((s.step_s / s.tokens for s, *_ in self.fitting), default=math.inf)
+                self.oversized.append(split)
+        return min(values, default=None)
 
 
 def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPrices:
     """Return the predictions for all splits, each with the fastest learner layout per microbatch size.
 
-    If devices may have both roles, every other learner layout that may win is predicted too.
+    If devices may have both roles, every other learner layout that may win is predicted too: the fastest learner may
+    sample slowly. Such a layout must learn in less than the best step so far minus the fastest sampling.
     """
-    prices = _SplitPrices()
-    for ranks, tp in splits:
-        for outcome in roles.learners(roles.devices - ranks):
-            prices.add(roles, ranks, tp, outcome)
-    if (0, 1) in splits:
-        # Here the learner layout also samples, and the fastest learner may sample slowly.
-        for outcome in roles.colocated(prices.least_s_per_token):
-            prices.add(roles, 0, 1, outcome)
+    prices = _SplitPrices({})
+    for devices in dict.fromkeys(roles.devices - ranks for ranks, _ in splits):
+        outcomes = map(find_best, roles.requests(devices))
+        prices.learners[devices] = [o for o in outcomes if o.fits]
+    learned = [
+        (*split, outcome)
+        for split in splits
+        for outcome in prices.learners[roles.devices - split[0]]
+    ]
+    shared = roles.colocated() if (0, 1) in splits else []
+
+    def price(k: int, least_s: float | None) -> float | None:
+        if k < len(learned):
+            return prices.add(roles, *learned[k])
+        bound_s, request = shared[k - len(learned)]
+        remaining_s = math.inf if least_s is None else least_s - bound_s
+        return prices.add(roles, 0, 1, find_best(request, MAX_LAYOUTS, remaining_s))
+
+    search_by_bound([*(-math.inf for _ in learned), *(bound_s for bound_s, _ in shared)], price)
     return prices
 
 
@@ -161,11 +186,11 @@ def _plan_without_split(
         UnsupportedSharding: HP205 if none of several splits can be priced.
     """
     if prices.oversized:
-        split, priced = min(prices.oversized, key=lambda f: f[0].memory_bytes)
-        raise _memory_error(roles, split, Learner.of(priced), where)
-    request = roles.for_devices(roles.devices - splits[0][0] if splits else roles.devices)
-    require_fit(request, find_best(request))
+        raise _memory_error(roles, min(prices.oversized, key=lambda s: s.memory_bytes), where)
+    devices = roles.devices - splits[0][0] if splits else roles.devices
+    request = replace(roles.request, num_devices=devices)
     if len(splits) != 1:
+        require_fit(request, find_best(request))
         raise UnsupportedSharding(
             f"the devices cannot be split among the roles: {prices.reason}",
             where=where("grpo.rollout_ranks"),
@@ -194,34 +219,36 @@ def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
         raise
 
 
-def _memory_error(
-    roles: Roles, split: Split, learner: Learner, where: Callable[[str], str]
-) -> DoesNotFit:
+def _memory_error(roles: Roles, split: Split, where: Callable[[str], str]) -> DoesNotFit:
     """Return the error for ranks with too little memory to sample, with the nearest change that fits."""
-    memory, capacity = split.memory_bytes, roles.capacity_bytes
+    memory, capacity, learner = split.memory_bytes, roles.capacity_bytes, split.learner
+    work = learner.workload
+    rows = (work.tokens_per_step or 0) // work.seq_len or 1
+    batches = [b for b in divisors(rows) if b < (work.microbatch or 1)]
+    changes = [
+        *((f"grpo.rollout_tp={tp}", tp, learner) for tp in range(split.tp + 1, split.ranks + 1)),
+        *(
+            (
+                f"training.microbatch={b}",
+                split.tp,
+                replace(learner, workload=replace(work, microbatch=b)),
+            )
+            for b in reversed(batches)
+        ),
+    ]
     hint = f"a smaller model, or {topology_hint()}"
-    work, rows = learner.workload, rows_of(learner.workload) or 1
-    if split.ranks:
-        for tp in range(split.tp + 1, split.ranks + 1):
-            alternative = roles.split(split.ranks, tp, learner)
-            if not isinstance(alternative, str) and alternative.fits(capacity):
-                hint = f"grpo.rollout_tp={tp}"
-                break
-    if hint.startswith("a "):
-        for batch in reversed([b for b in divisors(rows) if b < (work.microbatch or 1)]):
-            smaller = replace(learner, workload=replace(work, microbatch=batch))
-            alternative = roles.split(split.ranks, split.tp, smaller)
-            if not isinstance(alternative, str) and alternative.fits(capacity):
-                hint = f"training.microbatch={batch}"
-                break
-    s = split.sampling
+    for change, tp, changed in changes:
+        alternative = roles.split(split.ranks, tp, changed)
+        if not isinstance(alternative, str) and alternative.memory_bytes <= capacity:
+            hint = change
+            break
     return DoesNotFit(
         f"{roles.request.model.name} does not fit on a rank that "
         + ("only samples" if split.ranks else "trains and samples"),
         where=where("grpo.rollout_ranks"),
-        got=f"{format_bytes(memory)}: {format_bytes(memory - s.working_bytes)} of weights"
+        got=f"{format_bytes(memory)}: {format_bytes(memory - split.working_bytes)} of weights"
         + ("" if split.ranks else " and optimizer states")
-        + f", {format_bytes(s.working_bytes)} of cache and a pass",
-        allowed=f"up to {format_bytes(int(capacity))}",
+        + f", {format_bytes(split.working_bytes)} of cache and a pass",
+        allowed=f"up to {format_bytes(capacity)}",
         hint=hint,
     )

@@ -25,7 +25,6 @@ from hyper_parallel.cost import (
     Candidates,
     Machine,
     PricingCase,
-    Ring,
     min_recompute_layers,
     offloaded_bytes,
     step_seconds,
@@ -136,15 +135,6 @@ class RelaxedMachine(Machine):
             domain_size=float(domains[0]) if domains else np.inf,
             outside_bytes_s=sum(sets[1:]) if domains else np.inf,
         )
-
-    def ring(self, *axes: Axis) -> Ring:
-        """Return a ring on the single tier, whose time is a lower bound of that of `Machine.ring`."""
-        size, tier = reduce(np.multiply, [degree for degree, _ in axes]), self.tiers[0]
-        sends, delay = size > 1, tier.latency_s.value * self.card.latency
-        if not sends.any():
-            return Ring(size, np.full(1, np.inf), np.zeros(1))
-        rate = tier.bytes_s.value * self.link_share(tier)
-        return Ring(size, np.where(sends, rate, np.inf), np.where(sends, delay, 0.0))
 
     def all_to_all_seconds(
         self, local_bytes: Array, *axes: Axis, copies: float = 1.0, message: float = np.inf

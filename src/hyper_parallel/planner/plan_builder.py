@@ -15,9 +15,6 @@ from hyper_parallel.ir import Alternative, Certificate, Layout, Plan, Rejected, 
 from hyper_parallel.model import ModelSpec
 from hyper_parallel.mpmd import step_schedule
 from hyper_parallel.planner._explain import (
-    barred_strategy_note,
-    memory_reason,
-    not_executable_note,
     offload_note,
     search_note,
     sensitivity,
@@ -34,7 +31,7 @@ from hyper_parallel.planner.refusals import (
     follow_changes,
     no_legal_strategy_error,
 )
-from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve
+from hyper_parallel.planner.request import LOCAL, PlanRequest, resolve, unimplemented
 from hyper_parallel.planner.search import BranchAndBound
 from hyper_parallel.planner.strategy_space import Columns
 from hyper_parallel.shard import check_overlap
@@ -45,13 +42,6 @@ MAX_OVERSIZED: Final = 2
 """Maximum number of rejected strategies in a plan that exceed device memory."""
 MAX_PRICED: Final = 24
 """Maximum number of strategies priced in full for rejected strategies or a note; each takes a few milliseconds."""
-
-
-def rejected_runner_up(best: PricedStrategy, loser: PricedStrategy) -> Rejected:
-    """Return the entry in `Plan.rejected` for a strategy that fits but is slower than the chosen one."""
-    share = loser.per_token_s / best.per_token_s
-    reason = slower_reason(best.cost, best.step_s, loser.cost, best.step_s * share)
-    return Rejected(loser.strategy, reason, loser.step_s, loser.memory_bytes)
 
 
 def faster_oversized_strategies(
@@ -95,7 +85,10 @@ def barred_note(
             fastest = priced
     if fastest is None:
         return ()
-    return (barred_strategy_note(fastest, best, request.refusal(fastest.strategy) or ""),)
+    share, reason = 1.0 - fastest.per_token_s / best.per_token_s, request.refusal(fastest.strategy)
+    return (
+        f"a step would be {share:.1%} shorter with {fastest.strategy}, which this version cannot run: {reason or ''}",
+    )
 
 
 def _fastest(rows: Columns, per_token_s: float, excluded: set[tuple[int, ...]]) -> Iterator[int]:
@@ -135,11 +128,15 @@ def _oversize_reason(request: PlanRequest, priced: PricedStrategy, least_bytes: 
     pins = {**request.pins, **degrees}
     if fits(replace(request, pins=pins)):
         return None
-    fitting = None
-    if micro > 1 and "microbatch" in request.pins:
-        fitting = 1 if fits(replace(request, pins={**pins, "microbatch": 1})) else None
-    capacity = request.machine.memory_bytes
-    return memory_reason(priced.memory_bytes, least_bytes, capacity, micro, fitting)
+    least = f" (at least {format_bytes(least_bytes)})" if least_bytes < priced.memory_bytes else ""
+    reason = (
+        f"does not fit at microbatch {micro}: {format_bytes(priced.memory_bytes)}{least} of "
+        f"{format_bytes(request.machine.memory_bytes)}"
+    )
+    single = replace(request, pins={**pins, "microbatch": 1})
+    if micro > 1 and "microbatch" in request.pins and fits(single):
+        reason += "; fits at microbatch 1"
+    return reason
 
 
 def evaluate(
@@ -221,7 +218,10 @@ def to_plan(request: PlanRequest, outcome: Outcome, objective: str, top: int = 5
         top: Maximum number of runners-up.
     """
     best, *runners_up = outcome.ranked
-    rejected = [rejected_runner_up(best, loser) for loser in runners_up[:top]]
+    rejected = [
+        Rejected(p.strategy, slower_reason(best, p), p.step_s, p.memory_bytes)
+        for p in runners_up[:top]
+    ]
     result = outcome.search
     faster = faster_oversized_strategies(result.space.request, result, best)
     tokens = best.workload.tokens_per_step or 1
@@ -275,9 +275,11 @@ def _layouts(
     If `where` is set, or the machine is this one, the strategy must run, and the error of an unsupported one is raised.
     """
     must_run = where is not None or request.supernode.name == LOCAL
-    note = not_executable_note(strategy)
-    if note is not None and not must_run:
-        return {}, (note,)
+    if not must_run and (choices := unimplemented(strategy)):
+        return {}, (
+            f"this version cannot run this plan yet ({', '.join(choices)} not implemented): it is a prediction, and "
+            "the layouts are left out",
+        )
     try:
         sharded = request.shard(strategy, where)
     except UnsupportedSharding as error:

@@ -220,7 +220,8 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
-        hint=next(_fitting_changes(request), None) or _changes_together(request),
+        hint=next((hint for hint, r in _smaller(request) if fits(r)), None)
+        or _changes_together(request),
     )
 
 
@@ -232,36 +233,35 @@ def _changes_together(request: PlanRequest) -> str:
     return f"a smaller model, or several changes at once: a shorter sequence, more devices{pins}"
 
 
-def _fitting_changes(request: PlanRequest) -> Iterator[str]:
-    """Yield single changes of options or recipe keys with which a strategy fits, the smallest first."""
+def _smaller(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield changes that may make a plan fit, the smallest first, each with the changed request."""
     pins, workload = request.pins, request.workload
-    if request.headroom and not request.from_recipe and fits(replace(request, headroom=0.0)):
-        yield "--memory-headroom 0%"
+    if request.headroom and not request.from_recipe:
+        yield "--memory-headroom 0%", replace(request, headroom=0.0)
     for name in sorted(pins, key=lambda n: (n != "recompute", n != "microbatch")):
-        if not fits(replace(request, pins={k: v for k, v in pins.items() if k != name})):
-            continue
+        without = replace(request, pins={k: v for k, v in pins.items() if k != name})
         if name == "recompute":
-            yield request.hint("--pin recompute=", "training.recompute", "full")
-        elif name == "microbatch" and fits(_pinned(request, name, 1)):
-            yield request.hint("--pin microbatch=", "training.microbatch", 1)
-        else:
-            kind = "pin or exclusion" if name in DEGREES and pins[name] == 1 else "pin"
-            yield f"leave out the {kind} {shown_pin(name, pins[name])}"
-    smaller = replace(request, workload=replace(workload, microbatch=1))
-    if workload.microbatch not in (None, 1) and fits(smaller):
-        yield request.hint("--pin microbatch=", "training.microbatch", 1)
+            yield request.hint("--pin recompute=", "training.recompute", "full"), without
+            continue
+        if name == "microbatch":
+            hint = request.hint("--pin microbatch=", "training.microbatch", 1)
+            yield hint, _pinned(request, name, 1)
+        kind = "pin or exclusion" if name in DEGREES and pins[name] == 1 else "pin"
+        yield f"leave out the {kind} {shown_pin(name, pins[name])}", without
+    if workload.microbatch not in (None, 1):
+        hint = request.hint("--pin microbatch=", "training.microbatch", 1)
+        yield hint, replace(request, workload=replace(workload, microbatch=1))
     if request.supernode.name != LOCAL:
         # The same tokens per device, on the least power-of-two multiple of the devices that fits.
         for factor in (1 << doubling for doubling in range(1, MAX_DOUBLINGS + 1)):
             devices, tokens = request.num_devices * factor, workload.tokens_per_step
             scaled = replace(workload, tokens_per_step=tokens * factor if tokens else None)
-            if fits(replace(request, num_devices=devices, workload=scaled)):
-                yield request.hint("--devices ", "parallel.world_size", devices)
-                break
+            hint = request.hint("--devices ", "parallel.world_size", devices)
+            yield hint, replace(request, num_devices=devices, workload=scaled)
     while workload.seq_len >= 512 and workload.seq_len % 2 == 0:
         workload = replace(workload, seq_len=workload.seq_len // 2)
-        if fits(replace(request, workload=workload)):
-            yield request.hint("--seq-len ", "data.seq_len", workload.seq_len)
+        hint = request.hint("--seq-len ", "data.seq_len", workload.seq_len)
+        yield hint, replace(request, workload=workload)
 
 
 def fits(request: PlanRequest) -> bool:

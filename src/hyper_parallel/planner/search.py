@@ -504,17 +504,13 @@ class BranchAndBound:
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
     def is_executable(self, rows: Columns, position: int) -> bool:
-        """Return whether this version can run the strategy in one row; count strategies that it cannot run."""
-        reason = self.refusal(rows, position)
+        """Return whether this version can run a strategy; count strategies that it cannot run."""
+        degrees = (int(rows[name][position]) for name in _LAYOUT_COLUMNS)
+        reason = self.space.refusal_of(*degrees, pp=int(rows["pp"][position]))
         if reason is not None:
             self.space.rule_out(reason)
             self.num_refused += 1
         return reason is None
-
-    def refusal(self, rows: Columns, position: int) -> str | None:
-        """Return why this version cannot run the strategy in one row; None if it can."""
-        degrees = (int(rows[name][position]) for name in _LAYOUT_COLUMNS)
-        return self.space.refusal_of(*degrees, pp=int(rows["pp"][position]))
 
     def _record(self, rows: Columns) -> None:
         """Record complete strategies within the threshold, fastest first, and lower the threshold with each.

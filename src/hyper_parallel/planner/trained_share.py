@@ -57,9 +57,4 @@ def _has_adapter(module: str, inside: bool, lora: Lora) -> bool:
         return inside
     if isinstance(lora.target_modules, str):
         return re.fullmatch(lora.target_modules, module) is not None
-    return _is_one_of(module, lora.target_modules)
-
-
-def _is_one_of(module: str, ends: tuple[str, ...]) -> bool:
-    """Return whether a module path such as `layers.0.mlp.up_proj` ends with one of `ends`, in whole names."""
-    return any(module == end or module.endswith(f".{end}") for end in ends)
+    return any(module == end or module.endswith(f".{end}") for end in lora.target_modules)
