@@ -72,7 +72,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
     count = len(costs)
     if not 1 <= stages <= count:
         raise NotDivisible(
-            "a pipeline has more stages than the model has layers",
+            f"{stages} pipeline stages are more than the {count} layers of the model",
             got=f"{stages} stages, {count} layers",
             allowed=f"1 to {count} stages",
             changes={"parallel.pp": count, "parallel.virtual_stages": 1},
@@ -85,12 +85,8 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
 
     def ends(start: int, stage: int) -> range:
         """Return the possible ends of a stage that begins at layer `start`; every later stage needs a layer."""
-        later_stages = stages - 1 - stage
-        return (
-            range(count, count + 1)
-            if later_stages == 0
-            else range(start + 1, count - later_stages + 1)
-        )
+        later = stages - 1 - stage
+        return range(start + 1 if later else count, count - later + 1)
 
     @cache
     def largest(start: int, stage: int) -> int:
