@@ -97,12 +97,9 @@ def recompute_layers(program: StepProgram, layers: Sequence[str]) -> ExecutionPl
 def _nodes_to_recompute(
     program: StepProgram, own: Sequence[int], last: int
 ) -> tuple[int, list[int]]:
-    """Return the indices of the first backward node that reads dropped results, and of the nodes to recompute for it.
+    """Return the index of the first backward node that reads dropped results, and those of the nodes to recompute.
 
-    Args:
-        program: The program.
-        own: Indices of a layer's forward nodes.
-        last: Index of the last forward node of the model.
+    `own` are the indices of a layer's forward nodes; `last` is the index of the model's last forward node.
     """
     producers = {r: i for i in own for r in program.nodes[i].results}
     inside, reads = set(own), [_reads(node) for node in program.nodes]

@@ -117,12 +117,7 @@ def _line(short: float, long: float, lengths: tuple[int, int]) -> tuple[float, f
     """Fit saved bytes per token = base + slope * length to two points, and return (base, slope).
 
     If the bytes per token decrease with the length, they include a constant per sequence. This constant is removed, and
-    the slope is 0.
-
-    Args:
-        short: Bytes per token at the first length.
-        long: Bytes per token at the second length.
-        lengths: The two lengths in tokens; the second is twice the first.
+    the slope is 0. `short` and `long` are the bytes per token at the two `lengths`; the second is twice the first.
     """
     if long <= short:
         return 2.0 * long - short, 0.0

@@ -201,12 +201,7 @@ class _LayerTrace(SlotList):
                 bit += 1
 
     def record_uses(self, marks: int, layer: int) -> None:
-        """Record the modules and parameters from which the inputs of a layer were computed.
-
-        Args:
-            marks: Marks of the inputs, see `flow_tracer`.
-            layer: Index of the layer; the number of layers for the code after the last layer.
-        """
+        """Record the modules and parameters from which the inputs of a layer, with these marks, were computed."""
         for i in range(self.flow.layers):
             if (marks & self._output(i) and i != layer - 1) or (
                 marks & self._private(i) and i != layer

@@ -111,12 +111,7 @@ def _wrap_root(
 ) -> None:
     """Add hooks to a model that shard its inputs before each forward and gather its outputs afterwards.
 
-    Args:
-        context: State of context parallelism.
-        model: The model; changed in place.
-        num_calls: Function that returns the expected number of attention calls in a pass.
-        gathers_outputs: Whether outputs are gathered over the ranks.
-        tables: Position embeddings that derive positions from ids for batches without positions.
+    `num_calls` returns the expected number of attention calls. `tables` derive positions from ids if a batch has none.
     """
     names = list(inspect.signature(model.forward).parameters)
 

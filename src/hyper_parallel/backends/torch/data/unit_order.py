@@ -431,12 +431,7 @@ def order_units(
 ) -> None:
     """Make all ranks run FSDP's collectives in the same order; no effect on one rank or without FSDP.
 
-    Args:
-        model: The root module.
-        modules: Modules that FSDP manages, the root last.
-        group: All ranks of the model; None for one rank.
-        unskippable: Names of the modules that no rank can skip alone, see `UnitOrder`.
-        one_order: Whether the order of collectives is learned; False: negotiate every pass.
+    Arguments are those of `UnitOrder`, with names of modules in `unskippable`, and `one_order` as `learns`.
     """
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1 or model not in modules or dist.get_backend(group) in ("fake", TRACED):

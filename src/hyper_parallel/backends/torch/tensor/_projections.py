@@ -443,12 +443,9 @@ class LocalHeads:
 
 
 def set_local_head_counts(attention: nn.Module, config: Any, degree: int) -> None:
-    """Divide the head counts in the attributes and the config of an attention module by the number of ranks.
+    """Divide the head counts in the attributes and the config of an attention module by `degree` ranks.
 
-    Args:
-        attention: The attention module; changed in place.
-        config: Text config of the model. If it has values per layer, the config of the module is used instead.
-        degree: Number of tensor-parallel ranks.
+    `config` is the text config of the model. If it has values per layer, the config of the module is used instead.
     """
     config = attention.config if getattr(config, "is_heterogeneous", False) else config
     heads = config.num_attention_heads

@@ -114,14 +114,7 @@ class ChunkedTokens(OverlappedTokens):
     def gather(
         part: Tensor, num_chunks: int, group: ProcessGroup, batch: tuple[int, int]
     ) -> ChunkedTokens:
-        """Start to gather the tokens [1, n, D] of every rank.
-
-        Args:
-            part: Tokens of this rank; `num_chunks` divides n.
-            num_chunks: Number of chunks.
-            group: Process group of the ranks.
-            batch: Number of sequences and their length, (B, S); tokens after the first B * S are padding.
-        """
+        """Start to gather the tokens of every rank, in `num_chunks` chunks; see `TokenExecutor.gather`."""
         x = ChunkedTokens.like(part, (*batch, part.shape[2]))
         pair = gather_pair(1, group, Purpose.SEQUENCE_GATHER)
         x._pending = [start(*pair, chunk) for chunk in part.chunk(num_chunks, 1)]
