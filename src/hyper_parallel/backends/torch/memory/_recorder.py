@@ -132,7 +132,7 @@ class Recording:
     Attributes:
         program: Storages and operators.
         actions: Runs of operators and frees of storages, in recorded order.
-        entries: Properties of each storage that the program does not contain.
+        entries: Properties of each storage, including those that `program` lacks.
         segments: (first action, name) of every segment of the program (forward, backward, ...).
         groups: Dict from the name of every process group to its ranks.
         num_operators: Number of operators that ran, including views.

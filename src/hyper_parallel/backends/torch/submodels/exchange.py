@@ -103,7 +103,7 @@ class JointSteps:
         return [self.tower[owner] for owner in owners[:count]]
 
     def sources(self, tower_rank: int, count: int) -> list[Source]:
-        """Return, by index, (share, index) of each microbatch whose features a tower rank computes; None for others."""
+        """Return one entry per microbatch: (share, index) if the tower rank computes its features, else None."""
         return self.layout.sources(self.schedule(count), tower_rank)[:count]
 
     def actions(self, count: int, train: bool) -> tuple[Action, ...]:

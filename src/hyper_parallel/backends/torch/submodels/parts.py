@@ -77,7 +77,7 @@ class Division:
 
     Attributes:
         towers: The towers, sorted by kind.
-        layers_with_features: Decoder layers after the first one to which features are added.
+        layers_with_features: Indices of the decoder layers, except the first, to which features are added.
     """
 
     towers: tuple[TowerPart, ...]
@@ -489,7 +489,7 @@ def _trace_tower(tower: TowerModel, inputs: Mapping[str, Tensor]) -> None:
 
 
 def _meta(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """Return a meta tensor of an array; small integers, such as grids of patches, keep their values."""
+    """Return a meta tensor of an array; integer arrays [n, 3], such as grids of patches, keep their values."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if tensor.is_floating_point():
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
