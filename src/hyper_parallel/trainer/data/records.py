@@ -362,7 +362,7 @@ def _read_array(file: IO[str], path: Path, most: int) -> Iterator[tuple[str, Any
 
 
 def _check_outer_keys(reader: ArrayReader, path: Path) -> None:
-    """Raise NoData (HP602) for unknown keys beside a list of records, as they may apply to every record."""
+    """Raise NoData (HP602) for unknown keys next to a list of records, as they may apply to every record."""
     if unknown := sorted({*reader.outer_keys} - WITHOUT_INFLUENCE - _FILE_KEYS):
         raise NoData(
             "the object that contains the list of records has unknown keys",
