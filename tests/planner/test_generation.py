@@ -269,7 +269,7 @@ def test_stages_are_cut_by_bytes():
         (HyperParallelError, "HP203", {"strategy": "tp=3"}),
         (HyperParallelError, "HP203", {"strategy": "dp_shard=3 ep=3"}),
         (BadValue, "unknown objective", {"objective": "step-time"}),
-        (BadValue, "format", {"workload": GenerateWorkload(dtype="float8_e4m3fn")}),
+        (BadValue, "does not support the dtype", {"workload": GenerateWorkload(dtype="float8_e4m3fn")}),
         (BadValue, "context", {"workload": GenerateWorkload(prompt_len=4000)}),
         (NoLegalStrategy, "more data-parallel ranks than prompts", {"num_devices": 7, "workload": GenerateWorkload(1)}),
     ],
