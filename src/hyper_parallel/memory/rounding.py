@@ -171,7 +171,10 @@ class Rounding:
         return result
 
     def excess_by_position(self, choice: ResidencyChoice, target_bytes: int) -> dict[int, float]:
-        """Return a dict from sampled position to the bytes by which a rounded choice exceeds the target there."""
+        """Return a dict from sampled position to the largest excess of a rounded choice over the target, in bytes.
+
+        The excess is the largest one between the previous sample and this sample.
+        """
         model = choice.builder.model
         excess = model.max_by_sample(choice.profile - target_bytes)
         return {
