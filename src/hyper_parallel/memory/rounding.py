@@ -62,12 +62,8 @@ class ResidencyChoice:
 class Rounding:
     """Residency linear program of one order of operators, with optima rounded to whole storages.
 
-    Args:
-        program: Operators and storages, with the duration of each operator.
-        machine: Machine with its channels.
-        order: Order of the operators.
-        movable_kinds: Storage kinds that may be offloaded; None: all except inputs and outputs.
-        recompute: Whether results may be recomputed.
+    `movable_kinds` are the storage kinds that may be offloaded; None: all except inputs and outputs. `recompute` states
+    whether results may be recomputed.
     """
 
     def __init__(
