@@ -159,13 +159,10 @@ def _quality(result: _PlannedProgram) -> tuple[float, float]:
 def least_peak(
     search: Search, identity: EmittedProgram, limit_s: float, finish: _Finish
 ) -> _PlannedProgram:
-    """Return the program of least peak that takes at most `limit_s`, with its plan.
+    """Return the program of least peak that takes at most `limit_s` seconds, with its plan.
 
-    Args:
-        search: Search for programs in one order of the operators.
-        identity: Program without offload and recomputation; the result if no program has a lower peak.
-        limit_s: Limit of the step time in seconds.
-        finish: Function that assigns addresses to a program and returns its plan.
+    The result is `identity`, without offload and recomputation, if no program has a lower peak. `finish` assigns
+    addresses to a program and returns its plan.
     """
     programs = {identity.actions: identity}
     if identity.seconds <= limit_s:

@@ -23,10 +23,7 @@ from hyper_parallel.memory.timeline import ProgramClock
 class EmissionLedger(Residency):
     """Actions emitted so far, with the simulated clock and the residency of storages after them.
 
-    Args:
-        program: Program with the storages.
-        machine: Machine with the capacities.
-        reserved: Dict from size to the number of DRAM buffers reserved for that size.
+    `reserved` maps a size in bytes to the number of DRAM buffers reserved for that size.
 
     Attributes:
         clock: Clock after the actions.
@@ -69,11 +66,7 @@ class EmissionLedger(Residency):
 class InFlightCopies:
     """Copies that were issued and not yet waited for.
 
-    Args:
-        program: Storages and operators.
-        ledger: Ledger of the emission.
-        gaps: Gaps of evicted storages; gaps at the start of the step determine `homes`.
-        reloads: Queue to notify when an outgoing copy has ended.
+    `gaps` at the start of the step determine `homes`. The queue `reloads` is notified when an outgoing copy has ended.
 
     Attributes:
         position: Position in the order that is being emitted.

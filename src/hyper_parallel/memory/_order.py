@@ -180,13 +180,10 @@ DEPTHS = (1, 2)
 
 
 def overlapped(program: MemoryProgram, order: Sequence[int], depth: int) -> tuple[int, ...]:
-    """Return the order with communication moved to overlap computation.
+    """Return the legal order `order` with communication moved to overlap computation.
 
-    Args:
-        program: Operators with their seconds.
-        order: Legal order.
-        depth: Maximum number of collectives of one kind (operator and group) whose results await their first use. 0:
-            collectives stay, only operators that wait for them move.
+    `depth` is the maximum number of collectives of one kind (operator and group) whose results await their first use.
+    0: collectives stay, only operators that wait for them move.
     """
     before = dependencies(program)
     if depth:

@@ -53,14 +53,8 @@ class OffloadCandidate:
 class OffloadCandidates:
     """Offload candidates, and device bytes by position, for one order and one set of recomputed storages.
 
-    A gap may be shorter than its copies; operators then wait for the copies.
-
-    Args:
-        program: Operators with their seconds.
-        machine: Machine with its channels.
-        order: Order of the operators.
-        recomputes: Recomputed storages.
-        movable: Storages that may leave the device.
+    Only storages in `movable` may leave the device. A gap may be shorter than its copies; operators then wait for the
+    copies.
     """
 
     def __init__(

@@ -62,13 +62,7 @@ def issue_positions(
 ) -> list[tuple[int, Gap, MemoryActionKind]]:
     """Return the latest position at which to issue each reload, with copies of one direction in series.
 
-    The deadline of a reload is the end of its gap.
-
-    Args:
-        gaps: Gaps to reload from.
-        starts_s: Expected start of every position, in seconds.
-        program: Program with the storage sizes.
-        machine: Machine with the channels.
+    The deadline of a reload is the end of its gap. `starts_s` has the expected start of every position in seconds.
 
     Returns:
         List of (position before which to issue, gap, `prefetch` or `copy_in`), in order of issue.

@@ -29,9 +29,6 @@ class CommsInFlight:
     """Collectives and messages in flight while a program is emitted, and releases of their storages.
 
     A storage is released only after the operators in flight that use it are joined.
-
-    Args:
-        program: Operators and storages.
     """
 
     def __init__(self, program: MemoryProgram) -> None:
@@ -116,12 +113,7 @@ def plain_actions(
     """Return actions that run every operator once and free every storage after its last use, without copies.
 
     A collective is joined before the first use of its results. It is joined earlier, when it completes, if a `free`
-    waits for it.
-
-    Args:
-        program: Operators and storages.
-        order: Order of the operators.
-        last_use: Position after which each storage is freed; -1: never.
+    waits for it. `last_use` has the position after which each storage is freed; -1: never.
     """
     actions: list[MemoryAction] = []
     comms, clock = CommsInFlight(program), ProgramClock(program)

@@ -45,14 +45,6 @@ class EmissionOptions:
 class Emitter:
     """Emitter of one program: `emit` returns the actions, `ledger` has their bytes and simulated time.
 
-    Args:
-        program: Operators and storages.
-        machine: Machine with channels and capacities.
-        order: Order of the operators.
-        gaps: Gaps of offloaded storages.
-        recomputes: Recomputed storages.
-        options: Budget, and expected bytes and waits.
-
     Attributes:
         live_bytes: Device bytes while each position runs.
     """

@@ -140,14 +140,9 @@ def assign_tiers(
 ) -> list[Gap]:
     """Return the gaps of the chosen candidates, each with the tier to evict to.
 
-    Storages with the shortest idle time fill the DRAM up to `share`; the others go to flash. All chosen candidates are
-    assumed to be in DRAM at the same time, which is an upper bound; replay gives the exact peak.
-
-    Args:
-        program: Program with the storage sizes.
-        machine: Machine with the capacities.
-        chosen: Candidates to offload.
-        share: Fraction of the DRAM to fill; the rest is for copies between device and flash.
+    Storages with the shortest idle time fill the fraction `share` of the DRAM; the others go to flash. The rest of the
+    DRAM is for copies between device and flash. All chosen candidates are assumed to be in DRAM at the same time, which
+    is an upper bound; replay gives the exact peak.
     """
     flash = machine.copy_out is not None and machine.copy_in is not None
     room = machine.dram_bytes

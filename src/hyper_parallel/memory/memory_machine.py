@@ -48,9 +48,7 @@ class Roofline:
     def annotate(self, program: MemoryProgram, link: Channel | None = None) -> MemoryProgram:
         """Return the program with the `seconds` of every operator from its FLOPs and access bytes.
 
-        Args:
-            program: Program to annotate.
-            link: Link between ranks, for the `comm_s` of collectives; None: they are timed like other operators.
+        `link` is the link between ranks, for the `comm_s` of collectives; None: they are timed like other operators.
         """
 
         def timed(op: Operator) -> Operator:

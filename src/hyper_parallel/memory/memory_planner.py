@@ -326,16 +326,9 @@ def plan_memory_cached(
 ) -> MemoryPlan:
     """Return the result of `plan_memory`, read from the cache after an earlier call with equal arguments.
 
-    Args:
-        program: See `plan_memory`.
-        machine: See `plan_memory`.
-        cache: Directory of the cache; None: `plans` in the user's cache directory.
-        measured: Measured seconds of the operators. They vary between runs, so they are not part of the fingerprint: a
-            cached plan keeps the seconds with which it was planned.
-        budget_bytes: See `plan_memory`.
-        max_slowdown: See `plan_memory`.
-        recompute: See `plan_memory`.
-        reorder: See `plan_memory`.
+    `cache` is the directory of the cache; None: `plans` in the user's cache directory. `measured` has measured seconds
+    of the operators. They vary between runs, so they are not part of the fingerprint: a cached plan keeps the seconds
+    with which it was planned.
 
     Raises:
         HyperParallelError: See `plan_memory`. A cache that cannot be read or written is logged and costs only time.

@@ -62,12 +62,8 @@ class ResidencyChoice:
 class Rounding:
     """Residency linear program of one order of operators, with optima rounded to whole storages.
 
-    Args:
-        program: Operators and storages, with the duration of each operator.
-        machine: Machine with its channels.
-        order: Order of the operators.
-        movable_kinds: Storage kinds that may be offloaded; None: all except inputs and outputs.
-        recompute: Whether results may be recomputed.
+    `movable_kinds` are the storage kinds that may be offloaded; None: all except inputs and outputs. `recompute` states
+    whether results may be recomputed.
     """
 
     def __init__(
@@ -171,7 +167,10 @@ class Rounding:
         return result
 
     def excess_by_position(self, choice: ResidencyChoice, target_bytes: int) -> dict[int, float]:
-        """Return a dict from sampled position to the bytes by which a rounded choice exceeds the target there."""
+        """Return a dict from sampled position to the largest excess of a rounded choice over the target, in bytes.
+
+        The excess is the largest one between the previous sample and this sample.
+        """
         model = choice.builder.model
         excess = model.max_by_sample(choice.profile - target_bytes)
         return {

@@ -156,11 +156,7 @@ class Copied:
 
 
 class ProgramClock:
-    """Simulated clock of one step, advanced action by action.
-
-    Args:
-        program: Program that the actions refer to.
-        machine: Channels; None: no action copies.
+    """Simulated clock of one step, advanced action by action. Without a machine, no action copies.
 
     Attributes:
         wait_s: Seconds that the compute lane waited for copies.

@@ -281,7 +281,7 @@ class Recorder(OperatorMode):
         return Entry(name, 0, "activation", shape=shape, dtype=dtype, recomputed=recomputed)
 
     def _record_resizes(self, *, everywhere: bool = False) -> None:
-        """Record storages that their owner has resized, as FSDP does with gathered parameters without an operator."""
+        """Record storages that FSDP has resized, which it does to gathered parameters without an operator."""
         for key, entry, _ in self.storages.end_resized(everywhere=everywhere):
             number = self.storages.begin(key, replace(entry, at_start=False))
             self._run(Operator("resize", allocs=(number,)))
@@ -450,7 +450,7 @@ def _group_collectives(
     axes_of: dict[frozenset[int], tuple[str, ...]],
     fsdp_axes: tuple[str, ...] = (),
 ) -> tuple[Collective, ...]:
-    """Group (operator's name, ranks, purpose, sent bytes) into collectives with their counts and sums."""
+    """Group `records`, (operator name, ranks, purpose, sent bytes), into collectives with their counts and sums."""
     calls: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     sent: Counter[tuple[str, tuple[str, ...], str]] = Counter()
     for name, ranks, purpose, num_bytes in records:

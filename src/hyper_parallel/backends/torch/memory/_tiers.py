@@ -102,10 +102,7 @@ class AllocatorGauge:
 
     Allocations outside of the plan are excluded: workspaces, buffers of the collective library, the caller's tensors.
     Their bytes may change between steps. They are measured at every reset, as all allocated bytes except the arena.
-
-    Args:
-        module: The device's module, such as `torch.cuda`.
-        device: The device.
+    `module` is the module of the device, such as `torch.cuda`.
     """
 
     name = "device"

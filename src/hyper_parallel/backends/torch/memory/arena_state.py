@@ -37,10 +37,7 @@ _HOST = torch.device("cpu")
 def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None:
     """Raise MemoryPlanInvalid (HP404) for a plan of another program, or one that cannot run.
 
-    Args:
-        captured: The recorded step.
-        plan: Plan to check.
-        flash: Folder of the file tier.
+    `flash` is the folder of the file tier; None: there is none.
     """
     if plan.program.storages != captured.program.storages or len(plan.program.operators) != len(
         captured.calls
@@ -67,12 +64,7 @@ def check_plan(captured: Captured, plan: MemoryPlan, flash: Path | None) -> None
 class ArenaState:
     """Owner of the bytes of a step's state, each storage in the home tier of the plan.
 
-    Args:
-        captured: See `PlannedDevice`.
-        plan: See `PlannedDevice`.
-        hardware: Byte counters, buffers and copies in flight.
-        flash: See `PlannedDevice`.
-        spill: Mode that has the evicted bytes of the owner tensors.
+    `captured`, `plan` and `flash` are those of `PlannedDevice`. `spill` has evicted bytes of the owner tensors.
 
     Attributes:
         hardware: Byte counters, buffers and copies in flight.

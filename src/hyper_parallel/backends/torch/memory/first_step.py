@@ -119,10 +119,7 @@ class ReferenceStep:
         return cls(*runs)
 
     def check(self, got: StepOutcome) -> None:
-        """Raise if the results of a planned step differ from those of the eager step.
-
-        Args:
-            got: Results of the planned step.
+        """Raise if the results `got` of a planned step differ from those of the eager step.
 
         Raises:
             StepChanged: HP512 with the first tensor that differs.

@@ -61,13 +61,7 @@ Timed = tuple[range, Events]
 def run_measured(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, tuple[int, ...], Events | None]:
-    """Run an operator, and measure its workspace and its time on an accelerator.
-
-    Args:
-        func: The operator.
-        args: Positional arguments of the operator.
-        kwargs: Keyword arguments of the operator.
-        tensors: The tensors among the arguments.
+    """Run an operator on `tensors`, the tensors among its arguments; on an accelerator, measure its workspace and time.
 
     Returns:
         Outputs, workspace bytes of the kernel, and on an accelerator the events around it. The allocator's peak is

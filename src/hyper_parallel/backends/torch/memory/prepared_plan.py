@@ -53,11 +53,6 @@ class Prepared:
 class Addresses:
     """Address ranges in the arena for the live ranges of a plan, and the actions bound to them.
 
-    Args:
-        captured: The recorded step.
-        plan: Plan of the step, with valid addresses.
-        arena: The device buffer.
-
     Attributes:
         at_start: Address ranges of the storages that are resident between steps.
         actions: For every action of the plan: the prepared operator, the range of a copy or of a release, or None.

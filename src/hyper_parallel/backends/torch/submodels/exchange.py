@@ -215,9 +215,7 @@ class Border:
     ) -> tuple[tuple[int, ...], ...]:
         """Return, for each tower rank, the numbers of its microbatches, counted as in `Submodels.owners`.
 
-        Args:
-            count: Number of microbatches of each share.
-            sources: Function like `Border.sources`; None: that method.
+        `sources` is a function like `Border.sources`; None: that method.
         """
         return tuple(
             tuple(s[0] * count + s[1] for s in (sources or self.sources)(rank, count) if s)
@@ -246,11 +244,8 @@ class Border:
 class Tower:
     """Computation of features on a tower rank, and exchange with the readers.
 
-    Args:
-        border: Ranks of both sides.
-        rank: Data-parallel rank in the tower.
-        features: Channel to the readers.
-        gradients: Channel from the readers.
+    `rank` is the data-parallel rank in the tower. `features` is the channel to the readers, `gradients` the channel
+    from them.
     """
 
     def __init__(
@@ -312,15 +307,8 @@ class Tower:
         """Run one tower action of a joint schedule.
 
         The tower's inputs need no gradients, so B and W both run its whole backward. Actions after the last microbatch
-        run without input.
-
-        Args:
-            action: Action of stage -1.
-            share: Data-parallel rank of the microbatches.
-            model: `TowerModel` that passed through `parallelize`.
-            microbatches: Microbatches of the tower, by index.
-            span: See `forward_backward`.
-            trained: Whether backward follows.
+        run without input. `share` is the data-parallel rank of the microbatches; `trained` states whether backward
+        follows.
         """
         assert action.microbatch is not None
         i = action.microbatch

@@ -242,7 +242,7 @@ def _remove_children(module: nn.Module, kept: set[nn.Module]) -> None:
 
 
 def _crossings(model: nn.Module, tower: TowerPart) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield (module, name of its method, label) for every call that may cross the border to a tower."""
+    """Yield (module, method, dotted name of the call) for every call that may cross the border to a tower."""
     methods = [method for _, method in _feature_methods(tower.kind)]
     for name, module in model.named_modules():
         if name in tower.modules:
@@ -406,7 +406,7 @@ class TowerModel(nn.Module):
         return call
 
     def forward(self, **batch: Any) -> tuple[bytes, list[Tensor], Tensor]:
-        """Return the features of a batch as structure and tensors of `pack`, and a scalar.
+        """Return (structure, tensors, scalar): the features of a batch as packed by `pack`, and a scalar.
 
         Every backward pass must also start from the scalar, which exists even if the batch has no media and hence no
         features. Without arguments the features are empty.
