@@ -92,7 +92,7 @@ def _check_rollout_ranks(loaded: LoadedRecipe, rows: int, microbatch: int) -> No
         )
     if ranks and grpo.exact_logprobs and rows // shares % microbatch:
         raise Contradiction(
-            "with `grpo.exact_logprobs`, the sequences of a sampling replica must form whole training microbatches",
+            "with `grpo.exact_logprobs`, the sequences of a sampling replica must form whole microbatches of training",
             where=loaded.where("grpo.exact_logprobs"),
             got=f"{rows // shares} sequences per data-parallel sampling rank, microbatch={microbatch}",
             changes={"training.microbatch": math.gcd(rows // shares, microbatch)},
