@@ -366,11 +366,12 @@ def _by_stages(p: Array, value: Callable[[Array], Array | float]) -> Array:
 
 
 def in_flight(c: Candidates, rank: int = 0) -> Array:
-    """Return the microbatches in flight on a pipeline rank, in units of all its layers.
+    """Return the largest number of microbatches in flight on pipeline rank `rank`.
 
-    On the first rank: 1F1B and ZB-H1 p, GPipe m; interleaved p + (p - 1) / v; ZBV p and DualPipeV p + 1/2 spread over
-    their two chunks. A rank starts its first backward one microbatch later than the next rank, in interleaved schedules
-    two chunks. GPipe and the V-shaped schedules have equal numbers on all ranks.
+    A microbatch counts as 1 if all layers of the rank hold its activations, as 1 / v if one of v virtual stages does.
+    On the first rank, the number is p for 1F1B, ZB-H1 and ZBV, m for GPipe, p + (p - 1) / v for interleaved schedules,
+    and p + 1/2 for DualPipeV. In 1F1B and ZB-H1, every rank has one microbatch fewer than the previous rank; in
+    interleaved schedules, 2 / v fewer. In GPipe and the V-shaped schedules, all ranks have equal numbers.
 
     Sources: Korthikanti et al. 2022, section 4.2.3; Qi et al. 2023, section 6; DeepSeek-AI 2024, table 2.
     """

@@ -41,7 +41,7 @@ _COUNTS, _SPLITS = 9, 10
 _COLUMNS: Final = (6, 7)
 """Rows of `PassSeconds.durations` that are column-parallel matmuls."""
 _FIRST, _WEIGHTS = 11, 12
-"""Rows of `PassSeconds.durations`: experts of the first chunk, and its weight gradients, if they are separate tasks."""
+"""Rows of `PassSeconds.durations` for the first chunk of experts and its weight gradients, if separate tasks."""
 _RANKS: Final = 8
 """Maximum number of ranks of a simulated group.
 
@@ -324,7 +324,7 @@ def _split(exposed: Array, tp: Array, ep: Array) -> tuple[Array, Array]:
 
 
 def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
-    """Return the exposed seconds of expert all-to-alls with the tokens in chunks; other blocks do not overlap."""
+    """Return the exposed seconds of expert all-to-alls if only experts split their tokens into chunks."""
     redone = 1.0 + s.full
     total: Array = np.zeros(1)
     for seconds, whole, times in zip(
@@ -345,7 +345,7 @@ def _exposed_exchanges(s: PricingCase, chunks: int) -> Array:
 
 
 def _exposed_stream(s: PricingCase, chunks: int) -> Array:
-    """Return the exposed seconds of tensor-parallel collectives with the tokens of a block in chunks."""
+    """Return the exposed seconds of tensor-parallel collectives if attention and MLP split their tokens into chunks."""
     redone = 1.0 + s.full
     parts = s.with_columns(microbatch=s.c.microbatch / chunks)
     # Seconds of a chunk's products with the weights of a block: (column-parallel, row-parallel).

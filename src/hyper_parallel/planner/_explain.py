@@ -46,7 +46,7 @@ def half_width(plan: Plan) -> float | None:
 
 
 def slower_reason(best: PricedStrategy, loser: PricedStrategy) -> str:
-    """Return why a strategy that fits lost, as text: its slowdown and the cost term that grew most."""
+    """Return the reason why a strategy that fits was rejected: its slowdown, and the cost term that grew most."""
     share = best.step_s * (loser.per_token_s / best.per_token_s) / best.step_s - 1.0
     how_much = f"slower by {share:.1%}" if share < 0.1 else f"slower by {share:.0%}"
     if share < 5e-4:

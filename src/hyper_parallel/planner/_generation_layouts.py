@@ -1,6 +1,6 @@
-"""Layouts for generation with their prices: degrees over all devices, stages, and seconds and bytes of their passes.
+"""Layouts for generation with their predicted time and memory, for `plan_generation` and for sampling in `stage: grpo`.
 
-Plans of generation and of the sampling role of `stage: grpo` use the same prices.
+A slot is the memory for one sequence at a time on a data-parallel rank; prompts may wait for a slot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GenerationLayout:
     """Predictions for one layout; bytes are those of the fullest device."""
 
     parallel: str  # value of `generate --parallel`; "" for one device
-    slots: int  # sequences of a data-parallel rank at a time, value of `generate --slots`
+    slots: int  # slots of a data-parallel rank, value of `generate --slots`
     batch: int  # sequences at a time on all devices
     prefill_s: float  # until every sequence in the slots has its first token
     token_s: float  # decode step: one token of every sequence, at the mean length
@@ -47,16 +47,16 @@ class GenerationLayout:
 
 @dataclass(frozen=True, slots=True)
 class StagedLayout:
-    """Generation layout split into pipeline stages, with the weight and cache bytes of each stage."""
+    """Layout for generation with its pipeline stages, and the bytes of weights and KV cache of each stage."""
 
     strategy: Strategy
-    needed: int  # prompts of one data-parallel rank; with at least as many slots, no prompt waits
+    needed: int  # prompts of one data-parallel rank: the number of slots with which no prompt waits
     weights: NDArray[np.int64]  # [pp] bytes of the weights on a rank
     cache: NDArray[np.int64]  # [pp] bytes of the keys and values of one sequence on a rank
 
 
 class GenerationPricer:
-    """Layouts of a model for generation from some prompts, and their prices.
+    """Layouts of a model for generation from some prompts, and predictor of their time and memory.
 
     Attributes:
         request: Model, machine and number formats.
@@ -78,9 +78,9 @@ class GenerationPricer:
                         yield Strategy(pp=pp, tp_x=tp, dp_shard=shard, dp_replicate=replicas, ep=ep)
 
     def layout(self, s: Strategy) -> StagedLayout | str:
-        """Return the layout of a strategy, or the reason why generation cannot run or be priced with it.
+        """Return the layout of a strategy, or the reason why generation with it cannot run or be predicted.
 
-        Stages minimize the bytes of the fullest rank. An explicit split in `s.stage_layers` is kept.
+        The split into pipeline stages minimizes the bytes of the fullest rank, unless `s.stage_layers` is set.
         """
         r, work = self.request, self.work
         if s.pp > 1 and "pp" in (unsplit := dict(r.model.unsplit)):
@@ -123,17 +123,17 @@ class GenerationPricer:
         return sizes
 
     def _case(self, layouts: Sequence[StagedLayout], slots: ArrayLike = 1.0) -> PricingCase:
-        """Return the pricing case of the layouts, with `slots` sequences at a time per data-parallel rank."""
+        """Return the inputs of the cost formulas for layouts with `slots` slots per data-parallel rank."""
         columns = {name: [getattr(x.strategy, name) for x in layouts] for name in LAYOUT_AXES}
         r, candidates = self.request, Candidates.of_columns(**columns, microbatch=slots)
         return PricingCase(r.numbers, r.machine, r.workload, candidates)
 
     def memory(self, layouts: Sequence[StagedLayout]) -> tuple[NDArray[np.float64], ...]:
-        """Return the memory of a forward pass and the batch that fits, as three arrays with one entry per layout.
+        """Return the memory of a forward pass and the largest batch, as three arrays with one entry per layout.
 
         Returns:
-            Bytes other than weights and cache that do not depend on the batch, such bytes per sequence, and the number
-            of sequences that fit on a data-parallel rank.
+            (fixed bytes, bytes per sequence, number of sequences that fit on a data-parallel rank). The bytes do not
+            include weights and KV cache.
         """
         terms = pass_bytes(self._case(layouts), self.work)
         fixed, per_sequence = (np.broadcast_to(b, len(layouts)) for b in terms)
@@ -147,7 +147,7 @@ class GenerationPricer:
     def price(self, layouts: Sequence[StagedLayout], slots: ArrayLike) -> list[GenerationLayout]:
         """Return the predictions for layouts with `slots` sequences at a time per data-parallel rank.
 
-        Weights stored in another format than the compute format are cast in every pass.
+        If weights are stored in another format than the compute format, every pass casts them.
         """
         r, work, num_layouts = self.request, self.work, len(layouts)
         counts = np.broadcast_to(np.asarray(slots, dtype=np.int64), num_layouts)
@@ -206,7 +206,7 @@ class GenerationPricer:
 
 
 def layout_text(strategy: Strategy) -> str:
-    """Return a layout in the syntax of `generate --parallel`."""
+    """Return a layout as text for `generate --parallel`."""
     named = ((name.removesuffix("_x"), getattr(strategy, name)) for name in LAYOUT_AXES)
     words = [f"{name}={degree}" for name, degree in named if degree > 1]
     if strategy.stage_layers:

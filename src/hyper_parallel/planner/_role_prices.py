@@ -1,8 +1,9 @@
 """Predicted time and memory of `stage: grpo`, for each split of the devices between sampling and learning.
 
-The parts of a step are the learner (a training step and forward passes), and the samplers, priced as layouts for
-generation. A rank samples its completions in rounds of one completion per slot. Weights are stored in the parameter
-format, so every pass casts them.
+A learner is a layout of the ranks that learn; its step is a training step plus forward passes. A sampler replica is a
+group of ranks with a full model that only samples, priced as a layout for generation. A slot is the memory for one
+completion at a time; ranks sample in rounds of one completion per slot. Every pass casts the weights from the
+parameter format.
 """
 
 from __future__ import annotations
@@ -28,30 +29,25 @@ from hyper_parallel.units import format_seconds
 Learner: TypeAlias = Plan | PricedStrategy
 """Layout of the ranks that learn, with its predicted time and memory."""
 MAX_RUNNERS_UP: Final = 4
-"""Maximum number of runners-up in the plan that share the kind of split and the staleness of the best one."""
+"""Maximum number of runners-up with the staleness and the placement (separate ranks or not) of the best split."""
 ROUNDING: Final = 1e-6
 """Relative difference below which two step times count as equal: simulated times are whole nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split of the devices between sampling and learning, with the predicted seconds and bytes of both roles.
+    """Split of the devices between sampling and learning, with the predicted seconds and bytes of both roles."""
 
-    `ranks` devices only sample, in replicas of `tp` ranks each; with 0, all devices both sample and learn.
-    """
-
-    ranks: int
-    tp: int
+    ranks: int  # ranks that only sample; 0: all ranks both sample and learn
+    tp: int  # tensor-parallel ranks of a sampler replica
     learner: Learner
-    sample_s: float
-    learn_s: float
-    # Seconds of an optimizer step by staleness; devices with both roles have staleness 0
+    sample_s: float  # seconds to sample one rollout
+    learn_s: float  # seconds to learn from one rollout
+    # dict from staleness to seconds of an optimizer step; ranks with both roles have staleness 0
     steps_s: dict[int, float]
-    staleness: int
-    memory_bytes: int  # of a rank while it samples; learner states included if it also learns
-    working_bytes: (
-        int  # part of `memory_bytes` for keys and values in the slots, and memory of a pass
-    )
+    staleness: int  # chosen staleness
+    memory_bytes: int  # of a rank while it samples, with the states of a learner if it also learns
+    working_bytes: int  # part of `memory_bytes` for the KV cache and the forward passes
 
     @property
     def step_s(self) -> float:
@@ -60,24 +56,24 @@ class Split:
 
     @property
     def per_token_s(self) -> float:
-        """Seconds of an optimizer step per token."""
+        """Seconds of an optimizer step divided by its tokens."""
         return self.step_s / (self.learner.workload.tokens_per_step or 1)
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """Sort key, best first: seconds per token, then `ranks`, `tp` and seconds of learning, the smaller first."""
+        """Sort key, the best split first: seconds per token, then `ranks`, `tp` and `learn_s`."""
         digits = -math.floor(math.log10(self.per_token_s * ROUNDING))
         return round(self.per_token_s, digits), self.ranks, self.tp, self.learn_s
 
 
 class Roles:
-    """Predicted time and memory of every split of `devices` devices between sampling and learning, cached.
+    """Predictor of time and memory for all splits of the devices between sampling and learning; caches results.
 
     Attributes:
         grpo: Section `grpo` of the recipe.
-        request: Planning request for all devices.
+        request: Inputs of the planner, for all devices.
         devices: Number of devices of both roles.
-        rows: Sequences of a step; None if the number follows from the layout.
+        rows: Number of sequences per step; None if `tokens_per_step` is not set.
     """
 
     def __init__(self, recipe: Recipe, request: PlanRequest, devices: int) -> None:
@@ -92,12 +88,12 @@ class Roles:
 
     @cached_property
     def capacity_bytes(self) -> int:
-        """Usable memory of a rank in bytes, while all devices run."""
+        """Bytes of memory that a rank may use."""
         return self.request.machine.memory_bytes
 
     @cached_property
     def _pace(self) -> tuple[float, ...]:
-        """Speed of a rank while 1, 2, ... ranks run, relative to all ranks; () if every rank has its own cores."""
+        """Speed of a rank while 1, 2, ... ranks run, relative to its speed while all run; () for separate cores."""
         return self.request.machine.paces(self.devices)
 
     def _speed(self, ranks: int) -> float:
@@ -113,13 +109,13 @@ class Roles:
 
     @cached_property
     def _microbatches(self) -> Sequence[int | None]:
-        """Microbatch sizes to try, the same on any number of devices; None follows from the other batch numbers."""
+        """Microbatch sizes to try on any number of devices; None: derived from the other batch numbers."""
         return Space(self.request).microbatches()
 
     def colocated(self) -> list[tuple[float, PlanRequest]]:
-        """Return (bound, request for learners on all devices) for each microbatch size, if all ranks also sample.
+        """Return (lower bound, request) for each microbatch size, for ranks that both sample and learn.
 
-        The lower bound is the fastest sampling over all layouts, in seconds per token.
+        The lower bound is the time of the fastest sampling over all layouts, in seconds per token.
         """
         bounds, tokens = [], self.request.workload.tokens_per_step or 1
         for r, batch in zip(self.requests(self.devices), self._microbatches, strict=True):
@@ -155,7 +151,7 @@ class Roles:
         return Strategy(tp_x=tp, dp_shard=self.grpo.rollout_dp_shard, ep=self.grpo.rollout_ep)
 
     def split(self, ranks: int, tp: int, learner: Learner) -> Split | str:
-        """Return the predicted split with the given learner layout, or the reason why there is no prediction.
+        """Return the predictions for a split and a learner layout, or the reason why there is no prediction.
 
         Args:
             ranks: Ranks that only sample; 0: the learner's ranks also sample.
@@ -203,7 +199,7 @@ class Roles:
         )
 
     def _unpriced(self, s: Strategy) -> str | None:
-        """Return why sampling with a strategy has no prediction; None if it has one, or if its layout is illegal."""
+        """Return why sampling with a strategy cannot be predicted; None if it can. Legality is not checked."""
         if self.request.model.family not in FAMILIES_READ:
             return f"it is not known whether the cache of the family `{self.request.model.family}` has slots"
         if self.grpo.exact_logprobs:
@@ -213,7 +209,7 @@ class Roles:
         return None
 
     def _pricer(self, rows: int) -> GenerationPricer:
-        """Return the pricer of sampling `rows` completions of the greatest length."""
+        """Return the predictor of sampling `rows` completions of the greatest length."""
         if rows not in self._pricers:
             dtype = self.request.workload.compute_dtype
             work = GenerateWorkload(rows, self.prompt_len, self.new_tokens, dtype)
@@ -237,7 +233,7 @@ class Roles:
         return [(s, prices[s, rows, slots]) for s in strategies]
 
     def _step_s(self, sample_s: float, learn_s: float, ranks: int, staleness: int) -> float:
-        """Return the steady-state seconds per step of both roles.
+        """Return the simulated steady-state seconds per rollout with both roles.
 
         `sample_s` and `learn_s` are the seconds of each role while the ranks of the other role are idle.
         """
@@ -277,9 +273,9 @@ def _rounds_s(price: GenerationLayout, rows: int, s: Strategy) -> float:
 
 
 def roles_plan(best: Split, splits: Sequence[Split]) -> RolesPlan:
-    """Return the plan section of the best split, with the splits that lost.
+    """Return `Plan.roles` for the best split, with rejected splits.
 
-    Splits are grouped by mode: their staleness, and whether the two roles share ranks. The plan lists the runners-up in
+    The mode of a split is its staleness, and whether the two roles share ranks. Rejected are the next best splits in
     the mode of the best split, and the best split of every other mode.
     """
     options: dict[tuple[int, int, int], Split] = {}
@@ -300,7 +296,7 @@ def roles_plan(best: Split, splits: Sequence[Split]) -> RolesPlan:
 
 
 def _rejected(other: Split, best: Split) -> RejectedRoles:
-    """Return the plan entry of a split that lost, with the reason."""
+    """Return the entry in `RolesPlan.rejected` for a split, with the reason."""
     share = other.per_token_s / best.per_token_s - 1.0
     parts = f"sampling {format_seconds(other.sample_s)}, learning {format_seconds(other.learn_s)}"
     if abs(share) < ROUNDING:

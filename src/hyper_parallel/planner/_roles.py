@@ -1,10 +1,10 @@
-"""Roles of `stage: grpo`: seconds of a step that samples and learns, and the split of devices among both.
+"""Roles of `stage: grpo`: predicted time of a step that samples and learns, and the split of devices between roles.
 
-A step samples completions (priced as generation) and learns from them (priced as training, plus one forward per
-additional pass). With separate ranks, a task graph of several steps is simulated, with one lane per role; splits are
-compared by its steady seconds per step. The search covers every number of ranks that only sample, every tensor-parallel
-degree of a sampler replica, and every learner layout that the search returns, one per combination of degrees. Imported
-only by code that plans `stage: grpo`.
+A rank samples completions, learns from them, or does both (colocated). A split is a number of ranks that only sample
+and the tensor-parallel degree of a sampler replica. Sampling is priced as generation, learning as training plus one
+forward per additional pass. With separate ranks, several steps are simulated, with one lane per role, and splits are
+compared by their steady-state seconds per step. The search covers all splits, each with the learner layouts that
+`find_best` returns. Imported only by code that plans `stage: grpo`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,17 @@ from hyper_parallel.topology import topology_hint
 from hyper_parallel.units import divisors, format_bytes, format_seconds
 
 MAX_LAYOUTS: Final = 1024
-"""Maximum number of learner layouts that a search returns if all ranks both sample and learn.
-
-It exceeds the number of combinations of degrees, so all of them are priced.
-"""
+"""Maximum number of learner layouts per search if all ranks both sample and learn: more than there are layouts."""
 
 
 def with_roles(
     recipe: Recipe, request: PlanRequest, plan: Plan, where: Callable[[str], str]
 ) -> Plan:
-    """Return a plan of explicit degrees with the predicted sampling and learning of its recipe added.
+    """Return the plan of a recipe with explicit degrees, with `Plan.roles` added: predicted sampling and learning.
 
     Args:
         recipe: A recipe of `stage: grpo`.
-        request: Request of the plan.
+        request: Inputs of the planner for the plan.
         plan: Plan of the ranks that learn.
         where: Function from a recipe key to the origin of its value, for errors.
 
@@ -69,15 +66,16 @@ def with_roles(
 
 
 def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], str]) -> Plan:
-    """Return the plan of the split of devices with the fewest seconds per step, with its best learner layout.
+    """Return the plan for the split of devices and the learner layout with the fewest seconds per token.
 
     Args:
         recipe: A recipe of `stage: grpo` with `parallel: auto`.
-        request: With `rollout_ranks: auto` its devices are those of both roles, else those that learn.
+        request: Inputs of the planner. `num_devices` are the devices of both roles with `rollout_ranks: auto`, else
+            those that learn.
         where: Function from a recipe key to the origin of its value, for errors.
 
     Raises:
-        NoLegalStrategy: HP302 without a legal layout.
+        NoLegalStrategy: HP302 if no layout is legal.
         DoesNotFit: HP401 if a rank of either role has too little memory.
         UnsupportedSharding: HP205 if sampling of the model cannot be predicted.
     """
@@ -116,16 +114,16 @@ def split_devices(recipe: Recipe, request: PlanRequest, where: Callable[[str], s
 
 @dataclass(slots=True)
 class _SplitPrices:
-    """Priced splits: those that fit, those that exceed memory, and why the last split without a price has none."""
+    """Splits with their predictions."""
 
-    # Search results of learners by number of devices, one per microbatch size that fits
+    # dict from number of devices that learn to search results, one per microbatch size that fits
     learners: dict[int, list[Outcome]]
     fitting: list[tuple[Split, Outcome]] = field(default_factory=list)
-    oversized: list[Split] = field(default_factory=list)
-    reason: str = "no split is legal"
+    oversized: list[Split] = field(default_factory=list)  # exceed memory
+    reason: str = "no split is legal"  # why the last split without a prediction has none
 
     def add(self, roles: Roles, ranks: int, tp: int, outcome: Outcome) -> float | None:
-        """Price a split with the learner layouts of a search result, and record it.
+        """Predict a split with the learner layouts of a search result, and record the predictions.
 
         Returns:
             The least seconds per token; None if no layout fits.
@@ -145,10 +143,10 @@ class _SplitPrices:
 
 
 def _price_splits(roles: Roles, splits: Sequence[tuple[int, int]]) -> _SplitPrices:
-    """Return the predictions for all splits, each with the fastest learner layout per microbatch size.
+    """Return the predictions for all splits, each with the fastest learner layout of every microbatch size.
 
-    If devices may have both roles, every other learner layout that may win is predicted too: the fastest learner may
-    sample slowly. Such a layout must learn in less than the best step so far minus the fastest sampling.
+    If ranks may both sample and learn, other learner layouts are included too, because they may sample faster. Only
+    layouts whose learning takes less time than the best step so far minus the fastest sampling can be better.
     """
     prices = _SplitPrices({})
     for devices in dict.fromkeys(roles.devices - ranks for ranks, _ in splits):
@@ -178,12 +176,12 @@ def _plan_without_split(
     prices: _SplitPrices,
     where: Callable[[str], str],
 ) -> Plan:
-    """Return a plan that covers learning only, if the only split cannot be priced.
+    """Return a plan whose predictions cover learning only, because sampling in the only split cannot be predicted.
 
     Raises:
-        DoesNotFit: HP401 if a split exceeds memory, or no layout fits.
-        NoLegalStrategy: HP302 without a legal layout.
-        UnsupportedSharding: HP205 if none of several splits can be priced.
+        DoesNotFit: HP401 if the splits exceed memory, or no learner layout fits.
+        NoLegalStrategy: HP302 if no learner layout is legal.
+        UnsupportedSharding: HP205 if none of several splits can be predicted.
     """
     if prices.oversized:
         raise _memory_error(roles, min(prices.oversized, key=lambda s: s.memory_bytes), where)
@@ -203,7 +201,7 @@ def _plan_without_split(
 
 
 def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
-    """Raise the error of an illegal layout of a sampler replica, with the recipe keys of `grpo` that fix it."""
+    """Raise the error of an illegal sampler replica of `tp` tensor-parallel ranks, with changes of `grpo` keys."""
     copy, numbers = roles.sampler_strategy(tp), roles.request.numbers
     try:
         check_legal(numbers, roles.request.workload.resolve(1), copy)
@@ -220,7 +218,7 @@ def _check_copy(roles: Roles, tp: int, where: Callable[[str], str]) -> None:
 
 
 def _memory_error(roles: Roles, split: Split, where: Callable[[str], str]) -> DoesNotFit:
-    """Return the error for ranks with too little memory to sample, with the nearest change that fits."""
+    """Return the error for ranks with too little memory to sample; its hint is a change with which they fit."""
     memory, capacity, learner = split.memory_bytes, roles.capacity_bytes, split.learner
     work = learner.workload
     rows = (work.tokens_per_step or 0) // work.seq_len or 1

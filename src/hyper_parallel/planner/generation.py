@@ -1,7 +1,7 @@
-"""plan_generation(): the fastest layout for generation from prompts, among all that `generate --parallel` runs.
+"""`plan_generation`: the fastest layout for generation from prompts, of all that `generate --parallel` can run.
 
-The space is small: every layout that fits is priced, in one vectorized call, and ranked. The search is exact within the
-cost model.
+The search prices every layout that fits in memory, so it is exact within the cost model. A slot is the memory for one
+sequence at a time on a data-parallel rank; prompts may wait for a slot.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WHERE: Final = "--parallel"
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """Best layout for generation; every number in it is predicted."""
+    """Best layout for generation and its runners-up, with predicted times and memory."""
 
     model: str
     topology: str
@@ -69,21 +69,21 @@ def plan_generation(
     Args:
         model: Preset name, Hugging Face directory, config.json, or a ModelSpec.
         topology: Preset name, YAML file, `local` for this machine, or a Supernode.
-        workload: Prompts and lengths.
-        num_devices: Devices to use; None: those of `strategy`, else all of the topology.
-        strategy: Layout to price instead of a search: a `Strategy`, or text as for `generate --parallel`.
-        objective: `throughput`: the most new tokens per second, where prompts may wait for a slot; `latency`: the least
-            seconds until the last token, with all prompts in slots at once.
-        top: Number of runners-up to return.
-        memory_headroom: Share of a device's memory that is left free; None: 0.05 on accelerators, 0 on a CPU.
+        workload: Number of prompts, and lengths; None: the defaults of `GenerateWorkload`.
+        num_devices: Number of devices to use; None: those of `strategy`, else all of the topology.
+        strategy: Layout to evaluate: a `Strategy`, or text as for `generate --parallel`. None: search for the best one.
+        objective: `throughput`: the most new tokens per second; prompts may wait for a slot. `latency`: the fewest
+            seconds until the last token, with a slot for every prompt.
+        top: Maximum number of runners-up to return.
+        memory_headroom: Fraction of device memory that is left free; None: 0.05 on accelerators, 0 on a CPU.
 
     Raises:
         BadValue: HP102 for an unknown objective or format, or lengths beyond the context.
-        UnsupportedSharding: HP205 for choices that generation does not run: cp, a model without slots, quantised
-            weights.
-        DegreesMismatch: HP301 when the strategy does not multiply to `num_devices`.
+        UnsupportedSharding: HP205 for choices that generation does not support, such as cp or quantised weights, and
+            for models that decode one sequence at a time.
+        DegreesMismatch: HP301 when the degrees of the strategy do not multiply to `num_devices`.
         NoLegalStrategy: HP302 when no layout is legal.
-        DoesNotFit: HP401 when none fits; the hint is a change that does.
+        DoesNotFit: HP401 when no layout fits in memory; the hint is a change with which one fits.
     """
     _check_objective(objective)
     explicit = parse_strategy(strategy) if isinstance(strategy, str) else strategy
@@ -116,7 +116,7 @@ def _ranked(
 ) -> list[GenerationLayout]:
     """Return the predictions for every layout that fits in memory, best first; with `keep_all`, for every layout.
 
-    Layouts are ranked by latency if `all_at_once` (all prompts have a slot at once), else by tokens per second.
+    With `all_at_once`, every prompt must have a slot, and layouts are ranked by latency, else by tokens per second.
 
     Raises:
         DoesNotFit: HP401 when no layout fits.
@@ -137,10 +137,9 @@ def _ranked(
 
 
 def _check_objective(objective: str) -> None:
-    """Raise BadValue (HP102) for an unknown objective."""
     if objective not in GENERATE_OBJECTIVES:
         raise BadValue(
-            "unknown objective for generation",
+            f"unknown objective `{objective}` for generation",
             got=objective,
             allowed=GENERATE_OBJECTIVES,
             hint="--objective throughput",
@@ -151,7 +150,7 @@ def _check_objective(objective: str) -> None:
 def _request(
     model: str | Path | ModelSpec, topology: str | Supernode, work: GenerateWorkload, num_devices: int | None
 ) -> PlanRequest:  # fmt: skip
-    """Return the planning request of a generation run; raise an error for models that cannot generate."""
+    """Return the inputs of the planner for generation; raise an error for models that cannot generate."""
     formats = Workload(work.prompt_len, microbatch=1)
     request = resolve(model, topology, formats, num_devices)
     spec = request.model
@@ -192,7 +191,7 @@ def _request(
 
 
 def _check_axes(strategy: Strategy) -> None:
-    """Raise UnsupportedSharding (HP205) for choices that generation cannot run or that cannot be priced."""
+    """Raise UnsupportedSharding (HP205) for choices that generation cannot run or that have no prediction."""
     plain = Strategy(**{name: getattr(strategy, name) for name in (*LAYOUT_AXES, "stage_layers")})
     names = [f.name for f in fields(Strategy)]
     unpriced = [n for n in names if getattr(strategy, n) != getattr(plain, n)]
@@ -212,7 +211,7 @@ def _check_axes(strategy: Strategy) -> None:
 def _layouts(
     pricer: GenerationPricer, ruled_out: Counter[str], chosen: Strategy | None = None
 ) -> Iterator[StagedLayout]:
-    """Yield the layout of `chosen`, or of every legal strategy; count illegal ones by reason in `ruled_out`."""
+    """Yield the layout of `chosen`, or of every strategy; count illegal ones by reason in `ruled_out` instead."""
     for strategy in pricer.candidates() if chosen is None else [chosen]:
         layout = pricer.layout(strategy)
         if isinstance(layout, str):
@@ -222,12 +221,12 @@ def _layouts(
 
 
 def _with_devices(pricer: GenerationPricer, num_devices: int) -> GenerationPricer:
-    """Return a pricer of the same prompts on another number of devices."""
+    """Return the predictor for the same prompts on another number of devices."""
     return GenerationPricer(replace(pricer.request, num_devices=num_devices), pricer.work)
 
 
 def _no_legal_layout_error(pricer: GenerationPricer, ruled_out: Counter[str]) -> NoLegalStrategy:
-    """Return the error for a request without a legal layout, with the nearest number of devices that has one."""
+    """Return the error if no layout is legal; its hint is the largest smaller number of devices with a legal layout."""
     r = pricer.request
     near = next(
         n

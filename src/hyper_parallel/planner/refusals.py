@@ -220,7 +220,7 @@ def does_not_fit_error(request: PlanRequest, least_bytes: int) -> DoesNotFit:
         f"{request.model.name} does not fit on {request.num_devices} devices of {request.supernode.name}",
         got=f"{format_bytes(least_bytes)} on the fullest device at best",
         allowed=f"up to {format_bytes(request.machine.memory_bytes)}",
-        hint=next((hint for hint, r in _smaller(request) if fits(r)), None)
+        hint=next((hint for hint, r in _single_changes(request) if fits(r)), None)
         or _changes_together(request),
     )
 
@@ -233,8 +233,8 @@ def _changes_together(request: PlanRequest) -> str:
     return f"a smaller model, or several changes at once: a shorter sequence, more devices{pins}"
 
 
-def _smaller(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Yield changes that may make a plan fit, the smallest first, each with the changed request."""
+def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield (hint, changed request) for single changes with which a strategy may fit, the smallest change first."""
     pins, workload = request.pins, request.workload
     if request.headroom and not request.from_recipe:
         yield "--memory-headroom 0%", replace(request, headroom=0.0)

@@ -504,7 +504,7 @@ class BranchAndBound:
         return self.space.orders(key[:-1], self.domains, bool(key[-1]))
 
     def is_executable(self, rows: Columns, position: int) -> bool:
-        """Return whether this version can run a strategy; count strategies that it cannot run."""
+        """Return whether this version can run the strategy in one row; count strategies that it cannot run."""
         degrees = (int(rows[name][position]) for name in _LAYOUT_COLUMNS)
         reason = self.space.refusal_of(*degrees, pp=int(rows["pp"][position]))
         if reason is not None:
