@@ -270,7 +270,7 @@ def _layouts(
     if note is not None and not must_run:
         return {}, (note,)
     try:
-        sharded = request.shard(strategy, where)
+        sharded = request.shard(strategy, where, staged=must_run)
     except UnsupportedSharding as error:
         if must_run:
             raise
