@@ -1,4 +1,4 @@
-"""Search for ranks and degrees of the encoder and language model of a multimodal model (`parallel.submodels: auto`).
+"""Search for ranks and degrees of the encoders and language model of a multimodal model (`parallel.submodels: auto`).
 
 Every candidate layout is planned and gets a lower bound of its step time. Candidates that the planner or the checks of
 sub-models refuse are dropped. The others are scheduled in the order of their bounds.
@@ -42,8 +42,8 @@ def choose_submodels(
 ) -> tuple[LoadedRecipe, str, Certificate]:
     """Choose the layout with the shortest predicted step per token; return its recipe, a note and the certificate.
 
-    The encoder's work is estimated from images or recordings at the start of the first step. Layouts that exceed device
-    memory are dropped.
+    The work of each encoder is estimated from images or recordings at the start of the first step. Layouts that exceed
+    device memory are dropped.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
@@ -53,8 +53,7 @@ def choose_submodels(
         batches_of: Returns the training batches of such a recipe, given its plan.
 
     Raises:
-        UnsupportedSharding: HP205 for a model without an encoder or with several, or whose encoder's time cannot be
-            predicted.
+        UnsupportedSharding: HP205 for a model without an encoder, or whose encoder's time cannot be predicted.
         DoesNotFit: HP401 if no layout fits in memory.
         HyperParallelError: Error of the first layout, if no layout can run.
     """
@@ -63,7 +62,10 @@ def choose_submodels(
     refusals: Counter[str] = Counter()
     first: HyperParallelError | None = None
     flops: dict[str, float] | None = None
-    for parts in layouts(_only_kind(loaded, model, ranks), ranks):
+    for parts in layouts(divide(model).kinds, ranks):
+        if parts[LANGUAGE]["pp"] > 1 and parts[LANGUAGE]["tp_x"] > 1:
+            refusals["pipeline stages with replicated activations have no predicted time"] += 1
+            continue
         try:
             candidate = with_submodels(loaded, parts, _ORIGIN)
             plan = plan_of(candidate)
@@ -101,30 +103,6 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> Unsu
         "the time of the encoder cannot be predicted",
         where=loaded.where("parallel.submodels"),
         got=f"an encoder that does not run on meta tensors ({cause})",
-        hint=f"'parallel.submodels={hint}'",
-    )
-
-
-def _only_kind(loaded: LoadedRecipe, model: nn.Module, ranks: int) -> str:
-    """Return the kind of a model's only encoder.
-
-    Raises:
-        UnsupportedSharding: HP205 for several encoders, with a layout to paste as its hint: each encoder has a rank of
-            its own, or shares all ranks if there are too few.
-    """
-    kinds = divide(model).kinds
-    if len(kinds) == 1:
-        return kinds[0]
-    alone = ranks > len(kinds)
-    language = {"dp_shard": ranks - len(kinds) if alone else ranks}
-    shared = {**language, "ranks": [*range(ranks)]}
-    parts = {LANGUAGE: language, **dict.fromkeys(kinds, {"dp_shard": 1} if alone else shared)}
-    hint = json.dumps(parts).replace('"', "")
-    raise UnsupportedSharding(
-        "the layout of several encoders cannot be searched",
-        where=loaded.where("parallel.submodels"),
-        got=f"auto, encoders: {', '.join(kinds)}",
-        allowed="degrees of every part, or `auto` for a model with one encoder",
         hint=f"'parallel.submodels={hint}'",
     )
 
