@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import shlex
+import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch.submodels.parts import tower_flops
 from hyper_parallel.config import LoadedRecipe, load_recipe
-from hyper_parallel.errors import BadValue, Contradiction, UnsupportedSharding
+from hyper_parallel.errors import (
+    BadValue,
+    Contradiction,
+    HyperParallelError,
+    UnsupportedSharding,
+)
+from hyper_parallel.ir import Plan
 from hyper_parallel.planner import plan_recipe
+from hyper_parallel.planner.submodels import layouts
 from hyper_parallel.runtime import submodel_strategies
+from hyper_parallel.trainer.data import Batches
 from hyper_parallel.trainer.engine.recipe_model import read_recipe_spec
-from hyper_parallel.trainer.engine.recipe_submodels import divided_step
-from hyper_parallel.trainer.job import resolve_submodels
+from hyper_parallel.trainer.engine.recipe_submodels import divided_step, sampled_tower_flops
+from hyper_parallel.trainer.engine.submodel_search import choose_submodels
 from tests.media.results import assert_equal_results
 from tests.media.tiny_models import _MROPE, _TEXT, _WHISPER
 
@@ -253,18 +265,87 @@ def _recipe(folder: Path, submodels: str) -> LoadedRecipe:
     return load_recipe(folder / "recipe.yaml")
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_search_over_several_encoders_is_refused_with_a_layout_that_fits(
-    tmp_path: Path, ranks: int
-) -> None:
-    with pytest.raises(UnsupportedSharding, match="audio, vision") as refused:
-        resolve_submodels(_recipe(tmp_path, "auto"), ranks)
-    (hint,) = shlex.split(refused.value.hint)
-    parts = load_recipe(tmp_path / "recipe.yaml", [hint]).recipe.parallel.submodels
-    assert parts is not None
-    assert {*parts.members} == {"language", "vision", "audio"}
-    assert {rank for own in parts.members.values() for rank in own} == {*range(ranks)}
+def test_layouts_of_several_encoders_use_all_ranks(tmp_path: Path, ranks: int) -> None:
+    """Encoders have ranks of their own, each or together, or all ranks of a language part without stages."""
+    kinds, places = ("audio", "vision"), set[tuple[tuple[int, ...], ...]]()
+    for parts in layouts(kinds, ranks):
+        submodels = _recipe(tmp_path, json.dumps(parts)).recipe.parallel.submodels
+        assert submodels is not None
+        language, *towers = submodels.members.values()
+        assert {*language}.union(*towers) == {*range(ranks)}
+        shared = not {*language}.isdisjoint({*towers[0], *towers[1]})
+        assert {*towers[0]} == {*towers[1]} or {*towers[0]}.isdisjoint(towers[1])
+        assert not shared or (submodels.language.pp == 1 and towers == [language] * 2)
+        places.add((language, *towers))
+    splits = [(n, k) for n in range(1, ranks) for k in range(1, ranks - n)]
+    assert len(places) == 1 + len(splits) + (ranks - 1)
+
+
+class _Records:
+    """Microbatches of one of `STEPS` in place of a data set: the keywords of `_batches` as arrays."""
+
+    def __init__(self, family: str, step: int) -> None:
+        self._rows = _batches(family)[step]
+
+    def microbatches(self, _: int, share: int, shares: int, rows: int, count: int) -> Iterator[Any]:
+        for batch in self._rows[share::shares][:count]:
+            arrays = {n: t.numpy() for n, t in batch.items() if n != "shift_labels"}
+            yield SimpleNamespace(input_ids=arrays.pop("input_ids"), media=arrays)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("family", BUILDERS)
+def test_the_operations_of_every_encoder_are_counted(family: str) -> None:
+    """Encoders may read grids, lengths and masks; texts and media of another encoder cost zero."""
+    with torch.device("meta"):
+        model = BUILDERS[family]().double()
+    real, media = _model(family), _media("b", 0)
+    real.set_attn_implementation("eager")  # fused attention is not counted on a CPU
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        real.get_image_features(media["pixel_values"], media["image_grid_thw"])
+        image = counter.get_total_flops()
+        real.get_audio_features(media["input_features"], media["feature_attention_mask"])
+    audio = counter.get_total_flops() - image
+    batches = [*_Records(family, 0).microbatches(0, 0, 1, 1, 4)]
+    flops = tower_flops(model, [{"input_ids": b.input_ids, **b.media} for b in batches])
+    assert STEPS[0] == "iabt"
+    assert flops == {"vision": [image, 0, image, 0], "audio": [0, audio, audio, 0]}
+
+
+@pytest.mark.torch
+def test_the_fastest_layout_of_several_encoders_is_chosen(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = _qwen2_5()
+    auto = _recipe(tmp_path, "auto")
+    spec = read_recipe_spec(auto)
+
+    def plan_of(candidate: LoadedRecipe) -> Plan:
+        return plan_recipe(candidate.recipe, None, candidate.where, spec)
+
+    assert STEPS[3].startswith("bb"), "images and recordings in every microbatch"
+    records = cast(Batches, _Records("qwen2_5_omni", 3))
+    chosen, note, proof = choose_submodels(auto, model, 3, plan_of, lambda *_: records)
+    times = {}
+    for parts in layouts(["audio", "vision"], 3):
+        one = _recipe(tmp_path, json.dumps(parts))
+        with suppress(HyperParallelError):
+            plan = plan_of(one)
+            flops = sampled_tower_flops(plan, model, records)
+            step = divided_step(one.recipe, plan, model, flops).planned()
+            assert step.submodels is not None
+            assert all(part.forward_s > 0 for part in step.submodels.parts)
+            tokens = plan.workload.tokens_per_step or 1
+            times[json.dumps(parts)] = step.whole_step_s / tokens
+    assert len(times) == proof.priced >= 5
+    assert f"fastest of {proof.priced} layouts" in note
+    (chosen_s,) = (
+        seconds
+        for parts, seconds in times.items()
+        if _recipe(tmp_path, parts).recipe.parallel.submodels == chosen.recipe.parallel.submodels
+    )
+    assert chosen_s == min(times.values()) < max(times.values())
+    assert proof.bound <= proof.value
 
 
 def test_stages_share_no_ranks_with_several_encoders(tmp_path: Path) -> None:

@@ -117,16 +117,21 @@ def test_a_language_part_with_pipeline_stages_continues_a_run_of_one_rank(place:
     assert_same_curve(curve(place / "staged"), curve(place / "whole"))
 
 
+def _write_images_and_audio(folder: Path) -> None:
+    """Write a model with two encoders, records with images, audio or text alone, and a recipe."""
+    needs_torchvision("qwen2_5_omni_thinker")
+    training = "steps: 3, microbatch: 1, accumulation_steps: 4"
+    write_place(folder, training, family="qwen2_5_omni_thinker", repeats=2)
+    lines = (folder / "train.jsonl").read_text()
+    lines += write_data(folder, repeats=2, kind="audio").read_text()
+    (folder / "train.jsonl").write_text(lines)
+
+
 @pytest.mark.slow
 def test_encoders_of_images_and_of_audio_on_ranks_of_their_own_repeat_one_rank(
     tmp_path: Path,
 ) -> None:
-    needs_torchvision("qwen2_5_omni_thinker")
-    training = "steps: 3, microbatch: 1, accumulation_steps: 4"
-    write_place(tmp_path, training, family="qwen2_5_omni_thinker", repeats=2)
-    lines = (tmp_path / "train.jsonl").read_text()
-    lines += write_data(tmp_path, repeats=2, kind="audio").read_text()
-    (tmp_path / "train.jsonl").write_text(lines)
+    _write_images_and_audio(tmp_path)
     train(tmp_path, tmp_path / "one", "parallel.dp_shard=1", "checkpoint.export=true")
     split = "parallel.submodels={vision: {ranks: [0]}, audio: {ranks: [1]}, language: {tp_x: 2}}"
     train(tmp_path, tmp_path / "split", split, "training.steps=1", "checkpoint.every=1")
@@ -289,7 +294,7 @@ def test_no_layout_that_can_run_is_faster_than_the_chosen_one(place: Path) -> No
         return plan_with_submodels(one, plan).whole_step_s
 
     times = []
-    for parts in layouts("vision", 2):
+    for parts in layouts(["vision"], 2):
         explicit = [*AUTO, f"parallel.submodels={json.dumps(parts)}"]
         one = load_recipe(place / "recipe.yaml", explicit)
         assert set(one.recipe.parallel.submodels.members["vision"]) <= {0, 1}
@@ -301,6 +306,33 @@ def test_no_layout_that_can_run_is_faster_than_the_chosen_one(place: Path) -> No
     assert proof is not None
     assert proof.bound <= proof.value == pytest.approx(min(times))
     assert proof.priced == len(times) >= proof.simulated
+
+
+@pytest.mark.slow
+def test_the_planner_places_each_of_several_encoders(tmp_path: Path) -> None:
+    """The encoder of audio reads lengths of recordings, which have values in the trace that counts its operations."""
+    _write_images_and_audio(tmp_path)
+    auto = load_recipe(tmp_path / "recipe.yaml", [*AUTO, "parallel.world_size=3"])
+    chosen, _, proof = resolve_submodels(auto, None)
+    spec, times = read_recipe_spec(auto), []
+    for parts in layouts(["audio", "vision"], 3):
+        one = load_recipe(
+            tmp_path / "recipe.yaml", [*AUTO, f"parallel.submodels={json.dumps(parts)}"]
+        )
+        with suppress(HyperParallelError):
+            plan = plan_recipe(one.recipe, None, one.where, spec)
+            plan = plan_with_submodels(one, plan)
+            assert plan.submodels is not None
+            assert all(part.forward_s > 0 for part in plan.submodels.parts)
+            times.append(plan.whole_step_s)
+    assert proof is not None
+    assert len(times) == proof.priced >= 5
+    assert proof.bound <= proof.value == pytest.approx(min(times))
+    assert chosen.recipe.parallel.submodels is not None
+    assert {*chosen.recipe.parallel.submodels.members} == {"language", "vision", "audio"}
+    train(tmp_path, tmp_path / "auto", *AUTO, "parallel.world_size=3")
+    train(tmp_path, tmp_path / "one", *AUTO[2:], "training.microbatch=1", "parallel.dp_shard=1")
+    assert_same_curve(curve(tmp_path / "auto"), curve(tmp_path / "one"))
 
 
 def test_the_planner_chooses_the_layout_of_a_run(place: Path) -> None:

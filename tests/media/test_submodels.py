@@ -240,6 +240,11 @@ REPLICATED: tuple[tuple[Layouts, Sequence[int]], ...] = (
     ({"vision": "dp_shard=4", "language": "pp=2 dp_shard=2"}, FOUR),
     ({"vision": "dp_replicate=2 dp_shard=2", "language": "pp=2 dp_replicate=2"}, FOUR),
     ({"vision": "dp_shard=2", "language": "pp=2 dp_shard=2"}, (0, 1)),
+    ({"vision": "dp_replicate=4", "language": "pp=2 tp=2"}, FOUR),
+    ({"vision": "dp_shard=4", "language": "pp=2 tp=2"}, FOUR),
+    ({"vision": "dp_replicate=2 dp_shard=2", "language": "pp=2 tp=2"}, FOUR),
+    ({"vision": "dp_shard=2", "language": "pp=2 tp=2"}, (0, 1)),
+    ({"vision": "dp_shard=2", "language": "pp=2 tp=2"}, (1, 2)),
 )
 """Layouts on four ranks, and the ranks of copies or shards of the tower."""
 COPIES = TowerLanes(2, (0, 1))
@@ -288,11 +293,12 @@ def test_pipeline_stages_share_ranks_with_towers(tmp_path: Path, number: int, fr
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(REPLICATED)))
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_towers_share_ranks_with_stages_of_every_data_parallel_rank(
+def test_towers_share_ranks_with_data_or_tensor_parallel_stages(
     tmp_path: Path, frozen: bool, number: int
 ) -> None:
-    """Every data-parallel rank of the language part runs the joint schedule on its own microbatches."""
+    """Data-parallel ranks have their own microbatches; tensor-parallel ranks take turns to encode the same ones."""
     layouts, ranks = REPLICATED[number]
+    shares = 2 if "dp" in layouts["language"] else 1
     batches = _batches(tmp_path, "llava")
     single = _model(tmp_path, frozen)
     hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
@@ -302,10 +308,61 @@ def test_towers_share_ranks_with_stages_of_every_data_parallel_rank(
         with hp.World.join("cpu") as world:
             places = {"vision": ranks, "language": FOUR}
             part = hp.parallelize_submodels(_model(tmp_path, frozen), layouts, world, ranks=places)
-            assert_equal_results(_run(part, batches, 2), expected)
-            assert _twice(part, batches, 2) == pytest.approx(twice, rel=1e-10)
+            assert_equal_results(_run(part, batches, shares), expected)
+            assert _twice(part, batches, shares) == pytest.approx(twice, rel=1e-10)
 
     hp.launch(rank, 4, timeout_s=200)
+
+
+FROZEN_LANGUAGE: dict[str, tuple[Layouts | str, Placement | None]] = {
+    "dp_shard=2": ("dp_shard=2", None),
+    "dp_replicate=2": ("dp_replicate=2", None),
+    "pp=2 dp_shard=2": ("pp=2 dp_shard=2", None),
+    "one rank each": ({"vision": "", "language": ""}, None),
+    "apart": ({"vision": "", "language": "dp_shard=2"}, None),
+    "equal": ({"vision": "dp_shard=2", "language": "dp_shard=2"}, {"vision": (0, 1), "language": (0, 1)}),
+    "joint": ({"vision": "dp_replicate=2", "language": "pp=2"}, {"vision": (0, 1), "language": (0, 1)}),
+    "joint dp": ({"vision": "dp_replicate=4", "language": "pp=2 dp_shard=2"}, {"vision": FOUR, "language": FOUR}),
+    "joint tp": ({"vision": "dp_shard=4", "language": "pp=2 tp=2"}, {"vision": FOUR, "language": FOUR}),
+}  # fmt: skip
+"""Strategy of the whole model, or layouts and ranks of its parts."""
+
+
+def _trained_tower(folder: Path) -> Any:
+    """Return a model whose language part is frozen."""
+    model = _model(folder, frozen=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("vision" in name or "projector" in name)
+    return model
+
+
+@slow_cells(*(name for name in FROZEN_LANGUAGE if name != "dp_shard=2"))
+@pytest.mark.parametrize("case", FROZEN_LANGUAGE)
+def test_a_trained_tower_of_a_frozen_language_part_repeats_one_rank(
+    tmp_path: Path, case: str
+) -> None:
+    """Microbatches of text train no parameter, also while another data-parallel rank has images."""
+    layouts, ranks = FROZEN_LANGUAGE[case]
+    language = layouts if isinstance(layouts, str) else layouts["language"]
+    batches, shares = _batches(tmp_path, "llava"), 2 if "dp" in language else 1
+    single = _trained_tower(tmp_path)
+    hp.parallelize(single, hp.plan_of(single, ""), hp.World.join("cpu"))
+    expected, twice = _run(single, batches, 1), _twice(single, batches, 1)
+    assert [norm > 0.0 for _, norm, _ in expected] == ["i" in kinds for kinds in STEPS]
+
+    def rank(_: int) -> None:
+        with hp.World.join("cpu") as world:
+            part = _trained_tower(tmp_path)
+            if isinstance(layouts, str):
+                hp.parallelize(part, hp.plan_of(part, layouts), world)
+            else:
+                part = hp.parallelize_submodels(part, layouts, world, ranks=ranks)
+            assert_equal_results(_run(part, batches, shares), expected)
+            assert _twice(part, batches, shares) == pytest.approx(twice, rel=1e-10)
+
+    parts = {"language": layouts} if isinstance(layouts, str) else layouts
+    size = _ranks(parts) if ranks is None else len({r for own in ranks.values() for r in own})
+    hp.launch(rank, size, timeout_s=200)
 
 
 LATER_LAYERS: tuple[tuple[Layouts, Placement | None], ...] = (

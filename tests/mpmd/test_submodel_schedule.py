@@ -32,6 +32,8 @@ PLACES = (
     TowerLanes(2, (0, 1), readers=(0, 1)),
     TowerLanes(2, (0, 1), sharded=True),
     TowerLanes(3, (0, 2, 3), sharded=True, readers=(0, 2)),
+    TowerLanes(2, (0, 0, 1, 1), sharded=True),
+    TowerLanes(2, (0, 0, 1), sharded=True),
 )
 
 

@@ -1,10 +1,13 @@
 """Tensor parallelism of a model whose stream is whole on every rank."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+import hyper_parallel as hp
 from hyper_parallel.backends.torch import read_model
 from hyper_parallel.backends.torch.model_layouts import module_rules
 from hyper_parallel.backends.torch.tensor.gradients import to_local
@@ -47,6 +50,51 @@ def test_ranks_drop_the_same_of_what_is_whole_on_each():
     assert first
     for name, grad in first.items():
         assert torch.equal(grad, second[name]), name
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("family", ["stablelm", "opt", "gpt2"])
+def test_pipeline_stages_with_replicated_activations_repeat_one_rank(family, schedule):
+    """Weights of embedding and head are shared by two stages, except for stablelm."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64,
+        intermediate_size=64, max_position_embeddings=64, word_embed_proj_dim=32, num_key_value_heads=4,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).double().train()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.05)
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 96, (2, 16), generator=generator) for _ in range(4)]
+
+    def run(net):
+        loss = float(hp.forward_backward(net, [{"input_ids": i, "labels": i} for i in ids]))
+        norm = float(hp.clip_grad_norm_(net, None))
+        grads = {
+            n: getattr(p.grad, "full_tensor", p.grad.clone)() for n, p in net.named_parameters()
+        }
+        return loss, norm, grads
+
+    single = copy.deepcopy(model)
+    loss, norm, grads = run(parallelize(single, hp.plan_of(single, ""), World.join("cpu")))
+
+    def rank(_):
+        with World.join("cpu") as world:
+            net = copy.deepcopy(model)
+            plan = hp.plan_of(net, f"pp=2 tp=2 schedule={schedule}")
+            assert any("holds all tokens" in note for note in plan.notes)
+            found = run(parallelize(net, plan, world))
+        assert found[:2] == pytest.approx((loss, norm), rel=1e-10)
+        for name, grad in found[2].items():
+            torch.testing.assert_close(grad, grads[name], rtol=1e-10, atol=1e-12)
+        return set(found[2])
+
+    assert set().union(*launch(rank, 4, timeout_s=200)) == set(grads)
 
 
 @pytest.mark.dist

@@ -3,8 +3,9 @@
 Ranks of the schedule are called lanes. Lane k < p runs language stage k + 1. Copies of the tower run on lanes of the
 language part, where they fill bubbles, or on lanes of their own. Each microbatch passes through one copy.
 
-A tower whose parameters are sharded over several lanes computes in rounds: in a round, each of these lanes computes one
-microbatch. All lanes run the rounds in the same order relative to all other actions, so collectives always match.
+A tower whose parameters are sharded over several lanes computes in rounds: every lane computes one microbatch, at the
+same place of the order of all actions. So the collectives have one order on all lanes. If a lane has several ranks of a
+sharded tower, one of them computes the microbatch, and the others run only the collectives.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class TowerLanes:
 
     Attributes:
         stages: Number p of language stages, which are on lanes 0 to p - 1.
-        towers: Lane of each rank of the tower.
-        sharded: Whether the tower is sharded over several lanes, with one tower rank on each of them.
-        readers: Indices of the language stages that read features of the tower, including stage 0.
+        towers: For each rank of the tower, its lane.
+        sharded: Whether the parameters of the tower are sharded over several lanes.
+        readers: Language stages that read features of the tower, from 0 on, the first stage among them.
     """
 
     stages: int
@@ -81,8 +82,8 @@ class TowerLanes:
 
     @property
     def width(self) -> int:
-        """Number of microbatches in a round: the number of ranks of a sharded tower, else 1."""
-        return len(self.towers) if self.sharded else 1
+        """Number of microbatches of a round: 1, or the number of lanes of a sharded tower."""
+        return len({*self.towers}) if self.sharded else 1
 
     def padded(self, microbatches: int) -> int:
         """Return the number of microbatches rounded up to whole rounds."""
@@ -300,7 +301,7 @@ def _in_rounds(
             last = max(ends[i] for later in rounds[n : n + lag + 1] for i in later)
             starts |= dict.fromkeys(trained, last)
         for position, (kind, time) in enumerate(starts.items()):
-            for lane, i in zip(lanes.towers, members, strict=True):
+            for lane, i in zip(sorted({*lanes.towers}), members, strict=True):
                 order.append(((time, 0, position, n), lane, Action(0, kind, i)))
     order.sort(key=lambda entry: entry[0])
     ranks = tuple(

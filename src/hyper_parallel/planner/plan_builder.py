@@ -281,7 +281,7 @@ def _layouts(
             "the layouts are left out",
         )
     try:
-        sharded = request.shard(strategy, where)
+        sharded = request.shard(strategy, where, staged=must_run)
     except UnsupportedSharding as error:
         if must_run:
             raise

@@ -152,8 +152,10 @@ class PlanRequest:
             fingerprint=self.model.fingerprint,
         )
 
-    def shard(self, strategy: Strategy, where: str | None = None) -> ShardPlan:
-        """Return layouts of the model under a strategy; raise the errors of `shard.plan_layouts`."""
+    def shard(
+        self, strategy: Strategy, where: str | None = None, staged: bool = False
+    ) -> ShardPlan:
+        """Return layouts of the model under a strategy; arguments and errors as of `shard.plan_layouts`."""
         params = {p.name: p for b in self.model.blocks for p in b.params}
         attention = next((b.attention for b in self.model.blocks if b.attention), None)
         return plan_layouts(
@@ -166,6 +168,7 @@ class PlanRequest:
             vocab_size=self.model.vocab_size,
             tied={p.name: p.tied_to for p in params.values() if p.tied_to},
             where=where,
+            staged=staged,
         )
 
     def refusal(self, strategy: Strategy) -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, combinations, pairwise, product
 from typing import Any, Final
 
 from hyper_parallel.errors import DoesNotFit, HyperParallelError, NoLegalStrategy
@@ -369,7 +369,7 @@ def joint_layout(
     * The language part has no pipeline stages, or a schedule other than 1F1B.
     * The model has several towers.
     * Data-parallel ranks of the language part have the tower on different lanes.
-    * The tower is sharded, and has several ranks on one lane or shares no rank. It then computes in rounds instead.
+    * The tower is sharded, and shares no rank. It then computes in rounds instead.
 
     Args:
         strategies: Strategies of `submodel_strategies`.
@@ -397,9 +397,9 @@ def joint_layout(
         share, lane = places[rank]
         towers[share].append((lane, index))
     lanes, *others = [tuple(lane for lane, _ in sorted(share)) for share in towers]
-    if any(other != lanes for other in others) or (sharded and len({*lanes}) < len(lanes)):
+    if any(other != lanes for other in others):
         return None
-    spans = sharded and len(lanes) > 1
+    spans = sharded and len({*lanes}) > 1
     order = tuple(tuple(index for _, index in sorted(share)) for share in towers)
     readers = feature_stages(language, layers)
     return JointLayout(TowerLanes(language.pp, lanes, spans, readers), order)
@@ -440,16 +440,19 @@ def places_of_ranks(language: Strategy, ranks: Sequence[int]) -> dict[int, tuple
     return places
 
 
-def layouts(kind: str, ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Yield layouts of the language part and a tower that use all ranks, as values of `parallel.submodels`.
+def layouts(kinds: Sequence[str], ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield layouts of the language part and its towers that use all ranks, as values of `parallel.submodels`.
 
-    The tower has ranks of its own, or shares those of the language part: all of them, or those of the first or the last
-    pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and each of
-    its data-parallel ranks has equally many tower ranks: one schedule then orders the microbatches of all ranks. With
-    pipeline stages, a tower on shared ranks is tried both ways, but not sharded over several ranks of one stage.
+    A single tower has ranks of its own, or shares those of the language part: all of them, or those of the first or the
+    last pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and each
+    of its data-parallel ranks has equally many tower ranks: one schedule then orders the microbatches of all ranks.
+    With pipeline stages, a tower on shared ranks is tried both ways.
+
+    Several towers are sharded. Each has ranks of its own, or all of them have the same ranks. These are ranks without
+    the language part, or all ranks of a language part without pipeline stages.
 
     Args:
-        kind: Name of the tower: `vision` or `audio`.
+        kinds: Names of the towers: `vision`, `audio` or both.
         ranks: Number of ranks.
     """
     for own in range(ranks):
@@ -459,18 +462,28 @@ def layouts(kind: str, ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
                 dp = size // (pp * tp)
                 language = {"pp": pp, "tp_x": tp, "dp_shard": dp}
                 if own:
-                    axis = "dp_shard" if pp == 1 or own % dp else "dp_replicate"
-                    yield {LANGUAGE: language, kind: {axis: own}}
+                    joint = len(kinds) == 1 and pp > 1 and not own % dp
+                    axis = "dp_replicate" if joint else "dp_shard"
+                    for cuts in combinations(range(1, own), len(kinds) - 1):
+                        sizes = (end - start for start, end in pairwise((0, *cuts, own)))
+                        apart = {kind: {axis: n} for kind, n in zip(kinds, sizes, strict=True)}
+                        yield {LANGUAGE: language, **apart}
+                    if len(kinds) > 1:
+                        together = {axis: own, "ranks": [*range(size, ranks)]}
+                        yield {LANGUAGE: language, **dict.fromkeys(kinds, together)}
                     continue
+                if len(kinds) > 1 and pp > 1:
+                    continue  # several towers have no joint schedule
                 stage = tp * dp  # ranks of a pipeline stage
                 places = [(0, size), (0, stage), (size - stage, size)] if pp > 1 else [(0, size)]
-                axes = ["dp_replicate"] * (pp > 1) + ["dp_shard"] * (pp == 1 or tp == 1)
+                axes = ["dp_replicate"] * (pp > 1) + ["dp_shard"]
                 for axis, (start, end) in product(axes, places):
                     count = end - start
                     if pp > 1 and axis == "dp_shard" and count == 1:
                         continue  # equals dp_replicate=1
                     shared = {axis: count, "ranks": [*range(start, end)]}
-                    yield {LANGUAGE: {**language, "ranks": [*range(size)]}, kind: shared}
+                    own_ranks = {**language, "ranks": [*range(size)]}
+                    yield {LANGUAGE: own_ranks, **dict.fromkeys(kinds, shared)}
 
 
 def plan_with_towers(
@@ -603,7 +616,7 @@ def _steps_apart(
     flops = 6.0 * language.model.num_matmul_params * tokens
     least = flops / (request.machine.peak_flops * longest_s)
     plans: dict[tuple[int, ...], Plan | None] = {}
-    for parts in layouts(tower.name, request.num_devices):
+    for parts in layouts([tower.name], request.num_devices):
         degrees = {k: v for k, v in parts[LANGUAGE].items() if k != "ranks"}
         if rows % degrees["dp_shard"]:
             continue

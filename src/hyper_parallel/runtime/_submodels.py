@@ -45,11 +45,8 @@ from hyper_parallel.runtime._world import World
 _ALL: Final = 2**31
 """Limit of microbatches in flight for schedules that may run all forward passes first."""
 _TOWER_AXES: Final = ("dp_replicate", "dp_shard")
-_JOINT: Final = (
-    "one encoder; pp with schedule=1f1b; the encoder on the same pipeline stages of each data-parallel rank of "
-    "`language`; at most one rank of a sharded encoder per pipeline stage and data-parallel rank"
-)
-"""Layouts with a joint schedule: one schedule that orders the actions of encoder and language part."""
+_JOINT: Final = "one tower; pp with schedule=1f1b; the tower on the same stages of each data-parallel rank of language"
+"""Layouts with a joint schedule."""
 _LANGUAGE_AXES: Final = (*_TOWER_AXES, "tp_x", "tp_y", "pp")
 _AXES: Final = (*_LANGUAGE_AXES, "cp", "ep")
 

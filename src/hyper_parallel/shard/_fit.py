@@ -103,12 +103,14 @@ def is_covered(params: list[Param]) -> bool:
     )
 
 
-def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Param]:
-    """Return the parameters with style `whole` where no supported style is assigned, and add a note with their names.
+def keep_whole(
+    params: list[Param], sizes: Sizes, notes: list[str], staged: bool = False
+) -> list[Param]:
+    """Return the parameters, with style `whole` where no implemented rule exists, and add a note with their names.
 
     Raises:
-        UnsupportedSharding: HP205 if no parameter would be sharded, or if a replicated parameter lies between sharded
-            projections. Also with tp_y, ep, pp or latent attention, which need a sharded residual stream.
+        UnsupportedSharding: HP205 if no parameter would be sharded, or with two axes, ep or latents, which need a
+            sharded residual stream; also with pp, unless `staged`.
     """
     result = [replace(p, style=WHOLE) if p.style in (None, *REFUSED) else p for p in params]
     into = {
@@ -137,7 +139,12 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
             changes=sizes.without_tp,
         )
     latent = next((p.pattern for p in result if p.style == "latent"), None)
-    if sizes.strategy.tp_y > 1 or latent or sizes.strategy.ep > 1 or sizes.strategy.pp > 1:
+    if (
+        sizes.strategy.tp_y > 1
+        or latent
+        or sizes.strategy.ep > 1
+        or (sizes.strategy.pp > 1 and not staged)
+    ):
         s = sizes.strategy
         raise UnsupportedSharding(
             f"with {shown} replicated, tensor parallelism supports one axis only, without ep, pp and latent attention",
@@ -148,6 +155,10 @@ def keep_whole(params: list[Param], sizes: Sizes, notes: list[str]) -> list[Para
             else {"parallel.tp_x": s.tp, "parallel.tp_y": 1},
         )
     notes.append(f"every tensor-parallel rank holds all tokens between blocks; replicated: {shown}")
+    if sizes.strategy.pp > 1:
+        notes.append(
+            "with pp, time and memory are predicted as if each rank held a part of the tokens"
+        )
     return result
 
 

@@ -76,6 +76,7 @@ def plan_layouts(
     vocab_size: int,
     tied: Mapping[str, str] | None = None,
     where: str | None = None,
+    staged: bool = False,
 ) -> ShardPlan:
     """Return the layouts of all parameters under a strategy.
 
@@ -91,6 +92,8 @@ def plan_layouts(
         vocab_size: Rows of the embedding.
         tied: Name of the parameter with the same storage, by name of each tied parameter.
         where: Origin of the setting, for error messages.
+        staged: Whether pipeline stages may have activations that tensor parallelism replicates. Their time and memory
+            are predicted as if they were sharded, so a search leaves them out.
 
     Raises:
         NotDivisible: HP203 when heads or widths are not divisible by the tensor-parallel degree, or heads by the
@@ -110,7 +113,7 @@ def plan_layouts(
         whole_stream = strategy.tp > 1 and not is_covered(assigned)
         if strategy.tp > 1:
             sizes = Sizes(strategy, num_heads, num_kv_heads, head_dim, vocab_size)
-            assigned = _fit(assigned, sizes, whole_stream, notes)
+            assigned = _fit(assigned, sizes, whole_stream, notes, staged)
         else:
             assigned = [
                 p if p.style == EXPERTS else replace(p, style="replicate") for p in assigned
@@ -127,8 +130,10 @@ def plan_layouts(
     return ShardPlan(layouts, styles, tuple(dict.fromkeys(notes)), hidden_cut, whole_stream)
 
 
-def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str]) -> list[Param]:
-    """Return the parameters with their final styles under tensor parallelism; raise if no exact sharding exists."""
+def _fit(
+    assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[str], staged: bool
+) -> list[Param]:
+    """Return the parameters with final styles under tensor parallelism; raise an error if no exact form exists."""
     if whole_stream:
         if sizes.strategy.overlap.block_executor != "serial":
             raise UnsupportedSharding(
@@ -136,7 +141,7 @@ def _fit(assigned: list[Param], sizes: Sizes, whole_stream: bool, notes: list[st
                 got=f"overlap={sizes.strategy.overlap}",
                 changes={"overlap.tp": "none"},
             )
-        assigned = keep_whole(assigned, sizes, notes)
+        assigned = keep_whole(assigned, sizes, notes, staged)
     refuse_shapes(assigned, sizes)
     assigned = fit_sizes(fit_vocabulary(assigned, sizes, notes), sizes, notes)
     check_widths(assigned) if whole_stream else check_pairs(assigned, sizes)

@@ -33,7 +33,7 @@ from hyper_parallel.backends.torch.experts.routing import (
 )
 from hyper_parallel.backends.torch.in_flight import sum_forward
 from hyper_parallel.backends.torch.parallel_handle import Handle, handle
-from hyper_parallel.backends.torch.partial_use import refuse_other_inputs
+from hyper_parallel.backends.torch.partial_use import extend_backward, refuse_other_inputs
 from hyper_parallel.backends.torch.pipeline.apply import Microbatch, Span, StepActions
 from hyper_parallel.backends.torch.submodels.exchange import Source
 from hyper_parallel.backends.torch.submodels.step_runs import Joint, Rounds
@@ -456,12 +456,12 @@ def _run_losses(
             loss = objective_loss(model, attached, part, objective, over, share)
         return loss if scale == 1.0 else loss * scale
 
-    if attached.pipeline is not None:
-        parts = [stage_inputs(model, p, objective) for p in microbatches]
-        total = attached.pipeline.run(model, parts, loss_of, span, train, scale, step)
-    else:
-        begin = (lambda i: None) if step is None else step.begin
-        total = _run_in_turn(model, attached, len(microbatches), loss_of, span, train, begin)
+    with extend_backward(model, attached.plan.strategy) if train else nullcontext():
+        if attached.pipeline is not None:
+            parts = [stage_inputs(model, p, objective) for p in microbatches]
+            total = attached.pipeline.run(model, parts, loss_of, span, train, scale, step)
+        else:
+            total = _run_in_turn(model, attached, len(microbatches), loss_of, span, train, step)
     # Ranks with the same tokens all compute the loss; one of them reports it.
     coordinate = attached.plan.mesh.coordinate(attached.ranks.rank)
     reports = all(coordinate[axis] == 0 for axis in ("tp_x", "tp_y"))
@@ -485,21 +485,22 @@ def _run_in_turn(
     loss_of: Callable[[int], Tensor],
     span: Span,
     train: bool,
-    begin: Callable[[int], None],
+    step: StepActions | None,
 ) -> Tensor:
     """Run forward, and backward if `train`, of each microbatch in turn, and return the sum of the losses.
 
-    `begin` is called with the index of each microbatch before its forward. A microbatch that uses no trained parameter
-    has no backward, for example text if only the image encoder is trained.
+    Without data and context parallelism, a microbatch that uses no trained parameter has no backward, for example text
+    if only the encoder of images is trained.
 
     Raises:
-        UnsupportedSharding: HP205 if a microbatch has no backward under data or context parallelism, because other
-            ranks would wait for this rank in gradient reductions.
+        UnsupportedSharding: HP205 for such a microbatch with data or context parallelism, because other ranks would
+            wait for this one in gradient reductions. `extend_backward` avoids this in Hugging Face models.
     """
     total = torch.zeros((), dtype=torch.float64, device=attached.device)
-    is_trained = any(p.requires_grad for p in model.parameters())
+    is_trained = step is not None or any(p.requires_grad for p in model.parameters())
     for i in range(count):
-        begin(i)
+        if step is not None:
+            step.begin(i)
         with accumulate(model) if train and i < count - 1 else nullcontext():
             with span("forward", "compute"):
                 loss = loss_of(i)

@@ -72,6 +72,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=_number(text, "vocab_size", tp),
+        staged=True,
     )
     if tp > 1:
         _require_linear(model, shard_plan.styles)

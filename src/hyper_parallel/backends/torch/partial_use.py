@@ -1,7 +1,8 @@
 """Check that tensor-, context- and pipeline-parallel ranks with the same data run the same modules.
 
-Data-parallel ranks may run different modules: `data.unit_order` keeps their collectives in one order. tp, cp and pp
-ranks may not, because the collectives of these axes run inside of modules.
+Data-parallel ranks may run different modules: `data.unit_order` keeps their collectives in one order. Ranks with the
+same data may not, because modules contain the collectives of the other axes. Every rank needs a backward pass, see
+`extend_backward`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
 from hyper_parallel.backends.torch.layer_flow import flow_error, preserve_module_state, run_on_meta
+from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.ir import Strategy
 from hyper_parallel.shard import module_of
@@ -66,6 +68,39 @@ def refuse_other_inputs(model: nn.Module, axes: Sequence[str], batch: Mapping[st
     for name in sorted(media.keys() & parameters.keys()):
         if parameters[name].default is inspect.Parameter.empty:
             raise flow_error(model, f"its forward cannot run without `{name}`", "pp")
+
+
+@contextmanager
+def extend_backward(model: nn.Module, strategy: Strategy) -> Iterator[None]:
+    """Extend backward passes to the token embeddings in this context, if the decoder is frozen.
+
+    If only an encoder is trained, a microbatch of text has no backward of its own. Its rank would not take part in the
+    collectives of data-parallel ranks that run the backward of an image or recording at the same time.
+
+    Args:
+        model: The model, or its language part. Without a Hugging Face decoder, this context has no effect.
+        strategy: Its strategy; without data parallelism, this context has no effect.
+    """
+    base = view_of(model).base if strategy.dp > 1 else None
+    if base is None:
+        yield
+        return
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    decoder = [part for part in (embedding, base, head) if part is not None]
+    if any(p.requires_grad for part in decoder for p in part.parameters()):
+        yield
+        return
+
+    def require_gradient(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        # Pipeline stages after the first one have a placeholder, which may return token ids.
+        leaf = output.new_zeros(()).requires_grad_(output.is_floating_point())
+        return output + leaf
+
+    hook = embedding.register_forward_hook(require_gradient)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def refuse_random_modules(model: nn.Module, strategy: Strategy) -> None:

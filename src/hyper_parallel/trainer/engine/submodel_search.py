@@ -1,4 +1,4 @@
-"""Search for ranks and degrees of the encoder and language model of a multimodal model (`parallel.submodels: auto`).
+"""Search for ranks and degrees of the encoders and language model of a multimodal model (`parallel.submodels: auto`).
 
 Each candidate layout is planned, and its step time gets a lower bound. Candidates that the planner or the checks of
 sub-models reject are dropped. The schedules of the remaining candidates are simulated in the order of their bounds.
@@ -42,7 +42,8 @@ def choose_submodels(
 ) -> tuple[LoadedRecipe, str, Certificate]:
     """Choose the layout with the shortest predicted step per token, among layouts that fit in device memory.
 
-    The encoder's work is estimated from the first images or audio recordings of the first step.
+    The work of each encoder is estimated from images or recordings at the start of the first step. Layouts that exceed
+    device memory are dropped.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
@@ -55,16 +56,19 @@ def choose_submodels(
         Recipe with the chosen layout, a note for the plan, and the certificate of the search.
 
     Raises:
-        UnsupportedSharding: HP205 unless the model has exactly one encoder, and the encoder's time can be predicted.
-        DoesNotFit: HP401 if no layout fits in device memory.
-        HyperParallelError: Error of the first layout, if all layouts are rejected.
+        UnsupportedSharding: HP205 for a model without an encoder, or whose encoder's time cannot be predicted.
+        DoesNotFit: HP401 if no layout fits in memory.
+        HyperParallelError: Error of the first layout, if no layout can run.
     """
     candidates: list[LoadedRecipe] = []
     steps: list[DividedStep] = []
     refusals: Counter[str] = Counter()
     first: HyperParallelError | None = None
     flops: dict[str, float] | None = None
-    for parts in layouts(_only_kind(loaded, model, ranks), ranks):
+    for parts in layouts(divide(model).kinds, ranks):
+        if parts[LANGUAGE]["pp"] > 1 and parts[LANGUAGE]["tp_x"] > 1:
+            refusals["pipeline stages with replicated activations have no predicted time"] += 1
+            continue
         try:
             candidate = with_submodels(loaded, parts, _ORIGIN)
             plan = plan_of(candidate)
@@ -102,30 +106,6 @@ def _no_time(loaded: LoadedRecipe, parts: _Parts, cause: TowerNotTraced) -> Unsu
         "the time of the encoder cannot be predicted",
         where=loaded.where("parallel.submodels"),
         got=f"an encoder that does not run on meta tensors ({cause})",
-        hint=f"'parallel.submodels={hint}'",
-    )
-
-
-def _only_kind(loaded: LoadedRecipe, model: nn.Module, ranks: int) -> str:
-    """Return the kind (`vision` or `audio`) of the single encoder in the model.
-
-    Raises:
-        UnsupportedSharding: HP205 for several encoders. The hint proposes one rank per encoder or, with too few ranks,
-            that all sub-models share all ranks.
-    """
-    kinds = divide(model).kinds
-    if len(kinds) == 1:
-        return kinds[0]
-    alone = ranks > len(kinds)
-    language = {"dp_shard": ranks - len(kinds) if alone else ranks}
-    shared = {**language, "ranks": [*range(ranks)]}
-    parts = {LANGUAGE: language, **dict.fromkeys(kinds, {"dp_shard": 1} if alone else shared)}
-    hint = json.dumps(parts).replace('"', "")
-    raise UnsupportedSharding(
-        "the layout of several encoders cannot be searched",
-        where=loaded.where("parallel.submodels"),
-        got=f"auto, encoders: {', '.join(kinds)}",
-        allowed="degrees of every part, or `auto` for a model with one encoder",
         hint=f"'parallel.submodels={hint}'",
     )
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hyper_parallel.backends.torch.collectives import purpose
 from hyper_parallel.backends.torch.traced_groups import TRACED
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Purpose
 
@@ -377,7 +378,7 @@ class UnitOrder:
         filled, self._filled = [p for p in self._filled if p.sharded_param.grad is not None], []
         if not filled:
             return
-        shards = [_local(p.sharded_param.grad) for p in filled]
+        shards = [local(p.sharded_param.grad) for p in filled]
         nonempty = [(p, s) for p, s in zip(filled, shards, strict=True) if s.numel()]
         marks = [((s == 0) & s.signbit()).all() for _, s in nonempty]
         names = [p._param_fqn for p, _ in nonempty]
@@ -478,7 +479,3 @@ def _common_with(name: str) -> Callable[[str], int]:
         (i for i, (a, b) in enumerate(zip(parts, other.split("."), strict=False)) if a != b),
         len(parts),
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)

@@ -32,8 +32,8 @@ from hyper_parallel.backends.torch.layer_flow import flow_error
 from hyper_parallel.backends.torch.pass_context import PassShape
 from hyper_parallel.backends.torch.pipeline._split_backward import input_gradients
 from hyper_parallel.backends.torch.pipeline.stages import StageModules
+from hyper_parallel.backends.torch.shared_gradients import divide_gradients, sum_gradients
 from hyper_parallel.backends.torch.tensor.state import TpState
-from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import NoLoss
 from hyper_parallel.ir import Action, Purpose, Schedule, Strategy
 from hyper_parallel.mpmd import forward_schedule, one_by_one, step_schedule
@@ -133,9 +133,7 @@ class Pipeline:
             gradients.defer()
         if self._shared_are_summed:
             # Gradients accumulated in earlier steps are already summed, so each rank keeps an equal share of them.
-            for p in self._shared_parameters(model):
-                if p.grad is not None:
-                    local(p.grad).div_(len(self._sharing))
+            divide_gradients(self._shared_parameters(model), len(self._sharing))
         total = running.run(step)
         with span("gradient reduction", "communication"):
             if self._fsdp:
@@ -175,7 +173,7 @@ class Pipeline:
 
     def _shape(self, batch: Microbatch) -> tuple[int, ...]:
         tp, tokens = self.tp, self.tokens(batch)
-        if tp is None:
+        if tp is None or tp.replicated_activations:
             return (*tokens, *self.stages.tail)
         return tp.grid_of(tokens).part_shape(*self.stages.tail)
 
@@ -229,35 +227,22 @@ class Pipeline:
 
         Two ranks exchange their gradients and add them, with equal results because a + b equals b + a.
         """
-        params = self._shared_parameters(model)
-        if not params:
-            return
         # Encoders have no gradients in a step without media.
         encoders = not self.stages.running.flow.unused.isdisjoint(self.stages.shared)
-        used = [p.grad is not None for p in params] if encoders else []
-        for p in params:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        grads = [local(p.grad) for p in params if p.grad is not None]
-        uses = grads[0].new_tensor(used)
-        flat = torch.cat([*(g.reshape(-1) for g in grads), uses])
+        sum_gradients(self._shared_parameters(model), self._sum_shared, optional=encoders)
+        self._shared_are_summed = True
+
+    def _sum_shared(self, flat: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks that hold shared weights."""
         peers = self._sharing - {self.rank}
         if not flat.numel():
-            pass
-        elif len(peers) == 1:
-            (peer,) = peers
-            received, wait = send_receive(flat, peer, peer, self.group, Purpose.SHARED_WEIGHT)
-            wait()
-            flat = flat + received
-        else:
-            flat = all_reduce(flat, self.group, Purpose.SHARED_WEIGHT)
-        *totals, uses = flat.split([*(g.numel() for g in grads), len(used)])
-        for grad, total in zip(grads, totals, strict=True):
-            grad.copy_(total.view_as(grad))
-        for p, count in zip(params if encoders else (), uses.tolist(), strict=True):
-            if not count:  # no microbatch had media for this encoder
-                p.grad = None
-        self._shared_are_summed = True
+            return flat
+        if len(peers) > 1:
+            return all_reduce(flat, self.group, Purpose.SHARED_WEIGHT)
+        (peer,) = peers
+        received, wait = send_receive(flat, peer, peer, self.group, Purpose.SHARED_WEIGHT)
+        wait()
+        return flat + received
 
 
 class _PipelinePass:

@@ -40,6 +40,7 @@ from hyper_parallel.backends.torch.layer_flow import LayerFlow, flow_error, trac
 from hyper_parallel.backends.torch.model_layouts import read_model
 from hyper_parallel.backends.torch.model_structure import PlaceholderModule, SlotList
 from hyper_parallel.backends.torch.partial_use import encoder_inputs
+from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.backends.torch.wrappers import wrap
 from hyper_parallel.cost import check_stage_layers, stage_layers
 from hyper_parallel.errors import UnsupportedSharding
@@ -122,8 +123,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
-    return local.untyped_storage()._cdata
+    return local(tensor).untyped_storage()._cdata  # a DTensor has no storage of its own
 
 
 _OuterModule = tuple[str, frozenset[int], Callable[..., Tensor]]

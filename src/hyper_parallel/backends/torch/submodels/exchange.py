@@ -12,11 +12,14 @@ same order of all passes of a step, and each rank runs its own passes in this or
 language part come the passes of the first tower, then those of the next tower. Every pass follows the passes whose
 results it needs, so ranks cannot deadlock.
 
-Alternatively, a tower and a pipeline of the language part run under one joint schedule. It has one list of actions,
-called a lane, per rank. Stage 0 of the schedule is the tower. Its copies on several ranks use no collectives during the
-step and sum their gradients at its end. The ranks of a sharded tower have collectives, in the one order of the
-schedule. Messages between tower and language part have the key (edge, microbatch). A rank sends each result as soon as
-it is computed, and waits for a message only when an action needs it. `verify` proves that ranks cannot deadlock.
+Alternatively, a tower and a pipeline of the language part run under one schedule, with one list of actions per rank.
+Stage 0 of the schedule is the tower. Its copies on several ranks use no collectives during the step and sum their
+gradients at its end. The ranks of a sharded tower have collectives, in the one order of the schedule. With tensor
+parallelism, a pipeline stage may have several tower ranks. They take turns: one of them encodes a microbatch. At the
+same time, the others run a sharded tower without a microbatch, because of its collectives.
+
+Messages between tower and language part have the key (edge, microbatch). A rank sends each result as soon as it is
+computed, and waits for a message only when an action needs it. `verify` proves that ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.backends.torch.collectives import all_reduce
 from hyper_parallel.backends.torch.pipeline.stages import StageLayers
 from hyper_parallel.backends.torch.submodels.channel import Channel, pack
-from hyper_parallel.backends.torch.weights.shard_ranges import local
 from hyper_parallel.errors import CollectiveMismatch
 from hyper_parallel.ir import Action, Purpose, Schedule
 from hyper_parallel.mpmd import (
@@ -61,7 +63,7 @@ class JointSteps:
     Attributes:
         layout: Lanes of the schedule, and the tower's ranks of each share.
         tower: World ranks of the tower.
-        copies: Process group of the tower's ranks; None for one rank, and for a tower whose gradients FSDP sums.
+        copies: Process group of the tower's ranks; None for one rank, and for a tower that FSDP shards.
         reduce_dtype: Dtype in which the gradients of the tower's copies are summed.
         place: Share and lane of this rank.
         tower_rank: Index of this rank among those of the tower; None on other ranks.
@@ -113,6 +115,8 @@ class JointSteps:
             owners = self.layout.owners(schedule, share)
             if not train:
                 schedule = forward_part(schedule, self.layout.lanes)
+            # A tower rank without copies runs all actions of its lane, because its parameters may be sharded.
+            joins = self.tower_rank is not None and self.copies is None
             self._actions[count, train] = tuple(
                 replace(a, stage=a.stage - 1)
                 for a in schedule.ranks[lane]
@@ -120,7 +124,7 @@ class JointSteps:
                 and (
                     (a.microbatch or 0) < count
                     if a.stage
-                    else owners[a.microbatch or 0] == self.tower_rank
+                    else joins or owners[a.microbatch or 0] == self.tower_rank
                 )
             )
         return self._actions[count, train]
@@ -132,33 +136,6 @@ def _crosses(action: Action) -> bool:
     `Tower` and `Reader` send these messages without an action.
     """
     return action.kind.startswith(("SEND", "RECV")) and 0 in (action.stage, action.peer.stage)
-
-
-def share_gradients(model: nn.Module, copies: int) -> None:
-    """Divide accumulated gradients by the number of copies, so that the next sum over the copies counts them once."""
-    for p in model.parameters():
-        if p.grad is not None:
-            local(p.grad).div_(copies)
-
-
-def sum_gradients(model: nn.Module, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """Sum the gradients of a model's copies over a group. A parameter that no copy has used keeps no gradient."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    if not params:
-        return
-    uses = torch.tensor([p.grad is not None for p in params], dtype=dtype, device=params[0].device)
-    for p in params:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    grads = [local(p.grad) for p in params if p.grad is not None]
-    flat = torch.cat([*(grad.reshape(-1).to(dtype) for grad in grads), uses])
-    all_reduce(flat, group, Purpose.REPLICA_GRADIENTS)
-    *sums, counts = flat.split([*(grad.numel() for grad in grads), len(params)])
-    for p, grad, total, count in zip(params, grads, sums, counts.tolist(), strict=True):
-        if count:
-            grad.copy_(total.view_as(grad))
-        else:
-            p.grad = None
 
 
 Span = Callable[[str, str], AbstractContextManager[Any]]
@@ -306,16 +283,15 @@ class Tower:
     ) -> None:
         """Run one tower action of a joint schedule.
 
-        The tower's inputs need no gradients, so B and W both run its whole backward. Actions after the last microbatch
-        run without input. `share` is the data-parallel rank of the microbatches; `trained` states whether backward
-        follows.
+        `share` is the data-parallel rank of the microbatches. Actions after the last microbatch, and for microbatches
+        of other ranks, are empty.
         """
         assert action.microbatch is not None
         i = action.microbatch
         if action.kind == "F":
-            exists = i < len(microbatches)
-            batch = microbatches[i] if exists else None
-            self.forward(model, batch, i, (share, i) if exists else None, span, trained)
+            batch = microbatches[i] if i < len(microbatches) else None
+            source = None if batch is None else (share, i)
+            self.forward(model, batch, i, source, span, trained)
         elif action.kind in ("B", "W"):
             self.backward(i, span)
 

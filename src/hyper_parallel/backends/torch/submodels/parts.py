@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyper_parallel.backends.torch.flow_tracer import FlowTracer
@@ -29,6 +30,7 @@ from hyper_parallel.backends.torch.model_structure import view_of
 from hyper_parallel.backends.torch.pipeline.stages import layers_with_media
 from hyper_parallel.backends.torch.submodels.channel import pack
 from hyper_parallel.backends.torch.submodels.exchange import Reader
+from hyper_parallel.backends.torch.tensor_trees import tensors_in
 from hyper_parallel.backends.torch.weights.huggingface import COMPLETE, model_of_part
 from hyper_parallel.errors import UnsupportedSharding
 from hyper_parallel.model import tower_kind
@@ -462,12 +464,12 @@ def _flops(tower: TowerModel, batches: Sequence[Mapping[str, NDArray[Any]]]) -> 
     dtype = next(tower.parameters()).dtype
     media, counts = tower.part.media, list[float]()
     for batch in batches:
-        inputs = {name: _meta(array, dtype) for name, array in batch.items()}
+        inputs = {name: _traced_input(name, array, dtype) for name, array in batch.items()}
         read = [t for n, t in inputs.items() if n in media] if media else [*inputs.values()]
         if not any(t.is_floating_point() for t in read):
             counts.append(0.0)
             continue
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter, _MetaResults(), torch.no_grad():
             _trace_tower(tower, inputs)
         counts.append(float(counter.get_total_flops()))
     return counts
@@ -488,9 +490,32 @@ def _trace_tower(tower: TowerModel, inputs: Mapping[str, Tensor]) -> None:
     raise TowerNotTraced("its forward returns no features")
 
 
-def _meta(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """Return a meta tensor of an array; integer arrays [n, 3], such as grids of patches, keep their values."""
+def _traced_input(name: str, array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return a meta tensor of images, recordings or tokens; grids of patches, lengths and masks keep their values."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if tensor.is_floating_point():
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
-    return tensor if tensor.dim() == 2 and tensor.shape[1] == 3 else tensor.to("meta")
+    return tensor.to("meta") if name == "input_ids" else tensor
+
+
+class _MetaResults(TorchDispatchMode):
+    """Dispatch mode in which operators that mix meta tensors with tensors on the CPU return meta tensors."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(tensor.is_meta for tensor in tensors_in(args, kwargs)):
+            if func.overloadpacket is torch.ops.aten.index:
+                args = (args[0], _without_masks(args[1]))
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return indices with the positions that a boolean mask selects in place of each mask that has values."""
+    numbers: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool and not index.is_meta
+        numbers += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+    return numbers

@@ -11,16 +11,16 @@ from typing import Any
 
 from torch import nn
 
+from hyper_parallel.backends.torch.collectives import all_reduce
+from hyper_parallel.backends.torch.shared_gradients import divide_gradients, sum_gradients
 from hyper_parallel.backends.torch.submodels.exchange import (
     Span,
     Submodels,
     is_trained,
     mismatch,
     rounds_of,
-    share_gradients,
-    sum_gradients,
 )
-from hyper_parallel.ir import Action
+from hyper_parallel.ir import Action, Purpose
 
 _Served = Sequence[Sequence[Mapping[str, Any] | None]]
 
@@ -114,7 +114,7 @@ class Joint:
         if self._trains and self._joint.frozen:
             raise mismatch("an encoder that was frozen when the model was parallelized is trained")
         if self._trains and self._joint.copies is not None:
-            share_gradients(part, self._joint.copies.size())
+            divide_gradients([*part.parameters()], self._joint.copies.size())
 
     def owner(self, _: int, index: int) -> int:
         """Return the world rank that computes the features of microbatch `index` of this rank's share."""
@@ -138,6 +138,12 @@ class Joint:
         """Run all actions on a rank without the language part, then sum the gradients of the tower's copies."""
         for action in self.actions if self._language is None else ():
             self.run(action)
-        if self._trains and self._tower is not None and self._joint.copies is not None:
+        copies = self._joint.copies
+        if self._trains and self._tower is not None and copies is not None:
+            params = [p for p in self._tower[0].parameters() if p.requires_grad]
             with self._span("gradient reduction", "communication"):
-                sum_gradients(self._tower[0], self._joint.copies, self._joint.reduce_dtype)
+                sum_gradients(
+                    params,
+                    lambda flat: all_reduce(flat, copies, Purpose.REPLICA_GRADIENTS),
+                    self._joint.reduce_dtype,
+                )
