@@ -116,7 +116,7 @@ def _carried_weights(model: nn.Module, model_dir: Path, *, merge: bool) -> Carri
 def _build_model(
     model_dir: Path, index: Index, lora: Lora | None, *, scores: bool, trusted: bool
 ) -> nn.Module:
-    """Return the model of a checkpoint on the meta device, in the dtypes of the checkpoint."""
+    """Return the model of a checkpoint (with `scores`, a reward model) on the meta device, in the stored dtypes."""
     dtypes = stored_dtypes(index)
     try:
         # All models support eager attention, and the export does not record the attention implementation.

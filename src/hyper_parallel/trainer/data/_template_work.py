@@ -96,7 +96,7 @@ class Work:
 
 
 def _read_cost(value: Any) -> int:
-    """Return the work in bytes of reading a text or container, without the content of its items; else 0."""
+    """Return the work in bytes of reading a text or container without its items' content; 0 for other values."""
     if isinstance(value, (str, bytes)):
         return len(value) // READ
     return ITEM * len(value) if isinstance(value, (list, tuple, dict, range)) else 0

@@ -308,7 +308,6 @@ class Batches:
         return Balance.of(tokens, *costs, grid)
 
     def _costs(self, indices: Int64) -> Int64:
-        """Return [N] costs of the media in N sequences; see `Order.costs`."""
         assert self.order.costs is not None
         return self.sequences.media_costs(indices) @ np.array(self.order.costs, np.int64)
 

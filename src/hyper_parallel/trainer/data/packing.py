@@ -391,7 +391,6 @@ def _has_unknown(flat: Flat, span: slice, unknown_id: int | None) -> bool:
 
 
 def _piece(flat: Flat, span: slice, pad_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the inputs and shifted labels of a document's span."""
     tokens = flat.tokens[span]
     if flat.scored:  # transformers reads the score at the last token that is not padding
         last = np.flatnonzero(tokens != pad_id)[-1:]

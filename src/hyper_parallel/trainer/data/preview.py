@@ -182,7 +182,6 @@ def _example_text(
 def _prompt_and_answer(
     hf: Any, ids: Sequence[int], learn: Sequence[bool]
 ) -> tuple[ExampleText, ...]:
-    """Return the texts of a GRPO prompt and, if there is one, of its reference answer."""
     prompt = [one for one, marked in zip(ids, learn, strict=True) if not marked]
     answer = [one for one, marked in zip(ids, learn, strict=True) if marked][:-1]
     parts = {"prompt": prompt} | ({"answer": answer} if answer else {})

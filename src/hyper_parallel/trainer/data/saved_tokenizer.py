@@ -385,12 +385,9 @@ def _temporary_tokenizer(
 ) -> Iterator[Path]:
     """Yield a temporary directory of symbolic links to a tokenizer's files.
 
-    Args:
-        directory: Directory of the tokenizer.
-        config: Model config, of which config.json gets the keys that select a tokenizer class. None: no config.json.
-        class_name: Value to set for `tokenizer_class`; None: unchanged.
-        small: Directory whose tokenizer.json is used with a shortened vocabulary, if it is a BPE model; None: the
-            vocabulary is not shortened.
+    The keys of `config` that select a tokenizer class become its config.json; None: no config.json. `class_name`, if
+    set, becomes `tokenizer_class`. With `small`, the tokenizer.json of this directory is used with a shortened
+    vocabulary, if it is a BPE model.
     """
     with TemporaryDirectory(prefix="tokenizer-") as temporary:
         folder = Path(temporary)

@@ -210,7 +210,6 @@ class Source:
             yield documents
 
     def _conversations(self, where: str, record: Record) -> list[Document]:
-        """Return the document of a conversation record, or the two documents of a pair."""
         stage = self.stage
         templated = self._is_templated(where, record)
         conversations = conversations_of(record, self.shape, where, stage, self.rules)
@@ -400,7 +399,6 @@ def _check_stage(source: Source, stage: str) -> None:
 
 
 def _has_empty_answers(document: Document) -> bool:
-    """Return whether a conversation has answers to train on, and all of them are empty."""
     one = document.conversation or Conversation(())
     answers = one.answer_turns(document.num_context)
     return bool(answers) and not any(has_content(one.messages[i]) for i in answers)

@@ -291,7 +291,6 @@ class TemplateProperties:
     # Markers that end an answer
 
     def _added_ends(self, text: str) -> list[tuple[int, int]]:
-        """Return the [start, end) characters of all added tokens in a text."""
         pattern = self.added_names
         return [match.span() for match in pattern.finditer(text)] if pattern else []
 

@@ -316,7 +316,6 @@ def _with_template(tokenizer: Tokenizer, template: str, cache: Path) -> Tokenize
 
 
 def _train(target: Path, vocab_size: int, sources: Sequence[Source], show: bool) -> None:
-    """Train a byte-level BPE tokenizer on the sources and save it in `target`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -190,7 +190,6 @@ def _message(turn: Any, rules: RecordRules, where: str) -> Message:
 
 
 def _references(parts: Sequence[Any], rules: RecordRules) -> list[tuple[str, Any]]:
-    """Return (kind, reference) of each content part that is an image or recording."""
     references = []
     for part in parts:
         if (kind := kind_of_part(part, rules.media_kinds)) is not None:
@@ -262,7 +261,6 @@ def _add_reasoning(message: Message, value: Any, where: str) -> None:
 
 
 def _calls_of(values: Mapping[str, Any], rules: RecordRules, where: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a turn, under `tool_calls` or the older key `function_call`."""
     calls = []
     for key in ("tool_calls", "function_call"):
         if not is_empty(values.get(key)):
