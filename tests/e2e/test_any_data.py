@@ -178,7 +178,7 @@ def test_a_model_that_cannot_tell_documents_apart_is_refused(place, family):
         f"data.source={conversations(place)}",
         f"model.path={place / family}.json",
     )
-    with pytest.raises(Contradiction, match="influence each other") as caught:
+    with pytest.raises(Contradiction, match="same sequence attend to each other") as caught:
         dry(place, *words)
     dry(place, *words, caught.value.hint)
     dry(place, *words, "data.mask_documents=false")

@@ -251,7 +251,10 @@ def test_what_does_not_go_together_is_refused_by_name(place):
         with pytest.raises(Contradiction, match=match):
             train(place, place / "refused", CENTRED, change)
     # A family whose classifier has no linear head of the last hidden state, and one without a classifier.
-    for family, match in (("cohere", "no sequence classifier"), ("bert", "has no head `score`")):
+    for family, match in (
+        ("cohere", "cannot build a sequence classifier"),
+        ("bert", "has no head `score`"),
+    ):
         (place / f"{family}.json").write_text(json.dumps({**CONFIG, "model_type": family}))
         with pytest.raises(ModelUnreadable, match=match):
             train(place, place / "refused", f"model.path={place / family}.json")
