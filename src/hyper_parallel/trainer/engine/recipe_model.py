@@ -245,7 +245,7 @@ def check_parameters(model: nn.Module, plan: Plan, where: str) -> None:
 
 
 def check_positions(model: nn.Module, seq_len: int, where: str) -> None:
-    """Check `data.seq_len` against `max_position_embeddings` of the model; only warn about rotary embeddings.
+    """Check that the model has enough positions for `data.seq_len`; with rotary embeddings, only log a warning.
 
     Raises:
         BadValue: HP102 for sequences longer than a learned table of position embeddings.

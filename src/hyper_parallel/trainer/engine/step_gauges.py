@@ -79,7 +79,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, category: str, lane: str = "compute") -> Iterator[None]:
-        """Record the context as a span if the current step is in the window or None (evaluation, checkpoint)."""
+        """Record the context as a span, unless the current step is a training step outside the window."""
         if self._pulse is not None:
             self._pulse.begin_phase(name)
         if self._step is not None and self._step not in self._window:
