@@ -121,9 +121,9 @@ class UnknownTopology(HyperParallelError, code="HP303"):
 
 
 class UnknownModel(HyperParallelError, code="HP304"):
-    """The model is neither a preset, nor a directory with a config.json, nor a config file.
+    """The model is no preset, no directory with a config.json, no config file, and not available on the Hub.
 
-    Fix: use a path, or one of the presets listed in the message.
+    Fix: use a path, a Hub name, or one of the presets listed in the message.
     """
 
 

@@ -87,7 +87,7 @@ def download(repository: str, part: str, revision: str, quiet: bool) -> dict[str
 
 
 def download_dataset(repository: str, config: str, split: str, quiet: bool) -> dict[str, Any]:
-    """Download a dataset into the cache of `datasets`; return a dict as `download`."""
+    """Download a dataset into the cache of `datasets`; return `directory`, or `kind` and `text` of a failure."""
     import datasets
 
     if quiet or not sys.stderr.isatty():

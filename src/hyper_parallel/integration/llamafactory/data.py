@@ -17,7 +17,7 @@ _COLUMNS: Final = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output"},
     "sharegpt": {"messages": "messages"},
 }
-"""Keys of `columns` with defaults in LlamaFactory, with the keys of `data.columns`, by dataset format."""
+"""Columns that LlamaFactory reads by default, by dataset format: key of `columns` to key of `data.columns`."""
 _DEFAULTS: Final = {"messages": "conversations"}
 _NAMED: Final = {
     "prompt": "instruction", "query": "input", "response": "output", "history": "history", "messages": "messages",
