@@ -70,13 +70,7 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
         NotDivisible: HP203 for more stages than layers.
     """
     count = len(costs)
-    if not 1 <= stages <= count:
-        raise NotDivisible(
-            f"{stages} pipeline stages are more than the {count} layers of the model",
-            got=f"{stages} stages, {count} layers",
-            allowed=f"1 to {count} stages",
-            changes={"parallel.pp": count, "parallel.virtual_stages": 1},
-        )
+    _check_stage_count(stages, count)
     prefix = [0, *accumulate(costs)]
 
     def cost(start: int, stop: int, stage: int) -> int:
@@ -113,6 +107,17 @@ def cut_layers(costs: Sequence[int], stages: int, first: int = 0, last: int = 0)
         layers.append(stop - start)
         start = stop
     return tuple(layers)
+
+
+def _check_stage_count(stages: int, layers: int) -> None:
+    """Raise NotDivisible (HP203) for more stages than layers."""
+    if not 1 <= stages <= layers:
+        raise NotDivisible(
+            f"{stages} pipeline stages are more than the {layers} layers of the model",
+            got=f"{stages} stages, {layers} layers",
+            allowed=f"1 to {layers} stages",
+            changes={"parallel.pp": layers, "parallel.virtual_stages": 1},
+        )
 
 
 @lru_cache(maxsize=256)

@@ -92,12 +92,10 @@ def plan_layouts(
         vocab_size: Rows of the embedding.
         tied: Name of the parameter with the same storage, by name of each tied parameter.
         where: Origin of the setting, for error messages.
-        staged: Whether pipeline stages may have activations that tensor parallelism replicates. Their time and memory
-            are predicted as if they were sharded, so a search leaves them out.
+        staged: Whether pipeline stages may replicate activations; their predicted cost is that of sharded ones.
 
     Raises:
-        NotDivisible: HP203 when heads or widths are not divisible by the tensor-parallel degree, or heads by the
-            Ulysses degree.
+        NotDivisible: HP203 when a degree does not divide heads or widths.
         RuleError: HP204 when a rule of the strategy matches no parameter, has an unknown style, or gives tied
             parameters different layouts.
         UnsupportedSharding: HP205 for unsupported axes, and for modules that cannot be sharded exactly.

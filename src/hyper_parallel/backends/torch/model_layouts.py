@@ -61,9 +61,8 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
                 allowed="colwise, rowwise, vocab, head, gate_up, replicate",
             )
     _require_dims(params, plan.strategy)
-    tp = plan.strategy.tp
     # A module without a config has no heads to check; styles that need heads raise above.
-    heads, kv_heads, head_dim = _heads(text, tp * plan.strategy.cp)
+    heads, kv_heads, head_dim = _heads(text, plan.strategy.tp * plan.strategy.cp)
     shard_plan = plan_layouts(
         params,
         module_rules(model),
@@ -71,10 +70,10 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=_number(text, "vocab_size", tp),
+        vocab_size=_number(text, "vocab_size", plan.strategy.tp),
         staged=True,
     )
-    if tp > 1:
+    if plan.strategy.tp > 1:
         _require_linear(model, shard_plan.styles)
     if plan.strategy.recompute != "none" and not view_of(model).layers:
         raise UnsupportedSharding(

@@ -42,8 +42,7 @@ def choose_submodels(
 ) -> tuple[LoadedRecipe, str, Certificate]:
     """Choose the layout with the shortest predicted step per token, among layouts that fit in device memory.
 
-    The work of each encoder is estimated from images or recordings at the start of the first step. Layouts that exceed
-    device memory are dropped.
+    The work of each encoder is estimated from images or recordings at the start of the first step.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
@@ -93,8 +92,7 @@ def choose_submodels(
         raise _no_memory(loaded, min(s.max_bytes for s in steps), int(capacity))
     position, plan = best
     assert plan.submodels is not None
-    assert plan.submodels.certificate is not None
-    proof = plan.submodels.certificate
+    assert (proof := plan.submodels.certificate) is not None
     proof = replace(proof, ruled_out={**refusals, **proof.ruled_out})
     return candidates[position], _note(candidates[position].recipe, proof), proof
 
