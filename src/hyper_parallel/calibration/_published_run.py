@@ -274,7 +274,7 @@ def _supernode(row: RunRow, notes: list[str]) -> Supernode:
 
 
 def _stack_card(row: RunRow, zero: int, notes: list[str]) -> tuple[str, bool]:
-    """Return (name of a stack card, whether it is the card of the run's own stack), by stack, notes and source."""
+    """Return (name of the stack card of a run, whether this is the card of exactly the stack that the row names)."""
     text = f"{row.stack} {row.notes}".lower()
     if name := _first(_STACKS, text):
         old = re.search(r"20(1\d|2[0-4])[01]\d", row.source)

@@ -277,12 +277,12 @@ class BranchAndBound:
     """Search, run by the constructor: the best strategies, a lower bound, and counts.
 
     Attributes:
-        rows: Complete strategies that were within the threshold when found, unsorted.
+        rows: Complete strategies that were within `Completer.threshold` when found, unsorted.
         slower: Other priced complete strategies, including some that this version cannot run.
         bound: Lower bound of the seconds per token of all strategies outside `rows` that this version can run.
         legal: Whether a legal combination of degrees and microbatch exists.
         num_refused: Number of complete strategies that fit but that this version cannot run.
-        barred: Strategies that this version cannot run and that were within the threshold when found.
+        barred: Strategies that this version cannot run, but that were within the threshold when found.
     """
 
     def __init__(

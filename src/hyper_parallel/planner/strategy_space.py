@@ -65,7 +65,11 @@ def distinct_orders(degrees: tuple[int, ...], tiers: tuple[int, ...]) -> list[in
 
 @lru_cache(maxsize=64)  # one for every set of axes
 def _permutations(axes: tuple[int, ...]) -> tuple[tuple[int, ...], NDArray[np.intp]]:
-    """Return one order per permutation of `axes`, as (indices into `ORDERS`, table of the axes from inner to outer)."""
+    """Return one order per permutation of the given axes.
+
+    Returns:
+        Indices into `ORDERS`, and the permutations [orders, axes] as indices into `AXES`, inner to outer.
+    """
     first: dict[tuple[int, ...], int] = {}
     for index in sorted(range(len(ORDERS)), key=lambda i: i not in TENSOR_INNERMOST):
         places = (AXES.index(axis) for axis in reversed(ORDERS[index]))
