@@ -92,13 +92,11 @@ def plan_layouts(
         vocab_size: Rows of the embedding.
         tied: Parameter name to the name of the parameter it shares its storage with.
         where: Origin of the setting, for error messages.
-        staged: Whether pipeline stages may have activations that tensor parallelism replicates. Their time and memory
-            are predicted as if they were sharded, so a search leaves them out.
+        staged: Whether pipeline stages may have replicated activations, which are priced as if they were sharded.
 
     Raises:
         NotDivisible: HP203 when heads or widths do not divide by the tensor-parallel degree, or heads by Ulysses.
-        RuleError: HP204 when a rule of the strategy matches no parameter, has an unknown style, or gives tied
-            parameters different layouts.
+        RuleError: HP204 when a rule matches no parameter, has an unknown style, or gives tied parameters other layouts.
         UnsupportedSharding: HP205 for unsupported axes, and for modules without an exact tensor-parallel form.
     """
     listed = list(params)

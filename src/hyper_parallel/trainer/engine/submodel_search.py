@@ -42,8 +42,7 @@ def choose_submodels(
 ) -> tuple[LoadedRecipe, str, Certificate]:
     """Choose the layout with the shortest predicted step per token; return its recipe, a note and the certificate.
 
-    The work of each encoder is estimated from images or recordings at the start of the first step. Layouts that exceed
-    device memory are dropped.
+    The work of encoders is estimated from the start of the first step. Layouts that exceed device memory are dropped.
 
     Args:
         loaded: Recipe with `parallel.submodels: auto`.
