@@ -86,8 +86,7 @@ def plan_layouts(
         rules: Rules of the model, from `family_rules` or `normalise_plan`. `strategy.rules` are tried before them;
             the first match wins.
         strategy: Degrees of the axes.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
+        num_heads, num_kv_heads: Query heads; key and value heads.
         head_dim: Width of one head; distinguishes key and value projections from query projections by size.
         vocab_size: Rows of the embedding.
         tied: Name of the parameter with the same storage, by name of each tied parameter.

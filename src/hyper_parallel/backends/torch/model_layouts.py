@@ -61,6 +61,7 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
                 allowed="colwise, rowwise, vocab, head, gate_up, replicate",
             )
     _require_dims(params, plan.strategy)
+    strategy, tp = plan.strategy, plan.strategy.tp
     # A module without a config has no heads to check; styles that need heads raise above.
     heads, kv_heads, head_dim = _heads(text, plan.strategy.tp * plan.strategy.cp)
     shard_plan = plan_layouts(
@@ -82,7 +83,6 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
             got=f"recompute={plan.strategy.recompute}",
             hint="training.recompute=none",
         )
-    strategy = plan.strategy
     if strategy.tp * strategy.cp * strategy.pp > 1 and is_reversible(model):
         raise UnsupportedSharding(
             "tp, cp and pp do not support reversible layers, whose backward recomputes without collectives",

@@ -56,11 +56,9 @@ def choose_submodels(
 
     Raises:
         UnsupportedSharding: HP205 for a model without an encoder, or whose encoder's time cannot be predicted.
-        DoesNotFit: HP401 if no layout fits in memory.
-        HyperParallelError: Error of the first layout, if no layout can run.
+        HyperParallelError: HP401 if no layout fits in memory; the error of the first layout, if no layout can run.
     """
-    candidates: list[LoadedRecipe] = []
-    steps: list[DividedStep] = []
+    candidates, steps = list[LoadedRecipe](), list[DividedStep]()
     refusals: Counter[str] = Counter()
     first: HyperParallelError | None = None
     flops: dict[str, float] | None = None
