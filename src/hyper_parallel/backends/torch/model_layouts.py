@@ -61,9 +61,9 @@ def resolve_layouts(model: nn.Module, plan: Plan) -> ShardPlan:
                 allowed="colwise, rowwise, vocab, head, gate_up, replicate",
             )
     _require_dims(params, plan.strategy)
-    strategy, tp = plan.strategy, plan.strategy.tp
+    strategy = plan.strategy
     # A module without a config has no heads to check; styles that need heads raise above.
-    heads, kv_heads, head_dim = _heads(text, plan.strategy.tp * plan.strategy.cp)
+    heads, kv_heads, head_dim = _heads(text, strategy.tp * strategy.cp)
     shard_plan = plan_layouts(
         params,
         module_rules(model),
