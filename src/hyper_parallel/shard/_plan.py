@@ -86,7 +86,8 @@ def plan_layouts(
         rules: Rules of the model, from `family_rules` or `normalise_plan`. `strategy.rules` are tried before them;
             the first match wins.
         strategy: Degrees of the axes.
-        num_heads, num_kv_heads: Query heads; key and value heads.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
         head_dim: Width of one head; distinguishes key and value projections from query projections by size.
         vocab_size: Rows of the embedding.
         tied: Name of the parameter with the same storage, by name of each tied parameter.
@@ -95,8 +96,7 @@ def plan_layouts(
 
     Raises:
         NotDivisible: HP203 when a degree does not divide heads or widths.
-        RuleError: HP204 when a rule of the strategy matches no parameter, has an unknown style, or gives tied
-            parameters different layouts.
+        RuleError: HP204 when a rule matches no parameter, has an unknown style, or gives tied parameters other layouts.
         UnsupportedSharding: HP205 for unsupported axes, and for modules that cannot be sharded exactly.
     """
     listed = list(params)
