@@ -90,7 +90,8 @@ def choose_submodels(
         raise _no_memory(loaded, min(s.max_bytes for s in steps), int(capacity))
     position, plan = best
     assert plan.submodels is not None
-    assert (proof := plan.submodels.certificate) is not None
+    proof = plan.submodels.certificate
+    assert proof is not None
     proof = replace(proof, ruled_out={**refusals, **proof.ruled_out})
     return candidates[position], _note(candidates[position].recipe, proof), proof
 
