@@ -85,8 +85,7 @@ def choose_submodels(
         assert first is not None, "one rank has a layout"
         raise first
     capacity = planning_request(loaded.recipe, model, steps[0].plan).machine.memory_bytes
-    best = choose_step(steps, int(capacity))
-    if best is None:
+    if (best := choose_step(steps, int(capacity))) is None:
         raise _no_memory(loaded, min(s.max_bytes for s in steps), int(capacity))
     position, plan = best
     assert plan.submodels is not None
