@@ -443,13 +443,13 @@ def places_of_ranks(language: Strategy, ranks: Sequence[int]) -> dict[int, tuple
 def layouts(kinds: Sequence[str], ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
     """Yield assignments of all ranks to the language part and its towers, as values of `parallel.submodels`.
 
-    A single tower has ranks of its own, or shares all ranks of the language part, or those of its first or last pipeline
-    stage. On its own ranks, the tower is replicated if that permits a joint schedule: the language part has pipeline
-    stages, and its data-parallel degree divides the number of tower ranks. Otherwise the tower is sharded. On shared
-    ranks, it is tried sharded, and with pipeline stages also replicated.
+    A single tower has ranks of its own, or shares all ranks of the language part, or those of the first or the last
+    pipeline stage. On its own ranks, the tower is replicated if that permits a joint schedule: the language part has
+    pipeline stages, and its data-parallel degree divides the number of tower ranks. Otherwise the tower is sharded. On
+    shared ranks, the tower is tried sharded, and with pipeline stages also replicated.
 
-    Several towers are always sharded. Each tower has ranks of its own, or all towers have the same ranks. The same ranks
-    are ranks without the language part, or all ranks of a language part without pipeline stages.
+    Several towers are always sharded. Each tower has ranks of its own, or all towers have the same ranks: either ranks
+    without the language part, or all ranks of a language part without pipeline stages.
 
     Args:
         kinds: Names of the towers: `vision`, `audio` or both.
