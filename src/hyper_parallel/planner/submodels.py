@@ -369,7 +369,7 @@ def joint_layout(
     * The language part has no pipeline stages, or a schedule other than 1F1B.
     * The model has several towers.
     * Data-parallel ranks of the language part have the tower on different lanes.
-    * The tower is sharded, and shares no rank. It then computes in rounds instead.
+    * The tower is sharded, and has no rank in common with the language part.
 
     Args:
         strategies: Strategies of `submodel_strategies`.
@@ -441,15 +441,15 @@ def places_of_ranks(language: Strategy, ranks: Sequence[int]) -> dict[int, tuple
 
 
 def layouts(kinds: Sequence[str], ranks: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Yield layouts of the language part and its towers that use all ranks, as values of `parallel.submodels`.
+    """Yield assignments of all ranks to the language part and its towers, as values of `parallel.submodels`.
 
-    A single tower has ranks of its own, or shares those of the language part: all of them, or those of the first or the
-    last pipeline stage. It is sharded with `dp_shard`, or replicated if the language part has pipeline stages and each
-    of its data-parallel ranks has equally many tower ranks: one schedule then orders the microbatches of all ranks.
-    With pipeline stages, a tower on shared ranks is tried both ways.
+    A single tower has ranks of its own, or shares all ranks of the language part, or those of the first or the last
+    pipeline stage. On its own ranks, the tower is replicated if that permits a joint schedule: the language part has
+    pipeline stages, and its data-parallel degree divides the number of tower ranks. Otherwise the tower is sharded. On
+    shared ranks, the tower is tried sharded, and with pipeline stages also replicated.
 
-    Several towers are sharded. Each has ranks of its own, or all of them have the same ranks. These are ranks without
-    the language part, or all ranks of a language part without pipeline stages.
+    Several towers are always sharded. Each tower has ranks of its own, or all towers have the same ranks: either ranks
+    without the language part, or all ranks of a language part without pipeline stages.
 
     Args:
         kinds: Names of the towers: `vision`, `audio` or both.
