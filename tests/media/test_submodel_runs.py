@@ -381,6 +381,11 @@ def test_sharded_towers_and_data_parallel_stages_on_shared_ranks_repeat_one_rank
     four = "parallel.submodels={vision: {dp_shard: 4, ranks: [0, 1, 2, 3]}, language: {pp: 2, dp_shard: 2}}"
     train(place, place / "four", four, "training.accumulation_steps=2")
     assert_same_curve(curve(place / "four"), curve(place / "alone3"))
+    tensor = "parallel.submodels={vision: {dp_shard: 4, ranks: [0, 1, 2, 3]}, language: {pp: 2, tp_x: 2}}"
+    train(place, place / "tensor", tensor)
+    assert_same_curve(curve(place / "tensor"), curve(place / "alone3"))
+    notes = Plan.load(place / "tensor" / "plan.json").notes
+    assert any(note.startswith("with pp, time and memory are predicted as if") for note in notes)
 
 
 @pytest.mark.slow

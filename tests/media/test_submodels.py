@@ -365,6 +365,24 @@ def test_a_trained_tower_of_a_frozen_language_part_repeats_one_rank(
     hp.launch(rank, size, timeout_s=200)
 
 
+@pytest.mark.slow
+def test_a_microbatch_without_trained_parameters_is_refused_where_others_have_a_backward(
+    tmp_path: Path,
+) -> None:
+    """A trained parameter of the decoder that no microbatch uses hides that only the tower is trained."""
+    batches = _batches(tmp_path, "llava")
+
+    def rank(_: int) -> None:
+        with hp.World.join("cpu") as world:
+            model = _trained_tower(tmp_path)
+            model.model.language_model.unused = torch.nn.Linear(2, 2, dtype=torch.float64)
+            hp.parallelize(model, hp.plan_of(model, "dp_shard=2"), world)
+            _run(model, batches, 2)
+
+    with pytest.raises(UnsupportedSharding, match=r"HP205[\s\S]*training.freeze=\[\]"):
+        hp.launch(rank, 2, timeout_s=60)
+
+
 LATER_LAYERS: tuple[tuple[Layouts, Placement | None], ...] = (
     ({"vision": "", "language": "pp=2"}, None),
     ({"vision": "dp_replicate=2", "language": "pp=2"}, {"vision": (0, 1), "language": (0, 1)}),
