@@ -315,7 +315,7 @@ def test_the_gradient_of_old_completions_is_weighted_by_what_they_have_become():
         (["grpo.reference_role=sampler", "grpo.beta=0.1"], "needs a reference"),
         (["grpo.rollout_ranks=3"], "do not divide the sequences of a step evenly"),
         (["grpo.rollout_ranks=3", "grpo.rollout_tp=2"], "form whole replicas"),
-        (["grpo.rollout_ranks=8", "grpo.exact_logprobs=true"], "whole training microbatches"),
+        (["grpo.rollout_ranks=8", "grpo.exact_logprobs=true"], "whole microbatches of training"),
     ],
 )
 def test_roles_that_cannot_be_are_refused_before_any_starts(place, change, match):

@@ -103,7 +103,7 @@ def test_what_cannot_be_sent_is_refused() -> None:
     def rank(_: int) -> None:
         with World.join("cpu") as world:
             plan, batch = USUAL.plan(S(dp_shard=2, ep=2)), USUAL.batch()
-            for kind, words in ((Inside, "reads `up` of it"), (Random, "random numbers")):
+            for kind, words in ((Inside, "reads the attribute `up`"), (Random, "random numbers")):
                 with pytest.raises(UnsupportedSharding, match=words):
                     parallelize(broken(kind), plan, world)(**batch)
             with pytest.raises(UnsupportedSharding, match="capacity"):

@@ -111,7 +111,7 @@ IN_PROMPT = {
 @pytest.mark.parametrize("stage", sorted(IN_PROMPT))
 def test_a_flag_of_the_prompt_is_not_ignored(tmp_path, stage):
     path = write(tmp_path / "a.jsonl", [IN_PROMPT[stage]])
-    with pytest.raises(NoData, match="a flag selects a turn of the prompt for training") as caught:
+    with pytest.raises(NoData, match="a flag marks a turn of the prompt as trained on") as caught:
         list(resolve(Data(source=str(path)), stage).documents())
     assert caught.value.where == f"{path}:1, turn 2"
     assert caught.value.hint == "data.ignore_keys=[weight]"
