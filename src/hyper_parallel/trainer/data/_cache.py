@@ -1,8 +1,9 @@
 """Data cache: directories named by a hash of all inputs that determine their content, published by one rename.
 
 Each directory is one cache entry. Its `meta.json` lists size and SHA-256 of every other file. Opening an entry checks
-the sizes of all files, and the checksums of files up to 256 MiB; larger ones would take seconds. An entry that differs
-is rebuilt. A lock file serializes processes that open the same entry: the first builds it, the others wait.
+the sizes of all files, and the checksums of files up to 256 MiB; checksums of larger files would take seconds. An entry
+whose files do not match this list is rebuilt. A lock file serializes processes that open the same entry: the first
+builds the entry, the others wait.
 """
 
 from __future__ import annotations

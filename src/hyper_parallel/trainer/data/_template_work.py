@@ -1,8 +1,8 @@
 """Cost model for rendering an untrusted chat template: each rendered conversation has a budget of work, in bytes.
 
 A step is one operation of the template, such as a call, a filter or a loop iteration. Charging a step subtracts its
-cost from the budget. A step that may produce a long text or a large number is charged before it runs, by the sizes of
-its operands. All other steps are charged after they run.
+cost from the budget: the size of its operands before it runs, and the size of its result afterwards. A step that may
+produce a long text is also charged for the longest possible result before it runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_BITS: Final = 1024
 _WIDTH: Final = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\d{4,}|\*|\d*\.(?:\d{4,}|\*))")
 """Pattern of a %-format conversion with a width of four or more digits, or a width from an argument."""
 _LONG_COUNT: Final = re.compile(r"\d{4,}|\{")
-"""Pattern of such a width in the format specification of a field in braces."""
+"""Pattern of a width of four or more digits, or of a nested field, in the format specification of a field in braces."""
 _LINE_ENDS: Final = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _SHALLOW: Final = (
     "length", "count", "list", "first", "last", "items", "map", "select", "reject", "selectattr", "rejectattr",
@@ -113,7 +113,7 @@ def deep_size(value: Any) -> int:
     """Return the bytes of memory of a value with all nested items; an item counts once per reference to it.
 
     Raises:
-        TemplateBudget: The value is larger than the budget.
+        TemplateBudget: The value is larger than `_BUDGET`.
     """
     total, stack = 0, [value]
     while stack:
@@ -176,7 +176,7 @@ def as_text(value: Any, work: Work) -> str:
 
 def charged(name: str, function: Callable[..., Any], work: Work) -> Callable[..., Any]:
     """Return a Jinja filter that charges the largest possible result, calls `function`, and charges the result."""
-    # Such a function takes Jinja's context or environment as first argument.
+    # A function with this attribute takes Jinja's context or environment as its first argument.
     takes_first = hasattr(function, "jinja_pass_arg")
 
     def filtered(*args: Any, **kwargs: Any) -> Any:

@@ -7,9 +7,9 @@ words must reproduce the first text. This proves that the text around the words 
     <|im_start|>assistant\n<think>\n\n</think>\n\nQz7zQ<|im_end|>\n
                          ^ end of the generation prompt  ^ end marker
 
-An answer begins where the generation prompt after the earlier turns ends. The template may write a finished turn
-differently, for example without the reasoning block that the generation prompt opens. The answer then begins with its
-words. An answer ends with its end marker, the text at which generation stops.
+An answer begins where the generation prompt after the earlier turns ends. If the template writes the beginning of a
+finished turn differently, for example without the reasoning block that the generation prompt opens, the answer begins
+with its words. An answer ends with its end marker, the text at which generation stops.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ class _Search:
             )
 
     def _check_tags(self, i: int, start: int, end: int) -> None:
-        """Raise if the template drops a tag in the content of turn `i` that the generation prompt does not end with."""
+        """Raise if a tag in the content of turn `i` is neither in the answer nor at the end of the prompt before it."""
         if self._shape.tags is None:
             return
         content = self._messages[i].get("content") or ""

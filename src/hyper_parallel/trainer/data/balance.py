@@ -5,8 +5,8 @@
 
 The numbers are costs of sequences; each bar ends a microbatch. Turn t consists of the t-th microbatch of every rank.
 Sequences are assigned to microbatches, largest first, and microbatches to ranks. Pairwise exchanges then lower the
-largest sum. The number of exchanges is limited, not their time, so every rank computes the same order. A step keeps
-its set of sequences, so its loss and gradients do not change.
+largest sum of costs. A limit on comparisons, not on time, ends the search, so every rank computes the same order. A
+step keeps its set of sequences, so its loss and gradients do not change.
 
 Sources: longest processing time first (LPT), Graham 1969; balanced microbatches of data-parallel ranks, DistTrain,
 arXiv:2408.04275, section 5.2.
@@ -87,8 +87,8 @@ class Balance:
         media_tokens: Number of tokens of images and audio in the step.
         in_order: Imbalance in data order.
         balanced: Imbalance in balanced order, in which the step runs.
-        predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds`.
-        predicted_s: Predicted seconds of the step in balanced order; None without `Grid.seconds`.
+        predicted_in_order_s: Predicted seconds of the step in data order; None without `Grid.seconds` or costs.
+        predicted_s: Predicted seconds of the step in balanced order; None without `Grid.seconds` or costs.
     """
 
     media_tokens: int
@@ -176,7 +176,7 @@ def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
 
 
 def spread(costs: Int64, sizes: Sequence[int]) -> list[Int64]:
-    """Assign items to bins of given sizes with a small maximum cost; return the indices of the items in each bin.
+    """Assign items to bins so that the largest total cost of a bin is small; return the indices of each bin's items.
 
     Args:
         costs: [N] cost of each item.

@@ -1,7 +1,8 @@
 """Global order of packed sequences, and the slice of a step that one data-parallel rank reads.
 
 The order depends only on the seed and the epoch. Step k takes the next `sequences_per_step` sequences. Ranks and
-microbatches slice this list, so a step contains the same sequences on every layout:
+microbatches slice this list, so a step contains the same sequences on every layout (dp: number of ranks; mb: number of
+sequences in a microbatch):
 
     step k        | s0 s1 s2 s3 s4 s5 s6 s7 |
     dp 2, mb 2    | [s0 s1][s2 s3] | [s4 s5][s6 s7] |
@@ -39,7 +40,7 @@ class Batch:
 
     Attributes:
         input_ids: [B, S] token ids.
-        shift_labels: [B, S] labels: the token at t + 1, or -100 without loss.
+        shift_labels: [B, S] labels: the id of the next token, or -100 at positions without loss.
         num_valid: Number of labels other than -100.
         position_ids: [B, S] positions that restart at 0 with each document; None: a row is one document.
         num_real: [B] number of tokens before the padding; None: no padding.
@@ -65,7 +66,7 @@ class Batch:
 def check_cut(
     sequences_per_step: int, dp_rank: int, dp_size: int, microbatch: int, accumulation: int
 ) -> None:
-    """Raise BatchMismatch (HP308) unless dp_size * microbatch * accumulation equals `sequences_per_step`."""
+    """Raise BatchMismatch (HP308) for sizes whose product is not `sequences_per_step`, or a `dp_rank` out of range."""
     size = dp_size * microbatch * accumulation
     if size != sequences_per_step or not 0 <= dp_rank < dp_size:
         raise BatchMismatch(
@@ -118,11 +119,11 @@ class StepRows:
     """Repetition and grouping of sequences in the rows of a step, for preference stages and GRPO.
 
     Attributes:
-        repeats: Number of consecutive rows with the same sequence, such as the completions of a prompt; divides the
-            rows of a step.
+        repeats: Number of consecutive rows with the same sequence, such as the completions of a prompt; a divisor
+            of the number of rows of a step.
         iterations: Number of consecutive steps that read the same sequences.
-        group_size: Number of adjacent sequences that are never separated, such as the answers of a pair; divides the
-            rows of a step.
+        group_size: Number of adjacent sequences that are never separated, such as the answers of a pair; `repeats *
+            group_size` divides the number of rows of a step.
     """
 
     repeats: int = 1
@@ -282,11 +283,11 @@ class Batches:
             dp_rank: Data-parallel rank.
             dp_size: Number of data-parallel ranks.
             microbatch: Number of sequences of a microbatch.
-            accumulation: Number of microbatches of a rank.
+            accumulation: Number of microbatches of a rank in a step.
             grid: Assignment of microbatches to ranks, for load balancing; None: data order.
 
         Raises:
-            BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
+            BatchMismatch: HP308 when `dp_size * microbatch * accumulation` is not `sequences_per_step`.
         """
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         indices = self.step_batch(step) if grid is None else self._arrange(step, grid)
@@ -319,7 +320,7 @@ class Batches:
         return Batch(inputs, labels, *sizes, media)
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of sequences read before a step, including those read before a change of the batch size."""
+        """Return the number of rows read before a step, including resumed runs; rows that steps share count once."""
         return self._origin + step // self.rows.iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:

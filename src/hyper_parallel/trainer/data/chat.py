@@ -133,8 +133,8 @@ def encode_pair(
 ) -> tuple[list[int], list[bool]]:
     """Return the token ids of a prompt followed by its answer without a template, and for each whether it is a target.
 
-    Targets are the tokens of the answer and the end-of-text token after it. The tokens of the prompt equal those of
-    generation. No space is added before the answer.
+    Targets are the tokens of the answer and the end-of-text token after it. The tokens of the prompt equal the
+    prompt tokens of generation. No space is added before the answer.
     """
     text = prompt + answer
     ids, mask = tokens_of_spans(tokenizer, text, [(len(prompt), len(text))], where)

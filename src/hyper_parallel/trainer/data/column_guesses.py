@@ -1,4 +1,4 @@
-"""Guesses, for hints in error messages, which keys of a record hold a prompt, an answer, a pair or a turn.
+"""Guesses, for hints in error messages, of the keys of a record that hold a prompt, an answer, a pair or a turn.
 
 Users paste hints, so a wrong guess would train on the wrong text. A key is guessed only if its name states its meaning,
 or if no key of the record has such a name.
@@ -72,7 +72,7 @@ def guess_role(word: str) -> str:
 
 
 def guess_turn_columns(turn: Record) -> dict[str, str]:
-    """Return the keys of a turn that probably hold its role and content, as a dict from `role` and `content`.
+    """Return the keys of a turn that probably hold its role and content, by the names `role` and `content`.
 
     The dict is empty if the keys are ambiguous.
     """
@@ -148,7 +148,7 @@ def _has_word(key: str, pattern: re.Pattern[str]) -> bool:
 
 
 def guess_named_pair(values: Record, *, with_answers: bool = False) -> dict[str, str]:
-    """Return a dict as `guess_pair`; {} if no name of a key, such as `bad_reply`, tells which answer is worse.
+    """Return a dict like `guess_pair`; {} if no key has a name, such as `bad_reply`, that marks the worse answer.
 
     Args:
         values: Values of the record by key.

@@ -250,7 +250,7 @@ def _begins(turns: Sequence[Message], beginning: Sequence[Message]) -> bool:
 
 
 def _num_shared(whole: Sequence[Sequence[Message]]) -> int:
-    """Return the number of leading turns that all conversations have in common, except the last turn of any."""
+    """Return the number of leading turns that all conversations share, without the last turn of the shortest."""
     most = min(len(turns) for turns in whole) - 1
     differ = (i for i in range(most) if any(turns[i] != whole[0][i] for turns in whole))
     return next(differ, max(most, 0))
@@ -542,7 +542,8 @@ def _check_unread(
 def _contains(turns: list[Message], value: Any, rules: RecordRules, where: str) -> bool:
     """Return whether a value only repeats the turns of a conversation.
 
-    A text must equal the content of a turn or contain the contents of all turns. A list must equal the first turns.
+    A text must equal the content of a turn or contain the contents of all turns. A list must equal the first turns,
+    apart from system turns.
     """
     if isinstance(value, str):
         contents = [turn["content"].strip() for turn in turns]
@@ -557,8 +558,8 @@ def num_context(one: Conversation, stage: str) -> int:
     """Return the number of leading turns of a conversation that a stage does not train on.
 
     These are the turns of the prompt, if the record has a key for it. Otherwise `stage: sft` trains on every answer,
-    and stages that compare answers only on the last one. With `stage: grpo`, all turns up to the last one that is not
-    the assistant's are the prompt; the rest is the reference answer.
+    and stages that compare answers train only on the last one. With `stage: grpo`, all turns up to the last
+    one that is not the assistant's are the prompt; the rest is the reference answer.
     """
     is_answer = [turn["role"] == "assistant" for turn in one.messages]
     if stage == "grpo":

@@ -40,7 +40,7 @@ ALLOWED: Final = {
 """For each reason to drop a record, a description of acceptable records for error messages."""
 
 Encoded = tuple[Sequence[int], Sequence[bool]]
-"""Token ids of a document, and for each whether it is a target; the second list is empty if all are."""
+"""Token ids of a document, and for each whether it is a target; the second list is empty if all tokens are targets."""
 _NUMBERS: Final = ("read", "used", "cut", "tokens", "target_tokens")
 _COUNTERS: Final = ("dropped", "ignored_keys", "remarks")
 

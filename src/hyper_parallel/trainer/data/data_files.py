@@ -277,7 +277,7 @@ def nearest(
     Args:
         path: Missing path.
         folders: Additional folders to search.
-        fits: Returns whether the caller can use a path.
+        fits: Function that returns whether the caller can use a path.
     """
     places = [path.parent.iterdir()] if path.parent.is_dir() else []
     places += [_below(Path.cwd()), *(folder.iterdir() for folder in folders if folder.is_dir())]

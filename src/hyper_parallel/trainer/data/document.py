@@ -140,5 +140,5 @@ class Document:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the text or of the turns in UTF-8 bytes."""
+        """Size of `plain` in UTF-8 bytes."""
         return len(self.plain.encode("utf-8", "surrogatepass"))

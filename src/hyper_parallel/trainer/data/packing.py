@@ -258,8 +258,8 @@ def split_documents(
     """Return the token spans of the training documents and of the held-out documents, each in document order.
 
     The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. If
-    that number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence.
-    Conversations are never divided, so at least one is held out. Both documents of a pair are in the same split.
+    the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence.
+    Conversations are never divided; at least one of several conversations is held out. Both documents of a pair are in the same split.
     """
     unit = 2 if flat.pairs else 1
     spans, count = flat.spans, len(flat.spans) // unit
@@ -325,7 +325,7 @@ def write_rows(
     A document of T tokens takes T - 1 positions, because its last token is only a label. For a reward model it takes T
     positions. With packing, documents share rows. A text longer than a row is divided into pieces that overlap by one
     token, so every token but the first is a label once. A longer conversation is truncated to `seq_len` + 1 tokens.
-    Conversations without a target, and longer conversations with media, are dropped.
+    Conversations without a target, and conversations with media that are too long, are dropped.
     """
     seq_len, learn = data.seq_len, flat.learn
     num_label_only = 0 if flat.scored else 1

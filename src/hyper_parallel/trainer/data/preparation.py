@@ -46,10 +46,10 @@ class PackedData:
 
     Attributes:
         train: Packed sequences, or a stream.
-        holdout: Held-out sequences, none if `data.holdout` is 0; None for a stream.
+        holdout: Sequences of `data.validation`, else the held-out sequences, which may be empty; None: there are none.
         tokenizer_dir: Hugging Face directory of the tokenizer.
         vocab_size: Largest token id plus one.
-        fingerprint: Hash of the packed content, equal on every machine.
+        fingerprint: Hash of the packed content, equal on every machine; for a stream, of the source's name and settings.
         cached: Whether the result was in the cache.
         notes: Sentences on text that was truncated or dropped.
         counts: Counts of each source; those of a stream are updated while it is read.

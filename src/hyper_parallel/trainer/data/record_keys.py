@@ -209,7 +209,8 @@ class RecordRules:
         """Raise if `values` has a nonempty value under a key that is neither known nor metadata.
 
         Raises:
-            NoData: HP602 naming the first unknown key of the `item`; the hint ignores all unknown keys.
+            NoData: HP602 naming the first unknown key, and the kind of object `item`, such as "a turn"; the hint ignores
+                all unknown keys.
         """
         unknown = []
         for key, value in values.items():
@@ -331,7 +332,7 @@ def margin_of(record: Record, where: str) -> float | None:
 def columns_of(record: Record, rules: RecordRules) -> dict[str, Any]:
     """Return the values of a record that reward functions may read, by key.
 
-    Prompt and completion are excluded, because reward functions get those of the rollout.
+    Prompt and completion are excluded, because reward functions get prompt and completion of the rollout.
     """
     named = ((rules.columns.get(key, key), value) for key, value in record.items())
     return {str(k): v for k, v in named if k not in _ROLLED_OUT and k not in rules.ignored}

@@ -36,14 +36,15 @@ _KEY: Final = re.compile(r'"([^"\\]*)"\s*:')
 _HEAD: Final = 4096
 """Number of characters at the start of a file that must contain the start of the array."""
 _PLAIN_VALUE: Final = r'"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[-+.\w]+)\s*'
+"""Pattern of a key with a plain value: a text without escapes, a number, true, false or null."""
 _AROUND: Final = re.compile(rf'\s*\{{\s*(?:{_PLAIN_VALUE},\s*)*"[^"\\]*"\s*:\s*(?=\[)')
 """Pattern of the start of a JSON object up to its first array; all values before the array are plain."""
 _OBJECT_END: Final = re.compile(rf"\s*(?:,\s*{_PLAIN_VALUE})*\}}\s*")
-"""Pattern of the end of such an object after the array; all further values are plain."""
+"""Pattern of the rest of a JSON object after its first array; all further values are plain."""
 _SECOND_ARRAY: Final = re.compile(rf'\s*,\s*(?:{_PLAIN_VALUE},\s*)*"([^"\\]*)"\s*:\s*\[')
-"""Pattern of the beginning of a second array in the same object."""
+"""Pattern of the beginning of a second array in a JSON object, after its first array."""
 _LONGEST_LITERAL: Final = 16
-"""Characters before the end of a chunk within which the end, not invalid JSON, may cause a decoding error."""
+"""Number of last characters of a chunk; a decoding error there may come from the cut, not from invalid JSON."""
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

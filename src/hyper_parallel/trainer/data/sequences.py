@@ -388,7 +388,7 @@ class JoinedSequences:
         return self._gather(PackedSequences.media, indices) or []
 
     def positions(self, indices: Int64) -> Int64 | None:
-        """Return int64 [len(indices), S] positions of tokens in their documents; None if no source has them."""
+        """Return int64 [len(indices), S] positions of tokens in their documents; None if a source stores none."""
         gathered = self._gather(PackedSequences.positions, indices)
         return None if gathered is None else np.stack(gathered)
 

@@ -241,7 +241,7 @@ def _tokens_of_parts(
 
 
 def _continued(tokenizer: Any, before: tuple[str, list[int]], part: str, where: str) -> Tokens:
-    """Return tokens of a part that decode to its text after the part `before`; else raise BadValue (HP102)."""
+    """Return tokens that decode to `part` after `before`, the previous (part, ids); else raise BadValue (HP102)."""
     context, ids = before
     decoded = _text(tokenizer, ids)
     alone, whole = (

@@ -2,7 +2,7 @@
 
     documents, shuffled in blocks -> tokens -> sequences, each with the position after it -> steps
 
-Every rank packs all sequences of a step and takes its slice, so a step contains the same sequences on every layout. A
+Every rank packs all sequences of a step and keeps its own slice, so a step contains the same sequences on every layout. A
 checkpoint stores the position of the next token, and a checksum of all documents before it. A resumed run reads these
 documents again without tokenizing them, and compares the checksum.
 """
@@ -243,7 +243,7 @@ class StreamBatches:
         """Return the `accumulation` microbatches, [microbatch, S] each, of one data-parallel rank in a step.
 
         Raises:
-            BatchMismatch: HP308 when the three sizes do not multiply to `sequences_per_step`.
+            BatchMismatch: HP308 when `dp_size * microbatch * accumulation` is not `sequences_per_step`.
         """
         check_cut(self.sequences_per_step, dp_rank, dp_size, microbatch, accumulation)
         rows = self._step(step)
@@ -260,7 +260,7 @@ class StreamBatches:
         return batches
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of sequences read before a step, including those read before a change of the batch size."""
+        """Return the number of sequences read before a step, including those of the runs that this run resumes."""
         return self._origin + step * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:
