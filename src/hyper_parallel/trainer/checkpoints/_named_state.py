@@ -32,7 +32,9 @@ class State:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model by name; with adapters, only the trained parameters.
+    """Return the parameters and persistent buffers of a model by name.
+
+    With adapters, return only the adapters and other trained parameters.
 
     Raises:
         BadValue: HP102 for a module whose extra state is not a tensor.

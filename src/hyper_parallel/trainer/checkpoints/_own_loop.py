@@ -41,7 +41,8 @@ def save(
             and an existing one of the same step is replaced.
         step: Number of completed optimizer steps.
         keep: Number of newest checkpoints to keep in the folder; None: all.
-        extra: JSON values that `load` returns, such as an epoch or `scheduler.state_dict()`. Rank 0's are stored.
+        extra: JSON values that `load` returns, such as an epoch or `scheduler.state_dict()`. The values of
+            rank 0 are stored.
 
     Raises:
         OutputNotWritable: HP105 when the folder is not writable.

@@ -50,7 +50,7 @@ def export_adapter(
         tokenizer_dir: Directory whose tokenizer files are copied; None: no tokenizer.
         out_dir: Directory to create. An earlier adapter or export is replaced if its files are unchanged; any other
             directory that is not empty is rejected.
-        resident: Returns the current values of a local tensor, which a memory plan may have offloaded.
+        resident: Function that returns the current values of a local tensor, which a memory plan may have offloaded.
         metadata: Further metadata of the weight file.
 
     Returns:
@@ -58,6 +58,7 @@ def export_adapter(
 
     Raises:
         OutputNotWritable: HP105 when the directory is not writable.
+        LossNotFinite: HP604 when a trained parameter is not finite.
     """
     out = Path(out_dir)
     folder, ranks = exported_folder(out, "adapter"), RankGroup("export", out)

@@ -81,7 +81,7 @@ class Checkpointer:
         fingerprint: JSON values about model and optimizer, but not layout, that must agree between the saving and the
             loading run. None: load from any run with matching tensors; such a checkpointer cannot save.
         on_error: Whether `save` raises the error of a failed write ("stop") or logs it ("continue"). `finish` always
-            raises the error of the last save.
+            raises the error of the last failed save.
         keep_best: Name of a metric in `extra["metrics"]`. The checkpoint with the lowest value is kept in addition to
             the newest ones. None: keep only the newest.
         check_extra: Validator of the `extra` values; a checkpoint with rejected values counts as damaged. None: accept
@@ -122,14 +122,14 @@ class Checkpointer:
         """Save the state after `step` optimizer steps.
 
         An `asynchronous` save copies this rank's part of the data into host memory, starts the background write and
-        returns. Every save first waits for the previous one and raises its error.
+        returns. Every save first waits for the previous save, and raises or logs its error depending on `on_error`.
 
         Args:
             step: Number of completed optimizer steps. An existing checkpoint of this step is replaced.
             model: Module of plain tensors or DTensors.
             optimizer: Optimizer of the model; None: weights only.
             extra: JSON values of the trainer that `load` returns; those of rank 0 are stored.
-            resident: Returns the current values of a local tensor, which a memory plan may have offloaded.
+            resident: Function that returns the current values of a local tensor, which may be offloaded.
 
         Raises:
             OutputNotWritable: HP105 when the directory is not writable. The next `save` or `finish` raises the error of
@@ -156,7 +156,7 @@ class Checkpointer:
             self._handle_failure(error)
 
     def finish(self) -> None:
-        """Wait for the background save, if any, and raise the error of the last save."""
+        """Wait for the background save, if any, and raise the error of the last failed save since the previous call."""
         self._wait_for_background()
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -81,8 +81,8 @@ def export_hf(
             parameter.
         generation: Path of a `generation_config.json` to copy. If None or missing, the model's own generation config is
             written.
-        max_file_bytes: Maximum size of a weight file.
-        resident: Returns the current values of a local tensor, which a memory plan may have offloaded.
+        max_file_bytes: Maximum bytes of a weight file.
+        resident: Function that returns the current values of a local tensor, which a memory plan may have offloaded.
         carried: Tensors of the pretrained files that the model does not use, copied unchanged. None: those of the files
             from which the model was loaded.
 
@@ -301,7 +301,7 @@ def _published(reference: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
 def _published_sizes(
     reference: nn.Module, meta: dict[str, Tensor]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, int]]:
-    """Return a dict from parameter to those that must be converted with it, and one from stored tensor to bytes.
+    """Return two dicts: from parameter to all parameters converted together with it, and from stored tensor to bytes.
 
     Raises:
         ModelUnreadable: HP305 when the published format joins parameters of several layers in one tensor.
@@ -339,7 +339,7 @@ def _joined_names(reference: nn.Module, meta: dict[str, Tensor]) -> dict[str, tu
 
 
 def _names_in_layer(_: nn.Module, meta: dict[str, Tensor]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from parameter to all parameters of its layer; those outside layers form one group."""
+    """Return a dict from parameter to all parameters of its layer; parameters outside of layers form one group."""
     layers: dict[str, list[str]] = {}
     for name in meta:
         match = _LAYER.match(name)
@@ -376,7 +376,7 @@ class ExportShards:
         device: Device of this rank's tensors.
         owners: For each tensor of any rank: lowest rank that has it or a shard of it, dtype, and full shape.
         trained: Names of the trained parameters.
-        resident: Returns the current values of a local tensor, which a memory plan may have offloaded.
+        resident: Function that returns the current values of a local tensor, which a memory plan may have offloaded.
     """
 
     rank: int

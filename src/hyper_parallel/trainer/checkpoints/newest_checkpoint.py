@@ -17,7 +17,7 @@ from hyper_parallel.trainer.checkpoints.checkpointer import Checkpointer
 def load_newest(
     saved: Sequence[Checkpointer], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[int, dict[str, Any]]:
-    """Load the newest intact checkpoint of several directories; return (step, extra values) as `Checkpointer.load`.
+    """Load the newest intact checkpoint of several directories; return (step, extra values) like `Checkpointer.load`.
 
     Raises:
         CheckpointCorrupt, CheckpointFormat, CheckpointMismatch: See `Checkpointer.load`.

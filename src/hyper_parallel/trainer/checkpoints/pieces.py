@@ -33,7 +33,7 @@ class StatePart:
     Attributes:
         box: Tensor name and ranges of the block; equal on all ranks that have the same elements.
         dtype: Dtype of the tensor.
-        read: Returns the elements of the block.
+        read: Function that returns the elements of the block.
     """
 
     box: Box

@@ -259,7 +259,8 @@ def split_documents(
 
     The seed draws `round(share * documents)` documents to hold out, and further texts until they fill one sequence. If
     the rounded number is 0, the tail of the longest text is held out: `share` of all tokens, at least one sequence.
-    Conversations are never divided; at least one of several conversations is held out. Both documents of a pair are in the same split.
+    Conversations are never divided; at least one of several conversations is held out. Both documents of a pair are in
+    the same split.
     """
     unit = 2 if flat.pairs else 1
     spans, count = flat.spans, len(flat.spans) // unit

@@ -49,7 +49,7 @@ class PackedData:
         holdout: Sequences of `data.validation`, else the held-out sequences, which may be empty; None: there are none.
         tokenizer_dir: Hugging Face directory of the tokenizer.
         vocab_size: Largest token id plus one.
-        fingerprint: Hash of the packed content, equal on every machine; for a stream, of the source's name and settings.
+        fingerprint: Hash of the packed content, equal on every machine; for a stream, of source name and settings.
         cached: Whether the result was in the cache.
         notes: Sentences on text that was truncated or dropped.
         counts: Counts of each source; those of a stream are updated while it is read.

@@ -209,8 +209,8 @@ class RecordRules:
         """Raise if `values` has a nonempty value under a key that is neither known nor metadata.
 
         Raises:
-            NoData: HP602 naming the first unknown key, and the kind of object `item`, such as "a turn"; the hint ignores
-                all unknown keys.
+            NoData: HP602 naming the first unknown key and `item`, the kind of object, such as "a turn"; the hint
+                ignores all unknown keys.
         """
         unknown = []
         for key, value in values.items():

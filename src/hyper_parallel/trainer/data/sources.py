@@ -232,7 +232,7 @@ class Source:
         ]
 
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Exclude empty answers, which would teach the model to stop immediately, from training, unless all are empty."""
+        """Exclude empty answers from training, unless all are empty: they would teach the model to stop at once."""
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
         answers = one.answer_turns(count)

@@ -2,8 +2,8 @@
 
     documents, shuffled in blocks -> tokens -> sequences, each with the position after it -> steps
 
-Every rank packs all sequences of a step and keeps its own slice, so a step contains the same sequences on every layout. A
-checkpoint stores the position of the next token, and a checksum of all documents before it. A resumed run reads these
+Every rank packs all sequences of a step and keeps its own slice, so a step contains the same sequences on every layout.
+A checkpoint stores the position of the next token, and a checksum of all documents before it. A resumed run reads these
 documents again without tokenizing them, and compares the checksum.
 """
 

@@ -18,11 +18,13 @@ Microbatches = list[dict[str, Tensor]]
 Rows = NDArray[np.int64]
 """Index in the training data of each row of a step; -1 marks a padding row."""
 StageInputs = tuple[Microbatches, int | None]
-"""Inputs of the loss, and the number of trained tokens of the step over all ranks; None: the data's own count."""
+"""Inputs of the loss, and the number of trained tokens of the step over all ranks; None: all labels of the data."""
 
 
 class LearningStage:
-    """Interface of a learning stage: inputs and loss of every optimizer step. All ranks call its methods in one order.
+    """Interface of a learning stage: inputs and loss of every optimizer step.
+
+    All ranks call the methods in the same order.
 
     Attributes:
         inputs_span: (name, category) of the timeline span of `inputs`.
@@ -54,7 +56,7 @@ class LearningStage:
         raise NotImplementedError
 
     def rejects(self) -> bool | None:
-        """Return whether to skip the optimizer update, equal on all ranks; None if the stage never skips one.
+        """Return whether to skip the optimizer update, equal on all ranks; None if the stage never skips updates.
 
         The step loop calls this after the backward passes of all microbatches.
         """

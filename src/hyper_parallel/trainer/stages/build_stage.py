@@ -34,7 +34,7 @@ def build_stage(
         job: Prepared run.
         world: Ranks of the process group, and this rank's device.
         model: Parallelized model.
-        done: Number of optimizer steps finished before this process.
+        done: Number of optimizer steps finished before this process started.
         recorder: Timeline recorder; the timelines of sampling ranks begin at its start time.
         inputs: Checksums of the run's input models.
     """

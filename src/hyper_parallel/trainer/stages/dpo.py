@@ -1,6 +1,6 @@
 """DPO and related losses on pairs of answers: raise the likelihood of the chosen answer over the rejected one.
 
-Sources: DPO, Rafailov et al. 2023, arXiv:2305.18290 (sigmoid; label smoothing as in its robust form, Mitchell 2023);
+Sources: DPO (`sigmoid`), Rafailov et al. 2023, arXiv:2305.18290; label smoothing as in conservative DPO, Mitchell 2023;
 SLiC hinge, Zhao et al. 2023, arXiv:2305.10425; IPO, Azar et al. 2023, arXiv:2310.12036; ORPO, Hong et al. 2024,
 arXiv:2403.07691; SimPO, Meng et al. 2024, arXiv:2405.14734.
 """

@@ -11,7 +11,8 @@ A rollout samples and rewards completions of the prompts of one batch. `num_iter
 The symbols are, per token: mu, the probability when it was sampled; p, the probability at the first optimizer step of
 the rollout (proximal policy); q, the current probability; logp = log q; ref, the log-probability under the reference
 model; r = q / p; and w = min(p / mu, cap), the weight of truncated importance sampling for completions that were
-sampled with stale weights.
+sampled with stale weights. eps, eps_high, beta and cap are keys of section `grpo` of the recipe: `epsilon`,
+`epsilon_high`, `beta` and `importance_sampling_cap`.
 
 This is decoupled PPO: r is 1 at the first optimizer step of a rollout, and w is 1 for tokens sampled with the newest
 weights. Masked importance sampling (`mask`) excludes tokens with p / mu above the cap or below its inverse from the
@@ -149,8 +150,9 @@ class GrpoStage(LearningStage):
         """Sample and reward completions; return them as microbatches, and their number of tokens over all ranks.
 
         In `microbatches`, each prompt fills `num_generations` consecutive rows, whose labels are the reference answer.
-        Returned microbatches also have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S]. Later
-        optimizer steps of a rollout return the same completions, with `proximal_logprobs` [B, S].
+        Returned microbatches also have `advantages` [B], `weights` [B, S] and `rollout_logprobs` [B, S], and, if `beta`
+        is not 0, `reference_logprobs` [B, S]. Later optimizer steps of a rollout return the same completions, with
+        `proximal_logprobs` [B, S].
         """
         rollout, iteration = divmod(step - 1, self.settings.num_iterations)
         if iteration == 0 or self._cached_rollout is None:
@@ -234,7 +236,7 @@ class GrpoStage(LearningStage):
     def _token_weights(
         self, batch: dict[str, Tensor], sampled: Tensor, tokens: float, size: int
     ) -> tuple[Tensor, float]:
-        """Return [N, S] weights of tokens in the loss, and the number of tokens on all ranks that `mask` keeps.
+        """Return [N, S] weights of tokens in the loss, and the number of tokens with loss on all ranks.
 
         `sampled` is the [N, S + 1] mask of sampled tokens, and `tokens` is their number on all ranks. A forward pass
         takes `size` rows.

@@ -27,7 +27,7 @@ class ModelReward:
 
     Attributes:
         directory: Directory with config.json, weights and tokenizer.
-        loaded: Called after loading, with this object and the checksum of the model's parameters; None: no call.
+        loaded: Function called after loading, with this object and the checksum of the parameters; None: no call.
     """
 
     directory: Path

@@ -124,7 +124,7 @@ class PairStage(LearningStage):
 
 
 def order_of(chosen: Tensor, rejected: Tensor, rounding: Tensor) -> Tensor:
-    """Return [N] ranks of pairs: 1 if the chosen score is higher, 0 if lower, 1/2 if equal up to `rounding`."""
+    """Return [N] values of pairs: 1 if the chosen score is higher, 0 if lower, 1/2 if equal within `rounding`."""
     margin = (chosen - rejected).detach()
     return torch.where(margin.abs() <= rounding, 0.5, (margin > 0).to(margin.dtype))
 

@@ -102,7 +102,7 @@ class Reference:
         self._values = torch.from_numpy(values).to(self.device)
 
     def held_out(self, sequences: Any) -> Reference:
-        """Return the reference of the held-out answers; the first call, before the first step, computes or loads it."""
+        """Return the reference of the held-out answers; the first call computes or loads their log-probabilities."""
         if self._held_out is None:
             self._held_out = replace(self, file=HELD_OUT, _values=None)
             self._held_out.begin(sequences)

@@ -69,7 +69,7 @@ def reward_functions(names: Sequence[str], where: str) -> list[Reward]:
         where: Recipe key of the names, for error messages.
 
     Raises:
-        NotImportable: HP109 for a name of no function.
+        NotImportable: HP109 for a name that is neither a built-in function, a directory, nor an importable function.
     """
     return [
         ModelReward(Path(name).expanduser())

@@ -50,9 +50,9 @@ class RolloutFolder:
     def begin(self, begin: dict[str, Any], parts: int, *, exact: bool) -> None:
         """Mark the start of training, and remove outdated weights and completions of an earlier start of the run.
 
-        Outdated files are those from weights later than step `done`, which training now computes again. With `exact`
-        they stay, because the repeated steps compute the same weights. Completions with a different number of parts
-        are always removed.
+        Outdated are weights of versions above `done`, which training now computes again, and completions sampled with
+        them. With `exact`, both stay, because the repeated steps compute the same weights. Timelines of sampling ranks,
+        and completions with a different number of parts, are always removed.
 
         Args:
             begin: Dict with the last finished step `done`, the data position `data`, and the start of the timeline
@@ -134,7 +134,7 @@ class RolloutFolder:
             parts: Number of parts of the step.
             completions: Completions of the part.
             version: Newest version of the weights that sampled a token of the part.
-            seconds: Sampling time.
+            seconds: Sampling time in seconds.
         """
         path = self.file(step, part)
         partial = path.with_suffix(".part")

@@ -152,7 +152,7 @@ class Publisher:
         job: Prepared run.
         world: Training ranks.
         model: Model of the training ranks.
-        done: Number of rollouts finished before this process.
+        done: Number of rollouts finished before this process started.
         origin_s: Start of the run's timeline, in seconds since the epoch.
 
     Attributes:
@@ -172,7 +172,11 @@ class Publisher:
         self.waited_s = self.sampled_s = 0.0
 
     def publish(self, version: int, data: dict[str, Any]) -> None:
-        """Publish the current weights as `version`; the first call also marks the start at data position `data`."""
+        """Publish the current weights as `version`.
+
+        The first call also passes the data position `data` to `RolloutFolder.begin`. Every call removes completions
+        that a resumed run does not need.
+        """
         first = self._world.rank == 0
         if self._checkpoints is None:
             if first:

@@ -78,8 +78,9 @@ class Weights:
 
     Attributes:
         version: Version of the loaded weights: the number of rollouts that they were trained on.
-        due: Returns whether newer weights are available, called before every forward pass; None: never.
-        renew: Loads newer weights on every rank of a model replica, and returns their version; None: weights are fixed.
+        due: Function that returns whether newer weights are available, called before every forward pass; None: never.
+        renew: Function that loads newer weights on every rank of a model replica, and returns their version; None: the
+            weights are fixed.
     """
 
     version: int = 0
