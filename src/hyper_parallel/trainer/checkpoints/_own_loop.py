@@ -116,7 +116,7 @@ def save_pretrained(
         path: Directory to write. An earlier export is replaced if its files are unchanged; any other directory that is
             not empty is rejected.
         tokenizer: Directory whose tokenizer files are copied; None: no tokenizer.
-        max_file_bytes: Maximum size of a weight file; None: 5 GiB.
+        max_file_bytes: Maximum bytes of a weight file; None: 5 GiB.
 
     Raises:
         ModelUnreadable: HP305 for a model that is not a transformers model.

@@ -1,7 +1,7 @@
 """`extra.json`: JSON values saved with the tensors of a checkpoint (extra values). Imports no framework.
 
 A user's own training loop may store any JSON object. The trainer stores a `TrainerExtra`. A checkpoint of the trainer
-counts as damaged if the types or ranges of these values differ.
+counts as damaged if its values do not have the types and ranges of `TrainerExtra`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXTRA: Final = "extra.json"
 EXTRA_LIMITS: Final = Limits(16 * MiB)
 
 CheckExtra = Callable[[int, dict[str, Any]], str]
-"""Validator: takes a step and its extra values; returns an error text, or "" if they are valid."""
+"""Validator that takes a step and its extra values, and returns an error text, or "" if they are valid."""
 
 _OPEN: Final = ConfigDict(strict=True, extra="allow")
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]

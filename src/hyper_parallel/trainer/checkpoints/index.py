@@ -193,7 +193,7 @@ def check_pieces(checkpoint: Path, index: Index, share: tuple[int, int] = (0, 1)
     With `share` (i, n), check only the i-th of n equal parts of the pieces.
 
     Raises:
-        Damaged: For the first file that differs.
+        Damaged: A file differs from the index; the error names the first such file.
     """
     for number, (file, entries) in enumerate(sorted(index.by_file().items())):
         path, first = checkpoint / file, _header_of(entries)

@@ -1,8 +1,8 @@
 """Export of a model as a Hugging Face directory that `from_pretrained` loads without remote code.
 
 Rank 0 gathers one full parameter at a time and converts it to the published format: the names and shapes of the
-model's files on the Hugging Face Hub, for example one tensor per expert. It writes files of at most `max_file_bytes`.
-One rename publishes the directory.
+model's files on the Hugging Face Hub, for example one tensor per expert. Each weight file has at most `max_file_bytes`
+bytes. One rename publishes the directory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ EXPORTS = ("export", "adapter")
 _LAYER: Final = re.compile(r".*?\.\d+\.")
 """Matches the path of the outermost layer in a parameter name, for example `model.layers.3.`."""
 MAX_FILE_BYTES = 5 * 1024**3
-"""Default maximum size of a weight file: small enough for hosts with little memory, large enough for few files."""
+"""Default maximum bytes of a weight file: small enough for hosts with little memory, large enough for few files."""
 
 
 def export_hf(
@@ -277,7 +277,7 @@ def _exported_config(config: Any, reference: nn.Module, dtype: torch.dtype) -> A
 
 
 def _main_dtype(stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> torch.dtype:
-    """Return the most frequent floating-point dtype, weighted by elements."""
+    """Return the floating-point dtype of the largest number of elements."""
     elements: Counter[torch.dtype] = Counter()
     for shape, dtype in stored.values():
         if dtype.is_floating_point:
@@ -374,7 +374,7 @@ class ExportShards:
         rank: This rank.
         state: Tensors of this rank by name.
         device: Device of this rank's tensors.
-        owners: For each tensor of any rank: lowest rank that has it or a shard of it, dtype, and full shape.
+        owners: For each tensor of any rank: (lowest rank that has the tensor or a shard of it, dtype, full shape).
         trained: Names of the trained parameters.
         resident: Function that returns the current values of a local tensor, which a memory plan may have offloaded.
     """

@@ -32,7 +32,7 @@ def import_checkpoint(
     Args:
         model_dir: Directory of `config.json` and weight files, or of a peft adapter.
         directory: Directory of checkpoints, in which the checkpoint is created.
-        dtype: Dtype of the stored parameters.
+        dtype: Dtype of the stored parameters: `float32` or `float64`.
         trusted: Whether code in `model_dir` may run, for a model unknown to transformers.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Data: from text on disk to packed, memory-mapped sequences, and to the batches of every rank.
+"""Data: from records on disk to packed, memory-mapped sequences, and to the batches of every rank.
 
     source -> documents -> tokens -> held-out split -> packed arrays (cached)            prepare(), one process
     packed arrays -> seeded order -> steps -> slice of a rank -> microbatches            Batches, every rank

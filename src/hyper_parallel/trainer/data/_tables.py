@@ -206,7 +206,7 @@ class Table:
 
 
 def is_table(data: Data, path: Path) -> bool:
-    """Return whether to open a source with `datasets`: a Hub name, or a folder with a dataset card or saved dataset.
+    """Return whether a source is a Hub name, or a folder with a dataset card or saved dataset, to open with `datasets`.
 
     `data.name` or `data.split` select `datasets` for any folder.
     """

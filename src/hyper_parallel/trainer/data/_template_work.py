@@ -18,7 +18,7 @@ from jinja2.sandbox import SecurityError
 _BUDGET: Final = 64 * 1024**2
 """Work budget of a conversation in bytes: half a million steps, or 64 MiB of text."""
 _BUDGET_PER_TURN: Final = 16 * 1024
-"""Additional budget per turn in bytes, for at most `_MOST_TURNS` turns: 128 steps."""
+"""Additional budget per turn in bytes, the cost of 128 steps; only the first `_MOST_TURNS` turns add to the budget."""
 _MOST_TURNS: Final = 8192
 _BUDGET_PER_BYTE: Final = 8
 """Additional budget in bytes per byte of the conversation."""

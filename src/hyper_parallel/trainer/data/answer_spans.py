@@ -42,7 +42,7 @@ from hyper_parallel.trainer.data.template_properties import (
 _RESERVED: Final = ("messages", "tools", "add_generation_prompt")
 """Template variables that are set from a record's turns and tools."""
 _MOST_SHAPES: Final = 256
-"""Maximum number of cached texts with placeholders; a dataset needs about one per number of turns."""
+"""Maximum number of cached texts with placeholders; conversations with equal roles usually share a text."""
 _MOST_SHAPE: Final = 2048
 """Maximum characters of the turns of a cached text, so that the cache stays below a megabyte or two."""
 _OTHER_FILE: Final = "data.chat_template=FILE"

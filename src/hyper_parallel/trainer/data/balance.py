@@ -1,7 +1,7 @@
 """Load balancing: reorder the sequences of one step so that all data-parallel ranks have about equal work.
 
-    data order             rank 0 | 9 1 | 8 2 |   rank 1 | 1 1 | 1 1 |      largest rank 20
-    balanced               rank 0 | 9 1 | 2 1 |   rank 1 | 8 1 | 1 1 |      largest rank 13
+    data order             rank 0 | 9 1 | 8 2 |   rank 1 | 1 1 | 1 1 |      maximum cost 20
+    balanced               rank 0 | 9 1 | 2 1 |   rank 1 | 8 1 | 1 1 |      maximum cost 13
 
 The numbers are costs of sequences; each bar ends a microbatch. Turn t consists of the t-th microbatch of every rank.
 Sequences are assigned to microbatches, largest first, and microbatches to ranks. Pairwise exchanges then lower the
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 MAX_COMPARISONS: Final = 1 << 20
-"""Maximum number of pairs of items that a call of `spread` compares: some milliseconds, enough for 64 ranks."""
+"""Maximum number of pairs of items that a call of `spread` compares; takes milliseconds, and suffices for 64 ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,13 @@ def _objective(costs: Int64, grid: Grid) -> tuple[int, int]:
 
 
 def _in_sum(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Assign microbatches of cost `loads` to ranks with about equal sums; return those of each rank, largest first."""
+    """Assign microbatches of cost `loads` to ranks with about equal sums; return them by rank, largest first."""
     parts = spread(loads, [len(own) for own in grid.owners])
     return [sorted(part.tolist(), key=lambda i: -loads[i]) for part in parts]
 
 
 def _in_turns(loads: Int64, grid: Grid) -> list[list[int]]:
-    """Assign microbatches of cost `loads` so that those of a turn are about equal; return those of each rank in order.
+    """Assign microbatches with costs `loads` so that costs in a turn are about equal; return each rank's microbatches.
 
     Within a turn, the largest microbatch goes to the rank with the smallest sum so far.
     """

@@ -98,8 +98,8 @@ class Order:
         shuffle: Whether each epoch has its own random order; False: every epoch has the order on disk.
         weights: Weight of each source in a mixture (`JoinedSequences`). Each source then has its own epochs. Empty:
             every epoch reads all sequences of all sources once.
-        costs: (cost of an image or recording, cost of each of its tokens) in its encoder, by which ranks are balanced;
-            see `balance`. None: the ranks are not balanced.
+        costs: Costs by which ranks are balanced (see `balance`): (cost of an image or recording in its encoder, cost of
+            each of its tokens). None: the ranks are not balanced.
     """
 
     seed: int = 0
@@ -320,7 +320,10 @@ class Batches:
         return Batch(inputs, labels, *sizes, media)
 
     def sequences_seen(self, step: int) -> int:
-        """Return the number of rows read before a step, including resumed runs; rows that steps share count once."""
+        """Return the number of rows read before a step, including rows that resumed runs have read.
+
+        Rows that several steps share (`StepRows.iterations`) count once.
+        """
         return self._origin + step // self.rows.iterations * self.sequences_per_step
 
     def state_dict(self, step: int) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def guess_role(word: str) -> str:
 
 
 def guess_turn_columns(turn: Record) -> dict[str, str]:
-    """Return the keys of a turn that probably hold its role and content, by the names `role` and `content`.
+    """Return a dict from `role` and `content` to the keys of a turn that probably hold them.
 
     The dict is empty if the keys are ambiguous.
     """

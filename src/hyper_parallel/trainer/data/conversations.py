@@ -417,7 +417,7 @@ def conversations_of(
     stage: str = "sft",
     rules: RecordRules = _DEFAULT,
 ) -> list[Conversation]:
-    """Return the conversation of a record in the format `shape`; `preference` has two, first with the chosen answer.
+    """Return the conversation in a record of the format `shape`; for `preference`, the chosen and the rejected one.
 
     Raises:
         NoData: HP602 naming the faulty key or turn.

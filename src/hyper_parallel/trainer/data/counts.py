@@ -1,6 +1,6 @@
 """Counts of the records of a data source: read, used, truncated, and dropped by reason.
 
-Prepared data, streams and commands that show data use the same class. The reader of the source counts records and
+Prepared data, streams and commands that show data use `DataCounts`. The reader of the source counts records and
 ignored keys. The packer or the stream counts records that are used, truncated or dropped. A target is a token with
 loss.
 """

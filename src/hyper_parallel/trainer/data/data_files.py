@@ -133,7 +133,7 @@ def refuse_other_target(path: Path) -> None:
 
 
 def refuse_splits(root: Path, files: Sequence[Path]) -> None:
-    """Raise if a directory has both files named like training data (`train`) and like evaluation data (`test`).
+    """Raise if some files of a directory are named like training data (`train`), others like evaluation data (`test`).
 
     All files of a directory are one source, so the evaluation data would be trained on.
 

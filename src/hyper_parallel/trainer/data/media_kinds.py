@@ -22,7 +22,7 @@ class MediaKind:
         argument: Name of the processor's argument, and plural noun for error messages: `images` or `audio`.
         columns: Names of record columns that refer to items of this kind.
         parts: Types of content parts of this kind, each with the keys that may hold the file name or bytes.
-        processors: Names of the component of a transformers processor that reads this kind.
+        processors: Possible names of the component of a transformers processor that reads this kind.
         extra: Name of this package's optional dependencies (extra) that decode this kind.
     """
 
@@ -36,7 +36,7 @@ class MediaKind:
 
     @property
     def mark(self) -> str:
-        """Mark in turns as stored internally; it cannot occur in a record's text."""
+        """Mark in the turns of a `Conversation`; it cannot occur in the text of a record."""
         return f"\0{self.name}\0"
 
     @property

@@ -29,7 +29,7 @@ from hyper_parallel.units import MiB
 _LIMITS: Final = Limits(num_bytes=64 * MiB)
 _MOST_PIXELS: Final = 2**26
 _MOST_SAMPLES: Final = 2**26
-"""Maximum number of samples of a recording, over all channels: 23 minutes of 48 kHz."""
+"""Maximum number of samples of a recording, over all channels: 23 minutes of mono audio at 48 kHz."""
 _HIGHEST_RATE: Final = 384_000
 """Maximum sampling rate of a recording in Hz, as the cost of resampling grows with it; no hardware exceeds it."""
 _SMALL: Final = (96, 96)

@@ -288,7 +288,7 @@ _ROLLED_OUT: Final = ("prompt", "completion", "completion_ids")
 
 
 def label_of(record: Record, where: str) -> bool:
-    """Return the label of an answer, True for desirable: the key `label` (TRL) or `kto_tag` (LlamaFactory).
+    """Return the label under the key `label` (TRL) or `kto_tag` (LlamaFactory): True for a desirable answer.
 
     Raises:
         NoData: HP602 when there is no Boolean label.
@@ -307,7 +307,7 @@ def label_of(record: Record, where: str) -> bool:
 
 
 def margin_of(record: Record, where: str) -> float | None:
-    """Return the target margin between the scores of a pair, the key `margin` as in TRL; None if there is none.
+    """Return the target margin between the scores of a pair, under the key `margin` as in TRL; None without margin.
 
     Raises:
         NoData: HP602 when the value is not a finite number.

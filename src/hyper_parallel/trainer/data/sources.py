@@ -232,7 +232,10 @@ class Source:
         ]
 
     def _without_empty(self, one: Conversation, record: Record, where: str) -> Conversation:
-        """Exclude empty answers from training, unless all are empty: they would teach the model to stop at once."""
+        """Exclude empty answers from training, unless all answers are empty.
+
+        An empty answer would teach the model to stop immediately.
+        """
         count = num_context(one, self.stage)
         check_flags(one, count, record, where, self.rules)
         answers = one.answer_turns(count)

@@ -54,7 +54,7 @@ _TAG: Final = re.compile(
     r"</?[A-Za-z][\w-]*>|<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>\s]{1,40}\uff5c>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]"
     r"|/(?:no_)?think\b"
 )
-"""Pattern of tags such as `</think>` in a template's source, by which it may process the content of a turn."""
+"""Pattern of tags such as `</think>` in a template's source; the template may test for them in contents of turns."""
 _ANY_TAG: Final = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]|\[\|[^|\[\]\s]{1,40}\|\]")
 _UNFINISHED_TAG: Final = re.compile(r"[<\[][^<>\[\]]*$")
 

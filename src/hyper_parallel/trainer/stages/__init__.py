@@ -18,7 +18,10 @@ Microbatches = list[dict[str, Tensor]]
 Rows = NDArray[np.int64]
 """Index in the training data of each row of a step; -1 marks a padding row."""
 StageInputs = tuple[Microbatches, int | None]
-"""Inputs of the loss, and the number of trained tokens of the step over all ranks; None: all labels of the data."""
+"""Inputs of the loss, and the number of trained tokens of the step over all ranks.
+
+If the number is None, the number of labels with loss in the data is used.
+"""
 
 
 class LearningStage:

@@ -15,8 +15,8 @@ sampled with stale weights. eps, eps_high, beta and cap are keys of section `grp
 `epsilon_high`, `beta` and `importance_sampling_cap`.
 
 This is decoupled PPO: r is 1 at the first optimizer step of a rollout, and w is 1 for tokens sampled with the newest
-weights. Masked importance sampling (`mask`) excludes tokens with p / mu above the cap or below its inverse from the
-mean. The number of remaining tokens must be known before the step, so `mask` costs one more forward pass for p.
+weights. Masked importance sampling (`mask`) excludes from the mean all tokens whose p / mu is above cap or below
+1 / cap. The number of remaining tokens must be known before the step, so `mask` costs one more forward pass for p.
 
 Sources: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; mean over all tokens of the step: DAPO, arXiv:2503.14476;
 no division by the standard deviation: Dr. GRPO, arXiv:2503.20783.

@@ -8,6 +8,8 @@ divergence of the model from the reference model, on mismatched answers. The los
   desirable      w_desirable   (1 - sigmoid(beta (r - z)))
   undesirable    w_undesirable (1 - sigmoid(beta (z - r)))
 
+beta and the weights w are keys of section `kto` of the recipe.
+
 Rows come in pairs: a prompt with its own answer, and the same prompt with the answer of the previous record (the
 mismatched answer). z is the mean of r over all mismatched rows of the step, clamped to at least 0, without gradient.
 Forward passes over these rows compute z before the first backward pass. Only the first row of a pair is trained on.

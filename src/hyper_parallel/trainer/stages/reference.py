@@ -155,7 +155,7 @@ REFERENCE_MODEL: Final = "weights of the reference model"
 class ReferenceWeights:
     """Copy of the trained parameters as they were before the first step.
 
-    The copy takes the memory of this rank's shards of the trained parameters; of a LoRA run, these are the adapters.
+    The copy takes the memory of this rank's shards of the trained parameters; in a LoRA run, these are the adapters.
 
     Args:
         model: Model passed through `parallelize`; in a new run it has the reference weights.

@@ -1,6 +1,6 @@
 """Training of a reward model that scores the chosen answer of a pair higher than the rejected one.
 
-Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1 (of Bradley and Terry). Scores are centred as by
+Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1 (Bradley-Terry model). Scores are centred as by
 Eisenstein et al. 2023, arXiv:2312.09244, and TRL's `center_rewards_coefficient`. A pair may have a target margin
 between its scores: Touvron et al. 2023, arXiv:2307.09288, equation 2.
 """

@@ -50,9 +50,9 @@ class RolloutFolder:
     def begin(self, begin: dict[str, Any], parts: int, *, exact: bool) -> None:
         """Mark the start of training, and remove outdated weights and completions of an earlier start of the run.
 
-        Outdated are weights of versions above `done`, which training now computes again, and completions sampled with
-        them. With `exact`, both stay, because the repeated steps compute the same weights. Timelines of sampling ranks,
-        and completions with a different number of parts, are always removed.
+        Weights of versions above `done`, which training now computes again, and completions sampled with them are
+        outdated. With `exact`, both stay, because the repeated steps compute the same weights. Timelines of sampling
+        ranks, and completions with a different number of parts, are always removed.
 
         Args:
             begin: Dict with the last finished step `done`, the data position `data`, and the start of the timeline
