@@ -172,7 +172,11 @@ class Publisher:
         self.waited_s = self.sampled_s = 0.0
 
     def publish(self, version: int, data: dict[str, Any]) -> None:
-        """Publish the current weights as `version`; the first call also marks the start at data position `data`."""
+        """Publish the current weights as `version`.
+
+        The first call also writes `begin.json` with the data position `data`, and removes completions that a resumed
+        run does not need. In deterministic mode, a version that is already published is left as it is.
+        """
         first = self._world.rank == 0
         if self._checkpoints is None:
             if first:
